@@ -1,4 +1,4 @@
-"""What is wrong with a certificate before anybody sees it: its time, its key, its authority."""
+"""Checks certificates before they are used: their period of validity, key and authority."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from baton.core.errors import StartupError
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 _NAMES = {_SERVER: "serverAuth", _CLIENT: "clientAuth"}
 USAGES = {"coordinator": (_SERVER,), "prefill": (_CLIENT,), "decode": (_SERVER, _CLIENT), "operator": (_CLIENT,)}
-"""What a role does with its certificate: workers dial the coordinator, prefill workers dial decode workers."""
+"""What a role uses its certificate for: workers dial the coordinator, prefill workers dial decode workers."""
 
 
 def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certificate]:
-    """All certificates of a PEM file, the first one's own first; one at least.
+    """Returns all certificates of a PEM file, the process's own first; at least one.
 
     Raises:
         StartupError: there is none, or one that cannot be read; messages name `flag` and `path` here and below.
@@ -33,9 +33,7 @@ def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certifica
 
 
 def check_time(certificate: x509.Certificate, path: Path, flag: str) -> None:
-    """Raises:
-    StartupError: it does not hold yet, or no longer.
-    """
+    """Raises StartupError if the certificate is not valid yet, or not any more."""
     now = datetime.datetime.now(datetime.UTC)
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > until:
@@ -47,10 +45,10 @@ def check_time(certificate: x509.Certificate, path: Path, flag: str) -> None:
 
 
 def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) -> PrivateKeyTypes:
-    """The key in `key`, a PEM file's content.
+    """Returns the key in `key`, a PEM file's content.
 
     Raises:
-        StartupError: it is not that of the certificate.
+        StartupError: it cannot be read, or does not belong to the certificate.
     """
     try:
         found = serialization.load_pem_private_key(key, None)
@@ -64,10 +62,10 @@ def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) 
 def check_authority(
     chain: Sequence[x509.Certificate], authority: Sequence[x509.Certificate], path: Path, flag: str
 ) -> None:
-    """That one of `authority` has signed `chain`, directly or by a chain of certificates behind the first.
+    """Checks that one of `authority` has signed the first certificate of `chain`, directly or through the others.
 
     Raises:
-        StartupError: none has, or one on the way does not hold any more.
+        StartupError: none has, or a certificate that signed is not valid now.
     """
     found: x509.Certificate | None = chain[0]
     for _ in chain:
@@ -82,9 +80,7 @@ def check_authority(
 
 
 def check_usages(certificate: x509.Certificate, needed: Iterable[x509.ObjectIdentifier], path: Path, flag: str) -> None:
-    """Raises:
-    StartupError: it says what it is for, and one that is `needed` is not among that.
-    """
+    """Raises StartupError if the certificate lists its extended key usages and one that is `needed` is missing."""
     try:
         usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
@@ -95,7 +91,7 @@ def check_usages(certificate: x509.Certificate, needed: Iterable[x509.ObjectIden
 
 
 def dns_names(certificate: x509.Certificate) -> list[str]:
-    """The names and addresses that it is for."""
+    """Returns the names and addresses that the certificate is for."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -105,7 +101,7 @@ def dns_names(certificate: x509.Certificate) -> list[str]:
 
 
 def is_authority(certificate: x509.Certificate) -> bool:
-    """Whether it may sign others."""
+    """Returns whether the certificate may sign others."""
     try:
         return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:

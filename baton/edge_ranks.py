@@ -1,11 +1,11 @@
-"""Ends of edges at every rank of a worker, worked by its leader.
+"""Ends of edges at every rank of a worker, controlled by its leader.
 
-The leader alone talks to other workers and decides. An end at its own rank is a `LocalEnd`; for one at a follower it
-holds a `RemoteEnd`, which sends orders (baton.core.edge_orders) over the lockstep channel and waits for reports. The
-follower carries them out on `LocalEnd`s of its own, in an event loop on a thread of its own, so that its steps go on.
+Only the leader communicates with other workers and decides. An end at its own rank is a `LocalEnd`; for an end at a
+follower it holds a `RemoteEnd`, which sends orders (baton.core.edge_orders) over the lockstep channel and waits for
+reports. The follower executes them on its own `LocalEnd`s, in an event loop on a separate thread beside its steps.
 
-An edge that fails at a follower costs that edge. Every answer is waited for with a limit. A follower that does not say
-that it has stopped writing into blocks is a lost rank: nobody could ever use these blocks again.
+An edge that fails at a follower costs only that edge. Every wait for an answer has a time limit. A follower that does
+not confirm that it has stopped writing into blocks counts as a lost rank: these blocks could never be reused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from baton.transfer.edge_end import EdgeEnd, LocalEnd, LocalEnds
 log = logging.getLogger("baton.edges")
 
 ANSWER_LIMIT_S = 10.0
-"""How long a follower may take for an order beyond what the edge itself may take."""
+"""How long a follower may take for an order, in addition to the time that the edge itself may take."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Order:
 
 
 class WorkerEnds:
-    """Makes ends at all ranks, from the leader. Complete state: the orders that are not answered yet."""
+    """Makes ends at all ranks, for the leader. Complete state: the orders that are not answered yet."""
 
     def __init__(self, local: LocalEnds, channel: LeaderChannel) -> None:
         self._local = local
@@ -73,7 +73,7 @@ class WorkerEnds:
         return len(self._orders)
 
     def notify(self, rank: int, frame: object) -> None:
-        """Raises RankLost."""
+        """Sends a frame to a rank. Raises RankLost."""
         self._channel.send_to(rank, frame)
 
     async def ask(
@@ -83,7 +83,7 @@ class WorkerEnds:
         limit_s: float,
         on_begun: Callable[[], None] | None = None,
     ) -> EdgeDone | None:
-        """Gives the order that `make` builds from its number; the answer, or None after `limit_s`. Raises RankLost."""
+        """Sends the order that `make` builds; returns its answer, or None after `limit_s`. Raises RankLost."""
         number = next(self._numbers)
         order = self._orders[number] = _Order(asyncio.get_running_loop().create_future(), on_begun)
         try:
@@ -97,9 +97,9 @@ class WorkerEnds:
         self._channel.lose(RankLost(f"rank {rank} did not answer {what}"))
 
     def _receive(self, rank: int, report: object) -> None:
-        """On the channel's thread."""
+        """Runs on the channel's thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no order waits any more
                 self._loop.call_soon_threadsafe(self._take, report)
 
     def _take(self, report: object) -> None:
@@ -108,7 +108,7 @@ class WorkerEnds:
             return
         order = self._orders.get(report.order)
         if order is None or order.answer.done():
-            return  # its waiter has given up
+            return  # the order timed out or was cancelled
         if isinstance(report, EdgeDone):
             order.answer.set_result(report)
         elif order.on_begun is not None:
@@ -116,7 +116,7 @@ class WorkerEnds:
 
 
 class RemoteEnd:
-    """The end of an edge at a follower, as its leader sees it; see `EdgeEnd`."""
+    """The leader's proxy for the end of an edge at a follower; see `EdgeEnd`."""
 
     def __init__(self, ranks: WorkerEnds, rank: int, edge: int, plan: EdgePlan, spec: EdgeSpec) -> None:
         self.dead: HandoffError | None = None
@@ -197,8 +197,8 @@ class RemoteEnd:
 
 
 class FollowerEnds:
-    """A follower's ends. Complete state: the living ones by number, and the orders under way. All of it belongs to the
-    thread of its event loop."""
+    """A follower's ends. Complete state: the open ends by number, and the orders in progress, which only the thread of
+    its event loop accesses."""
 
     def __init__(self, local: LocalEnds, report: Callable[[object], None]) -> None:
         self._local = local
@@ -210,11 +210,11 @@ class FollowerEnds:
         self._thread.start()
 
     def obey(self, order: object) -> None:
-        """From any thread; orders are begun in the order of calls."""
+        """Starts an order, from any thread; orders begin in the order of calls."""
         self._loop.call_soon_threadsafe(self._begin, order)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Ends all of them, and the thread."""
+        """Closes all ends and stops the thread."""
 
         async def close_all() -> None:
             await asyncio.gather(*(end.close(timeout_s) for end in self._ends.values()))
@@ -224,7 +224,7 @@ class FollowerEnds:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
 
-    # On the thread.
+    # On the event loop's thread.
 
     def _begin(self, order: Any) -> None:
         match order:
@@ -255,7 +255,7 @@ class FollowerEnds:
             done = EdgeDone(order.order, await self._work(end, order))
         except BatonError as e:
             done = EdgeDone(order.order, error=e.message, dead=end.dead is not None)
-        except Exception as e:  # costs this edge, not the worker
+        except Exception as e:  # fails this edge, not the worker
             log.exception("%s", type(order).__name__)
             end.abort(f"{type(e).__name__}: {e}")
             done = EdgeDone(order.order, error=f"{type(e).__name__}: {e}", dead=True)

@@ -1,7 +1,7 @@
-"""A worker's own account of what happened when: JSON lines, for tests and for people reading a stall.
+"""A worker's log of its events with their times: JSON lines, for tests and for the analysis of a stall.
 
-Off unless BATON_EVENT_LOG_DIR names a directory. Times are CLOCK_MONOTONIC seconds, comparable between processes of
-one host. Serving does not depend on it: where nothing more can be written, it says so once and ends.
+Off unless BATON_EVENT_LOG_DIR names a directory. Times are CLOCK_MONOTONIC seconds, comparable between processes of one
+host. Serving does not depend on it: if a write fails, the worker logs it once and stops writing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "BATON_EVENT_LOG_DIR"
 
 
 class EventLog:
-    """Raises StartupError when the directory cannot be made or the file not be opened."""
+    """Raises StartupError if the directory cannot be created or the file cannot be opened."""
 
     def __init__(self, worker_id: str) -> None:
         directory = os.environ.get(VARIABLE, "")
@@ -42,5 +42,5 @@ class EventLog:
         except OSError as e:
             log.warning("no more events are written to %s: %s", self._file.name, e.strerror)
             file, self._file = self._file, None
-            with contextlib.suppress(OSError):  # what could not be written is tried again
+            with contextlib.suppress(OSError):  # closing retries the failed write
                 file.close()

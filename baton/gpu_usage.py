@@ -1,5 +1,5 @@
-"""Memory and utilisation of a worker's GPUs for its heartbeats, by NVML: once a second, on a thread, since a driver
-takes milliseconds to answer, and sometimes many."""
+"""Memory and utilisation of a worker's GPUs for its heartbeats, from NVML: once a second, on a thread, because a driver
+takes milliseconds to reply, and sometimes many."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERVAL_S = 1.0
 async def watching_gpus(
     uuids: Sequence[str], report: Callable[[GpuUsage | None], None], nvml: ModuleType = pynvml
 ) -> AsyncIterator[None]:
-    """Reports usage meanwhile; None once NVML has failed, which the log says."""
+    """Reports usage during the block; once NVML has failed, reports None and logs a warning."""
     watching = asyncio.create_task(_watch(uuids, report, nvml), name="GPU usage")
     try:
         yield
@@ -41,10 +41,10 @@ async def _watch(uuids: Sequence[str], report: Callable[[GpuUsage | None], None]
 
 
 def read_usage(uuids: Sequence[str], nvml: ModuleType) -> GpuUsage:
-    """Of GPUs or MIG instances. Of an instance the driver knows no utilisation: it counts as 0.
+    """Returns the usage of GPUs or MIG instances. The driver has no utilisation of an instance: it counts as 0.
 
     Raises:
-        nvml.NVMLError: the driver does not know one of them, or does not answer.
+        nvml.NVMLError: the driver does not find one of them, or does not reply.
     """
     used = total = busy = 0
     for uuid in uuids:

@@ -1,8 +1,9 @@
-"""How long anything holds a process's event loop, and what: all streams wait for it meanwhile, and a lease may end.
+"""Measures how long the event loop of a process is blocked, and by what: all streams wait then, and a lease may end.
 
-The loop leaves the time in `_beat` every half of the limit; a thread looks as often. Where the loop is late by more
-than the limit the thread takes the stack of the loop's thread, and when it beats again says how long it was held and
-where. Native code that keeps the interpreter keeps this thread too: then the stack is what came after it.
+The loop stores the time in `_beat` every half of the limit; a thread reads it as often. If the loop is late by more
+than the limit, the thread records the stack of the loop's thread and, after the loop's next beat, how long it was
+blocked; it logs both, not more often than every LOG_EVERY_S. Native code that holds the GIL blocks this thread too:
+the stack is then that of the code after it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _FRAMES = 3
 
 
 class LoopWatch:
-    """Complete state: when the loop beat last, how often it was late and how long at most (seconds), and when that was
-    logged last."""
+    """Complete state: the time of the loop's last beat, how often it was late and for how long at most (seconds), and
+    when that was last logged."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s, self._beat_s = limit_s, limit_s / 2
@@ -35,7 +36,7 @@ class LoopWatch:
         self._loop_thread = threading.get_ident()
 
     async def run(self) -> None:
-        """Until cancelled, in the loop that is watched."""
+        """Runs until cancelled, in the loop that is watched."""
         self._loop_thread, self._beat = threading.get_ident(), time.monotonic()
         thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
         thread.start()
@@ -68,6 +69,6 @@ class LoopWatch:
 
 
 def describe(frame: FrameType | None) -> str:
-    """The innermost frames of a stack on one line."""
+    """Returns the innermost frames of a stack on one line."""
     stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
     return " < ".join(f"{f.name} ({f.filename.rpartition('/')[2]}:{f.lineno})" for f in reversed(stack)) or "?"

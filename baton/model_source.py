@@ -1,7 +1,7 @@
-"""From what `--model` says to a checkpoint directory on this machine.
+"""Resolves `--model` to a checkpoint directory on this machine.
 
-`builtin` is package data; a directory is used as it is; ORG/NAME comes from the hub (or its cache, when the hub cannot
-be reached). Only safetensors, JSON and templates are fetched: never pickles, never code.
+`builtin` is package data; a directory is used as it is; ORG/NAME is fetched from the hub (or its cache, when the hub
+cannot be reached). Only safetensors, JSON and templates are fetched: never pickles, never code.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve_model(model: str) -> Path:
-    """The checkpoint directory, absolute.
+    """Returns the checkpoint directory as an absolute path.
 
     Raises:
-        StartupError: nothing usable is there; one line that names it.
+        StartupError: there is no usable checkpoint; one line that names it.
     """
     if model == "builtin":
         return _with_config(builtin_directory("target").resolve(), "the built-in model")
@@ -38,10 +38,10 @@ def resolve_model(model: str) -> Path:
 
 
 def resolve_draft(draft: str, model: Path) -> Path | None:
-    """The draft's checkpoint directory for a model's; None when no model drafts (`none`, `ngram`).
+    """Returns the draft's checkpoint directory; None for `none`, `ngram`, and `auto` unless `model` is built in.
 
     Raises:
-        StartupError: nothing usable is there; one line that names it.
+        StartupError: there is no usable checkpoint; one line that names it.
     """
     if draft in ("none", "ngram"):
         return None
@@ -52,10 +52,10 @@ def resolve_draft(draft: str, model: Path) -> Path | None:
 
 
 def served_name(model: str) -> str:
-    """What clients call the model when nobody says otherwise: the hub's name, or the directory's.
+    """Returns the name that clients use for the model by default: the hub's name, or the directory's.
 
     Raises:
-        StartupError: no model may be called what the directory is called.
+        StartupError: the directory's name is not a valid model name.
     """
     if model == "builtin" or (_HUB_NAME.fullmatch(model) and not Path(model).exists()):
         return model
@@ -66,7 +66,7 @@ def served_name(model: str) -> str:
 
 
 def builtin_directory(which: str) -> Path:
-    """`target` or `draft` of the built-in pair. Does not check that it is there."""
+    """Returns the directory of `target` or `draft` of the built-in pair. Does not check that it exists."""
     spec = find_spec("baton.builtin")
     if spec is None or not spec.submodule_search_locations:
         raise StartupError("this installation has no built-in model; name a checkpoint with --model")
@@ -84,7 +84,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        # One short request first: the download itself would retry for minutes without a network.
+        # One short request first: without a network, the download itself would retry for minutes.
         huggingface_hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
         cached_only = False
     except GatedRepoError:

@@ -33,7 +33,7 @@ from baton.process import record_error
 Config = TypeVar("Config")
 
 EXIT_STARTUP_ERROR = 3
-"""The exit code of a process that could not start and said why in one line."""
+"""The exit code of a process that could not start and reported why in one line."""
 
 EXIT_OUTPUT_LOST = 1
 """The exit code of a process that did its work but could not write its output."""
@@ -44,7 +44,7 @@ _POSITIONAL = "positional_argument"
 
 
 class NumberRange(click.FloatRange):
-    """click's range, without the one float that is neither below nor above it."""
+    """click's range, which also refuses NaN: that is neither below nor above any bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -56,8 +56,8 @@ class NumberRange(click.FloatRange):
 def config_command(
     cls: type[Config], *, name: str, help: str, positional: str = ""
 ) -> Callable[[Callable[[Config], int | None]], click.Command]:
-    """A decorator: turns `fn(config)` into a click command whose options are the fields of `cls`. The field
-    `positional` may also be given without its option."""
+    """Returns a decorator that turns `fn(config)` into a click command whose options are the fields of `cls`. The field
+    `positional` may also be given as a positional argument."""
 
     def decorate(fn: Callable[[Config], int | None]) -> click.Command:
         def callback(**given: Any) -> int | None:
@@ -82,14 +82,14 @@ def config_command(
 
 
 def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_name: str | None = None) -> NoReturn:
-    """Runs `command` and exits with what it returns; an error at start is one plain line on stderr and code 3, a stdout
-    that cannot be written one with code 1. Where the reader of a pipe has left, nothing is said."""
+    """Runs `command` and exits with its return value. An error at start is one plain line on stderr and code 3, a
+    failed write to stdout is one and code 1; nothing is printed if the reader of a pipe has closed it."""
     code = 0
     try:
         code = _run(command, argv, prog_name)
         lost = flush_stdout()
     except OSError as error:
-        lost = flush_stdout("\n")  # was it stdout that failed? Unbuffered, it holds nothing that would show
+        lost = flush_stdout("\n")  # did stdout fail? If unbuffered, only writing a newline shows it
         if lost is None or lost.errno != error.errno:
             raise
     if lost is not None and lost.errno != errno.EPIPE:
@@ -98,8 +98,8 @@ def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_
 
 
 def flush_stdout(end: str = "") -> OSError | None:
-    """Writes what stdout still holds, and `end`. What cannot be written is given up, or the interpreter would try again
-    as it ends; the reason is returned."""
+    """Flushes stdout and writes `end`. If that fails, discards the data, which the interpreter would otherwise write
+    again at exit, and returns the error."""
     if sys.stdout is None or sys.stdout.closed:
         return None
     try:
@@ -112,30 +112,30 @@ def flush_stdout(end: str = "") -> OSError | None:
 
 
 def error_line(error: BatonError) -> str:
-    """`error: ...`, always a single line."""
+    """Returns `error: ...`, always a single line."""
     return "error: " + " ".join(error.message.split())
 
 
 def read_config_file(path: str | None) -> Mapping[str, object]:
-    """The keys of a TOML file, or none without a path.
+    """Returns the keys of a TOML file, or none without a path.
 
     Raises:
-        StartupError: no such file, or it is not TOML that can be read.
+        StartupError: the file cannot be read, or is not TOML that can be parsed.
     """
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a byte order mark in front
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors write a byte order mark first
     except OSError as error:
         raise StartupError(f"config file {path}: {error.strerror or error}") from None
     except RecursionError:
         raise StartupError(f"config file {path} is nested too deeply") from None
-    except ValueError as error:  # not TOML, not UTF-8, or a number longer than Python reads
+    except ValueError as error:  # not TOML, not UTF-8, or a number longer than Python parses
         raise StartupError(f"config file {path} is not TOML: {error}") from None
 
 
 def describe(config: object) -> str:
-    """The values that are not defaults, as TOML, one a line; what `--print-config` shows."""
+    """Returns the values that are not defaults, as TOML, one per line; `--print-config` prints them."""
     changed = differences(config)
     if not changed:
         return "# every value is at its default"
@@ -143,7 +143,7 @@ def describe(config: object) -> str:
 
 
 def flags_of(options: Mapping[str, object]) -> list[str]:
-    """The command line that sets these options."""
+    """Returns the command line flags that set these options."""
     flags: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")

@@ -1,5 +1,5 @@
-"""What a process owes its parent, to die with it even when the parent is killed with SIGKILL and to say why; and what
-it sets before its libraries start."""
+"""A process's duties to its parent: to end with it, even if the parent is killed with SIGKILL, and to report why it
+ends. Also settings that must precede the start of libraries."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import time
 from collections.abc import Iterator
 
 PARENT_VARIABLE = "BATON_PARENT_PID"
-"""Names the parent a child was started by, so that the child sees it even if the parent died before it could look."""
+"""Names the pid of a child's parent, by which the child detects that the parent died before the child could check."""
 
 EXIT_RANK_LOST = 4
-"""The exit code of a rank that ended because another rank of its worker is gone."""
+"""The exit code of a rank that ended because another rank of its worker is lost."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Names the file that a rank leaves the reason of its end in."""
+"""Names the file in which a rank records why it ends."""
 
 BEAT_VARIABLE = "BATON_BEAT_FD"
-"""Names the pipe that a rank writes to each second for as long as it runs Python."""
+"""Names the pipe to which a rank writes each second while it runs Python."""
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long another thread may keep the event loop from running. Python's default is 5 ms, and a hand-over is a handful
-of such turns (decision 0005)."""
+"""How long another thread may keep the event loop from running. Python's default is 5 ms, and a hand-over needs a
+handful of such switches (decision 0005)."""
 
 BEAT_S = 1.0
 NAME_LOOKUP_S = 1
@@ -38,12 +38,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """The kernel kills this process when its parent ends; when the parent is gone already, it exits now.
+    """Makes the kernel kill this process when its parent ends; exits immediately if the parent has already ended.
 
-    `parent` is the pid the caller was started by; by default `BATON_PARENT_PID`, which the launcher and its agent set
-    and which is taken out of the environment here; under plain torchrun it is torchrun. A process that somebody
-    started by hand has no such parent and goes on when the shell ends. Linux only; elsewhere it does nothing. Call it
-    from the main thread, before any work.
+    `parent` is the pid of the process that started the caller; by default `BATON_PARENT_PID`, which the launcher and
+    its agent set and which is removed from the environment here; under plain torchrun it is torchrun's pid. A process
+    that was started by hand has no such parent and continues when the shell ends. Linux only; elsewhere it does
+    nothing. Call it from the main thread, before any work.
     """
     named = os.environ.pop(PARENT_VARIABLE, "")
     if parent is None and named.isdigit():
@@ -68,16 +68,15 @@ def allow_open_files(wanted: int) -> None:
 
 
 def limit_name_lookups() -> None:
-    """Every connection of a torch store asks the name service for the name of an address, to put it into log lines. A
-    server that drops one question stalls the connection for 5 s, as long as an edge may take: so ask once, for 1 s."""
+    """Limits name lookups to one attempt of 1 s. Every connection of a torch store looks up an address's name for log
+    lines, and a server that drops one query would stall the connection for 5 s, as long as an edge may take."""
     os.environ.setdefault("RES_OPTIONS", f"timeout:{NAME_LOOKUP_S} attempts:1")
 
 
 @contextlib.contextmanager
 def lasting_imports() -> Iterator[None]:
-    """What is imported in the block stays, so it is never searched for garbage, neither now nor later. Searching it
-    again and again is a tenth to a sixth of the time that torch takes to import, and 100 ms of standstill whenever
-    Python searches everything."""
+    """Excludes what is imported in the block from garbage collection, during and after it, as it is never freed.
+    Collecting it repeatedly takes a tenth to a sixth of the time of importing torch, and 100 ms per full collection."""
     gc.disable()
     try:
         yield
@@ -87,8 +86,8 @@ def lasting_imports() -> Iterator[None]:
 
 
 def record_error(message: str) -> None:
-    """Leaves the reason of this rank's end where the agent (or torchrun) looks for it. The first reason counts: what
-    follows it is how the process then ends."""
+    """Records why this rank ends in the file that the agent (or torchrun) reads. Only the first reason is kept: later
+    ones are its consequences."""
     path = os.environ.get(ERROR_FILE_VARIABLE, "")
     if not path or (os.path.exists(path) and os.path.getsize(path)):
         return
@@ -98,8 +97,8 @@ def record_error(message: str) -> None:
 
 
 def beat_to_agent() -> None:
-    """From now on a thread reports to the agent each second that this process runs; what holds the interpreter, or
-    stops the process, is noticed there. Without an agent it does nothing."""
+    """Starts a thread that reports to the agent each second that this process runs, so that the agent detects a blocked
+    interpreter or a stopped process. Without an agent it does nothing."""
     named = os.environ.pop(BEAT_VARIABLE, "")
     if not named.isdigit():
         return
@@ -107,7 +106,7 @@ def beat_to_agent() -> None:
     os.set_inheritable(pipe, False)
 
     def beat() -> None:
-        with contextlib.suppress(OSError):  # the agent is gone, and this process is about to be
+        with contextlib.suppress(OSError):  # the agent has ended, and this process is about to
             while True:
                 os.write(pipe, b".")
                 time.sleep(BEAT_S)
@@ -116,31 +115,31 @@ def beat_to_agent() -> None:
 
 
 def set_death_signal() -> None:
-    """Asks the kernel for SIGKILL when the parent ends. Safe between fork and exec; it survives exec."""
+    """Makes the kernel send SIGKILL when the parent ends. Safe between fork and exec; it survives exec."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes below `pid`, nearest first. A worker runs in a session of its own, so a process group does
-    not reach it; this does."""
+    """Returns the running processes below `pid`, nearest first. A worker runs in its own session, so signals to a
+    process group do not reach it."""
     found = [pid]
-    for one in found:  # which grows meanwhile
+    for one in found:  # grows during the loop
         found += children(one)
     return found[1:]
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to a process and everything below it."""
+    """Sends SIGKILL to a process and all its descendants."""
     for one in (*descendants(pid), pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """The living processes that `pid` started itself."""
+    """Returns the running processes that `pid` started itself."""
     found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())

@@ -1,4 +1,4 @@
-"""Certificates and keys as PEM files: those of a cluster's directory, and any two."""
+"""Reads certificates and keys from PEM files: those of a cluster's directory, and single ones."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _MAX_BYTES = 1 << 16
 
 
 def read_cluster_tls(directory: str, role: str, flag: str = FLAG) -> ClusterTls | None:
-    """What a process of `role` finds in a directory; None for no directory. Messages begin with `flag`.
+    """Returns what a process of `role` needs from a directory; None without one. Messages begin with `flag`.
 
     Raises:
-        StartupError: a file is missing, empty, or a key that everybody may read; or the certificate is out of its time,
-            for another role or use, or does not belong to its key or to the authority.
+        StartupError: a file is missing or no PEM file, or the key is world-readable or world-writable; or the
+            certificate is not valid now, is for another role or use, or does not belong to its key or to the authority.
     """
     if not directory:
         return None
-    from baton import certificates  # slow to import, and most clusters on one machine do without
+    from baton import certificates  # slow to import, and rarely needed on one machine
 
     path = Path(directory).expanduser()
     ca_path, own = path / CA, path / f"{role}.pem"
@@ -38,10 +38,10 @@ def read_cluster_tls(directory: str, role: str, flag: str = FLAG) -> ClusterTls 
 
 
 def read_pem(path: Path, flag: str, *, secret: bool = False) -> bytes:
-    """The content of a PEM file of at most 64 KiB; a `secret` one may not be open to everybody.
+    """Returns the content of a PEM file of at most 64 KiB; a `secret` file may not be world-readable or world-writable.
 
     Raises:
-        StartupError: it is missing or holds no PEM; the message names `flag`.
+        StartupError: the file is missing, open to everybody or holds no PEM; the message names `flag`.
     """
     data = read_regular(str(path), flag, _MAX_BYTES + 1, secret=secret)
     if b"-----BEGIN " not in data or len(data) > _MAX_BYTES:

@@ -1,4 +1,4 @@
-"""Secrets come from files that others cannot read: the cluster token, the keys of the API, those of TLS."""
+"""Reads secrets from files that other users cannot access: the cluster token, API keys, TLS keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_BYTES = 4096
 
 
 def read_token(path: str) -> str:
-    """The token in a file, without the white space around it; empty for no path.
+    """Returns the token in a file, without surrounding white space; empty for no path.
 
     Raises:
-        StartupError: the file is missing, open to everybody, or holds no token.
+        StartupError: the file is missing, world-readable or world-writable, or holds no token.
     """
     if not path:
         return ""
@@ -28,10 +28,10 @@ def read_token(path: str) -> str:
 
 
 def read_regular(path: str, flag: str, most: int, *, secret: bool) -> bytes:
-    """The first `most` bytes of a regular file; nothing of any other. `flag` names the option in messages.
+    """Returns the first `most` bytes of a regular file; nothing of any other kind. `flag` names the option in messages.
 
     Raises:
-        StartupError: the file is missing, or a `secret` one open to everybody.
+        StartupError: the file cannot be read, or is `secret` and world-readable or world-writable.
     """
     try:
         with open(Path(path).expanduser(), "rb", opener=_at_once) as file:
@@ -46,5 +46,5 @@ def read_regular(path: str, flag: str, most: int, *, secret: bool) -> bytes:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """A pipe without a writer would hold an ordinary open for ever."""
+    """Opens without blocking: an ordinary open of a pipe without a writer would block for ever."""
     return os.open(path, flags | os.O_NONBLOCK)

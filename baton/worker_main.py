@@ -1,4 +1,4 @@
-"""How both kinds of worker start: options, engine, worker. Each rank is a process that ends up here."""
+"""Startup of prefill and decode workers: options, engine, worker. Each rank is a process that runs `worker_main`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.worker")
 
-STALL_S = 1.0  # a third of a lease
+STALL_S = 1.0  # a third of the default lease
 OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared memory
 
 
@@ -54,8 +54,7 @@ class Worker(Protocol):
     async def run(self) -> None: ...
 
 
-# (config, runner, facts, pids, make_end) -> worker. The runner and the maker of ends are Any, so that `--help` needs no
-# torch.
+# (config, runner, facts, pids, make_end) -> worker. `runner` and `make_end` are Any, so that `--help` needs no torch.
 MakeWorker = Callable[[WorkerConfig, Any, WorkerFacts, tuple[int, ...], Any], Worker]
 
 
@@ -83,7 +82,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         if not config.worker_id:
             config = replace(config, worker_id=f"{role}-{socket.gethostname()}-{os.getpid()}")
         ranks = Ranks.from_environment(os.environ)
-        if ranks.local_size > 1:  # ranks of one machine keep off each other's cores
+        if ranks.local_size > 1:  # ranks of one machine use separate cores
             os.sched_setaffinity(0, ranks.cores(sorted(os.sched_getaffinity(0))))
         try:
             if wrong := name_error(config.worker_id):
@@ -98,28 +97,28 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
                 own = f" (--model here is {config.model})" if "_digest: " in error.message else ""
                 error = StartupError(f"{config.worker_id}: the coordinator refused this worker: {error.message}{own}")
             record_error(error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}")
-            if isinstance(error, StartupError | RankLost):  # at once: the other ranks wait for this one to end first
+            if isinstance(error, StartupError | RankLost):  # without delay: the other ranks wait for this exit
                 print(error_line(error), file=sys.stderr, flush=True)
                 os._exit(EXIT_STARTUP_ERROR if isinstance(error, StartupError) else EXIT_RANK_LOST)
             log.critical("%s: fatal error, exits (restart required): %s", config.worker_id, error, exc_info=e)
             logging.shutdown()
-            os._exit(1)  # a thread that hangs would keep an orderly exit from ending
+            os._exit(1)  # a thread that hangs would block an orderly exit
         log.info("drained")
         logging.shutdown()
-        os._exit(0)  # all is closed; the C++ threads of torch and grpc may abort a process that unwinds under them
+        os._exit(0)  # all is closed; the C++ threads of torch and grpc may abort a process that exits normally
 
     run_main(command, argv, prog_name=role)
 
 
 def _take_signals() -> None:
-    """Ctrl-C reaches every process of a terminal; only the launcher acts on it, and drains its workers. SIGTERM ends a
-    worker that still loads: it has nothing to drain."""
+    """Ignores SIGINT: Ctrl-C reaches every process of a terminal, but only the launcher handles it, and drains its
+    workers. SIGTERM ends a worker that is still loading: it has nothing to drain."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
 
 
 def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
-    """The first SIGTERM drains, a second one ends the process."""
+    """Drains the worker on the first SIGTERM and ends the process on the second."""
     asked = False
 
     def on_sigterm() -> None:
@@ -142,7 +141,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         from baton.rpc.health import serving_health
         from baton.worker_ranks import lead
     imported = len(sys.modules) - before
-    beat_to_agent()  # not before: loading libraries from a cold file system holds the interpreter for long
+    beat_to_agent()  # not before: loading libraries from a cold file system blocks the interpreter for long
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
@@ -205,8 +204,8 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
 
 
 def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOptions:
-    """A worker's threads are shared out among its ranks on this machine. A decode worker's leader will load a draft,
-    which takes memory of its GPU."""
+    """Returns the engine's options. A worker's threads are divided among its ranks on this machine. A decode worker's
+    leader will load a draft, which uses memory of its GPU."""
     from baton.engine.options import EngineOptions
 
     threads = config.threads // ranks.local_size if config.threads else len(os.sched_getaffinity(0))

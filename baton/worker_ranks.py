@@ -1,8 +1,8 @@
 """The ranks of one worker as processes: how they start together, follow their leader, and end together.
 
-Rank 0 leads: it runs the tier's worker. The others only follow. They meet in the store that rank 0 keeps (or torchrun),
-first over the lockstep channel, so that a rank that fails while loading reports why to the others. One that is lost
-later ends them all at once, from the channel's own thread: a step that waits for it would not come back soon.
+Rank 0 leads: it runs the tier's worker. The other ranks only follow. All meet in the store of rank 0 (or of torchrun),
+and open the lockstep channel before they load, so that a rank that fails while loading reports why to the others. A
+rank lost later ends all ranks at once, from the channel's own thread: a step that waits for it would not return soon.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ log = logging.getLogger("baton.worker")
 
 RETRY_S = 1.0
 VERDICT_S = 0.5
-"""How long an operation that failed waits for the channel to say which rank was lost; the process ends meanwhile."""
+"""How long a failed operation waits for the channel to report which rank was lost; the process ends meanwhile."""
 LAST_MESSAGE_S = 2.0
-"""How long a rank that says why it ends is given to end first, so that the agent takes its exit code."""
+"""How long the other ranks let a rank that reported an error exit first, so that the agent takes its exit code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """What a leader has: its runner, which its followers keep step with, the pids of all ranks, and the ends of edges
-    at all of them."""
+    """What a leader has: its runner, whose steps the followers replay, the pids of all ranks, and the ends of edges at
+    all of them."""
 
     runner: Runner
     pids: tuple[int, ...]
@@ -55,7 +55,7 @@ class Crew:
 
 @contextmanager
 def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Crew]:
-    """All ranks end with the block: well when it ends well, else with its error."""
+    """Runs the block as the leader; when it ends, all ranks end: normally, or with the block's error."""
     configure_nccl()
     if ranks.size == 1:
         runner = load_runner(options, on_stage)
@@ -73,7 +73,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
 
 
 def follow(ranks: Ranks, options: EngineOptions) -> None:
-    """Computes what the leader plans until it has drained."""
+    """Computes the steps that the leader plans until the leader has drained."""
     configure_nccl()
     store, channel = _join(ranks)
     with _telling(channel):
@@ -81,7 +81,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report)
         channel.take_orders(ends.obey)
         channel.serving()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and says when all is done
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and reports when all is done
         log.info("rank %d of %d follows", ranks.rank, ranks.size)
         reason = channel.follow(runner.step)
         ends.close()
@@ -90,8 +90,8 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
 
 
 def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
-    """Meets the leader. On another node it may come later, or still be about to end what it began with the rank that
-    this one replaces."""
+    """Connects to the leader. A leader on another node may start later, or may still be ending the steps that it began
+    with the rank that this one replaces."""
     deadline = time.monotonic() + (0.0 if ranks.on_one_node else MEET_TIMEOUT_S)
     said = False
     while True:
@@ -120,13 +120,13 @@ def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEn
 
 @contextmanager
 def _telling(channel: Channel) -> Iterator[None]:
-    """Tells the other ranks of an error here before it goes on."""
+    """Reports an error in the block to the other ranks before it propagates."""
     try:
         yield
     except BaseException as error:
         found = innermost(error)
         if isinstance(found, RankLost):
-            time.sleep(VERDICT_S)  # the channel knows better who is gone, and ends this process
+            time.sleep(VERDICT_S)  # the channel detects which rank is lost, and ends this process
             if channel.lost is not None:
                 time.sleep(2 * LAST_MESSAGE_S)
         line = found.message if isinstance(found, BatonError) else f"{type(found).__name__}: {found}"
@@ -136,7 +136,7 @@ def _telling(channel: Channel) -> Iterator[None]:
 
 
 def _end(ranks: Ranks, error: RankLost) -> None:
-    """Another rank is lost: this process has nothing left to do, and its worker starts anew."""
+    """Handles the loss of another rank: ends this process, whose worker will be restarted."""
     if error.code == RANK_FAILED:
         time.sleep(LAST_MESSAGE_S)
     record_error(error.message)

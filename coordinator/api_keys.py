@@ -1,11 +1,11 @@
-"""The keys that clients of the API present, where any are wanted.
+"""The API keys of clients, if the deployment requires any.
 
-A file has one key a line, as it is or as `sha256:` and the digest in hex, which is all that is kept of it here. Behind
-it may stand what the key is called and what it may take:
+A file has one key per line, in plain text or as `sha256:` and the digest in hex; only the digest is kept in memory.
+Options after the key set its name, tenant, priority and limits:
 
     sk-0123456789abcdef  name=search tenant=acme priority=5 requests_at_once=8 tokens_per_minute=60000
 
-Empty lines and those that begin with `#` are left out.
+Empty lines and lines that begin with `#` are ignored.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST = 10**12
 
 
 class ApiKeys:
-    """Complete state: the clients by the digest of their key. Without any, every client is let in."""
+    """Complete state: the clients by the digest of their key. Without any keys, every client is accepted."""
 
     def __init__(self, clients: Mapping[bytes, Client] | None = None) -> None:
         self._clients = dict(clients or {})
@@ -41,13 +41,13 @@ class ApiKeys:
         return bool(self._clients)
 
     def named(self, name: str) -> Client | None:
-        """The client whose key has this name; None where there is none. Without any keys it is everybody."""
+        """Returns the client whose key has this name, if any. Without any keys, returns ANYBODY."""
         if not self._clients:
             return ANYBODY
         return next((client for client in self._clients.values() if client.key == name), None)
 
     def client(self, authorization: str) -> Client:
-        """Whose key it is. `authorization` is the value of that header, or of that metadata, empty where there is none.
+        """Returns the client of a key. `authorization` is the value of that header or metadata entry, empty if absent.
 
         Raises:
             Unauthenticated: it is not `Bearer` and one of the keys.
@@ -59,16 +59,16 @@ class ApiKeys:
             raise Unauthenticated("an API key is needed: `Authorization: Bearer KEY`", code="missing_api_key")
         digest = hashlib.sha256(key.strip().encode()).digest()
         found = [client for known, client in self._clients.items() if hmac.compare_digest(digest, known)]
-        if not found:  # all were compared, each in constant time
+        if not found:  # all keys were compared, each in constant time
             raise Unauthenticated("this API key is not known")
         return found[0]
 
 
 def read_api_keys(path: str) -> ApiKeys:
-    """The keys in a file; none for no path.
+    """Reads the keys in a file; returns no keys for an empty path.
 
     Raises:
-        StartupError: the file is missing, open to everybody, or a line is no key; the message names the line.
+        StartupError: the file is missing or open to everybody, or a line is not a key; the message names the line.
     """
     if not path:
         return ApiKeys()
@@ -106,7 +106,8 @@ def _digest(key: str, where: str) -> bytes:
 
 
 def _client(words: list[str], digest: bytes, where: str) -> Client:
-    """From `option=value` words. A key without a name is called by its digest: a few digits of it give nothing away."""
+    """Builds a client from `option=value` words. An unnamed key gets some digits of its digest, which reveal
+    nothing."""
     given: dict[str, str] = {}
     for word in words:
         name, _, value = word.partition("=")

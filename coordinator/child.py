@@ -1,5 +1,4 @@
-"""A child process for work that may hold the interpreter, crash or never end: it ends with the coordinator, or is
-killed."""
+"""A child process for work that may hold the GIL, crash or never end: it ends with the coordinator, or is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 from baton.process import die_with_parent
 
 NICE = 10
-"""Large bodies and grammars wait for the streams of all others where processors are short."""
+"""Large bodies and grammars yield to the streams of other clients when CPU time is scarce."""
 
 
 def start_child(prepare: Callable[..., None] | None = None, *arguments: Any, nice: int = NICE) -> Executor:
@@ -23,8 +22,8 @@ def start_child(prepare: Callable[..., None] | None = None, *arguments: Any, nic
 
 
 class Child:
-    """The place of a child. State: its executor, from the first work until it is killed; the next work starts another
-    one."""
+    """A slot for a child. State: its executor, from the first work item until it is killed; the next one starts
+    another."""
 
     def __init__(self, start: Callable[[], Executor]) -> None:
         self._start = start
@@ -37,14 +36,14 @@ class Child:
         return executor
 
     def close(self) -> None:
-        """Kills the child, whatever it does."""
+        """Kills the child, even if it is busy."""
         executor, self.executor = self.executor, None
         if executor is not None:
             kill_child(executor)
 
 
 def kill_child(executor: Executor) -> None:
-    """Whatever it does. What waits for it ends with BrokenProcessPool."""
+    """Kills a child, even if it is busy. Callers that wait for it get BrokenProcessPool."""
     processes = list((getattr(executor, "_processes", None) or {}).values())
     executor.shutdown(wait=False)
     for process in processes:
@@ -52,12 +51,12 @@ def kill_child(executor: Executor) -> None:
 
 
 def ready() -> None:
-    """Work that is done when the child has begun."""
+    """An empty work item: it completes once the child has started."""
 
 
 def _begin(coordinator: int, nice: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
     die_with_parent(coordinator)
     os.nice(nice)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
     if prepare is not None:
         prepare(*arguments)

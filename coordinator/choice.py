@@ -1,7 +1,7 @@
-"""What the reader of one choice gets: new tokens of its journal as deltas of text, cut at a stop string.
+"""The reader of one choice: turns new tokens of its journal into deltas of text, cut at a stop string.
 
 Most tokens go to a sink in the callback in which they arrive. The reader's task is woken for the rest: the first delta,
-the last one, an error, and whatever comes while the sink is not ready.
+the last one, an error, and tokens that the sink cannot accept.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from coordinator.submission import Delta, Sink, Usage
 from coordinator.text.stream import TextStream
 
 MAX_PUSHED_TOKENS = 64
-"""More at once are not put together in the callback of a worker's message."""
+"""A larger delta is not built in the callback of a worker's message."""
 
 
 class ChoiceReader:
-    """Complete state: how many tokens have been read, the text they make, whether the last delta was taken, and the
-    delta or error of a push that the reader's task has to pass on. `observe` sees what goes to the sink."""
+    """Complete state: how many tokens have been read, their text, whether the last delta was built, and the delta or
+    error of a push that the reader's task still has to pass on. `observe` is called with each delta that goes to the
+    sink."""
 
     def __init__(
         self,
@@ -37,11 +38,11 @@ class ChoiceReader:
         self.done = False
 
     async def next(self) -> Delta:
-        """The next delta that no sink has taken.
+        """Returns the next delta that did not go to the sink.
 
         Raises:
             DeadlineExceeded: names the stage.
-            BatonError: what ended the request.
+            BatonError: the error that ended the request.
         """
         in_flight, request = self._in_flight, self._in_flight.request
         while self._left is None and request.error is None and not self._has_more():
@@ -50,7 +51,7 @@ class ChoiceReader:
             in_flight.changed.clear()
             in_flight.push = self._push if self._sink is not None else None
             try:
-                await in_flight.changed.wait()  # the caller has it set at the deadline
+                await in_flight.changed.wait()  # the caller's timer sets it at the deadline
             finally:
                 in_flight.push = None
         left, self._left = self._left, None
@@ -63,8 +64,8 @@ class ChoiceReader:
         return self._take()
 
     def _has_more(self) -> bool:
-        """The first time also the prompt's log-probabilities, if asked for: they come from prefill, perhaps after the
-        tokens of decode."""
+        """Returns whether there is a new delta. The first one needs the prompt's log-probabilities too, if requested:
+        they come from prefill, possibly after tokens from decode."""
         journal = self._in_flight.request.journal
         if journal.next_index == self._read:
             return False
@@ -73,7 +74,7 @@ class ChoiceReader:
         )
 
     def _push(self) -> bool:
-        """Hands what is new to the sink. False: there is something for the reader's task."""
+        """Passes new tokens to the sink. Returns False if the reader's task has to handle them."""
         request, sink = self._in_flight.request, self._sink
         journal = request.journal
         fresh = len(journal.tokens) - self._read
@@ -87,17 +88,17 @@ class ChoiceReader:
                 return False
             self._observe(delta)
             sink.take(delta)
-        except Exception as error:  # this reader's, and not that of the worker whose message came
+        except Exception as error:  # an error of this reader, not of the worker whose message arrived
             self._left = error
             return False
         return True
 
     def _take(self) -> Delta:
-        """What is new, as a delta."""
+        """Returns the new tokens as a delta."""
         request, journal, text, read = self._in_flight.request, self._in_flight.request.journal, self._text, self._read
         fresh = tuple(journal.tokens[read:])
         ends = journal.finish == "stop"
-        piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is no part of its text
+        piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is not part of its text
         tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
         logprobs = tuple(journal.logprobs[read : read + len(tokens)]) if journal.logprobs else ()
         delta = Delta(piece.text, tokens, logprobs=logprobs, prompt_logprobs=None if read else journal.prompt_logprobs)
@@ -113,7 +114,7 @@ class ChoiceReader:
 
 
 def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
-    """The last delta of a choice of `total` tokens; `stopped` is the stop string that ended it, if one did."""
+    """Returns the last delta of a choice of `total` tokens; `stopped` is the stop string that ended it, if one did."""
     finish = r.journal.finish if stopped is None else "stop"
     reason: str | int | None = stopped
     last = r.journal.tokens[-1]

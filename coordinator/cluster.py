@@ -1,7 +1,7 @@
-"""The cluster as this process runs it: executes the actions of policy.requests, and feeds it the events of workers.
+"""Runs the cluster: executes the actions of policy.requests and passes it the events of workers.
 
-One event loop owns all of it. What becomes of a request is decided in `coordinator.policy`; sessions with workers are
-opened and read in `coordinator.control`.
+One event loop owns all of it. `coordinator.policy` decides about requests; `coordinator.control` opens and reads the
+sessions with workers.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
-MAX_LEASE_GAP_S = 0.2  # of a lease for each tick, however late it comes: what workers sent waits unread (0031, 0055)
-DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster may take to report it
+MAX_LEASE_GAP_S = 0.2  # of a lease per tick at most, however late: messages of workers wait unread (0031, 0055)
+DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster have to report it
 ToWorker = Welcome | Command | HeartbeatAck
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request with the reader that waits for it. `changed` is set when there is something to look at, `expired` when
-    the reader's deadline has passed. `push`, while its reader waits, hands new tokens on without waking it, if it can,
-    and says whether it did."""
+    """A request with the reader that waits for it. `changed` is set when the reader has something to read, `expired`
+    when its deadline has passed. `push`, set while the reader waits, passes new tokens on without waking it if
+    possible, and returns whether it did."""
 
     request: Request
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,14 +66,14 @@ class InFlight:
 
 
 class HandleSigner:
-    """Signs handles for decode workers where a placement is executed: nothing that a client sends gets into them. `key`
-    is that of this run; workers receive it when they join, with its clock: `time.monotonic` here."""
+    """Signs handles for decode workers when a placement is executed: clients neither send nor receive them. `key` is
+    the key of this run; workers receive it when they join, with the time of its clock, `time.monotonic`."""
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(32)
 
     def target(self, sequence: SequenceId, source: Worker, destination: Worker, deadline_at: float) -> Target:
-        """A decode worker with the right to the sequence's KV at `source`, until the request's deadline."""
+        """Returns a decode worker with a handle to the sequence's KV at `source`, valid until its deadline."""
         handle = Handle(
             sequence,
             source.worker_id,
@@ -90,7 +90,7 @@ class HandleSigner:
 class Cluster:
     """Complete state: the worker table and the requests (policy), the readers by choice, the queue of commands to each
     connected worker, the lease clock, and how often a join was refused for each field. `address` is where workers dial;
-    `token` is what they must present, if not empty."""
+    they must present `token`, unless it is empty."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class Cluster:
     # For the fronts.
 
     def admit(self, request: GenerateRequest, choices: int = 1) -> InFlight:
-        """Queues one choice of a request, the first one of `choices`, and dispatches what can start.
+        """Queues one choice of a request and dispatches what can start; the first choice gives their number, `choices`.
 
         Raises:
-            BatonError: refused; nothing was done for it.
+            BatonError: the request is refused, and was not queued.
         """
         admitted, actions = self.requests.admit(request, time.monotonic(), choices)
         in_flight = self._in_flight[admitted.name] = InFlight(admitted)
@@ -126,11 +126,11 @@ class Cluster:
         return in_flight
 
     def end(self, in_flight: InFlight, reason: str) -> None:
-        """The front has all it needs of a choice: both pools are informed at once."""
+        """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
         self._execute(self.requests.end(in_flight.request, reason, time.monotonic()))
 
     def forget(self, in_flight: InFlight) -> None:
-        """Its request id may be used again; it has ended."""
+        """Ends a request and removes it, so that its id can be reused."""
         self.end(in_flight, "its reader has gone")
         name = in_flight.request.name
         if self._in_flight.get(name) is in_flight:
@@ -140,18 +140,18 @@ class Cluster:
     # For sessions with workers.
 
     def join(self, join: Join, peer: str) -> asyncio.Queue[ToWorker]:
-        """Takes a worker in; what the returned queue yields is to be sent to it, a Welcome first. `peer` is where it
-        dialled from, for the log.
+        """Adds a worker; returns the queue of messages to send to it, a Welcome first. `peer` is its address, for the
+        log.
 
         Raises:
             JoinRefused: it does not fit; the message names the field.
-            Unavailable: the cluster drains and takes in nobody new; the worker may try again.
+            Unavailable: the cluster is draining and accepts no new worker; the worker may retry.
         """
         worker, known = join.worker_id, self.workers.incarnation(join.worker_id)
         try:
             described = f"{join.role} worker {worker[:128]!r}"
             self.check_token(join.token, described)
-            if join.token and not self._token:  # the others have none either, and it would refuse their links
+            if join.token and not self._token:  # the others have none, and it would refuse their links
                 message = f"{described} refused: token: this cluster has none; leave out {FLAG}"
                 raise JoinRefused(message, param="token")
             if self.requests.draining and known != join.incarnation:
@@ -160,14 +160,14 @@ class Cluster:
         except JoinRefused as e:
             self.refused(e, peer)
             raise
-        # Also after its lease has ended: it may have kept what was handed over to it, and would drop it in silence.
+        # Also after its lease has ended: it may have kept sequences handed over to it, and would drop them silently.
         following = () if joined.replaced else self.requests.following(worker)
         queue: asyncio.Queue[ToWorker] = asyncio.Queue()
         lease_s, now_ms = self.workers.lease_s, round(time.monotonic() * 1000)
         queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._signer.key, following, now_ms))
-        if joined.worker.drain_by is not None:  # the command may have been lost with the session before
+        if joined.worker.drain_by is not None:  # the command may have been lost with the previous session
             queue.put_nowait(Drain(max(joined.worker.drain_by - time.monotonic(), 0.0)))
-        self._outgoing[worker] = queue  # from here on: what the old incarnation ran may be placed on this one
+        self._outgoing[worker] = queue  # from here on, requests of the old incarnation may be placed on this one
         log.info("%s worker %s joined (incarnation %d)", join.role, worker, join.incarnation)
         if joined.replaced is not None:
             self._lost(joined.replaced, "it was replaced by a new incarnation")
@@ -175,16 +175,16 @@ class Cluster:
         return queue
 
     def refused(self, error: JoinRefused, peer: str) -> None:
-        """Counts and logs it."""
+        """Counts and logs a refused join."""
         self.joins_refused[error.param or ""] += 1
         log.warning("%s (it dialled from %s)", error.message, peer)
 
     def is_current(self, worker: str, queue: asyncio.Queue[ToWorker]) -> bool:
-        """Whether this is the worker's present session: a redial opens another one."""
+        """Returns whether this is the worker's current session: a redial opens another one."""
         return self._outgoing.get(worker) is queue
 
     def on_message(self, worker: str, incarnation: int, message: object) -> bool:
-        """Handles one message of a worker; False ends its session."""
+        """Handles one message of a worker; returns False to end its session."""
         load = message.load if isinstance(message, Heartbeat | StepEvents) else None
         if not self.workers.renew_lease(worker, incarnation, load, self.lease_now()):
             log.warning("%s is fenced: its lease has ended", worker)
@@ -209,14 +209,14 @@ class Cluster:
         return True
 
     def session_ended(self, worker: str, incarnation: int, queue: asyncio.Queue[ToWorker], why: str) -> None:
-        """The worker may redial for a while."""
+        """Records that a session has ended; the worker may redial for a while."""
         if self.is_current(worker, queue):
             del self._outgoing[worker]
             if self.workers.disconnected(worker, incarnation, self.lease_now()):
                 log.warning("session of %s broke: %s", worker, why)
 
     def check_token(self, presented: str, who: str) -> None:
-        """Raises JoinRefused when it is not this cluster's."""
+        """Raises JoinRefused if the token is not this cluster's."""
         check_token(self._token, presented, who)
 
     def send(self, worker: str, command: ToWorker) -> None:
@@ -227,19 +227,20 @@ class Cluster:
     # Time, and the end.
 
     def lease_now(self) -> float:
-        """Seconds on the clock of leases."""
+        """Returns seconds on the lease clock."""
         return self._lease_clock.at(time.monotonic())
 
     async def tick(self) -> None:
         """Runs leases, deadlines and the queue until cancelled.
 
         Raises:
-            InvariantError: what workers are said to hold is not what requests hold, checked whenever none is left.
+            InvariantError: the counters of workers do not match the requests; checked whenever no request is left.
         """
         idle = True
         while True:
             await asyncio.sleep(TICK_S)
-            # Leases do not run while nobody reads: a process that stood still reads first what came meanwhile.
+            # Leases do not run while messages wait unread: a process that was stopped first reads what arrived
+            # meanwhile.
             for worker, why in self.workers.expire(self._lease_clock.look(time.monotonic())):
                 self._outgoing.pop(worker.worker_id, None)
                 self._lost(worker, why)
@@ -249,7 +250,7 @@ class Cluster:
             idle = not len(self.requests)
 
     def drain_worker(self, worker: str, timeout_s: float) -> None:
-        """One worker gets no new work, finishes what it has or gives it back after `timeout_s`, and leaves.
+        """Drains one worker: it gets no new work, finishes what it has or gives it back after `timeout_s`, and leaves.
 
         Raises:
             NotFound: there is no such worker.
@@ -259,7 +260,7 @@ class Cluster:
         self.send(worker, Drain(timeout_s))
 
     async def drain(self, timeout_s: float) -> None:
-        """No new requests; running ones finish; then the workers leave. Each wait ends with `timeout_s`."""
+        """Refuses new requests, lets running ones finish for `timeout_s`, then drains the workers."""
         self.requests.draining = True
         deadline = time.monotonic() + timeout_s
         log.info("draining: %d requests in flight", len(self.requests))

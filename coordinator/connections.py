@@ -1,4 +1,4 @@
-"""How many connections may be open: HTTP and gRPC have one budget, the files that the process may open."""
+"""Limits open connections: HTTP and gRPC share one budget, the files that the process may open."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections import Counter
 from baton.process import allow_open_files
 
 MAX_CONNECTIONS = 16_384
-ONE_ADDRESS = 0.75  # of them, over HTTP
-GRPC = 0.25  # of them at most: each of gRPC's carries 256 calls at a time
-RESERVED_FILES = 128  # what the process may open next: sessions of workers, logs
+ONE_ADDRESS = 0.75  # share of the limit for one address, over HTTP
+GRPC = 0.25  # share of the limit for gRPC: each connection carries 256 calls at a time
+RESERVED_FILES = 128  # for everything else: sessions of workers, logs
 
 
 class ConnectionLimit:
-    """How many connections may be open: as many files as the process may have and nothing else has open (connections of
-    gRPC have), MAX_CONNECTIONS at most, and for one address, unless it is loopback, three quarters of that.
+    """Limits open connections to the files that the process may open and that nothing else (including gRPC connections)
+    has open, at most MAX_CONNECTIONS; one address, unless it is loopback, gets three quarters of that.
 
-    Its state: the open connections of each address, of all, and the limit."""
+    State: the numbers of open connections per address and in total, and the limit."""
 
     def __init__(self) -> None:
         self._of: Counter[str] = Counter()
         self._total, self.limit = 0, connection_limit(0)
 
     def opened(self, address: str) -> bool:
-        """Counts a connection; whether it may stay."""
+        """Counts a connection; returns whether it may stay open."""
         self._of[address] += 1
         self._total += 1
         share = self.limit if _is_loopback(address) else max(1, int(self.limit * ONE_ADDRESS))
@@ -38,18 +38,18 @@ class ConnectionLimit:
             del self._of[address]
 
     def count_files(self) -> None:
-        """Sets the limit anew. Where the kernel has no count, 16,000 open files take 50 ms: not for the event loop."""
+        """Recomputes the limit. Without a count by the kernel, 16,000 open files take 50 ms: not for the event loop."""
         self.limit = connection_limit(max(0, _open_files() - self._total))
 
 
 def allow_connections() -> None:
-    """As many open files as MAX_CONNECTIONS needs, where that may be. At the limit every accept fails, which asyncio
+    """Allows as many open files as MAX_CONNECTIONS needs, if permitted. At the limit every accept fails, which asyncio
     logs thousands of times a second."""
     allow_open_files(MAX_CONNECTIONS + RESERVED_FILES)
 
 
 def connection_limit(other_files: int) -> int:
-    """How many connections leave files to open for everything else, of which `other_files` are open."""
+    """Returns how many connections may be open, beside RESERVED_FILES and the `other_files` that are open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -57,12 +57,12 @@ def connection_limit(other_files: int) -> int:
 
 
 def _is_loopback(address: str) -> bool:
-    """A proxy on this host has the connections of all clients."""
+    """Returns whether it is a loopback address: a proxy on this host carries the connections of all clients."""
     return address.startswith("127.") or address in ("::1", "")
 
 
 def _open_files() -> int:
     try:
-        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))  # the size is theirs from Linux 6.2
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))  # the size counts them, Linux 6.2+
     except OSError:  # not Linux
         return 0

@@ -1,5 +1,6 @@
-"""The service that workers dial. A session: the worker sends Join, a Welcome or a refusal goes back; then commands go
-down and events come up until the stream breaks. A worker that redials within its lease goes on where it was."""
+"""The service that workers dial. In a session the worker sends Join and receives a Welcome or a refusal; then it
+receives commands and sends events until the stream breaks. A worker that redials within its lease keeps its
+sequences."""
 
 from __future__ import annotations
 
@@ -72,14 +73,14 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
             while (message := await stream.receive()) is not None and cluster.is_current(worker, queue):
                 if not cluster.on_message(worker, incarnation, message):
                     break
-                del message  # kept until the next one, 64 tokens of each worker would be objects to search for garbage
+                del message  # kept until the next one, 64 tokens of each worker would be objects for the collector
         finally:
             sender.cancel()
             ended()
 
 
 def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
-    """As `add_WorkerControlServicer_to_server` makes them, but for how the request of a drain is parsed."""
+    """Returns the handlers as `add_WorkerControlServicer_to_server` makes them, except for how requests are parsed."""
     session = grpc.stream_stream_rpc_method_handler(
         servicer.Session,
         request_deserializer=deserializer(worker_pb2.SessionRequest),
@@ -95,10 +96,10 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
 async def serve_control(
     cluster: Cluster, host: str, port: int, tls: ClusterTls | None = None
 ) -> tuple[grpc.aio.Server, int]:
-    """Starts the service, makes its address known to the cluster, and returns it with its port.
+    """Starts the service, sets the cluster's address, and returns the server with its port.
 
     Raises:
-        StartupError: nobody can listen there.
+        StartupError: the address is not available.
     """
     server = grpc.aio.server(interceptors=(FirstMessage(),), options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((_handlers(_Servicer(cluster, tls)),))

@@ -1,4 +1,4 @@
-"""The certificate that HTTP and public gRPC show, where they are TLS."""
+"""The certificate of HTTP and public gRPC, if they use TLS."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class FrontTls:
 
 
 def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
-    """None where neither is named.
+    """Reads certificate and key; returns None if neither is given.
 
     Raises:
-        StartupError: one of the two is missing, cannot be read, or they do not belong together; or the certificate is
-            out of its time or for another use.
+        StartupError: one of the two is missing, cannot be read, or they do not match; or the certificate is not valid
+            now or is for another use.
     """
     if not cert_file and not key_file:
         return None
@@ -51,5 +51,5 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
 
 
 def _none() -> str:
-    """Nobody is there to type a password."""
+    """Refuses a key with a password instead of prompting for it."""
     raise ValueError("the key has a password")

@@ -1,4 +1,4 @@
-"""Several asynchronous generators as one."""
+"""Merges several asynchronous generators into one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """What `sources` yield, as it comes, in the order of each. A slow reader holds back all of them, one item each.
-    The first error ends all; all are closed, and their tasks gone, when this is, also where whoever closes it is
-    cancelled meanwhile."""
+    """Yields the items of all `sources` as they arrive, in the order of each source. A slow reader blocks all sources,
+    with one item each buffered. The first error ends all. When this generator closes, all sources are closed and their
+    tasks have ended, even if the closing task is cancelled meanwhile."""
     waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
     try:
         while waiting:
@@ -37,7 +37,7 @@ async def _close(tasks: Sequence[asyncio.Future[T]], sources: Sequence[AsyncGene
 
 
 async def _to_its_end(cleanup: Coroutine[Any, Any, None]) -> None:
-    """Runs it to its end; a cancellation that comes meanwhile is raised then. It must not wait for anything."""
+    """Runs `cleanup` to completion, then raises a cancellation that arrived meanwhile. `cleanup` must not block."""
     task, cancelled = asyncio.ensure_future(cleanup), None
     while not task.done():
         try:

@@ -1,8 +1,8 @@
-"""What the coordinator measures, for `GET /metrics` in Prometheus' text form, and one log line for each request.
+"""The coordinator's metrics, for `GET /metrics` in Prometheus' text format, and one log line for each request.
 
-Requests are observed where both fronts pass, in `Pipeline.generate`; what workers and the queue are like is read when
-somebody scrapes. With `compat="vllm"` the figures that have a counterpart in vLLM are there under its names too, so
-that dashboards and gateways made for it find them. Names, types and meanings: docs/operations.md.
+Requests are observed in `Pipeline.generate`, which both fronts call; the state of workers and queue is read at each
+scrape. With `compat="vllm"` the metrics that have a counterpart in vLLM are exported under its names too, for
+dashboards and gateways made for it. Names, types and meanings: docs/operations.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VLLM = {
     "baton_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
     "baton_request_seconds": "vllm:e2e_request_latency_seconds",
 }
-"""Ours to vLLM's; the label `finish_reason` is its `finished_reason`."""
+"""Maps our names to vLLM's; the label `finish_reason` is its `finished_reason`."""
 
 WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
 WORKER_COUNTERS = tuple(name for name in LOAD_COLUMNS if name not in WORKER_GAUGES)
@@ -52,15 +52,14 @@ GPU_GAUGES = {
     "utilisation": "mean share of time, 0 to 1, in which a kernel ran on them",
 }
 _UNITS = {"step_s": "step_seconds"}
-"""Names of metrics spell their unit."""
+"""Metric names spell out their unit."""
 
 log = logging.getLogger("baton.requests")
-disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the samples would say when a series began
+disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the samples would be creation times
 
 
 class Metrics:
-    """Complete state: the registry of what is counted. `slow_s`: requests that take longer are logged as warnings; 0:
-    none are."""
+    """Complete state: the metrics registry. Requests longer than `slow_s` are logged as warnings; 0 disables this."""
 
     def __init__(self, model: str = "", compat: str = "none", slow_s: float = 0.0) -> None:
         self._registry = CollectorRegistry()
@@ -87,7 +86,7 @@ class Metrics:
         self._stages = {name: self._stage.labels(name) for name in STAGES}
 
     def text(self, cluster: Mapping[str, Any]) -> bytes:
-        """What a scrape gets; `cluster` is the `/workers` document. Not for the event loop."""
+        """Returns the response to a scrape; `cluster` is the `/workers` document. Not for the event loop."""
         return generate_latest(self.everything(cluster))
 
     def everything(self, cluster: Mapping[str, Any]) -> CollectorRegistry:
@@ -112,9 +111,9 @@ class Metrics:
 
 
 class PerToken(Collector):
-    """What is counted with each delta, as plain numbers: the library's locks cost a tenth of what a token does. Written
-    by the event loop alone. Complete state: tokens, gaps by bucket (`gaps[i]` up to GAP_S[i], the last one above all),
-    and their sum in seconds."""
+    """The metrics of each delta, as plain numbers: the library's locks would cost a tenth of the time of a token.
+    Written only by the event loop. Complete state: tokens, gaps by bucket (`gaps[i]` up to GAP_S[i], the last one above
+    all), and their sum in seconds."""
 
     def __init__(self) -> None:
         self.generated = 0
@@ -134,8 +133,9 @@ class PerToken(Collector):
 
 
 class Observed:
-    """One request on its way to the client. Complete state: when its first token, and the last one of each choice, went
-    out; how many tokens did; and the usage and timeline of the choices that have ended."""
+    """Observes one request on its way to the client. Complete state: when its first token and the latest token of each
+    choice were sent; how many tokens were; and the usage, timeline and finish reasons of the choices that have
+    ended."""
 
     def __init__(self, metrics: Metrics, submission: Submission, now: float) -> None:
         self._metrics, self._submission, self._began = metrics, submission, now
@@ -178,16 +178,16 @@ class Observed:
 
     @property
     def tokens_used(self) -> int:
-        """What its client pays for: prompt tokens that no cache had, once the first token is there, and generated
-        ones."""
+        """The tokens charged to the client's quota: uncached prompt tokens, once the first token is known, and
+        generated ones."""
         cached = max((usage.cached_tokens for usage in self._usages), default=0)
         return self._tokens + (len(self._submission.prompt) - cached if self._first else 0)
 
     def end(self, error: BaseException | None) -> None:
-        """The request is over: `error` is how, where it did not end well."""
+        """Records the end of the request; `error` is what ended it, unless it ended well."""
         metrics, now = self._metrics, time.monotonic()
         seconds = now - self._began
-        if error is None or len(self._reasons) == self._submission.n:  # nobody asks for more behind the last delta
+        if error is None or len(self._reasons) == self._submission.n:  # after the last delta the reader may just close
             for reason in self._reasons:
                 metrics.finished.labels(reason).inc()
             outcome = "finished: " + ", ".join(dict.fromkeys(self._reasons))
@@ -199,7 +199,7 @@ class Observed:
         if self._tokens > len(self._last) and self._first:
             per_choice = (self._tokens - len(self._last)) / len(self._last)
             metrics.per_token.observe((max(self._last.values()) - self._first) / per_choice)
-        refused = error is not None and not self._tokens  # as many as somebody sends: no line for each
+        refused = error is not None and not self._tokens  # a client can cause any number of them: logged at DEBUG
         of = f" of {self._submission.client.key}" if self._submission.client.key else ""
         metrics.ended(f"{self._submission.request_id}{of} {outcome}; {self._described(seconds)}", seconds, refused)
 
@@ -222,7 +222,7 @@ def _code(error: BaseException) -> str:
 
 
 class _State(Collector):
-    """The queue, the event loop and the workers, as the `/workers` document has them."""
+    """Collects the state of the queue, the event loop and the workers from the `/workers` document."""
 
     def __init__(self, cluster: Mapping[str, Any]) -> None:
         self._cluster = cluster
@@ -273,7 +273,7 @@ class _State(Collector):
 
 
 class _Renamed(Collector):
-    """What has a counterpart in vLLM, under its name."""
+    """Exports the metrics that have a counterpart in vLLM under its names."""
 
     def __init__(self, own: Iterable[Collector], model: str) -> None:
         self._own, self._model = own, model

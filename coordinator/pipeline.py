@@ -1,16 +1,16 @@
-"""One request, top to bottom.
+"""The path of one request through the coordinator.
 
-1. The front end has made a Submission (validated, tokenised).
+1. The front end builds a Submission (validated, tokenised).
 2. It counts against its client's quota, and its grammar is compiled if it has one. Then `Cluster.admit` queues it or
    refuses it; the dispatcher places it on a pair of workers as soon as both have room.
 3. Tokens arrive in the journal: the first from prefill, the others from decode.
-4. Here the journal is read, turned into text, cut at a stop string, and handed out as deltas. A slow reader leaves
-   tokens in the journal (at most max_tokens of them) and blocks nobody.
-5. Whatever happens (finish, stop string, client gone, deadline, a lost worker), `end` tells both pools in the same
-   moment.
+4. This module reads the journal, converts it to text, cuts it at a stop string, and yields deltas. A slow reader leaves
+   tokens in the journal (at most max_tokens of them) and blocks no other request.
+5. In every case (finish, stop string, client disconnected, deadline, a lost worker), `end` notifies both pools at the
+   same time.
 
-Several choices are as many sequences. The first computes the prompt; the others are dispatched when its KV has been
-handed over, and find the prompt's full blocks in the prefix caches of its workers, where these have one. Where one
+Each choice is a sequence of its own. The first computes the prompt; the others are dispatched when its KV has been
+handed over, and reuse the prompt's full blocks from the prefix caches of its workers, if these have one. If one choice
 fails, all end.
 """
 
@@ -40,7 +40,7 @@ from coordinator.tracing import Tracing
 
 
 class Pipeline:
-    """What both front ends call."""
+    """The interface that both front ends call."""
 
     def __init__(
         self,
@@ -62,12 +62,12 @@ class Pipeline:
         self._quotas = Quotas()
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
-        """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Nothing
-        is yielded before the first token, so a front end can still answer with a status code. Between two deltas of a
-        choice it waits for more tokens: it cannot keep the event loop for itself.
+        """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Yields
+        nothing before the first token, so a front end can still reply with an error status. It waits for more tokens
+        between two deltas of a choice, so it cannot monopolize the event loop.
 
-        Of a submission with one choice, deltas that are neither the first nor the last may go to `sink` while the
-        caller waits for the next one.
+        If the submission has one choice, deltas other than the first and the last may go to `sink` while the caller
+        waits for the next one.
 
         Raises:
             BatonError: refused, lost or past its deadline; also in the middle of the stream.
@@ -102,7 +102,7 @@ class Pipeline:
             observed.end(error)
 
     def _others(self, submission: Submission, first: InFlight) -> Iterator[AsyncGenerator[Delta, None]]:
-        """Choices 1 and on."""
+        """Returns the generators of choices 1 and up."""
 
         async def begin(choice: int) -> AsyncGenerator[Delta, None]:
             request = first.request
@@ -133,7 +133,7 @@ class Pipeline:
         s, request, reason = submission, in_flight.request, "the client left"
         text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop)
         reader = ChoiceReader(in_flight, text, sink, observe)
-        # One timer for the whole choice, not one for each wait: waits are as many as steps.
+        # One timer for the whole choice, not one for each wait: there is a wait for every step.
         timer = asyncio.get_running_loop().call_later(request.deadline_at - time.monotonic(), in_flight.expire)
         try:
             while not reader.done:
@@ -154,22 +154,22 @@ class Pipeline:
                 self._tracing.ended(record, submission.traceparent)
 
     def requests(self, limit: int) -> list[Record]:
-        """At most `limit` requests: those that run, and those that ended last."""
+        """Returns at most `limit` records: the running choices, and those that ended last."""
         return self._recent.latest(self._cluster.requests, limit, time.monotonic())
 
     def request(self, request_id: str) -> list[Record]:
-        """The choices of a request; none where it is not known any more."""
+        """Returns the choices of a request; none if it is no longer recorded."""
         return self._recent.named(self._cluster.requests, request_id, time.monotonic())
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a request would find both pools, and one line that says why not."""
+        """Returns whether both pools can serve a request, and one line with the reason if not."""
         if self._cluster.requests.draining:
             return False, "draining"
         missing = self._cluster.requests.dispatcher.missing_role()
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
     def _num_tasks(self) -> int:
-        """Of the event loop, counted once a second at most: of 30,000 that takes 40 ms."""
+        """Returns the number of asyncio tasks, counted at most once per second: counting 30,000 takes 40 ms."""
         now = time.monotonic()
         if now - self._tasks[1] >= 1.0:
             self._tasks = len(asyncio.all_tasks()), now
@@ -180,7 +180,7 @@ class Pipeline:
         return await asyncio.to_thread(self._metrics.text, self.workers())
 
     def answered(self, status: int) -> None:
-        """Counts an answer of a front end, also one that never came to `generate`."""
+        """Counts a response of a front end, even if the request never reached `generate`."""
         self._metrics.responses.labels(str(status)).inc()
 
     def workers(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Pipeline:
 
 
 async def with_grammar(submission: Submission, grammars: GrammarCompiler | None) -> Submission:
-    """The same, with its constraint compiled, if it has one. Raises as GrammarCompiler.compile does."""
+    """Returns the submission with its constraint compiled, if it has one. Raises as GrammarCompiler.compile does."""
     constraint = submission.constraint
     if constraint is None:
         return submission
@@ -215,7 +215,7 @@ async def with_grammar(submission: Submission, grammars: GrammarCompiler | None)
 
 
 def _request(submission: Submission, choice: int) -> GenerateRequest:
-    """One choice; the prompt's log-probabilities are asked for once."""
+    """Returns the request of one choice; only the first one asks for the prompt's log-probabilities."""
     sampling = submission.sampling
     return GenerateRequest(
         request_id=submission.request_id,
@@ -232,7 +232,7 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
 
 
 def _outcome(request: Request, reason: str) -> str:
-    """How a choice ended, in a word: `reason` is why its reader stopped."""
+    """Returns how a choice ended, for its record; `reason` is why its reader stopped."""
     if request.error is not None:
         return request.error.code
     if reason == "done":

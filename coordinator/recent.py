@@ -1,6 +1,6 @@
-"""What became of the last requests, for operators: `GET /requests`, `baton explain`, `baton trace`, the page.
+"""The outcomes of the most recent requests, for operators: `GET /requests`, `baton explain`, `baton trace`, the page.
 
-Ids, counts, workers and times; nothing of what a client wrote or was answered.
+Records ids, counts, workers and times, but no prompt and no output.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One choice of a request. `admitted_at` in Unix seconds; `outcome` is `running`, a finish reason, `client left`,
-    or an error's code. `attempts` counts how often it was dispatched anew; `error` is the message that the client
-    got."""
+    """One choice of a request. `admitted_at` is in Unix seconds; `outcome` is `running`, a finish reason, `the client
+    left`, or an error's code. `attempts` counts how often it was queued, at least 1; `error` is the message that the
+    client received."""
 
     request_id: str
     choice: int
@@ -56,18 +56,18 @@ class RecentRequests:
         self._ended: deque[Record] = deque(maxlen=KEPT)
 
     def ended(self, request: Request, outcome: str, now: float) -> Record:
-        """The record of a choice that is over; `now` on the clock of `request`."""
+        """Adds and returns the record of an ended choice; `now` is on the clock of `request`."""
         record = _record(request, outcome, now)
         self._ended.append(record)
         return record
 
     def latest(self, running: Iterable[Request], limit: int, now: float) -> list[Record]:
-        """At most `limit`: those that run, and those that ended last, the latest first."""
+        """Returns at most `limit` records: running choices, then ended ones, the latest first."""
         return list(islice(self._all(running, now), limit))
 
     def named(self, running: Iterable[Request], request_id: str, now: float) -> list[Record]:
-        """The choices of a request by its id: the client's own, the one in an answer (`chatcmpl-...`), or the one in
-        the log."""
+        """Returns the choices of a request by its id: the client's own, the one in a response (`chatcmpl-...`), or the
+        one in the log."""
         asked = {request_id, *(request_id.removeprefix(prefix) for prefix in _PREFIXES)}
         here = (r for r in running if _own_id(r.request.request_id) & asked)
         found = [r for r in self._all(here, now) if _own_id(r.request_id) & asked]
@@ -79,8 +79,8 @@ class RecentRequests:
 
 
 def _own_id(inner: str) -> set[str]:
-    """The ids by which a request may be asked for: inside, a client's has a suffix that makes it unique, and one of
-    several prompts its number behind that."""
+    """Returns the ids that identify a request: internally a client's id has a suffix that makes it unique, followed by
+    the number of the prompt if there are several."""
     parts = _INNER.fullmatch(inner)
     return {inner, *filter(None, parts.group(1, 2))} if parts else {inner}
 

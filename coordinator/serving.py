@@ -1,4 +1,4 @@
-"""What the coordinator process opens, runs until it is stopped, and closes."""
+"""Opens the parts of the coordinator process, runs them until it is stopped, and closes them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from coordinator.translate import Translator
 
 log = logging.getLogger("baton.coordinator")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers omit them
 
 
 async def run_coordinator(config: CoordinatorConfig) -> None:
-    """Until SIGTERM or SIGINT.
+    """Runs the coordinator until SIGTERM or SIGINT.
 
     Raises:
         StartupError: it cannot start, or a part of it has failed.
@@ -65,7 +65,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     text.start()
     _warn_of(text, config)
     for noisy in ("uvicorn.error", "python_multipart"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)  # one line per malformed request is for its sender
+        logging.getLogger(noisy).setLevel(logging.ERROR)  # one line per malformed request concerns only its sender
     cluster = Cluster(
         config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token, config.hold_s
     )
@@ -76,7 +76,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars)
     translator = Translator(text, deadline_s=config.request_timeout_s)
     await asyncio.to_thread(text.check)
-    apart = bool(keys or front_tls)  # operators need neither keys nor certificates, and no client may ask what they do
+    apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
     front = bind(config.host, config.port)
     settings = _settings(config, name, keys, "api" if apart else "all", front)
     store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
@@ -148,7 +148,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
 def _settings(
     config: CoordinatorConfig, name: str, keys: ApiKeys, routes: Literal["all", "api", "admin"], sock: socket.socket
 ) -> HttpSettings:
-    """Of the server of clients, or of operators, which takes no origins: those are for clients that have keys."""
+    """Returns the settings of the clients' or the operators' server; only clients, which have keys, use origins."""
     return HttpSettings(
         model_name=name,
         request_timeout_s=config.request_timeout_s,
@@ -171,7 +171,7 @@ def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:
 
 
 def _own_model(model_dir: Path) -> OwnModel:
-    """Raises StartupError with one line that names the file."""
+    """Reads the model's config.json. Raises StartupError with one line that names the file."""
     path = model_dir / "config.json"
     try:
         data = path.read_bytes()
@@ -181,14 +181,14 @@ def _own_model(model_dir: Path) -> OwnModel:
 
 
 def _origins(text: str) -> tuple[str, ...]:
-    """As browsers write them. Raises StartupError for what is no origin."""
+    """Returns the origins as browsers write them. Raises StartupError for an invalid one."""
     found = []
     for given in filter(None, (origin.strip() for origin in text.split(","))):
         origin = given.lower()
         try:
             parts = urlsplit(origin)
             valid = origin in ("*", "null") or (parts.port != 0 and _ORIGIN.fullmatch(origin))
-        except ValueError:  # no address between brackets, or no port
+        except ValueError:  # an invalid address between brackets, or an invalid port
             valid = False
         if not valid:
             raise StartupError(f"--allowed-origins: {given[:100]!r} is no origin such as https://chat.example")
@@ -203,7 +203,7 @@ def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:
 
 
 def _write_ready_file(path: str, addresses: dict[str, str]) -> None:
-    """At once for who reads it; nothing without a path."""
+    """Writes the file atomically, for its readers; does nothing without a path."""
     if not path:
         return
     temporary = Path(path).with_suffix(".tmp")

@@ -1,10 +1,10 @@
-"""What an output has to match: compiled to a grammar, or refused, before a request joins the queue.
+"""Structured output: compiles a constraint to a grammar, or refuses it, before the request is queued.
 
-A hostile grammar can take seconds, gigabytes or the whole process (a deep chain of rules overflows the stack), so it
-is compiled in a child process, one at a time: what kills the child, or does not end, is refused, and the child is
-started anew. A client has one grammar at a time compiled, and there are two children, so that one client's grammars do
-not delay another's. Verdicts are kept, so the same schema is compiled once. Workers then compile the very text that
-passed.
+A hostile grammar can take seconds, gigabytes or the whole process (a deep chain of rules overflows the stack), so it is
+compiled in a child process, one at a time: a grammar that kills the child, or does not finish, is refused, and the
+child is restarted. Each client has at most one grammar compiling, and there are two children, so one client's grammars
+do not delay another's. Verdicts are cached, so the same schema is compiled once. Workers then compile exactly the text
+that passed.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ CHILDREN = 2
 CHILD_BYTES = 4 << 30
 KEPT_CHARS = 16 << 20
 _TRIAL_TOKENS = 16
-_TRIAL_S = 0.25  # of processor time for one mask
+_TRIAL_S = 0.25  # of CPU time for one mask
 _WHITESPACE = "[ \\t\\r\\n]{1,32}"
-"""Between the parts of JSON: any there is, but never without end."""
+"""Between the parts of JSON: any whitespace, but of bounded length."""
 
 Verdict = str | InvalidRequest
-"""A grammar in llguidance's serialised form, or why there is none."""
+"""A grammar in llguidance's serialised form, or the error that refuses it."""
 Kind = Literal["json_schema", "regex", "choice", "lark", "llguidance"]
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """`value` is a JSON schema as text, a regular expression, the choices as a JSON array, a Lark grammar, or a grammar
-    in llguidance's serialised form. `param` names the client's field, for messages. Of JSON: `lenient` ignores keywords
-    of a schema that are not implemented instead of refusing them; `whitespace` is a regular expression of what may
-    stand between its parts, empty for nothing."""
+    in llguidance's serialised form. `param` names the client's field, for messages. For JSON, `lenient` ignores schema
+    keywords that are not implemented instead of refusing them; `whitespace` is a regular expression for the text
+    between its parts, empty for none."""
 
     kind: Kind
     value: str
@@ -63,7 +63,7 @@ class Constraint:
     whitespace: str = _WHITESPACE
 
     def json_options(self) -> dict[str, Any]:
-        """As llguidance's compiler of JSON schemas takes them."""
+        """Returns the options of llguidance's JSON schema compiler."""
         options = {"lenient": self.lenient, "whitespace_flexible": bool(self.whitespace)}
         return options | ({"whitespace_pattern": self.whitespace} if self.whitespace else {})
 
@@ -72,8 +72,8 @@ class _Compiling(Child):
     """A process that compiles one grammar at a time."""
 
     async def compile(self, constraint: Constraint) -> str:
-        """Empty where the child has died. Raises GrammarError, and InvalidRequest for what takes too long: on a busy
-        machine that may be anything, so it is not kept."""
+        """Returns the grammar; empty if the child died. Raises GrammarError, and InvalidRequest for a timeout: on a
+        busy machine any grammar may time out, so that verdict is not cached."""
         executor, loop = self.executor or await self._begun(), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_S):
@@ -98,9 +98,9 @@ class _Compiling(Child):
 
 
 class GrammarCompiler:
-    """State: the children, of which the second is there once two clients wanted grammars at the same time, and those
-    with nothing to do; whose turn it is, the answers that requests wait for, and the task of each grammar that is being
-    compiled; verdicts, least recently used first."""
+    """State: the children (the second is started once two clients want grammars at the same time) and the idle ones;
+    the queue of turns, the results that requests wait for, and the task of each grammar that is being compiled; cached
+    verdicts, least recently used first."""
 
     def __init__(self, model_dir: Path, vocab_size: int, start: Callable[[], Executor] | None = None) -> None:
         start = start or (lambda: start_child(_begin, model_dir, vocab_size))
@@ -113,13 +113,13 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     async def compile(self, constraint: Constraint, client: str = "") -> str:
-        """The grammar that workers apply, in the turn of the client with this name (GrammarQueue). What nobody waits
-        for any more is not compiled.
+        """Returns the grammar that workers apply, compiled in the turn of the client with this name (GrammarQueue). A
+        grammar that no request waits for any more is not compiled.
 
         Raises:
-            InvalidRequest: it is not valid, or too complex; says why.
+            InvalidRequest: it is not valid, or too complex; the message says why.
             QuotaExceeded: too many grammars of this client wait to be compiled.
-            Unavailable: others, or those before it of the same client, took too long.
+            Unavailable: grammars of other clients, or earlier ones of the same client, took too long.
         """
         verdict = self._verdicts.get(constraint)
         if verdict is None:
@@ -131,7 +131,7 @@ class GrammarCompiler:
         return verdict
 
     def close(self) -> None:
-        """Ends what is being compiled, and the children, whatever they do."""
+        """Cancels the compilations and kills the children, even if they are busy."""
         for task in self._tasks:
             task.cancel()
         for child in self._children:
@@ -151,7 +151,7 @@ class GrammarCompiler:
                 del self._answers[constraint]
 
     def _begin_turns(self) -> None:
-        """Gives children that have nothing to do what is next."""
+        """Starts the next turns on idle children."""
         while self._free and (turn := self._queue.begin()) is not None:
             task = asyncio.create_task(self._take_turn(*turn, self._free.pop()), name="grammar")
             self._tasks.add(task)
@@ -163,7 +163,7 @@ class GrammarCompiler:
             answer.set_result(await self._decide(constraint, child))
         except Exception as error:
             answer.set_exception(error)
-            answer.exception()  # nobody may be left to take it
+            answer.exception()  # marks it as retrieved: no request may be waiting any more
         del self._answers[constraint]
         self._queue.ended(client, time.monotonic() - began)
         self._free.append(child)
@@ -171,7 +171,7 @@ class GrammarCompiler:
 
     async def _decide(self, constraint: Constraint, child: _Compiling) -> Verdict:
         try:
-            # A child may have been killed while it had nothing to do: who kills two is at fault.
+            # A child may have been killed while it was idle: only a grammar that kills two is at fault.
             verdict: Verdict = (
                 await child.compile(constraint)
                 or await child.compile(constraint)
@@ -218,7 +218,7 @@ def _begin(model_dir: Path, vocab_size: int) -> None:
 
 
 def compile_here(constraint: Constraint) -> str:
-    """The grammar of a constraint, tried out on a thread with a small stack.
+    """Returns the grammar of a constraint after a trial on a thread with a small stack.
 
     Raises:
         GrammarError: it is not valid, or too complex.
@@ -245,7 +245,7 @@ def compile_here(constraint: Constraint) -> str:
 
 
 def to_grammar(constraint: Constraint) -> str:
-    """llguidance's serialised form. Raises GrammarError for a schema that is none."""
+    """Returns llguidance's serialised form. Raises GrammarError for an invalid schema."""
     from llguidance import LLMatcher
 
     match constraint.kind:
@@ -267,12 +267,12 @@ def to_grammar(constraint: Constraint) -> str:
 
 
 def lark_string(text: str) -> str:
-    """A text as Lark writes it."""
+    """Returns a text as a Lark string literal."""
     return orjson.dumps(text).decode().replace("\x7f", "\\u007f")
 
 
 def json_text(value: Any, param: str) -> str:
-    """A value of a client as JSON. Raises InvalidRequest for one that is nested too deeply, or has a huge integer."""
+    """Serializes a client's value as JSON. Raises InvalidRequest if it is nested too deeply, or has a huge integer."""
     try:
         return orjson.dumps(value).decode()
     except TypeError as error:
@@ -281,7 +281,7 @@ def json_text(value: Any, param: str) -> str:
 
 
 def _try_out(grammar: str) -> None:
-    """Compiles it, and follows it for a few tokens: some grammars only grow while they are used."""
+    """Compiles a grammar and follows it for a few tokens: some grammars grow only while they are used."""
     matcher = compile_grammar(_tokenizer, grammar)
     chosen = random.Random(0)
     for _ in range(_TRIAL_TOKENS):
@@ -299,7 +299,7 @@ def _try_out(grammar: str) -> None:
 
 
 def _one_of(mask: int, chosen: random.Random) -> int:
-    """One of the set bits."""
+    """Returns the index of one of the set bits."""
     bits = bin(mask)[:1:-1]
     start = bits.find("1", chosen.randrange(len(bits)))
     return start if start >= 0 else bits.find("1")

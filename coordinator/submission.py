@@ -1,4 +1,4 @@
-"""What the front ends hand to the pipeline and what they get back: values, the same for HTTP and gRPC."""
+"""The values that front ends pass to the pipeline and receive from it, the same for HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from coordinator.structured_output import Constraint
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request: token ids in, everything a client may choose, nothing it may not.
+    """A validated request: the prompt's token ids, and everything that a client may choose.
 
     `stop` are strings that end the text before them; `eos_token_ids` is empty under ignore_eos. `deadline_s` is the
-    time the whole request may take, in seconds. `n` choices are generated, each with its own noise. Requests share
-    cached KV only where their `cache_salt` is the same. `shown_token_ids` are special tokens that the text spells out;
-    with `include_stop` the text ends with its stop string. Lower `priority` goes first, wherever requests wait.
-    `traceparent` is the client's span (W3C Trace Context), if it named one. Output has to match `constraint`; until
-    that is compiled `sampling` has no grammar.
+    time the whole request may take, in seconds. `n` choices are generated, each with its own random numbers. Requests
+    share cached KV only if their `cache_salt` is the same. `shown_token_ids` are special tokens that appear in the
+    text; with `include_stop` the text ends with its stop string. Lower `priority` goes first in every queue.
+    `traceparent` is the client's span (W3C Trace Context), if it sent one. The output has to match `constraint`; until
+    that is compiled, `sampling` has no grammar.
     """
 
     request_id: str
@@ -41,7 +41,7 @@ class Submission:
     constraint: Constraint | None = None
 
     def of(self, client: Client) -> Submission:
-        """The same, from this client: which may step back behind its own priority, not before it."""
+        """Returns the submission as this client's, with a priority no more urgent than the client's own."""
         return replace(self, client=client, priority=max(self.priority, client.priority))
 
 
@@ -71,11 +71,11 @@ class Delta(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes a delta in the callback in which its tokens arrive, without a switch to the task of its reader."""
+    """Receives a delta in the callback in which its tokens arrive, without a switch to the reader's task."""
 
     @property
     def ready(self) -> bool:
-        """Whether it can take one now, without waiting."""
+        """Whether it can accept a delta now, without waiting."""
         ...
 
     def take(self, delta: Delta) -> None: ...

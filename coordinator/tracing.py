@@ -1,9 +1,9 @@
-"""OpenTelemetry spans of each request, exported over OTLP: an extra, `pip install baton-serve[otel]`.
+"""OpenTelemetry spans of each request, exported over OTLP: an optional extra, `pip install baton-serve[otel]`.
 
-A span for the request, below the client's own where it sent a `traceparent`, and below it one for each part of its
-timeline, on whichever tier that was. They are made when a choice has ended, from what the coordinator knows by then:
-no worker exports anything, and a token costs nothing. The exporter sends in batches on a thread of its own and drops
-what its collector does not take.
+Each choice has a span, a child of the client's span if it sent a `traceparent`, with a child span for each part of its
+timeline on every tier. The spans are created when the choice has ended, from the coordinator's own data: workers export
+nothing, and tokens cost nothing. The exporter sends batches on its own thread and drops what its collector does not
+accept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Tracing:
         """`endpoint` is the URL of a collector's HTTP receiver, such as http://127.0.0.1:4318.
 
         Raises:
-            StartupError: `endpoint` is none, or the packages of the extra are not installed.
+            StartupError: `endpoint` is not a URL, or the packages of the extra are not installed.
         """
         if not re.fullmatch(r"https?://[^/\s]+\S*", endpoint):
             raise StartupError(f"{FLAG} {endpoint[:100]!r} is no URL such as http://127.0.0.1:4318")
@@ -45,7 +45,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("baton")
 
     def ended(self, record: Record, traceparent: str = "") -> None:
-        """One choice of a request is over."""
+        """Creates the spans of a choice that has ended."""
         trace, began, timeline = self._trace, record.admitted_at, record.timeline
         parent = self._propagator.extract({"traceparent": traceparent}) if traceparent else None
         attributes: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Tracing:
         whole.end(_ns(began + timeline.total_s))
 
     def close(self) -> None:
-        """Sends what is left, for some seconds at most."""
+        """Flushes the remaining spans, for a few seconds at most."""
         self._provider.shutdown()
 
 

@@ -1,8 +1,8 @@
-"""From what a client asked for, as plain values, to a `Submission`: the one place where ranges and limits are checked,
-the same for HTTP and gRPC. Every refusal is an `InvalidRequest` that names the field.
+"""Translates what a client requested, as plain values, into a `Submission`: the only place where ranges and limits are
+checked, the same for HTTP and gRPC. Every refusal is an `InvalidRequest` that names the field.
 
-Length: `prompt + max_tokens` may be the context at most, and the prompt one token less. A `max_tokens` that a client
-names is never cut; where it names none, a completion gets 16 and a chat the rest of the context, less if less fits.
+Length: `prompt + max_tokens` is at most the context, so the prompt is at most one token less. A client's `max_tokens`
+is never reduced; without one, a completion gets 16 and a chat the rest of the context, or less if less fits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ MAX_BAD_WORDS = 64
 MAX_CHOICES = 128
 MAX_MESSAGES = 4_096
 MAX_SCORES = 1_000_000
-"""Log-probabilities in one answer, of all its choices and of the prompt: some 30 MB of JSON."""
+"""Log-probabilities in one response, over all choices and the prompt: about 30 MB of JSON."""
 MAX_PROMPT_SCORES = 300_000
-"""Those of a prompt: they come in one message of a worker, which takes 0.2 s to read then."""
+"""Log-probabilities of a prompt: they arrive in one message of a worker, which then takes 0.2 s to read."""
 ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a client may choose; None stands for the model's default. `bad_words` are texts, `bad_word_ids` the same as
-    token ids; completions repeat the prompt's log-probabilities in each choice. `prompts` is how many the request has,
-    with `n` choices each. `max_tokens_param` is the name under which the client gave `max_tokens`, for messages about
-    it."""
+    token ids; completions repeat the prompt's log-probabilities in each choice. `prompts` is the number of prompts,
+    with `n` choices each. `max_tokens_param` is the client's name for `max_tokens`, for error messages."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -80,7 +79,7 @@ _AS_GIVEN = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(O
 
 
 class Translator:
-    """Makes submissions for one model. `deadline_s` is the most time a request may take."""
+    """Builds submissions for one model. `deadline_s` is the longest time that a request may take."""
 
     def __init__(self, text: TextModel, *, deadline_s: float = 600.0) -> None:
         self.text = text
@@ -95,7 +94,7 @@ class Translator:
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
     ) -> Submission:
-        """A completion of text. `params` is what `checked` made of these options for another prompt."""
+        """Builds a completion of text. `params` is the result of `checked` for these options, if already known."""
         params = params or self.checked(options)
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -112,12 +111,12 @@ class Translator:
         params: SamplingParams | None = None,
         deadline_s: float | None = None,
     ) -> Submission:
-        """A completion of token ids, taken as they are: nothing is put in front."""
+        """Builds a completion of token ids, used as given: nothing is prepended."""
         params = params or self.checked(options)
         if options.truncate_prompt_tokens is not None:
             prompt = prompt[-options.truncate_prompt_tokens :]
-        self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
-        prompt = tuple(prompt)  # those of a message are slow to read more than once
+        self._check_room(len(prompt), "prompt")  # before any id is read: there may be a million
+        prompt = tuple(prompt)  # ids in a protobuf message are slow to read more than once
         self.check_token_ids(prompt)
         return self._submission(request_id, prompt, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
@@ -130,14 +129,14 @@ class Translator:
         how: Rendering = PLAIN,
         deadline_s: float | None = None,
     ) -> Submission:
-        """A turn of a conversation."""
+        """Builds the next turn of a conversation."""
         params = self.checked(options)
         check_messages(messages)
         ids = await self.text.encode_chat_soon(messages, how)
         return self._submission(request_id, ids, options, params, self.text.max_model_len, "messages", deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
-        """Ids the model has an embedding for; one past the tokenizer's vocabulary but not the model's is ordinary."""
+        """Checks that the model has an embedding for each id; the tokenizer may have fewer ids."""
         if not ids:
             raise InvalidRequest("the prompt is empty", param=param)
         low, high = min(ids), max(ids)
@@ -190,7 +189,7 @@ class Translator:
         )
 
     def _constraint(self, options: Options) -> Constraint | None:
-        """What the output has to match, if anything."""
+        """Returns the constraint of the output, if any."""
         constraint = options.constraint
         if constraint is not None and (options.ignore_eos or not self.text.eos_token_ids):
             what = "ignore_eos" if options.ignore_eos else "a model without an end-of-sequence token"
@@ -198,7 +197,7 @@ class Translator:
         return constraint
 
     def _check_room(self, prompt_tokens: int, param: str) -> int:
-        """How many tokens fit behind the prompt, at least one."""
+        """Returns how many tokens fit after the prompt, at least one."""
         context = self.text.max_model_len
         if prompt_tokens >= context:
             raise ContextLengthExceeded(
@@ -208,15 +207,15 @@ class Translator:
         return context - prompt_tokens
 
     def checked(self, options: Options) -> SamplingParams:
-        """What they say of sampling, but for the seed: the same for every prompt of a request. Raises InvalidRequest
-        for what is out of range, before anything else is done for the request."""
+        """Returns the sampling parameters without the seed, the same for every prompt of a request. Raises
+        InvalidRequest for values out of range, before anything else is done for the request."""
         check_options(options)
         check_count("allowed_token_ids", len(options.allowed_token_ids or ()), self.text.vocab_size)
         given = {name: value for name in _AS_GIVEN if (value := getattr(options, name)) is not None}
         params = replace(self.text.defaults, **given)
         biases = options.logit_bias or {}
         for bias in biases.values():
-            check_range("logit_bias", bias, -100, 100)  # as it was written: no float holds every integer
+            check_range("logit_bias", bias, -100, 100)  # before conversion: a float cannot hold every integer
         words = itertools.chain(options.bad_word_ids, *map(self.text.bad_word, options.bad_words))
         params = replace(
             params,
@@ -233,7 +232,7 @@ class Translator:
 
 
 def check_options(options: Options) -> None:
-    """Raises InvalidRequest for what `SamplingParams` cannot tell: a value that a client may write in more than one
+    """Raises InvalidRequest for what `SamplingParams` cannot check: a value that a client may write in more than one
     way, a text, a list that must not be empty."""
     check_range(options.max_tokens_param, options.max_tokens, 1, (1 << 31) - 1)
     check_range("top_k", options.top_k, -1, (1 << 31) - 1)
@@ -247,7 +246,7 @@ def check_options(options: Options) -> None:
     check_count("logit_bias", len(options.logit_bias or ()), MAX_BIASES)
     check_count("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKENS)
     _check_texts("stop", options.stop, MAX_STOPS)
-    if (found := sum(map(len, options.stop))) > MAX_STOP_CHARS_IN_ALL:  # each token is held against all of them
+    if (found := sum(map(len, options.stop))) > MAX_STOP_CHARS_IN_ALL:  # each token is matched against all of them
         what = f"stop strings have at most {MAX_STOP_CHARS_IN_ALL} characters together, not {found}"
         raise InvalidRequest(what, param="stop")
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
@@ -265,13 +264,13 @@ def _choices(options: Options) -> int:
 
 
 def _prompt_scores(options: Options, prompt_tokens: int) -> tuple[int, int]:
-    """Log-probabilities of the prompt: in the message of a worker, and in the answer."""
+    """Returns the numbers of the prompt's log-probabilities: in the message of a worker, and in the response."""
     once = 0 if options.prompt_logprobs is None else prompt_tokens * (options.prompt_logprobs + 1)
     return once, once * (_choices(options) if options.each_choice_has_prompt else options.prompts)
 
 
 def _scored_tokens(options: Options, prompt_tokens: int) -> int:
-    """How many tokens of each choice can have the log-probabilities that are asked for; at least one."""
+    """Returns how many tokens of each choice can have the requested log-probabilities; at least one."""
     if options.logprobs is None:
         return MAX_SCORES
     left = MAX_SCORES - _prompt_scores(options, prompt_tokens)[1]
@@ -279,7 +278,7 @@ def _scored_tokens(options: Options, prompt_tokens: int) -> int:
 
 
 def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises InvalidRequest for more log-probabilities than an answer may have."""
+    """Raises InvalidRequest for more log-probabilities than a response may have."""
     once, in_all = _prompt_scores(options, prompt_tokens)
     for found, most in ((once, MAX_PROMPT_SCORES), (in_all, MAX_SCORES)):
         if found > most:
@@ -312,6 +311,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 
 
 def check_text(text: str, param: str) -> None:
-    """Refuses NUL, which no tokenizer saw in training and many tools cut at. Both fronts take Unicode text only."""
+    """Refuses NUL, which no tokenizer saw in training and many tools truncate at. Both fronts accept only Unicode
+    text."""
     if "\0" in text:
         raise InvalidRequest(f"{param} contains NUL", param=param)

@@ -1,1 +1,1 @@
-"""The decode tier: continuous batching over received KV."""
+"""The decode worker: continuous batching over received KV."""

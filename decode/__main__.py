@@ -1,4 +1,4 @@
-"""What torchrun starts: `torchrun ... -m decode --model DIR --coordinator HOST:PORT`."""
+"""Entry point of a decode worker's rank: `torchrun ... -m decode --model DIR --coordinator HOST:PORT`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Steps that are out, and what may be planned while one still computes: pure.
+"""Outstanding steps, and what may be planned while one still computes: pure.
 
-Step n + 1 is planned on the assumption that each row of step n which samples yields its one token and does not end its
-sequence by it. So where its sequence goes on is known, and how far it has come; not the token. The row of n + 1 names
-the row of n whose sample it is to compute (`StepPlan.token_sources`), and the engine puts it there.
+Step n + 1 is planned on the assumption that each row of step n which samples yields one token, and that this token does
+not end the sequence. So the plan knows the position at which each sequence continues, but not its token. Each row names
+the row of step n whose sample it computes (`StepPlan.token_sources`), and the engine inserts the token.
 
-- An end by length is known beforehand: such a sequence has no row in n + 1. One that ends by its token, or is aborted,
-  has one: its result is thrown away, and the sequence keeps its blocks until n + 1 is done, so that nobody else's KV
-  can come into blocks that a launched step still writes. Its end is reported at once.
-- Nothing is preempted for a step that is planned ahead, since whoever has a row out keeps its blocks: where blocks are
-  short, steps are planned one after the other.
-- What depends on which token came, not on how many, is not known either. `waits_for` says all of it in one place.
+- An end by length is known beforehand: such a sequence has no row in n + 1. A sequence that ends by its token, or is
+  aborted, has one: its result is discarded, and the sequence keeps its blocks until n + 1 is done, so that no other
+  sequence's KV is written into blocks that a launched step still writes. Its end is reported immediately.
+- Nothing is preempted for a step that is planned ahead, because a sequence with an outstanding row keeps its blocks. If
+  blocks are short, steps are planned one after the other.
+- What depends on which token was sampled, not only on how many, is unknown as well; `waits_for` lists all cases.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from decode.entry import Entry
 
 
 class StepsOut:
-    """Complete state: the plans that are out with their beginnings, oldest first, and when the last one came back."""
+    """Complete state: the outstanding plans with their start times, oldest first, and when the last step ended."""
 
     def __init__(self) -> None:
         self._out: deque[tuple[StepPlan, float]] = deque()
@@ -40,7 +40,7 @@ class StepsOut:
         self._out.append((plan, now))
 
     def end(self, outcome: StepOutcome, now: float) -> tuple[StepPlan, float]:
-        """The oldest plan, with its draft tokens, and the seconds in which nothing older was out.
+        """Removes the oldest plan; returns it with its draft tokens, and the seconds for which it was the oldest.
 
         Raises:
             InvariantError: the outcome is not that of the oldest step.
@@ -55,8 +55,8 @@ class StepsOut:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """Positions [start, end) of a sequence. `token_source` is the row of the step that is out whose token is the only
-    one of them; -1 where all are known."""
+    """Positions [start, end) of a sequence. `token_source` is the row of the outstanding step that samples their only
+    token; -1 if all their tokens are known."""
 
     entry: Entry
     start: int
@@ -65,7 +65,7 @@ class Next:
 
 
 def waits_for(out: StepPlan, running: Iterable[Entry]) -> str:
-    """Why no step can be planned before the tokens of `out` are known; empty where one can."""
+    """Returns why no step can be planned before the tokens of `out` are known; empty if one can."""
     if out.drafts or any(row.num_sampled > 1 for row in out.rows):
         return "how many draft tokens are right"
     sampled = {row.sequence_id for row in out.rows if row.num_sampled}
@@ -75,13 +75,13 @@ def waits_for(out: StepPlan, running: Iterable[Entry]) -> str:
 
 
 def next_rows(out: StepPlan, running: Sequence[Entry], long_tokens: int) -> list[Next]:
-    """What the running sequences compute behind `out`; up to `long_tokens` of long rows."""
+    """Returns what the running sequences compute after `out`, with at most `long_tokens` tokens in long rows."""
     rows = {row.sequence_id: (index, row) for index, row in enumerate(out.rows)}
     found: list[Next] = []
     for entry in running:
         sequence = entry.sequence
         if sequence.ending is not None or entry.discard_result:
-            continue  # what it has out says nothing; it goes on, if at all, when that is in
+            continue  # its outstanding result is discarded; it continues after that, if at all
         index, row = rows.get(sequence.id, (-1, None))
         if row is not None and row.num_sampled:
             if row.output_index + 1 < sequence.request.max_tokens:
@@ -98,8 +98,8 @@ def next_rows(out: StepPlan, running: Sequence[Entry], long_tokens: int) -> list
 
 
 def ahead_plan(step_id: int, out: StepPlan, found: Sequence[Next]) -> StepPlan:
-    """The plan of these rows, whose sequences have the blocks for them. Raises InvariantError where `waits_for` would
-    have said why not."""
+    """Returns the plan of these rows, whose sequences have the blocks for them. Raises InvariantError in cases for
+    which `waits_for` gives a reason."""
     rows = []
     for n in found:
         sequence = n.entry.sequence

@@ -1,15 +1,15 @@
-"""Anti-starvation: who goes on while blocks are short, and who comes back: pure.
+"""Anti-starvation: which sequences continue while blocks are short, and which preempted ones resume: pure.
 
-A preempted sequence has to be recomputed before it generates another token. For each waiting one to emit a token every
-SILENCE_S, all of them have to be recomputed within that time; RECOMPUTE_SHARE of all time may be spent on it. The cost
-of recomputing a token then gives both rules:
+A preempted sequence has to be recomputed before it generates another token. For each waiting sequence to emit a token
+every SILENCE_S, all of them have to be recomputed within that time; RECOMPUTE_SHARE of all time may be spent on it. The
+cost of recomputing a token then determines both rules:
 
-- Boost. In each priority one sequence at a time may take others' blocks to come back: the one that has been silent
-  longest, as late as all that wait can still be served in time, and no sooner than the share allows. If the share does
-  not suffice, each waits longer, all equally long.
-- Throttle. Few are preempted if few grow. While blocks are short only as many sequences as can be served in time run
-  at full rate, the oldest; each of the others keeps its blocks and computes one step every THROTTLED_INTERVAL_S. The
-  blocks that the first leave behind are for all.
+- Boost. In each priority one sequence at a time may take the blocks of others to resume: the one whose last token is
+  the oldest. It is boosted as late as all waiting sequences can still be served in time, and no sooner than
+  RECOMPUTE_SHARE allows. If the share does not suffice, all of them wait longer, equally long.
+- Throttle. Few sequences are preempted if few grow. While blocks are short, only as many sequences as can be served in
+  time run at full rate, the oldest ones; each of the others keeps its blocks and computes one step every
+  THROTTLED_INTERVAL_S. The blocks that finished sequences free are available to all.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from collections.abc import Sequence
 from baton.core.request import SequenceId
 from decode.entry import Entry
 
-SILENCE_S = 1.5  # of a stream, that turns are planned by; what is planned comes a little later
-RECOMPUTE_SHARE = 0.3  # of all time, for turns
-BOOST_TOKENS = 4  # who was given the turn keeps it until it has generated that many more
-THROTTLED_INTERVAL_S = 0.4  # between two tokens of a sequence that keeps its blocks but is not among the first
-_LEAST_SHARE = 4  # one in so many goes on at full pace, whatever recomputation costs: narrow steps cost most
+SILENCE_S = 1.5  # gap between two tokens of a stream that boosts aim for; the actual gap is slightly longer
+RECOMPUTE_SHARE = 0.3  # of all time, for recomputing boosted sequences
+BOOST_TOKENS = 4  # a boost ends after this many more tokens of its sequence
+THROTTLED_INTERVAL_S = 0.4  # between two tokens of a throttled sequence
+_LEAST_SHARE = 4  # at least 1 of this many runs at full rate, whatever recomputation costs: small steps cost most
 
 
 class AntiStarvation:
-    """Complete state: for each priority who has its turn, and its output then (`_given`); before `_next_at` nobody is
-    given another."""
+    """Complete state: the boosted sequence of each priority, with the length of its output when it was boosted
+    (`_boosted`), and `_next_at`, before which no other sequence is boosted."""
 
     def __init__(self) -> None:
         self._boosted: dict[int, tuple[Entry, int]] = {}
         self._next_at = float("-inf")
 
     def update(self, waiting: Sequence[Entry], now: float, token_s: float) -> None:
-        """Ends turns, and gives one to whom of the preempted it is due. `token_s`: to compute a token again."""
+        """Ends boosts, and boosts a preempted sequence if one is due. `token_s`: the cost of recomputing one token."""
         for priority, (entry, output) in list(self._boosted.items()):
             if entry.sequence.finished or len(entry.sequence.output) >= output + BOOST_TOKENS:
                 entry.boosted = False
@@ -55,20 +55,20 @@ class AntiStarvation:
 
 
 def _boost_s(entry: Entry, token_s: float) -> float:
-    """How long a turn takes of which recomputation is RECOMPUTE_SHARE."""
+    """Returns the time of which recomputing the sequence takes RECOMPUTE_SHARE."""
     return entry.sequence.num_tokens * token_s / RECOMPUTE_SHARE
 
 
 def num_unthrottled(here: Sequence[Entry], token_s: float) -> int:
-    """How many of those that are here go on at full pace while blocks are short: at least one."""
+    """Returns how many of the sequences `here` run at full rate while blocks are short: at least one."""
     tokens = sum(entry.sequence.num_tokens for entry in here) / max(len(here), 1)
     served = int(RECOMPUTE_SHARE * SILENCE_S / max(tokens * token_s, 1e-9))
     return max(served, len(here) // _LEAST_SHARE, 1)
 
 
 def throttled(running: Sequence[Entry], most: int, now: float) -> set[SequenceId]:
-    """Those of the running, ranked, that keep their blocks and compute nothing now: of the last priority, behind
-    the first `most`. One that is recomputed, or boosted, is never throttled."""
+    """Returns which of the running sequences, given by rank, keep their blocks and compute nothing now: those of the
+    lowest priority after the first `most`. A sequence that is being recomputed, or boosted, is never throttled."""
     return {
         entry.sequence.id
         for entry in running[most:]

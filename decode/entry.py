@@ -1,4 +1,4 @@
-"""A sequence as the decode scheduler holds it."""
+"""The decode scheduler's state of one sequence."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from baton.core.sequence import Sequence
 @dataclass(slots=True)
 class Entry:
     """`next_emit_index` is the output index from which tokens are still to be reported: the first event repeats the
-    token that prefill sampled. `received_at`, `running_at`: None until then. `last_token_at`: when the last token came,
-    or its KV. `in_flight`: KV is still being written into the blocks of an aborted sequence. `boosted`: it has the turn
-    of its priority. `discard_result`: what the step that is out computes of it says nothing. `end_reported`: its end is
-    reported, and a step that is out still writes into its blocks."""
+    token that prefill sampled. `received_at`, `running_at`: None until then. `last_token_at`: when the last token, or
+    the KV, arrived. `in_flight`: KV is still being written into the blocks of an aborted sequence. `boosted`: the
+    sequence has the boost of its priority. `discard_result`: the result of its outstanding row is to be discarded.
+    `end_reported`: its end is reported, but an outstanding step still writes into its blocks."""
 
     sequence: Sequence
     prefix: PrefixUse

@@ -1,14 +1,14 @@
-"""Every hand-over into a decode worker, as it is decided. Pure: what a peer sent and `now` in, actions out.
+"""Every hand-over into a decode worker, as it is decided. Pure: messages of peers and `now` in, actions out.
 
-1. An offer is checked (handle, tombstone, limits) and reserves all blocks of the sequence, or is refused with the
-   reason. The answer says how much of the sequence is here already, in blocks that others may share.
+1. An offer is checked (handle, tombstone, limits). It reserves the blocks for its KV, or is refused with the reason.
+   The reply states how many tokens are cached here already, in blocks that other sequences may share.
 2. A chunk has to be the next one of its sequence on its edge. A receive is opened for it, and only then is it posted.
-3. What was received intact counts as arrived, and is acknowledged; what was damaged is asked for once more.
-4. With the last chunk of every edge the sequence is ready to decode. An abort, the end of the link, or an edge that
-   fails ends it; its blocks are free as soon as nothing is being written into them any more.
+3. A chunk that was received intact counts as arrived. The Ack reports whether it was; the peer resends a damaged one.
+4. With the last chunk of every edge the sequence is ready to decode. An abort, the end of the link, or a failed edge
+   ends it; its blocks are freed as soon as nothing is being written into them any more.
 
-A refused or aborted hand-over is ended at the peer with the first reason, and where receives are open for it on other
-edges, when these have ended: what was posted is still sent.
+If a hand-over is refused or ended here, the peer gets an abort with the first reason, but only after receives that are
+open for it on other edges have ended: a chunk that was posted is still sent.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from decode.scheduler import DecodeScheduler
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A sequence on its way here: `arrived` tokens of it are in its `blocks`, by edge; where first layers of more are
-    there, too, `begun` says how far: (end_token, layers). A chunk is being received on the edges `under_way`.
-    `first_token`, one of `vocab_size`, once there is one."""
+    """A sequence being received into its `blocks`. `arrived`: per edge, how many tokens have arrived. `begun`: if only
+    first layers of further tokens have arrived, how far: (end_token, layers). A chunk is being received on the edges
+    `under_way`. `first_token`, below `vocab_size`, is set once it has arrived."""
 
     blocks: tuple[int, ...]
     num_tokens: int
@@ -50,13 +50,13 @@ class Transfer:
 
     @property
     def landed(self) -> int:
-        """Tokens that every edge has brought."""
+        """Tokens that have arrived on every edge."""
         return min(self.arrived.values())
 
     def check(self, chunk: Chunk, plan: EdgePlan, layout: KVLayout) -> None:
         """Raises HandoffError unless this is the next chunk of the sequence on its edge, of the right size: tokens in
-        order, of each run of them the layers in order."""
-        if plan.key in self.under_way:  # it would be written behind one that may be the last
+        order, and for each range of tokens its layers in order."""
+        if plan.key in self.under_way:  # it would be written after one that may be the last
             raise HandoffError(f"chunk {chunk.index} comes before the end of the one before it")
         arrived, tokens, total = self.arrived[plan.key], chunk.end_token - chunk.start_token, len(layout.layers)
         if chunk.start_token != arrived or tokens < 1 or chunk.end_token > self.num_tokens:
@@ -81,7 +81,7 @@ class Transfer:
             raise HandoffError(f"first token {chunk.first_token} here, {self.first_token} on another edge")
 
     def take_in(self, chunk: Chunk, key: EdgeKey, layout: KVLayout) -> None:
-        """The chunk is in the blocks, as it was sent."""
+        """Records a chunk that is stored in the blocks intact."""
         if chunk.end_layer < len(layout.layers):
             self.begun[key] = (chunk.end_token, chunk.end_layer)
             return
@@ -93,8 +93,8 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A prefill worker at the other end of one link: the edges from it, the transfers that came over this link, and the
-    refusals that wait for what is posted to end."""
+    """A prefill worker at the other end of one link: the edges from it, the transfers that arrive over this link, and
+    the refusals that are delayed until open receives have ended."""
 
     worker_id: str
     incarnation: int
@@ -114,7 +114,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Open a receive of `part` on the edge, then send `posted`; report `write_ended` and `received` in the end."""
+    """Open a receive of `part`, then send `posted`; report `write_ended`, then `received` or `receive_failed`."""
 
     part: Part
     posted: Posted
@@ -122,14 +122,14 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """All KV of it is here."""
+    """All KV of the sequence has arrived."""
 
     sequence: SequenceId
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A hand-over has ended before all KV had arrived, or its sequence with it."""
+    """The hand-over was given up, and its sequence aborted."""
 
     sequence: SequenceId
     reason: str
@@ -137,7 +137,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The coordinator has to know."""
+    """Report `event` to the coordinator."""
 
     event: SequenceEnded
 
@@ -147,7 +147,7 @@ Action = Reply | Receive | Ready | Dropped | Ended
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What an offer is checked against: the key of the run's handles, its clock, whether this worker drains."""
+    """What an offer is checked against: the run's handle key, the run's clock, and whether this worker drains."""
 
     handle_key: bytes
     run_clock_ms: float
@@ -156,9 +156,9 @@ class Admission:
 
 @dataclass(eq=False)
 class HandOvers:
-    """Complete state: the number of chunks being received into the blocks of each sequence (`writing`), who offered
-    each sequence (name and incarnation), the handles that were used, and the counters. The scheduler, deadlines and
-    tombstones are the worker's."""
+    """Complete state: the number of chunks being received into the blocks of each sequence (`writing`), the prefill
+    worker that offered each sequence (name and incarnation), the used handles, and the counters. The scheduler,
+    deadlines and tombstones belong to the worker."""
 
     scheduler: DecodeScheduler
     deadlines: Deadlines
@@ -184,7 +184,7 @@ class HandOvers:
             raise
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
-        # Those that have ended are forgotten.
+        # Drops the sequences that have ended.
         self._sources = {s: source for s, source in self._sources.items() if self.scheduler.knows(s)}
         self._sources[sequence] = (peer.worker_id, peer.incarnation)
         cached = self.scheduler.num_cached(sequence)
@@ -193,7 +193,7 @@ class HandOvers:
         return Accept(sequence, cached)
 
     def reserve(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> tuple[int, ...]:
-        """The blocks of the sequence. Raises BatonError with the reason to refuse it."""
+        """Checks an offer and reserves its blocks. Raises BatonError with the reason for a refusal."""
         request, sequence = offer.request, offer.request.sequence_id
         try:
             verify(
@@ -223,7 +223,7 @@ class HandOvers:
         return blocks
 
     def on_chunk(self, peer: Peer, chunk: Chunk, now: float, *, edge_open: bool) -> list[Action]:
-        """`edge_open`: its edge is, in the generation that the chunk names."""
+        """Handles an announced chunk. `edge_open`: its edge is open in the generation that the chunk names."""
         sequence, key = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank)
         transfer = peer.transfers.get(sequence)
         actions: list[Action] = []
@@ -243,13 +243,13 @@ class HandOvers:
         return [Receive(part, Posted(sequence, chunk.index, chunk.edge_generation, *key))]
 
     def refused(self, peer: Peer, sequence: SequenceId, reason: str, now: float) -> list[Action]:
-        """A chunk of it cannot be received: its chunks on other edges, announced before the peer learns of it, end
-        here too."""
+        """Gives up a sequence of which a chunk cannot be received. Its chunks on other edges, announced before the peer
+        receives the refusal, end here too."""
         actions = self._give_up(peer, sequence, reason, now) if sequence in peer.transfers else []
         return actions + self._refuse(peer, sequence, reason)
 
     def on_abort(self, peer: Peer, message: AbortTransfer, now: float) -> list[Action]:
-        """A prefill worker may end its own sequences, and those that are not here (yet)."""
+        """Handles an abort. A prefill worker may end its own sequences, and those that are not here (yet)."""
         sequence = message.sequence
         source = (peer.worker_id, peer.incarnation)
         if self.scheduler.knows(sequence) and self._sources.get(sequence) != source:
@@ -258,7 +258,7 @@ class HandOvers:
         return self._give_up(peer, sequence, message.reason, now, message.tombstone_s)
 
     def on_link_ended(self, peer: Peer, reason: str, now: float) -> list[Action]:
-        """What had not arrived completely ends."""
+        """Ends every sequence of the link whose KV has not arrived completely."""
         actions: list[Action] = []
         for sequence in list(peer.transfers):
             if self.scheduler.receiving(sequence):
@@ -270,7 +270,7 @@ class HandOvers:
     # From the edges.
 
     def write_ended(self, peer: Peer, chunk: Chunk) -> None:
-        """Nothing of this chunk is being written any more, however its receive went."""
+        """Records that the receive of a chunk has ended, however it went: nothing of the chunk is written any more."""
         sequence = chunk.sequence
         if sequence in peer.transfers:
             peer.transfers[sequence].under_way.discard((chunk.prefill_rank, chunk.decode_rank))
@@ -286,7 +286,7 @@ class HandOvers:
         return actions + self._refuse(peer, chunk.sequence, error)
 
     def received(self, peer: Peer, chunk: Chunk, now: float, *, intact: bool) -> list[Action]:
-        """All bytes of a chunk have come; `intact`: each section as it was sent."""
+        """Handles a chunk whose bytes have all arrived; `intact`: every section matches its checksum."""
         sequence, key, scheduler = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank), self.scheduler
         self.bytes_received += chunk.num_bytes
         transfer = peer.transfers.get(sequence)
@@ -314,8 +314,8 @@ class HandOvers:
     # From the coordinator.
 
     def end(self, peers: Iterable[Peer], sequence: SequenceId, reason: str) -> list[Reply]:
-        """The coordinator ends a sequence. A peer whose KV is still coming learns of it now, or where a receive is open
-        for it, when that has ended."""
+        """Ends a sequence at the coordinator's request. A peer that is still sending its KV gets an abort now, or once
+        an open receive of it has ended."""
         actions: list[Reply] = []
         for peer in peers:
             if peer.transfers.pop(sequence, None) is not None and sequence not in self.writing:
@@ -328,7 +328,7 @@ class HandOvers:
     ) -> list[Action]:
         actions: list[Action] = [Dropped(sequence, reason)]
         peer.transfers.pop(sequence, None)
-        if self.scheduler.generating(sequence):  # prefill has missed the last acknowledgement, and may die with it
+        if self.scheduler.generating(sequence):  # prefill missed the last Ack, and may fail before it reports the end
             message = f"{self.worker_id} ended it: {reason}"
             actions.append(Ended(SequenceEnded(sequence, "error", "abandoned", message)))
         self.deadlines.forget(sequence)
@@ -345,6 +345,6 @@ class HandOvers:
 
 
 def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
-    """An edge may end at one end only: the peer would go on announcing."""
+    """Returns the message that the edge is closed: it may be only here, and the peer would announce more chunks."""
     error = f"generation {chunk.edge_generation} has ended here"
     return Reply(peer, EdgeReady(chunk.prefill_rank, chunk.decode_rank, chunk.edge_generation, error))

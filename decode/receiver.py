@@ -1,9 +1,9 @@
 """Executes the decode side of hand-overs (`decode.handover`): one reader per link, one coroutine per announced chunk.
 
-A link has an edge for each pair of ranks that share KV heads; every edge brings its own bytes of a chunk. They go into
-a staging buffer of our own, whose receive is open before the chunk is posted, and never into the pool directly: a late
-or wrong byte cannot touch a block. Each section is verified (checksum over identity and bytes) and scattered into the
-blocks, by the rank that has them, while others still come.
+A link has an edge for each pair of ranks that share KV heads; every edge carries its own bytes of a chunk. They are
+received into a staging buffer, whose receive is open before the chunk is posted, and never directly into the pool: a
+late or wrong byte cannot reach a block. Each section is verified (checksum over identity and bytes) and scattered into
+the blocks, by the rank that holds them, while later sections arrive.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from decode.handover import Action, Admission, Dropped, Ended, HandOvers, Peer, 
 
 log = logging.getLogger("baton.incoming")
 SILENCE_S = 4.0
-STAGING_WAIT_SHARE = 0.8  # of the time that the peer waits for `posted`: it is refused before it gives up its edge
+STAGING_WAIT_SHARE = 0.8  # of the peer's timeout for `posted`: the refusal arrives before the peer gives up its edge
 
 
 class ReceiverOwner(Protocol):
-    """What links need of their worker."""
+    """The callbacks into the worker that links need."""
 
     def welcome(self, hello: LinkHello) -> LinkWelcome:
-        """Raises JoinRefused or LayoutMismatch when the two workers do not fit."""
+        """Raises JoinRefused if the two workers do not fit."""
         ...
 
     def admission(self) -> Admission: ...
@@ -60,12 +60,12 @@ class ReceiverOwner(Protocol):
     def hand_over_ended(self, event: SequenceEnded) -> None: ...
 
     def failed(self, error: InvariantError) -> None:
-        """An invariant does not hold: the worker must end."""
+        """An invariant is violated: the worker must exit."""
         ...
 
 
 class Receiver:
-    """All links into a decode worker. Complete state: the links by their peer. `layout` is the whole model's."""
+    """All links into a decode worker. Complete state: the links by their peer. `layout` is that of the whole model."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Receiver:
         self._links: dict[Peer, ReceivingLink] = {}
 
     async def serve(self, stream: MessageStream, hello: LinkHello) -> None:
-        """One link, to its end."""
+        """Serves one link until it ends."""
         peer = Peer(hello.prefill_worker, hello.prefill_incarnation, {})
         link = self._links[peer] = ReceivingLink(stream, hello, peer, self)
         try:
@@ -105,7 +105,7 @@ class Receiver:
             del self._links[peer]
 
     def end(self, sequence: SequenceId, reason: str) -> None:
-        """The coordinator ends a sequence that is here."""
+        """Ends a sequence of this worker at the coordinator's request."""
         for reply in self.hand_overs.end(self._links, sequence, reason):
             self._links[reply.peer].reply_soon(reply.message)
 
@@ -124,12 +124,12 @@ class Receiver:
         )
 
     async def close(self) -> None:
-        """Ends every edge; the streams end with the server that carries them."""
+        """Closes every edge; the streams end with the server that carries them."""
         await asyncio.gather(*(link.close_edges() for link in self._links.values()))
 
 
 class ReceivingLink:
-    """One link from one prefill worker. Complete state: the stream, the ends of its edges, the tasks under way."""
+    """One link from one prefill worker. Complete state: the stream, the ends of its edges, the running tasks."""
 
     def __init__(self, stream: MessageStream, hello: LinkHello, peer: Peer, receiver: Receiver) -> None:
         self._stream = stream
@@ -141,7 +141,7 @@ class ReceivingLink:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serves the link to its end, then ends what had not arrived completely."""
+        """Serves the link until it ends, then ends the sequences whose KV has not arrived completely."""
         reason, receiver = "the link broke", self._receiver
         try:
             await self._stream.send(receiver.owner.welcome(self._hello))
@@ -163,7 +163,7 @@ class ReceivingLink:
             await self.close_edges()
 
     async def _receive(self) -> object | None:
-        """The next message; a live prefill worker pings every second."""
+        """Returns the next message. Times out after SILENCE_S: a live prefill worker pings every second."""
         async with asyncio.timeout(SILENCE_S):
             return await self._stream.receive()
 
@@ -193,7 +193,7 @@ class ReceivingLink:
             await self._send(self._hand_overs.on_offer(self._peer, offer, admission, now))
         except InvariantError:
             raise
-        except Exception:  # of an offer that nobody thought of: it costs itself, not the others on this link
+        except Exception:  # an unforeseen error fails this offer only, not the others on this link
             log.exception("offer of %s", offer.request.sequence_id)
             await self._send(Refuse(offer.request.sequence_id, "internal_error", "internal error at an offer"))
 
@@ -212,7 +212,7 @@ class ReceivingLink:
         await self._send(EdgeReady(*key, message.generation, error))
 
     async def _take_in_turn(self, chunk: Chunk) -> None:
-        """Receives a chunk when there is room for its bytes; the peer waits for `posted` no longer than the limit."""
+        """Receives a chunk once staging has room for it; refuses it before the peer's wait for `posted` times out."""
         try:
             wait_s = STAGING_WAIT_SHARE * self._receiver.edge_timeout_s
             async with self._receiver.staging.hold(chunk.num_bytes, wait_s):
@@ -264,7 +264,7 @@ class ReceivingLink:
                     await self._send(message)
                 case Ready(sequence):
                     owner.ready(sequence)
-                    await asyncio.sleep(0)  # its first step begins before anything else is done
+                    await asyncio.sleep(0)  # lets its first step begin before anything else is done
                 case Dropped(sequence, reason):
                     self._receiver.events.write("transfer_ended", sequence=sequence, reason=reason)
                     owner.dropped(sequence)
@@ -272,7 +272,7 @@ class ReceivingLink:
                     owner.hand_over_ended(event)
 
     def reply_soon(self, message: FromDecode) -> None:
-        """Sends in a task that nobody cancels."""
+        """Sends a message in a task that is never cancelled."""
 
         async def send() -> None:
             try:
@@ -294,7 +294,7 @@ class ReceivingLink:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits for what was spawned: an error that got this far is a bug, and costs the link at least."""
+        """Handles the end of a spawned task, which is never awaited: an error is a bug and closes the link at least."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, InvariantError):

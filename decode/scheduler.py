@@ -1,17 +1,17 @@
 """Which sequences a decode worker advances next: continuous batching, pure.
 
-A sequence is accepted when blocks for its prompt are free and it could finish here alone. What it begins with may be
-in cached blocks: these it shares, and only the rest is sent. While that arrives it is RECEIVING and holds the other
-blocks exclusively, until they are full; with the last chunk it is READY and joins the batch at the next step, starting
-at token 2. Blocks are added as tokens come. When none is free, whoever ranks last gives its blocks up (PREEMPTED);
-later what is not cached any more is computed again, as long rows in chunks that fit the step's time. Full blocks stay
-cached after use, those with generated tokens too: the next turn of a conversation begins with this one.
+A sequence is accepted when blocks for its prompt are free and it could finish here alone. The start of its KV may be in
+cached blocks: it shares these, and only the rest is sent. While that arrives it is RECEIVING and holds the other blocks
+exclusively, until they are full; with the last chunk it is READY and joins the batch at the next step, starting at
+token 2. Blocks are allocated as tokens come. When none is free, the lowest-ranked sequence is preempted (PREEMPTED) and
+frees its blocks; later, what is no longer cached is recomputed, as long rows in chunks that fit the step's time. Full
+blocks stay cached after use, with generated tokens too: the next turn of a conversation starts with them.
 
-Rank is the `priority` number, lower first, then who is boosted (`anti_starvation.py`), then age, older first. Whoever
-runs takes what it needs from those behind it, so who ranks first goes on. A preempted sequence comes back into free
-blocks or those of a lower priority, and at its turn into whatever its own priority holds, too. A turn ends after a few
-tokens and the next one is for who has been silent longest. So each has one in time, goes on by a token at least, and
-ends.
+Sequences rank by their `priority` number, lower first, then boosted ones first (`anti_starvation.py`), then by age,
+older first. A running sequence that needs a block preempts the lowest-ranked sequence, so the highest-ranked one always
+makes progress. A preempted sequence resumes when free blocks, or blocks of lower-priority sequences, suffice; a boosted
+one may also take the blocks of its own priority. A boost ends after BOOST_TOKENS tokens and passes to the sequence that
+has waited longest, so every sequence eventually finishes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled
 from decode.entry import Entry
 from decode.speculation.policy import Speculation
 
-_ROOM_TOKENS = 64  # a preempted sequence comes back when there is room for that many new tokens, too
+_ROOM_TOKENS = 64  # a preempted sequence resumes when it gets blocks for this many new tokens as well
 _HOLDING = (State.READY, State.RUNNING)
 
 
@@ -43,7 +43,7 @@ class DecodeResult:
 
 class DecodeScheduler:
     """Complete state: `_entries` by sequence, `blocks` and their `cache`, `speculation`, `_anti_starvation`, and the
-    steps that are `_out`: one, or with `plan_ahead`, where nothing is ever drafted, up to two (`ahead.py`)."""
+    outstanding steps `_out`: one, or with `plan_ahead`, which excludes drafting, up to two (`ahead.py`)."""
 
     def __init__(
         self,
@@ -98,24 +98,24 @@ class DecodeScheduler:
         return self._entries[sequence_id].sequence.block_ids
 
     def num_cached(self, sequence_id: SequenceId) -> int:
-        """Positions of a receiving sequence whose KV is here already."""
+        """Returns how many positions of a receiving sequence were in the prefix cache."""
         return self._entries[sequence_id].prefix.cached
 
     def knows(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._entries
 
     def receiving(self, sequence_id: SequenceId) -> bool:
-        """Whether KV of this sequence is still welcome."""
+        """Whether KV of this sequence is still accepted."""
         entry = self._entries.get(sequence_id)
         return entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is None
 
     def generating(self, sequence_id: SequenceId) -> bool:
-        """Whether all KV of this sequence is here and its end is not known."""
+        """Whether all KV of this sequence has arrived and it has not ended."""
         entry = self._entries.get(sequence_id)
         return entry is not None and entry.sequence.state is not State.RECEIVING and entry.sequence.ending is None
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """Those whose end is not reported yet."""
+        """Returns the sequences whose end is not reported yet."""
         return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.end_reported)
 
     def _in(self, *states: State) -> list[Entry]:
@@ -128,11 +128,11 @@ class DecodeScheduler:
         return sorted(self._in(*states), key=lambda entry: entry.rank)
 
     def reserve(self, request: GenerateRequest, now: float) -> tuple[int, ...]:
-        """Takes the blocks for KV that is to come, and returns them in order. One block for each sequence that is here
-        must stay free, and what was preempted comes first.
+        """Allocates the blocks for incoming KV, and returns them in order. One block for each sequence that is here
+        must stay free, and preempted sequences take precedence.
 
         Raises:
-            DuplicateRequest: this attempt is already here.
+            DuplicateRequest: this attempt is already on this worker.
             Unavailable: not enough free blocks now (`no_free_blocks`) or ever (`exceeds_pool`).
         """
         sequence_id = request.sequence_id
@@ -158,15 +158,15 @@ class DecodeScheduler:
         return sequence.block_ids
 
     def landed(self, sequence_id: SequenceId, num_tokens: int) -> None:
-        """KV of the first `num_tokens` positions of a receiving sequence has arrived, not yet of all."""
+        """Records that KV of the first `num_tokens` positions of a receiving sequence, but not all, has arrived."""
         self._kv_arrived(self._entries[sequence_id], num_tokens)
 
     def received(
         self, sequence_id: SequenceId, first_token: int, now: float, score: TokenLogprob | None = None, cached: int = 0
     ) -> SequenceEnded | None:
-        """All KV up to the first token is here, `cached` tokens of it not computed for this: it joins the next step.
+        """Records that all KV has arrived, `cached` tokens of it cached at prefill; the sequence joins the next step.
 
-        Returns its end when there is nothing left to generate (the abort came first, or the token ends it).
+        Returns its end if there is nothing left to generate (it was aborted before, or the first token ends it).
         """
         entry = self._entries[sequence_id]
         sequence = entry.sequence
@@ -182,8 +182,8 @@ class DecodeScheduler:
         return None
 
     def begin_step(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute, or nothing before the tokens of the step that is
-        out are known."""
+        """Returns the next step, or None if there is nothing to compute, or nothing before the tokens of the
+        outstanding step are known."""
         if self._out:
             return self._begin_ahead(now) if self.plan_ahead and len(self._out) == 1 else None
         waiting = self._in(State.PREEMPTED)
@@ -193,11 +193,11 @@ class DecodeScheduler:
         sequences: list[Sequence] = []
         running = self._ranked(State.RUNNING)
         throttled_ids = self._throttled(running, now)
-        budget: int | None = None  # of long rows, of which there are seldom any
+        budget: int | None = None  # for long rows; computed on demand, as they are rare
         for entry in running:
             sequence = entry.sequence
             if sequence.state is not State.RUNNING or sequence.id in throttled_ids:
-                continue  # preempted for one before it, or not its time
+                continue  # preempted by a higher-ranked sequence, or throttled
             count = sequence.num_uncomputed
             if count > 1:
                 budget = (
@@ -215,7 +215,7 @@ class DecodeScheduler:
         return self._begun(plan, now) if plan.rows or plan.drafts else None
 
     def _begin_ahead(self, now: float) -> StepPlan | None:
-        """The step behind the one that is out, or None where it has to wait for that."""
+        """Returns the step after the outstanding one, or None if it cannot be planned before that one is done."""
         out = self._out.newest
         if self.num_preempted or waits_for(out, self._in(State.RUNNING)):
             return None
@@ -242,7 +242,7 @@ class DecodeScheduler:
         return plan
 
     def finish_step(self, outcome: StepOutcome, now: float) -> DecodeResult:
-        """Takes in the tokens of the oldest step that is out.
+        """Applies the outcome of the oldest outstanding step.
 
         Raises:
             InvariantError: the outcome is not that of the oldest step.
@@ -254,7 +254,7 @@ class DecodeScheduler:
         for index, row in enumerate(plan.rows):
             entry = self._entries[row.sequence_id]
             sequence = entry.sequence
-            last = sequence.step_id == plan.step_id  # else the step behind has a row of it, too
+            last = sequence.step_id == plan.step_id  # else the next step has a row of it, too
             if last:
                 sequence.step_id = None
             if sequence.ending is not None or entry.discard_result:
@@ -293,9 +293,9 @@ class DecodeScheduler:
         return DecodeResult(tuple(tokens), tuple(ended))
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
-        """Ends a sequence. Its blocks are free at once, unless a row of it is out, or `in_flight`: KV is being written
-        into them. Then the next finish_step, or `receive_ended`, frees them, and a second abort does not. False when
-        the sequence is not known."""
+        """Aborts a sequence. Its blocks are freed immediately, unless a row of it is outstanding or, with `in_flight`,
+        KV is being written into them. Then the next finish_step, or `receive_ended`, frees them, and a second abort
+        does not. Returns False if the sequence is unknown."""
         entry = self._entries.get(sequence_id)
         if entry is None:
             return False
@@ -307,22 +307,22 @@ class DecodeScheduler:
         return True
 
     def receive_ended(self, sequence_id: SequenceId) -> None:
-        """No write into the blocks of an aborted, receiving sequence is under way any more."""
+        """Frees the blocks of an aborted, receiving sequence: nothing is being written into them any more."""
         entry = self._entries.get(sequence_id)
         if entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is not None:
             self._leave(entry)
 
-    # Who runs, and on which blocks.
+    # Admission, preemption and allocation.
 
     def _throttled(self, running: list[Entry], now: float) -> set[SequenceId]:
-        """Those of the running, ranked, that keep their blocks and have no row now: none while blocks are not short."""
+        """Returns which of the running sequences, given by rank, are throttled now: none unless blocks are short."""
         if 2 * self.blocks.num_free >= len(running):
             return set()
         most = num_unthrottled(self._in(State.PREEMPTED, *_HOLDING), self.speculation.model.again_s())
         return throttled(running, most, now)
 
     def _admit(self, now: float) -> None:
-        """Lets sequences into the batch by rank: ready ones have their blocks, preempted ones need them again."""
+        """Admits sequences to the batch by rank: ready ones have their blocks, preempted ones need new ones."""
         room = self.max_running - self.num_running
         blocked = False
         for entry in self._ranked(State.READY, State.PREEMPTED):
@@ -336,14 +336,14 @@ class DecodeScheduler:
                     blocked = True
                     continue
             elif sequence.state is not State.READY:
-                continue  # preempted for one before it
+                continue  # preempted by a higher-ranked sequence
             sequence.move(State.RUNNING)
             room -= 1
             if entry.running_at is None:
                 entry.running_at = now
 
     def _return(self, entry: Entry, end: int) -> bool:
-        """Gives a preempted sequence the blocks of positions [0, end): its own, as far as they are cached still."""
+        """Allocates blocks for [0, end) of a preempted sequence, cached ones where possible. False if it cannot."""
         entry.prefix.take(Holder("sequence", entry.sequence.id))
         if not self._grow(entry, end):
             self._release_blocks(entry)
@@ -351,8 +351,8 @@ class DecodeScheduler:
         return True
 
     def _grow(self, entry: Entry, end: int) -> bool:
-        """Gives a sequence the blocks of positions [0, end), if need be those of sequences that rank behind it. One
-        that comes back without a turn takes none from its own priority: that one would have to be computed again."""
+        """Allocates blocks for positions [0, end), preempting lower-ranked sequences if necessary; False if it cannot.
+        A preempted, unboosted sequence preempts none of its own priority: that one would have to be recomputed."""
         sequence = entry.sequence
         needed = self.layout.blocks_for(end) - len(sequence.block_ids)
         if needed > self.blocks.num_free:
@@ -369,7 +369,7 @@ class DecodeScheduler:
         return True
 
     def _room(self, sequence: Sequence, count: int) -> int:
-        """Of `count` positions after its last token, how many have blocks or get free ones now."""
+        """Allocates free blocks for `count` positions after the last token; returns how many of them have blocks."""
         needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
         self._extend(self._entries[sequence.id], min(needed, self.blocks.num_free))
         return min(count, len(sequence.block_ids) * self.layout.block_size - sequence.num_tokens)
@@ -386,12 +386,12 @@ class DecodeScheduler:
         self.speculation.close(sequence.id)
         del self._entries[sequence.id]
 
-    # Blocks. While KV arrives a sequence holds the blocks that it goes into exclusively until they are full, and those
-    # that it shares (its prefix was cached) as everybody does. Later all its blocks are held alike.
+    # Blocks. While KV arrives, a sequence holds the blocks that it is written into exclusively until they are full, and
+    # shares those of its cached prefix. Later it holds all its blocks alike, as shared ones.
 
     def _kv_arrived(self, entry: Entry, num_tokens: int) -> None:
-        """KV of the first `num_tokens` positions is there. The blocks that are full with it are written no more: they
-        are held, and found by others, like any. All at the end of a long sequence would hold up its first step."""
+        """Records that KV of the first `num_tokens` positions has arrived. Full blocks are not written any more: they
+        become shared and are cached. Doing this only at the end of a long sequence would delay its first step."""
         sequence = entry.sequence
         size, own = self.layout.block_size, self._incoming_blocks(entry)
         if num_tokens < sequence.num_tokens:
@@ -408,7 +408,7 @@ class DecodeScheduler:
             sequence.block_ids += self.blocks.allocate(count, Holder("sequence", sequence.id)) or ()
 
     def _release_blocks(self, entry: Entry) -> None:
-        """Takes all blocks from a sequence. What is complete in them stays cached while nobody needs the room."""
+        """Releases all blocks of a sequence. Full ones stay cached until they are evicted."""
         sequence = entry.sequence
         if sequence.state is State.RECEIVING:
             own = self._incoming_blocks(entry)
@@ -421,15 +421,15 @@ class DecodeScheduler:
         sequence.block_ids, sequence.num_computed = (), 0
 
     def _incoming_blocks(self, entry: Entry) -> tuple[int, ...]:
-        """The blocks of a receiving sequence that KV is to come into."""
+        """Returns the blocks of a receiving sequence into which KV is still to be written."""
         return entry.sequence.block_ids[entry.sequence.num_computed // self.layout.block_size :]
 
     def check_idle(self) -> None:
-        """Checks, in constant time, a scheduler without sequences, once no step under way has a row of one.
+        """Checks, in constant time, a scheduler without sequences; does nothing while any is left.
 
         Raises:
-            InvariantError: a block is not free, in the pool or the draft model's, or the speculation of a sequence is
-                left.
+            InvariantError: a block is not free, in the pool or the draft model's, or speculation state of a sequence
+                is left.
         """
         if self._entries:
             return
@@ -441,8 +441,8 @@ class DecodeScheduler:
         """Checks the invariants.
 
         Raises:
-            InvariantError: a block is not held by exactly the sequence here that owns it, or a sequence is in a state
-                that it cannot be in.
+            InvariantError: a block is not held by exactly the sequence that owns it, or a sequence is in an impossible
+                state.
         """
         self.blocks.check()
         self.cache.check()

@@ -38,8 +38,8 @@ log = logging.getLogger("baton.worker")
 
 
 class DecodeWorker:
-    """Complete state: the scheduler, the links into it, the store where edges meet, the sequences that wait for their
-    first step, and which gauges were reported last; the rest is the main loop's."""
+    """Complete state: the scheduler, the links into it, the store where edges rendezvous, the received sequences before
+    their first step (`_arrived`), and the gauges reported last; all else belongs to the main loop."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class DecodeWorker:
         )
         self.store = EdgeStore(config.host, config.store_port)
         step = runner.step if engine is None else engine.step
-        launcher = runner if self.scheduler.plan_ahead else None  # where nothing drafts, its engine only steps
+        launcher = runner if self.scheduler.plan_ahead else None  # without drafting, engine.step is runner.step
         self.tls = read_cluster_tls(config.cluster_tls_dir, "decode")
         self.main_loop = WorkerLoop(config, self, step, read_token(config.cluster_token_file), launcher, self.tls)
         self.hand_overs = HandOvers(
@@ -97,13 +97,13 @@ class DecodeWorker:
         self._link_port = 0
 
     async def run(self) -> None:
-        """Serves until drained; raises as WorkerLoop.run does."""
+        """Serves until drained; raises what WorkerLoop.run raises."""
         self._server, self._link_port = await serve_links(
             self.config.host, self.incoming.serve, self.config.link_port, self.tls
         )
         await self.main_loop.run()
 
-    # What the main loop asks for.
+    # Called by the main loop.
 
     def join(self, run_id: str) -> Join:
         self.scheduler.cache.restart_events()
@@ -122,7 +122,7 @@ class DecodeWorker:
         )
 
     def load(self) -> Load:
-        self._reported_gauges = ()  # the next step reports them again: which of two messages comes last is open
+        self._reported_gauges = ()  # the next step reports them again: two messages may arrive in either order
         scheduler = self.scheduler
         return Load(
             blocks_total=scheduler.blocks.num_blocks,
@@ -159,10 +159,10 @@ class DecodeWorker:
         scheduler = self.scheduler
         result = scheduler.finish_step(outcome, now)
         cache_events = scheduler.cache.take_events() if self.main_loop.session.connected else None
-        # What the coordinator places requests by; the counters beside it come with heartbeats and with every end.
+        # The gauges by which the coordinator places requests; counters alone are sent with heartbeats and every end.
         gauges = scheduler.num_sequences, scheduler.blocks.num_free, scheduler.num_preempted, scheduler.num_running
         load = self.load() if result.ended or gauges != self._reported_gauges else None
-        self._reported_gauges = gauges  # behind `load`, which forgets it
+        self._reported_gauges = gauges  # after `load`, which clears it
         return StepEvents(outcome.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
     def command(self, command: Command) -> None:
@@ -193,7 +193,7 @@ class DecodeWorker:
             await self._server.stop(grace=0.2)
         self.store.close()
 
-    # What the links ask for.
+    # Called by the links.
 
     def welcome(self, hello: LinkHello) -> LinkWelcome:
         try:

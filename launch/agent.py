@@ -1,15 +1,14 @@
-"""`python -m launch.agent`: the ranks of one worker on this node as child processes, started together and ended
-together.
+"""`python -m launch.agent`: runs the ranks of one worker on this node as child processes that start and end together.
 
-Its flags, and what it sets in each rank's environment, are those of torchrun: `--nnodes --node-rank --nproc-per-node
---master-addr --master-port -m module arguments`. A worker of several nodes has an agent on each. It loads no torch and
-opens no port but the one where the ranks meet; that one listens on `--master-addr` only, and rank 0 keeps the store
-behind it. Plain torchrun will do in its place; what the agent does better is in decision 0050:
+Its flags and the environment of each rank are those of torchrun: `--nnodes --node-rank --nproc-per-node --master-addr
+--master-port -m module arguments`. A worker that spans several nodes has one agent on each. The agent does not import
+torch and opens at most one port, where the ranks rendezvous: it listens on `--master-addr` only, and rank 0 serves the
+store on it. Plain torchrun works in its place; decision 0050 explains the advantages of the agent:
 
 - It exits with the code of the rank that failed first, and the last thing it prints is one box about that rank.
-- It dies with its parent, and its ranks with it, also at `kill -9`. A user's own `decode.py` shadows no tier.
+- It dies with its parent, and its ranks with it, even under `kill -9`. A user's `decode.py` does not shadow Baton's.
 - The first SIGTERM, SIGINT or SIGHUP drains the worker, a second one kills it.
-- A rank that outlives a failed one by KILL_DELAY_S, or gives no sign of life for HANG_S, is killed.
+- A rank that outlives a failed one by KILL_DELAY_S, or sends no heartbeat for HANG_S, is killed.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ from launch.failure import Failure, box
 from launch.signals import Signals
 
 FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)
-"""How ranks end because another has: by themselves, or at a signal."""
+"""Exit codes of a rank that ended because another rank did: by itself, or at a SIGTERM."""
 
 KILL_DELAY_S = 5.0
-"""From the end of a rank that failed to that of one that still runs. One that is alive notices within 4.5 s
-(`baton.worker_ranks`)."""
+"""Time from the exit of a failed rank until the agent kills the ranks that still run. A healthy rank detects the loss
+within 4.5 s (`baton.worker_ranks`)."""
 
 HANG_S = 60.0
-"""A rank writes to its agent each second from a thread of its own, once it has imported its libraries; what holds the
-interpreter for so long hangs."""
+"""A rank that has imported its libraries sends a heartbeat to its agent each second, from a thread of its own. A rank
+that is silent for HANG_S hangs: something holds its interpreter or stopped it."""
 
 TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`python -m module *arguments`, as `ranks` processes on each of `nodes` nodes. Port 0: any."""
+    """`python -m module *arguments`, as `ranks` processes on each of `nodes` nodes. Port 0: any free one."""
 
     module: str
     arguments: tuple[str, ...] = ()
@@ -68,7 +67,7 @@ class Job:
     master_port: int = 0
 
     def environment(self, local_rank: int, port: int) -> dict[str, str]:
-        """What torchrun says to a rank."""
+        """The environment variables that torchrun sets for a rank."""
         rank, size = self.node_rank * self.ranks + local_rank, self.nodes * self.ranks
         numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": self.ranks}
         numbers |= {"GROUP_RANK": self.node_rank, "GROUP_WORLD_SIZE": self.nodes}
@@ -79,7 +78,7 @@ class Job:
 
 
 def parse_job(argv: Sequence[str]) -> Job:
-    """Ends the process with 2 and one line where the flags make no sense."""
+    """Parses the flags; exits with code 2 and a message if they are invalid."""
     words, program = list(argv), []
     if "-m" in words:
         at = words.index("-m")
@@ -117,14 +116,14 @@ def parse_job(argv: Sequence[str]) -> Job:
 
 
 class Rank:
-    """One child process. `code` is how it ended, below 0 for a signal; `hung` why it was killed by this agent."""
+    """One child process. `code` is its exit code, below 0 for a signal; `hung` is why this agent killed it."""
 
     def __init__(self, job: Job, local_rank: int, port: int, store: socket.socket | None) -> None:
         """Raises OSError when it cannot be started."""
         self.number = job.node_rank * job.ranks + local_rank
         self.code: int | None = None
         self.hung = ""
-        # Unlinked: nothing is left of it, whoever is killed.
+        # An unlinked file: it disappears with the processes, however they end.
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._beats, beats = os.pipe()
         os.set_blocking(self._beats, False)
@@ -154,7 +153,7 @@ class Rank:
 
     @property
     def reason(self) -> str:
-        """What it left with `baton.process.record_error`, if it did."""
+        """Why the agent killed it, or what it left with `baton.process.record_error`; empty without either."""
         if self.hung:
             return self.hung
         self._errors.seek(0)
@@ -163,7 +162,7 @@ class Rank:
         return ""
 
     def poll(self, now: float, *, forgive: bool = False) -> None:
-        """Notices its end, or that it hangs; `forgive` its silence so far."""
+        """Detects that it ended, or that it hangs; `forgive` ignores its silence so far."""
         if self.code is not None:
             return
         if forgive and self._last_beat is not None:
@@ -174,7 +173,7 @@ class Rank:
         self.code = self._process.poll()
         if self.code is not None:
             os.close(self._beats)
-            if self.code != 0:  # what it started, such as a compiler, ends with it
+            if self.code != 0:  # its own children, such as a compiler, end with it
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGTERM)
         elif self._last_beat is not None and now - self._last_beat >= HANG_S:
@@ -185,14 +184,15 @@ class Rank:
             self._process.terminate()
 
     def kill(self, why: str) -> None:
-        """With everything below it."""
+        """Kills it and all its descendants."""
         if self.code is None and not self.hung:
             self.hung = why
             kill_tree(self.pid)
 
 
 def run(job: Job) -> int:
-    """Runs the ranks to their end; returns the exit code. Raises OSError when they cannot be started or meet."""
+    """Runs the ranks until all have ended; returns the exit code. Raises OSError when a rank or the store cannot
+    start."""
     ranks: list[Rank] = []
     meets_here = job.nodes * job.ranks > 1 and job.node_rank == 0
     with Signals() as signals:
@@ -200,7 +200,7 @@ def run(job: Job) -> int:
             port = store.getsockname()[1] if store else job.master_port
             for local_rank in range(job.ranks):
                 ranks.append(Rank(job, local_rank, port, store if local_rank == 0 else None))
-        # Rank 0 has the socket now: the port is free when that has ended.
+        # Rank 0 holds the listening socket now: the port is free once rank 0 has ended.
         ended: list[Rank] = []
         asked, killed, failed_at = 0, False, None
         looked_at = time.monotonic()
@@ -209,7 +209,7 @@ def run(job: Job) -> int:
             stood_still, now = time.monotonic() - looked_at > 4 * TICK_S, time.monotonic()
             looked_at = now
             for rank in ranks:
-                rank.poll(now, forgive=stood_still)  # the whole machine did, perhaps
+                rank.poll(now, forgive=stood_still)  # the machine may have been suspended
             ended += [rank for rank in ranks if rank.code is not None and rank not in ended]
             if signals.stops > asked:
                 for rank in ranks:
@@ -227,21 +227,21 @@ def run(job: Job) -> int:
         if killed:
             return 128 + signals.last
     failed = [rank for rank in ended if rank.code]
-    if not failed or (asked and all(rank.code in FOLLOWED for rank in failed)):  # some still loaded, or followed those
+    if not failed or (asked and all(rank.code in FOLLOWED for rank in failed)):  # stopped while loading, or followed
         return 0
     return _report(job, first_failure(failed))
 
 
 def first_failure(failed: Sequence[Rank]) -> Rank:
-    """Of ranks in the order of their ends: the first that failed of its own accord, else the first that says whom it
-    lost. Pure."""
+    """Returns the first of `failed` (in the order of their ends) that failed by itself, else the first one. Ranks that
+    the agent killed count only if there are no others. Pure."""
     ended = [rank for rank in failed if not rank.hung] or failed
     own = [r for r in ended if r.code not in FOLLOWED or (r.code != EXIT_RANK_LOST and r.reason)]
     return (own or ended)[0]
 
 
 def _report(job: Job, rank: Rank) -> int:
-    """The box about one rank; returns the exit code to pass on."""
+    """Prints the box about one rank; returns the exit code to pass on."""
     code = rank.code or 0
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--worker-id", nargs="?")
@@ -257,7 +257,7 @@ def _report(job: Job, rank: Rank) -> int:
 
 
 def _listen(job: Job) -> socket.socket:
-    """The socket of the store where the ranks meet, on the named address only. Raises OSError."""
+    """Opens the listening socket of the ranks' store, on the given address only. Raises OSError."""
     family = socket.AF_INET6 if ":" in job.master_addr else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

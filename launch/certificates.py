@@ -1,5 +1,5 @@
-"""An authority of a cluster's own and the certificates that it signs: `baton certs`. For development, and for clusters
-on a private network; where there is an authority already, the same files from there do."""
+"""A cluster's own certificate authority and the certificates that it signs: `baton certs`. For development, and for
+clusters on a private network; an existing authority can issue the same files instead."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _BACKDATED = datetime.timedelta(minutes=5)  # clocks of hosts differ
 def make_certificates(
     directory: Path, hosts: Sequence[str], days: int, now: datetime.datetime | None = None
 ) -> list[Path]:
-    """What is missing in `directory` of: the authority, a certificate and key for each role, and `server.pem` for
-    `hosts` (none: this machine's), which hold for so many `days` from `now` on. Returns the files that were made.
+    """Creates what is missing in `directory`: the authority, a certificate and key for each role, and `server.pem` for
+    `hosts` (default: loopback), valid for `days` from `now` on. Returns the files that were created.
 
     Raises:
-        StartupError: a host is no name and no address; the directory cannot be written; or what is there already does
-            not belong together, has expired, or is for other hosts.
+        StartupError: a host is neither a name nor an address; the directory cannot be written; or the existing files do
+            not belong together, have expired, or are for other hosts.
     """
     for host in hosts:
         if not _is_address(host) and not _NAME.fullmatch(host):
@@ -90,7 +90,7 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
             _name(_AUTHORITY),
             now + datetime.timedelta(_CA_DAYS),
             x509.BasicConstraints(ca=True, path_length=0),
-            x509.KeyUsage(False, False, False, False, False, True, True, False, False),  # signs certificates and lists
+            x509.KeyUsage(False, False, False, False, False, True, True, False, False),  # signs certificates, CRLs
             x509.SubjectKeyIdentifier.from_public_key(signer.public_key()),
         )
         yield _write_key(ca_key_path, signer)
@@ -118,7 +118,7 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
 
 
 def _check_present(directory: Path, name: str, hosts: Sequence[str]) -> None:
-    """What is kept has to be of use: an empty file would come to light only when a worker starts."""
+    """Checks files that are kept: an empty file would otherwise be detected only when a worker starts."""
     if name != SERVER:
         read_cluster_tls(str(directory), name, _COMMAND)
         return

@@ -1,4 +1,4 @@
-"""One run of one member: a child process in a session of its own, its output in a log file, dying with the launcher."""
+"""One run of one member: a child process in its own session that logs to a file and dies with the launcher."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ERROR = "error: "
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own; `note` is said of it
-    at each start."""
+    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own; `note` is printed at
+    each start."""
 
     name: str
     command: tuple[str, ...]
@@ -34,9 +34,9 @@ class ChildSpec:
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process that runs. Must be made on the main thread: the kernel ties its death to the thread that forked it.
+    """A running process. Must be created on the main thread: the kernel ties its death to the thread that forked it.
 
-    Raises StartupError when it cannot be started, or its log not be opened.
+    Raises StartupError when it cannot be started, or its log cannot be opened.
     """
 
     def __init__(self, spec: ChildSpec) -> None:
@@ -56,7 +56,7 @@ class Child(subprocess.Popen[bytes]):
         except OSError as error:
             raise StartupError(f"the log {spec.log} cannot be written: {error.strerror or error}") from None
         with log:
-            with contextlib.suppress(OSError):  # a full disk costs the log and not the process
+            with contextlib.suppress(OSError):  # a full disk loses the log but not the process
                 log.write(f"$ {shlex.join(spec.command)}\n".encode())
             self._log_start = log.seek(0, os.SEEK_END)
             try:
@@ -71,32 +71,32 @@ class Child(subprocess.Popen[bytes]):
                 )
             except OSError as error:
                 raise StartupError(f"{spec.name} cannot be started: {error}") from None
-            except subprocess.SubprocessError:  # of what runs before exec; only pinning can fail there
+            except subprocess.SubprocessError:  # from `before_exec`, where only pinning can fail
                 where = f"cores {ranges(spec.cores)}"
                 raise StartupError(f"{spec.name} cannot be started: it may not run on {where}") from None
 
     def pids(self) -> set[int]:
-        """Itself and everything below it."""
+        """Returns its pid and those of its descendants."""
         return {self.pid, *descendants(self.pid)}
 
     def kill(self, wait_s: float = 5.0) -> None:
-        """SIGKILL to it and everything below it, then reaps it."""
+        """Sends SIGKILL to it and its descendants unless it has already exited; then reaps it."""
         if self.poll() is None:
             kill_tree(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(wait_s)
 
     def tail(self) -> list[str]:
-        """The last lines this run wrote."""
+        """Returns the last lines that this run wrote."""
         return self._lines()[-TAIL_LINES:]
 
     def error_line(self) -> str:
-        """The first `error: ...` this run wrote, without the word: the root cause comes before what it broke. Empty
-        without one."""
+        """Returns the first `error: ...` that this run wrote, without the prefix: the root cause precedes its
+        consequences. Empty without one."""
         return next((line[len(_ERROR) :].strip() for line in self._lines() if line.startswith(_ERROR)), "")
 
     def box(self) -> list[str]:
-        """The box that an agent ended this run with, or nothing."""
+        """Returns the box with which an agent ended this run, or nothing."""
         return find_box(self._lines())
 
     def _lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The `baton` command. Each subcommand loads what it needs when it runs, so `--help` is instant."""
+"""The `baton` command. Each subcommand imports what it needs when it runs, so `--help` is fast."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def drain_command(
     from launch.run_directory import local_token
 
     def incarnation(cluster: ClusterView) -> object:
-        """None when it is not there."""
+        """Returns the worker's incarnation; None when the worker is lost or absent."""
         there = (row.get("incarnation") for row in cluster.workers if row["id"] == worker and row["state"] != "lost")
         return next(there, None)
 

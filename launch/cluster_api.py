@@ -1,5 +1,5 @@
-"""What the launcher and the commands that look at a cluster ask its coordinator; and one JSON request over HTTP, as the
-doctor and the bench send them too."""
+"""Requests of the launcher and of the operators' commands to a coordinator; and one JSON request over HTTP, which the
+doctor and the benchmark use too."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from baton.rpc.status import printable
 
 TIMEOUT_S = 2.0
 REQUESTS_TIMEOUT_S = 10.0
-MAX_CHARS = 2000  # of a text in an answer
+MAX_CHARS = 2000  # of a string in a response
 MAX_BYTES = 16 << 20
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """GET /workers. Each of `workers` has an `id`, a `role`, a `state` and `pids` in any case; `control` is where the
-    coordinator takes an operator's commands; `document` is the whole of it."""
+    """The response to GET /workers. Each of `workers` has at least an `id`, a `role`, a `state` and `pids`; `control`
+    is the coordinator's address for an operator's commands; `document` is the whole response."""
 
     workers: tuple[Row, ...]
     control: str
@@ -32,10 +32,10 @@ class ClusterView:
 
 
 def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
-    """GET /workers. `url` may lack its scheme, or have a path.
+    """Returns the response to GET /workers. `url` may lack its scheme, or have a path.
 
     Raises:
-        StartupError: no answer, or not the expected one.
+        StartupError: no response, or not the expected one.
     """
     nobody = f"no cluster answers at {url}: GET /workers:"
     status, document = _get(url, "workers", timeout_s)
@@ -46,7 +46,7 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
         raise StartupError(f"{nobody} status {status}")
     try:
         control_host, _, control_port = str(document.get("control", "")).rpartition(":")
-        if control_host in ("0.0.0.0", "[::]", "::"):  # it listens everywhere: where HTTP is, it is too
+        if control_host in ("0.0.0.0", "[::]", "::"):  # it listens on all interfaces: use the host of HTTP
             host = urlsplit(_root(url)).hostname or ""
             control_host = f"[{host}]" if ":" in host else host
         control = f"{control_host}:{control_port}" if control_host else ""
@@ -56,10 +56,10 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
 
 
 def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]:
-    """The rows of GET /requests, or of one request.
+    """Returns the rows of GET /requests, or of one request.
 
     Raises:
-        StartupError: no cluster answers at `url`, or it does not know the request.
+        StartupError: no cluster replies at `url`, or it does not have the request.
     """
     path = f"requests/{quote(request_id)}" if request_id else f"requests?limit={limit}"
     status, document = _get(url, path, REQUESTS_TIMEOUT_S)
@@ -74,12 +74,12 @@ def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]
 def request_json(
     method: str, url: str, timeout_s: float, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:
-    """The status and the JSON value of the answer, None where its body is not JSON. `timeout_s` limits each wait for
-    the socket, and the whole of the answer's body; `url` may lack its scheme (http).
+    """Returns the status and the JSON value of the response, None if its body is not JSON. `timeout_s` limits each wait
+    for the socket, and the time to read the whole body; `url` may lack its scheme (http).
 
     Raises:
-        OSError: `url` is no address, nothing answers in time, or what answers does not speak HTTP or does not end
-            within MAX_BYTES.
+        OSError: `url` is not an address, or the server does not reply in time, does not speak HTTP or does not end its
+            response within MAX_BYTES.
     """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -119,7 +119,7 @@ def _get(url: str, path: str, timeout_s: float) -> tuple[int, Any]:
 
 
 def _printable(value: Any) -> Any:
-    """A JSON value whose texts can be shown on a terminal, whoever answered."""
+    """Returns a JSON value whose strings are safe to print on a terminal, whatever the server sent."""
     if isinstance(value, str):
         return printable(value, MAX_CHARS)
     if isinstance(value, dict):
@@ -128,7 +128,7 @@ def _printable(value: Any) -> Any:
 
 
 def _root(url: str) -> str:
-    """`http://host:port` of a URL that may lack its scheme or have a path."""
+    """Returns `http://host:port` of a URL that may lack its scheme or have a path."""
     return "/".join((url if "//" in url else f"http://{url}").split("/")[:3])
 
 

@@ -1,4 +1,4 @@
-"""Timed lines on the terminal, which may go away without ending the cluster; and which versions are installed."""
+"""Timed lines on the terminal, which may close without ending the cluster; and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Console:
         self.plain(f"{self.elapsed_s():7.1f} s  {who:<12}  {what}")
 
     def quote(self, lines: Iterable[str]) -> None:
-        """Somebody else's words, set apart."""
+        """Prints lines of another program's output, indented."""
         for line in lines:
             self.plain(f"             | {line}")
 
@@ -32,7 +32,7 @@ class Console:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of these packages ("not installed" where one is missing) and of Python."""
+    """Returns the versions of these packages ("not installed" if one is missing) and of Python."""
     found = {}
     for package in packages:
         try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The coordinator, by hand. Off loopback name the addresses: HTTP for clients, control for workers.
+# Starts the coordinator by hand. Off loopback, set the addresses: HTTP for clients, control for workers.
 #
 #   launch/coordinator.sh --model DIR --host 0.0.0.0 --control-host 10.0.0.1
 #

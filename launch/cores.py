@@ -1,8 +1,8 @@
 """Which cores and how many threads each worker gets. Pure.
 
-Two processes that both use two threads on two cores slow each other several times over, so every worker gets cores of
-its own, as many for each of its ranks; with fewer cores than ranks they share in turn, one thread each. The ranks share
-out their worker's cores and threads themselves. The coordinator is never pinned.
+Two processes that both use two threads on two cores slow each other down several times over, so every worker gets its
+own cores, about as many for each of its ranks. With fewer cores than ranks, workers share cores in turn, one thread per
+rank. The ranks divide their worker's cores and threads among themselves. The coordinator is never pinned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.core.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The cores a worker may run on (none: not pinned) and its number of compute threads, all ranks together (0: as
+    """The cores that a worker may run on (none: not pinned) and its number of compute threads over all ranks (0: as
     many as it may use)."""
 
     cores: tuple[int, ...]
@@ -29,11 +29,11 @@ class Placement:
 
 
 def place(ranks: Sequence[int], cores: Sequence[int], threads: int = 0) -> tuple[Placement, ...]:
-    """One placement per worker, in order; `ranks` has the size of each. `cores` are one at least; `threads` 0 means as
-    many as the worker has cores.
+    """Returns one placement per worker, in order. `ranks` has the size of each; `cores` is not empty; `threads` 0 means
+    as many as the worker has cores.
 
-    Left-over cores go to the first workers. An explicit `threads` takes that many cores for each worker, their own if
-    there are enough, else shared in turn.
+    Left-over cores go to the first workers. With explicit `threads` each worker gets that many cores: its own if there
+    are enough, else shared in turn.
     """
     share, extra = divmod(len(cores), sum(ranks) or 1)
     placements: list[Placement] = []
@@ -53,19 +53,19 @@ def place(ranks: Sequence[int], cores: Sequence[int], threads: int = 0) -> tuple
 
 
 def ranges(cores: tuple[int, ...]) -> str:
-    """`0-3,8`; empty without cores."""
+    """Formats cores as `0-3,8`; empty without cores."""
     parts: list[str] = []
-    for _, run in groupby(enumerate(cores), lambda placed: placed[1] - placed[0]):  # the same for those in a row
+    for _, run in groupby(enumerate(cores), lambda placed: placed[1] - placed[0]):  # constant for consecutive cores
         in_a_row = [core for _, core in run]
         parts.append(str(in_a_row[0]) if len(in_a_row) == 1 else f"{in_a_row[0]}-{in_a_row[-1]}")
     return ",".join(parts)
 
 
 def parse_cores(text: str, where: str) -> tuple[int, ...]:
-    """`0-3,8` the other way round.
+    """Parses `0-3,8`.
 
     Raises:
-        StartupError: it is something else; `where` says whose it is.
+        StartupError: the text has another form; `where` names its origin.
     """
     cores: list[int] = []
     for part in text.split(","):

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One decode worker, by hand, on any node that reaches the coordinator.
+# Starts one decode worker by hand, on any node that can reach the coordinator.
 #
 #   launch/decode.sh --model DIR --coordinator 10.0.0.1:8101 --worker-id decode-0 --host 10.0.0.2
 #
-# One worker is one job: RANKS processes on each of NNODES nodes. With several nodes run this on each with its
-# NODE_RANK, and name a private address and a port of node 0 as MASTER_ADDR and MASTER_PORT.
-# launch.agent takes torchrun's flags; its store listens on MASTER_ADDR only (torchrun's on every address) and it exits
-# with the worker's own code. Plain torchrun works too: torchrun --nnodes ... -m decode "$@"
+# One worker is one job: RANKS processes on each of NNODES nodes. With several nodes, run this on each with its
+# NODE_RANK, and set MASTER_ADDR and MASTER_PORT to a private address and a port of node 0.
+# launch.agent accepts torchrun's flags; its store listens on MASTER_ADDR only (torchrun's on every address), and it
+# exits with the worker's exit code. Plain torchrun works too: torchrun --nnodes ... -m decode "$@"
 # PYTHON names the interpreter baton is installed in. Options: python -m decode --help.
 set -euo pipefail
 export PYTHONSAFEPATH=1

@@ -1,8 +1,8 @@
 """`baton up --dry-run`: what would be started, where, with how much memory, and the exact commands.
 
-Memory of a rank is that of parameters, KV, buffers of edges, and a draft. Parameters follow from the checkpoint's
-config alone. What a topology leaves to the machine (device, dtype, KV memory) is taken as this machine would decide it.
-That there are GPUs where the plan says `cuda` is believed: it may be made where there are none.
+Memory of a rank is that of parameters, KV, edge buffers, and a draft model. Parameters follow from the checkpoint's
+config alone. What a topology leaves to the machine (device, dtype, KV memory) is resolved as on this machine. A plan
+that says `cuda` is trusted to have GPUs: the dry run may be made on a machine without any.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from launch.plan_checks import naming
 from launch.tables import make_table, show
 
 CHANNEL_BYTES = 4 << 20
-"""NCCL's buffer of one channel (NCCL_BUFFSIZE), unless the environment says otherwise."""
+"""Size of NCCL's buffer of one channel (NCCL_BUFFSIZE), unless the environment sets another."""
 
 
 def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> int:
@@ -47,7 +47,7 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
         StartupError: memory is too small for the model.
     """
     console = console or Console(soft_wrap=True)
-    memory = _memory(plan)  # first: what it refuses shall not stand below half a plan
+    memory = _memory(plan)  # first, so that an error does not follow half a plan
     console.print(f"model {plan.served_name}   {plan.model}")
     for title, found in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", memory)):
         console.print(f"\n[bold]{title}[/]")
@@ -100,7 +100,7 @@ def _ports(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table | str:
-    """The table, or why there is none."""
+    """Returns the table, or the reason why there is none."""
     try:
         model_dir = resolve_model(plan.model)
         config = read_model_config(model_dir)
@@ -132,10 +132,10 @@ def _mib(count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank. `kv_blocks` is 0 where only the running worker can tell (a share of a GPU's free memory).
-    `edge_bytes` is what NCCL keeps for its edges, 0 on Gloo; `staging_bytes` the most for KV on its way,
-    with the buffers kept for more of it; `draft_bytes` a draft model's parameters and KV, of which the KV is left out
-    where `kv_blocks` is 0, and None where that model is not on this host."""
+    """Bytes of one rank. `kv_blocks` is 0 if only the running worker can determine it (a share of a GPU's free memory).
+    `edge_bytes` is what NCCL keeps for its edges, 0 on Gloo; `staging_bytes` the most for KV in transit, including the
+    buffers kept for reuse; `draft_bytes` a draft model's parameters and KV (without the KV if `kv_blocks` is 0), and
+    None if that model is not on this host."""
 
     parameter_bytes: int
     kv_bytes: int
@@ -147,10 +147,10 @@ class RankMemory:
 
 
 def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) -> RankMemory:
-    """What the first rank of a part of a checked plan will take.
+    """Returns the memory that the first rank of a part of a checked plan will use.
 
     Raises:
-        StartupError: memory for KV, or for KV on its way, is too small.
+        StartupError: memory for KV, or for KV in transit, is too small.
     """
     options, size = part.worker.config, part.worker.tensor_parallel
     rank = part.node_rank * part.ranks
@@ -188,7 +188,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) ->
 
 
 def _draft_bytes(part: Part, model_dir: Path, longest: int, blocks: int, dtype: DType) -> int | None:
-    """What a draft model takes; only the leader of a decode worker has one, and not each. None where it is not on this
+    """Returns the memory of a draft model, which only the leader of a decode worker can have. None if it is not on this
     host."""
     if part.role != "decode" or part.node_rank > 0:
         return 0
@@ -206,7 +206,7 @@ def _draft_bytes(part: Part, model_dir: Path, longest: int, blocks: int, dtype: 
 
 
 def _edges(plan: Plan, part: Part, config: ModelConfig, rank: int) -> int:
-    """Edges of a rank to the workers of the other role, if all of them exchange KV."""
+    """Returns the number of edges of a rank to the workers of the other role, if all of them exchange KV."""
     heads, count = [config.num_kv_heads] * config.num_layers, 0
     for other in plan.topology.workers:
         if other.role != part.role:

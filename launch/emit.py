@@ -1,7 +1,8 @@
 """The plan of a topology as scripts: one for each node, or one for Slurm. Pure: the text is returned.
 
-They start the same commands as `baton up`, but supervise nothing: a member that died is named and stays dead. A SIGTERM
-reaches the coordinator, which drains every worker; on a node without it, or when it has died, the workers' agents.
+They start the same commands as `baton up`, but do not supervise: a member that dies is reported, not restarted. A
+SIGTERM goes to the coordinator, which drains every worker; on a node without one, or after its death, to the workers'
+agents.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.age
 
 
 def emit_shell(plan: Plan, node: Node) -> str:
-    """The script of one node; empty when nothing runs there."""
+    """Returns the script of one node; empty when nothing runs there."""
     parts = [part for part in plan.parts if part.node == node]
     leads = plan.topology.coordinator.node == node.name
     members = [COORDINATOR] * leads + [part.name for part in parts]
@@ -44,7 +45,7 @@ def emit_shell(plan: Plan, node: Node) -> str:
 
 
 def emit_slurm(plan: Plan) -> str:
-    """One sbatch script; each part of a worker is a step of its own, a worker over several nodes one job."""
+    """Returns one sbatch script; each part of a worker is its own step, a worker over several nodes is one job."""
     nodes = plan.topology.nodes
     index = {node.name: number for number, node in enumerate(nodes)}
     placed = with_addresses(plan.topology, {name: f"@{number}@" for name, number in index.items()})
@@ -79,7 +80,7 @@ def emit_slurm(plan: Plan) -> str:
 
 
 def _shared(name: str) -> str:
-    """A part that the scripts beside this package use too."""
+    """Returns a script fragment of this package, which `slurm.sbatch` uses too."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
@@ -108,7 +109,7 @@ def _words(command: Sequence[str]) -> str:
 
 
 def _word(word: str) -> str:
-    """Quoted for a shell; `@PYTHON@` and `@0@` become its variables."""
+    """Quotes a word for a shell; `@PYTHON@` and `@0@` become shell variables."""
     if word == _PYTHON:
         return '"$PYTHON"'
     if shlex.quote(word) != word:

@@ -1,6 +1,6 @@
-"""The box that ends the output of a job that failed: who failed first, where, why, and what to do. Pure.
+"""The box that ends the output of a failed job: which rank or member failed first, where, why, and what to do. Pure.
 
-The agent prints it for the ranks of its node; `baton up` finds it in the log of a member and repeats it last.
+The agent prints it for the ranks of its node; `baton up` finds it in the log of a member and prints it again last.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _TOP, _SIDE, _BOTTOM = "┌─ ", "│ ", "└"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`who` is the member's name; `role` says its rank too; `code` is below 0 for a signal, as in `subprocess`;
-    `by_agent`: its agent has killed it."""
+    """`who` is the member's name; `role` names its rank too; `code` is below 0 for a signal, as in `subprocess`;
+    `by_agent`: its agent killed it."""
 
     who: str
     role: str
@@ -50,7 +50,7 @@ _BY_CODE: dict[int, str] = {
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 1`, or the signal behind a code below 0 (subprocess) or above 128 (a shell, the agent)."""
+    """Returns `exit code 1`, or the signal behind a code below 0 (subprocess) or above 128 (a shell, the agent)."""
     number = -code if code < 0 else code - 128
     with contextlib.suppress(ValueError):
         if number > 0:
@@ -59,7 +59,7 @@ def describe_exit(code: int) -> str:
 
 
 def box(failure: Failure) -> list[str]:
-    """The lines of the box."""
+    """Returns the lines of the box."""
     rows = {
         "role": failure.role,
         "host": failure.host,
@@ -78,7 +78,7 @@ def box(failure: Failure) -> list[str]:
 
 
 def find_box(lines: Sequence[str]) -> list[str]:
-    """The last whole box in a log, or nothing."""
+    """Returns the last complete box in a log; empty if there is none."""
     ends = [index for index, line in enumerate(lines) if line.startswith(_BOTTOM)]
     starts = [index for index, line in enumerate(lines) if line.startswith(_TOP) and ends and index < ends[-1]]
     return list(lines[starts[-1] : ends[-1] + 1]) if starts else []

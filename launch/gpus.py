@@ -1,7 +1,7 @@
 """The GPUs of this machine as CUDA_VISIBLE_DEVICES names them, without loading torch.
 
-CUDA numbers what it finds from 0, whatever the number in the name of a device file: in a container that has
-/dev/nvidia5 alone that GPU is 0. MIG instances have UUIDs and no numbers that would name one of several.
+CUDA numbers the GPUs that it finds from 0, regardless of the numbers of the device files: in a container that has only
+/dev/nvidia5, that GPU is 0. MIG instances have UUIDs and no numbers that would name one of several.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from itertools import takewhile
 
 _LIMIT_S = 10.0
-_NUMBER = re.compile(r"0*([0-9]+)")  # what follows the digits counts for nothing
+_NUMBER = re.compile(r"0*([0-9]+)")  # CUDA ignores what follows the digits
 _GPU = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG .*\(UUID: (?P<uuid>MIG-[^)]+)\)")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """What the environment names; else what nvidia-smi lists; else one for each device file."""
+    """Returns the GPUs that the environment names; else those that nvidia-smi lists; else one for each device file."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return as_cuda_reads(named)
@@ -29,8 +29,8 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]
 
 
 def as_cuda_reads(named: str) -> tuple[str, ...]:
-    """The GPUs of CUDA_VISIBLE_DEVICES: all up to the first that is no number (or, where the first is a UUID, none of
-    its kind), and none at all where one comes twice."""
+    """Returns the GPUs of CUDA_VISIBLE_DEVICES: all before the first that is not a number (or, if the first is a UUID,
+    not one of its kind), and none if one occurs twice."""
     parts = [part.strip() for part in named.split(",")]
     kind = parts[0][:4]
     form = re.compile(f"({kind}.*)") if kind in ("GPU-", "MIG-") else _NUMBER
@@ -39,7 +39,7 @@ def as_cuda_reads(named: str) -> tuple[str, ...]:
 
 
 def parse_listing(text: str) -> tuple[str, ...]:
-    """From `nvidia-smi -L`: numbers, or UUIDs where some GPU is divided into MIG instances."""
+    """Parses `nvidia-smi -L`: numbers, or UUIDs if a GPU is divided into MIG instances."""
     gpus: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if found := _GPU.match(line):
@@ -59,7 +59,7 @@ def _device_files() -> int:
 
 
 def _nvidia_smi() -> str | None:
-    """None where there is no such program, or it fails."""
+    """Returns the output of `nvidia-smi -L`; None if the program is missing or fails."""
     try:
         ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIMIT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,18 +1,18 @@
-"""The members of a cluster on this host: coordinator first, then every worker below its agent; then it watches.
+"""The members of a cluster on this host: starts the coordinator, then each worker's agent, and supervises them.
 
-Where the coordinator runs on another host, the workers dial that one and steps 1 and 4 are its launcher's; here a
-signal goes to the workers' agents.
+If the coordinator runs on another host, the workers dial that host, and the launcher there does steps 1 and 4; a signal
+here goes to the workers' agents.
 
-Life of a local cluster:
+Lifecycle of a local cluster:
 
 1. start     the coordinator starts and writes its addresses to a ready-file once all ports are open
 2. load      every worker starts on its own cores, loads, and joins: GET /workers shows its pid as ready
-3. ready     one line with the address; from here a member that dies is started again with backoff
+3. ready     the address is printed; a member that dies after it has joined is restarted with backoff
 4. stop      SIGINT, SIGTERM or SIGHUP: SIGTERM to the coordinator only, which drains the workers over their sessions;
-             all exit 0. Past drain_timeout_s + 5 s, or at a second signal, what is left is killed
+             all exit 0. After drain_timeout_s + 5 s, or at a second signal, the rest is killed
 
-A startup error before a member ever joined stops everything at once and is the last line. Whatever happens, nothing
-is left running: the children die with this process even under SIGKILL (`baton.process`).
+A startup error before a member ever joined stops everything at once, and the box about it is printed last. In every
+case nothing is left running: the children die with this process even under SIGKILL (`baton.process`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from launch.signals import Signals
 from launch.supervisor import Backoff, Supervised
 
 TICK_S = 0.2
-STARTING_TICK_S = 0.05  # somebody waits for `ready`
+STARTING_TICK_S = 0.05  # a user waits for `ready`
 REMIND_S = 10.0
 COORDINATOR_START_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
@@ -45,8 +45,7 @@ AGENT_EXIT_S = 10.0
 
 class LocalCluster:
     """Its whole state: the members, the bound addresses once known, the workers of other hosts that have not joined
-    yet, whether `ready` was announced, and until when workers that left are started again because their coordinator
-    was."""
+    yet, whether `ready` was announced, and until when workers that left are restarted because their coordinator was."""
 
     def __init__(self, members: Members, console: Console, backoff: Backoff | None = None) -> None:
         self._members = members
@@ -67,14 +66,14 @@ class LocalCluster:
 
     @property
     def _front_is_up(self) -> bool:
-        """A coordinator on another host is taken for it: its workers redial until it is."""
+        """Whether the coordinator is up. One on another host is assumed to be up: the workers redial until it is."""
         return self._coordinator is None or self._coordinator.joined
 
     def run(self) -> int:
-        """Until a signal; returns the exit code.
+        """Runs until a signal, or until another host's coordinator has drained all workers here; returns the exit code.
 
         Raises:
-            StartupError, MemberFailed: the cluster cannot come up; nothing is left running.
+            StartupError, MemberFailed: the cluster cannot start; nothing is left running.
         """
         with Signals() as signals:
             try:
@@ -112,7 +111,7 @@ class LocalCluster:
             self._announce_when_ready()
 
     def _tick_coordinator(self, coordinator: Supervised) -> None:
-        if coordinator.left:  # somebody ended it alone: it drained all workers, and all come back with it
+        if coordinator.left:  # only it was stopped and it drained all workers: restart it and them
             coordinator.start_again()
             self._all_back_until = time.monotonic() + AGENT_EXIT_S
         else:
@@ -121,8 +120,8 @@ class LocalCluster:
             self._look_for_ready_file(coordinator)
 
     def _coordinator_spec(self) -> ChildSpec:
-        """For a run that begins now: the ready-file of the one before is removed."""
-        with contextlib.suppress(OSError):  # the run directory was seen to be writable
+        """Returns the spec of a run that starts now; removes the ready-file of the previous run."""
+        with contextlib.suppress(OSError):  # the run directory was checked to be writable
             self._members.ready_file.unlink(missing_ok=True)
         return self._members.coordinator(self._addresses)
 
@@ -141,7 +140,7 @@ class LocalCluster:
         self._addresses = addresses
         coordinator.mark_joined(f"up         http {addresses.http}   grpc {addresses.grpc}")
         for worker in self._workers:
-            worker.joined = False  # they redial; GET /workers will tell
+            worker.joined = False  # they redial; GET /workers shows when they have joined
 
     def _look_for_joined(self) -> None:
         waiting = [worker for worker in self._workers if worker.child is not None and not worker.joined]
@@ -158,7 +157,7 @@ class LocalCluster:
                 self._console.stage(name, f"joined   on {views[name].get('host', 'another host')}")
 
     def _workers_there(self) -> tuple[Row, ...]:
-        """What GET /workers says; nothing where it does not answer."""
+        """Returns the workers of GET /workers; empty if the coordinator does not reply."""
         try:
             return get_cluster(self._bound().admin_url).workers
         except StartupError:
@@ -188,7 +187,7 @@ class LocalCluster:
         self._console.plain(example_curl(addresses.url, plan.served_name, key=key))
 
     def _chosen(self) -> list[str]:
-        """What the workers decided themselves, as they said when they joined."""
+        """Returns the settings that the workers chose themselves, as they reported them when they joined."""
         facts: dict[str, list[str]] = {}
         for f in self._workers_there():
             quantized = "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
@@ -212,7 +211,7 @@ class LocalCluster:
         draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._front_is_up]
         for worker in self._workers:
             if (worker.name, worker.child) not in draining:
-                worker.kill()  # still loading, between two runs, or nobody to drain it: it has no request
+                worker.kill()  # loading, between two runs, or without a coordinator: it has no request
         if coordinator is not None:
             coordinator.terminate()
             if self._front_is_up:

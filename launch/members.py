@@ -19,7 +19,7 @@ from launch.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """How each process is started; the flags come after, for a worker behind its role. Tests put small fakes here,
+    """How each process is started: the flags are appended, for a worker after its role. Tests use small fakes here,
     with `agent` empty to leave it out."""
 
     coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
@@ -27,14 +27,14 @@ class Programs:
     worker: tuple[str, ...] = ("-m",)
 
     def of_part(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
-        """The whole command of a part."""
+        """Returns the whole command of a part."""
         agent = (*self.agent, *plan.agent_flags(part)) if self.agent else ()
         return (*agent, *self.worker, part.role, *plan.worker_command(part, control))
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """What the coordinator bound, as it wrote to its ready-file."""
+    """The addresses that the coordinator bound and wrote to its ready-file."""
 
     http: str
     grpc: str
@@ -44,12 +44,12 @@ class Addresses:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine reaches it."""
+        """The URL for a client on this machine."""
         return f"{self.scheme}://{self._here(self.http)}"
 
     @property
     def admin_url(self) -> str:
-        """Where an operator on this machine does."""
+        """The URL for an operator on this machine."""
         return f"http://{self._here(self.admin)}" if self.admin else self.url
 
     @staticmethod
@@ -60,15 +60,15 @@ class Addresses:
 
     @property
     def ports(self) -> dict[str, int]:
-        """By the options that name them to a coordinator."""
+        """The bound ports, by the options of a coordinator that set them."""
         found = {"port": self.http, "grpc_port": self.grpc, "control_port": self.control, "admin_port": self.admin}
         return {name: int(address.rpartition(":")[2]) for name, address in found.items() if address}
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """What of a plan belongs to this host: the parts on `nodes`, and the coordinator if its node is one of them.
-    `environment` is added to that of each."""
+    """The part of a plan that this host runs: the parts on `nodes`, and the coordinator if its node is one of them.
+    `environment` is added to that of each member."""
 
     plan: Plan
     nodes: frozenset[str]
@@ -92,12 +92,12 @@ class Members:
 
     @property
     def addresses(self) -> Addresses:
-        """Those of a coordinator on another host."""
+        """The addresses of a coordinator on another host."""
         scheme, _, http = self.plan.url.partition("://")
         return Addresses(http, "", self.plan.control, self.plan.admin, scheme)
 
     def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
-        """`bound` holds the ports of an earlier run, which the next one takes again."""
+        """Returns what to run. `bound` holds the ports of an earlier run, which the next run reuses."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
         note = "on the same ports" if bound is not None else ""
@@ -112,10 +112,10 @@ class Members:
 
 
 def nodes_here(topology: Topology, wanted: str = "", *, none_will_do: bool = False) -> frozenset[str]:
-    """The nodes of a topology that are this host: the one that was asked for, else those whose address is its own.
+    """Returns the nodes of a topology that are this host: the `wanted` one, else those whose address this host has.
 
     Raises:
-        StartupError: the one that was asked for is none of them; or there is none, unless that will do.
+        StartupError: the topology has no `wanted` node; or no node is this host, unless `none_will_do`.
     """
     names = [node.name for node in topology.nodes]
     if wanted and wanted not in names:
@@ -128,10 +128,10 @@ def nodes_here(topology: Topology, wanted: str = "", *, none_will_do: bool = Fal
 
 
 def check_cores(plan: Plan, nodes: frozenset[str]) -> None:
-    """Finds a core that a node's workers are to be pinned to and this process may not use, before anything is started.
+    """Checks, before anything is started, that this process may run on every core to which workers are pinned.
 
     Raises:
-        StartupError: names the node, its key and the cores.
+        StartupError: it may not; names the node, its key and the cores.
     """
     here = os.sched_getaffinity(0)
     for name in sorted(nodes):
@@ -142,7 +142,7 @@ def check_cores(plan: Plan, nodes: frozenset[str]) -> None:
 
 
 def is_own(address: str) -> bool:
-    """Whether a socket can be bound to it."""
+    """Whether a socket can be bound to `address`."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -3,23 +3,23 @@ PYTHON="${PYTHON:-python3}" LOGS="${LOGS:-logs}"
 mkdir -p "$LOGS"
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 
-# The members that this script has started, and the wait for their ends.
+# The members that this script has started.
 pids=() names=() front=""
-# started NAME: the process that was just put into the background is that member.
+# started NAME: registers the process that was just put into the background as that member.
 started() {
   pids+=("$!") names+=("$1")
   if [ "$1" = coordinator ]; then front="$!"; fi
 }
 
-# A signal drains: through the coordinator while it lives here, else each worker by itself.
+# A signal drains: through the coordinator while one runs here, else each worker separately.
 stop() {
   if [ -z "$front" ] || ! kill -TERM "$front" 2>/dev/null; then
     kill -TERM "${pids[@]}" 2>/dev/null || true
   fi
 }
 
-# Names whoever ends with an error. Ends when all have ended, with the code of one that failed. Workers that have lost
-# their coordinator would dial it for ever: they get a SIGTERM, after 10 s if it ended well, since it has drained them.
+# Reports each member that fails; exits when all have ended, with the code of one that failed. Workers would redial a
+# lost coordinator forever, so they get a SIGTERM: at once if it failed, after 10 s if it exited with 0 (drained them).
 wait_for_all() {
   local code=0 deadline="" index pid name status
   trap stop TERM INT HUP
@@ -41,7 +41,7 @@ wait_for_all() {
       deadline=""
       stop
     fi
-    sleep 0.2 || true # a signal may end it
+    sleep 0.2 || true # a signal may interrupt it
   done
   exit "$code"
 }

@@ -1,6 +1,6 @@
-"""From a topology to its processes: who runs where, on which cores, GPUs and ports, and with which command. Pure.
+"""From a topology to its processes: where each member runs, on which cores, GPUs and ports, with which command. Pure.
 
-`baton up`, `baton up --dry-run`, `baton emit` and `baton doctor` all read this one plan, so they cannot disagree.
+`baton up`, `baton up --dry-run`, `baton emit` and `baton doctor` all use this one plan, so they cannot disagree.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The ranks of one worker on one node: one agent. `gpus` is what CUDA_VISIBLE_DEVICES says there, empty
-    without; `gpu_ranks` how many ranks of the cluster share the busiest of them."""
+    """The ranks of one worker on one node, under one agent. `gpus` is the value of CUDA_VISIBLE_DEVICES there, empty
+    without GPUs; `gpu_ranks` is how many ranks of the cluster share the busiest of them."""
 
     worker: WorkerPlace
     node: Node
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The worker's own on the node of its leader."""
+        """The name of the part: the worker's own on the node of its leader."""
         return part_name(self.worker.name, self.node_rank)
 
     @property
@@ -70,8 +70,8 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything about a cluster that is known before its first process starts. `model` is what each process is given;
-    `parts` come in the order of the workers, leaders first."""
+    """Everything about a cluster that is known before its first process starts. `model` is passed to each process;
+    `parts` are in the order of the workers, leaders first."""
 
     topology: Topology
     model: str
@@ -85,21 +85,21 @@ class Plan:
 
     @property
     def url(self) -> str:
-        """Where the other nodes find HTTP."""
+        """The URL of HTTP for the other nodes."""
         config = self.topology.coordinator.config
         host = self.topology.front.address if config.host in ("0.0.0.0", "::") else config.host
         return f"{'https' if config.tls_cert_file else 'http'}://{host_port(host, config.port)}"
 
     @property
     def admin(self) -> str:
-        """Where operators find it; empty where they ask HTTP as everybody does."""
+        """The operators' address; empty if operators use the same HTTP port as clients."""
         config = self.topology.coordinator.config
         if not config.api_key_file and not config.tls_cert_file:
             return ""
         return host_port(self.topology.front.address, config.admin_port)
 
     def coordinator_command(self, ports: Mapping[str, int] | None = None) -> tuple[str, ...]:
-        """The flags of the coordinator; `ports` by their options are those of an earlier run."""
+        """Returns the flags of the coordinator; `ports`, by option name, are those of an earlier run."""
         config = self.topology.coordinator.config
         options = {name: getattr(config, name) for name in ("host", "port", "grpc_port")}
         options |= {"control_host": self.topology.front.address, "control_port": config.control_port}
@@ -107,7 +107,7 @@ class Plan:
         return (*named, *flags_of({**options, **self.topology.coordinator.options, **(ports or {})}))
 
     def agent_flags(self, part: Part) -> tuple[str, ...]:
-        """The flags of the agent of a part; torchrun takes the same."""
+        """Returns the flags of the agent of a part; torchrun accepts the same."""
         worker = part.worker
         words = ["--nnodes", str(len(worker.nodes))]
         if len(worker.nodes) > 1:
@@ -119,7 +119,7 @@ class Plan:
         return tuple(words)
 
     def worker_command(self, part: Part, control: str = "") -> tuple[str, ...]:
-        """The flags of each rank of a part."""
+        """Returns the flags of each rank of a part."""
         worker, config = part.worker, part.worker.config
         share = config.gpu_share or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0)
         options = {
@@ -136,7 +136,7 @@ class Plan:
         return ("--model", self.model, *flags_of({**placed, **chosen}))
 
     def listeners(self) -> tuple[Listener, ...]:
-        """Every port of the cluster that has a key. Edges and the channels between ranks take any free ones besides."""
+        """Returns every port of the cluster that has a key. Edges and channels between ranks use other free ports."""
         front, config = self.topology.front, self.topology.coordinator.config
         hosts = {"port": config.host, "grpc_port": config.host, "control_port": front.address}
         if self.admin:
@@ -157,11 +157,10 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
     """Places every worker.
 
     Raises:
-        StartupError: two members want one port, or several workers share a node that does not say how many cores it
-            has.
+        StartupError: two members use the same port, or several workers share a node without a number of cores.
     """
     parts = _parts(topology)
-    # NCCL takes no two ranks on one GPU, and counts the MIG instances of a GPU as that GPU.
+    # NCCL refuses two ranks on one GPU, and treats all MIG instances of a GPU as that GPU.
     if any(part.gpu_ranks > 1 or "MIG-" in part.gpus for part in parts):
         topology = replace(topology, workers=tuple(map(_on_gloo, topology.workers)))
         parts = _parts(topology)
@@ -171,7 +170,8 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
 
 
 def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) -> Topology:
-    """What the options of `baton up` mean: one node, this machine, on loopback, every port but the public ones free."""
+    """Returns the topology of `baton up`'s options: one node, this machine, on loopback, with port 0 (any free one)
+    except for the public ports."""
     node = Node("local", LOOPBACK, tuple(cores), len(cores), () if config.device == "cpu" else tuple(gpus))
     options = {name: getattr(config, name) for name in COORDINATOR_FIELDS}
     shared = {name: getattr(config, name) for name in WORKER_FIELDS}
@@ -193,7 +193,7 @@ def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) 
 
 
 def with_addresses(topology: Topology, addresses: Mapping[str, str]) -> Topology:
-    """The same topology with other addresses for its nodes; the coordinator's own default follows."""
+    """Returns the same topology with other addresses for its nodes; the coordinator's default host follows."""
     nodes = tuple(replace(node, address=addresses[node.name]) for node in topology.nodes)
     place = topology.coordinator
     if place.config.host == topology.front.address:
@@ -202,7 +202,7 @@ def with_addresses(topology: Topology, addresses: Mapping[str, str]) -> Topology
 
 
 def check_addresses(topology: Topology) -> None:
-    """Raises StartupError for a node that cannot be reached because nobody says where it is."""
+    """Raises StartupError for a node without an address."""
     for node in topology.nodes:
         if not node.address:
             raise StartupError(f"topology: node {node.name!r} has no address; only `baton emit slurm` does without")
@@ -220,7 +220,7 @@ def _parts(topology: Topology) -> tuple[Part, ...]:
 
 
 def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
-    """The cores of a node divided among the ranks of its workers, each worker getting its ranks' together."""
+    """Divides the cores of a node among the ranks of its workers; each worker gets the cores of all its ranks."""
     given = [worker.config.threads for worker in workers]
     if not node.core_count:
         if len(workers) > 1 and not all(given) and not node.gpus:
@@ -237,7 +237,7 @@ def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
 
 
 def _gpus(node: Node, workers: Sequence[WorkerPlace]) -> list[str]:
-    """What each worker may see of a node's GPUs: those it names, else one for each rank in turn."""
+    """Returns the GPUs of a node that each worker may use: those that it names, else one for each rank in turn."""
     in_turn = cycle(node.gpus)
     found = []
     for worker in workers:
@@ -250,7 +250,7 @@ def _gpus(node: Node, workers: Sequence[WorkerPlace]) -> list[str]:
 
 
 def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]:
-    """For each worker the most ranks, its own and others', on any GPU that it uses; 1 without."""
+    """Returns for each worker the most ranks, its own and others', on any GPU that it uses; 1 without GPUs."""
     counts: Counter[str] = Counter()
     for worker, seen in zip(workers, gpus, strict=True):
         if seen:
@@ -259,7 +259,7 @@ def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]
 
 
 def _on_gloo(worker: WorkerPlace) -> WorkerPlace:
-    """The worker with KV moved by Gloo, unless it says otherwise."""
+    """Returns the worker with Gloo as its kind of edge, unless its options name one."""
     return worker.with_option(edge_kind="gloo") if worker.config.edge_kind == "auto" else worker
 
 

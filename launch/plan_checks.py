@@ -1,9 +1,8 @@
-"""What of a plan cannot work, seen before its first process starts: sizes that do not divide, workers that do not fit
-each other, files that are not there. In the words in which a worker that loads, or the coordinator at a join, would
-refuse it later.
+"""Checks of a plan before its first process starts: sizes that do not divide, workers that do not match each other,
+missing files. The errors read like those with which a worker that loads, or the coordinator at a join, would refuse it.
 
-What only the running worker knows is left to it: what `--dtype auto` is on its host, and everything about a model that
-is not on this one. An option that nobody set is taken from this environment, as a worker here would.
+What only the running worker can determine is not checked: what `--dtype auto` is on its host, and everything about a
+model that is not on this host. An option that is not set is read from this environment, as a worker here would.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from launch.topology import WorkerPlace
 
 
 def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises StartupError for the first worker that cannot be started, or not beside those before it, with its name."""
+    """Raises StartupError for the first worker that cannot start, or does not match an earlier one, with its name."""
     config = _model_config(plan.model)
     resolved = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
     if config is not None:
@@ -39,7 +38,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
                 local_heads(config.num_kv_heads, worker.tensor_parallel, 0)
                 even_share(config.intermediate_size, worker.tensor_parallel, "intermediate_size")
                 config.longest(options.max_model_len)
-    # What is not known of a worker is taken to be as in the first of which it is.
+    # A value that is unknown for a worker is assumed to equal that of the first worker for which it is known.
     dtype = next((known for _, options in resolved if (known := _dtype(options))), "float32")
     if config is not None:
         longest = config.max_position_embeddings
@@ -59,12 +58,12 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
-    """Whether the KV memory that workers on `nodes`, which are this host of so many bytes, are configured to take is
-    there. What nobody named is chosen from what is free. Pages are taken as KV comes, so a host would find out under
-    load.
+    """Checks that this host, which has `host_bytes` of memory, can hold the KV memory configured for the CPU workers on
+    `nodes`. KV memory that is not configured is chosen from free memory. Pages are allocated as KV arrives, so without
+    this check the host would run out only under load.
 
     Raises:
-        StartupError: it is not; names the workers.
+        StartupError: it cannot; names the workers.
     """
     wanted: dict[str, int] = {}
     for part in plan.parts:
@@ -78,8 +77,7 @@ def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
 
 
 def host_memory_bytes() -> int:
-    """The memory that processes here may have: the machine's, or less where a control group (of either version) says
-    so."""
+    """Returns the memory that processes here may use: the machine's, or less if a control group (v1 or v2) says so."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # the other version, or `max`
@@ -88,8 +86,8 @@ def host_memory_bytes() -> int:
 
 
 def check_files(plan: Plan, nodes: Collection[str]) -> None:
-    """Raises StartupError for the first member on `nodes`, which are this host, that would not find its model, its
-    draft or its cluster token, or would listen off loopback without a token; with its name."""
+    """Raises StartupError, with the member's name, for the first member on `nodes` (this host) whose model, draft model
+    or cluster token is missing, or that would listen off loopback without a token."""
     place, parts = plan.topology.coordinator, [part for part in plan.parts if part.node.name in nodes]
     members = [COORDINATOR] * (place.node in nodes) + [part.name for part in parts]
     if not members:
@@ -111,7 +109,7 @@ def check_files(plan: Plan, nodes: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Puts a name before what a StartupError in the block says."""
+    """Prefixes the message of a StartupError in the block with a name."""
     try:
         yield
     except StartupError as error:
@@ -119,8 +117,8 @@ def naming(what: str) -> Iterator[None]:
 
 
 def _check_edges(resolved: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
-    """Raises StartupError where two workers could not send KV to each other: another kind of edge, as far as the plan
-    tells, or memory of one host over two nodes."""
+    """Raises StartupError if two workers could not send KV to each other: their kinds of edge differ, as far as the
+    plan determines them, or a kind that works within one host would span nodes."""
     known = [(worker, kind) for worker, options in resolved if (kind := _edge_kind(options))]
     for worker, kind in known:
         other, first = known[0]
@@ -134,14 +132,14 @@ def _check_edges(resolved: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
 
 
 def _edge_kind(options: WorkerConfig) -> str:
-    """Empty where only the host of the worker tells."""
+    """Returns the kind of edge; empty if only the worker's host determines it."""
     if options.edge_kind != "auto":
         return options.edge_kind
     return "gloo" if options.device == "cpu" or options.exact else "nccl" if options.device == "cuda" else ""
 
 
 def _check_gpu_shares(plan: Plan, resolved: Mapping[str, WorkerConfig]) -> None:
-    """Raises StartupError where the ranks on one GPU may use more than all of its memory."""
+    """Raises StartupError if the ranks on one GPU may use more than all of its memory."""
     used: dict[tuple[str, str], float] = {}
     for part in (part for part in plan.parts if part.gpus):
         share = resolved[part.worker.name].gpu_share or 1 / part.gpu_ranks
@@ -157,7 +155,7 @@ def _check_gpu_shares(plan: Plan, resolved: Mapping[str, WorkerConfig]) -> None:
 
 
 def _dtype(options: WorkerConfig) -> str:
-    """Empty where only the host of the worker tells."""
+    """Returns the dtype; empty if only the worker's host determines it."""
     if options.dtype == "auto":
         return "float32" if options.exact else ""
     return options.dtype
@@ -166,7 +164,7 @@ def _dtype(options: WorkerConfig) -> str:
 def _facts(
     worker: WorkerPlace, options: WorkerConfig, config: ModelConfig | None, dtype: str, max_model_len: int
 ) -> WorkerFacts:
-    """What the worker will say of itself when it joins; what is the same for all by the plan is left empty."""
+    """Returns the facts that the worker will report when it joins; those that are equal by the plan are left empty."""
     layers = config.kv_layout(options.block_size, cast(DType, dtype)).layers if config is not None else ()
     return WorkerFacts(
         model_digest="",
@@ -183,7 +181,7 @@ def _facts(
 
 
 def _model_config(model: str) -> ModelConfig | None:
-    """None where it cannot be read here; whoever loads it will say why."""
+    """Returns the model's config; None if it cannot be read here: a worker that loads it will report why."""
     try:
         directory: Path = resolve_model(model)
         return parse_model_config(parse_config_json((directory / "config.json").read_bytes()))

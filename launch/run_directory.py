@@ -1,7 +1,7 @@
 """The run directory: logs of the members, and the addresses of a cluster while it runs. It belongs to one `baton up`.
 
-Who has it holds a lock on a file in it for life; the kernel drops the lock however the process ends. The file stays:
-without the lock it says nothing, and who removed it could remove the one that another process has just locked.
+That process holds a lock on a file in the directory; the kernel releases the lock however the process ends. The file
+stays: without the lock it means nothing, and removing it could remove the file that another process has just locked.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ TOKEN = "cluster.token"
 READY = "coordinator.json"
 
 ROOM_BYTES = 256 * 1024
-"""What must fit into it at a start: addresses, and the first lines of every log."""
+"""The space that it needs at a start: for addresses, and the first lines of every log."""
 
 
 @contextlib.contextmanager
 def run_directory(wanted: str) -> Iterator[Path]:
-    """The directory of this run's logs, held until the block ends: as asked, else a fresh one in the cache directory,
-    else a temporary one. The addresses of a run before are not in it, nor are this one's afterwards.
+    """Yields the directory of this run's logs, locked until the block ends: `wanted`, else a new one in the cache
+    directory, else a temporary one. Removes the addresses of an earlier run at the start, and its own at the end.
 
     Raises:
-        StartupError: the directory asked for cannot be made, not be written to, has no room, or another process has
-            it; the message names it.
+        StartupError: the directory cannot be created or written to, has no space, or is locked by another process;
+            names it.
     """
     path = Path(wanted).expanduser().resolve() if wanted else _fresh()
     with contextlib.ExitStack() as stack:
@@ -43,8 +43,8 @@ def run_directory(wanted: str) -> Iterator[Path]:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             stack.callback(os.close, lock)
             _hold(lock, wanted)
-            _forget_addresses(path)  # of one that was killed: nobody shall take them for this one's
-            with tempfile.TemporaryFile(dir=path) as file:  # on a full disk files can still be made, and stay empty
+            _forget_addresses(path)  # of a run that was killed: not valid for this run
+            with tempfile.TemporaryFile(dir=path) as file:  # a full disk still accepts empty files
                 file.write(bytes(ROOM_BYTES))
         except OSError as error:
             what = f"run directory {wanted or path} cannot be used: {_reason(error)}"
@@ -57,7 +57,7 @@ def run_directory(wanted: str) -> Iterator[Path]:
 
 
 def write_token(path: Path) -> Path:
-    """A fresh cluster token in a run directory, for its owner alone. Raises StartupError."""
+    """Writes a fresh cluster token into a run directory, readable only by its owner. Raises StartupError."""
     token = path / TOKEN
     with _writing(path):
         token.unlink(missing_ok=True)
@@ -67,7 +67,7 @@ def write_token(path: Path) -> Path:
 
 
 def write_addresses(path: Path, addresses: Mapping[str, object]) -> None:
-    """Those of a cluster that is ready, into a run directory, whole or not at all. Raises StartupError."""
+    """Writes the addresses of a ready cluster into a run directory, atomically. Raises StartupError."""
     partial = path / f"{CLUSTER}.partial"
     with _writing(path):
         partial.write_text(json.dumps(addresses) + "\n")
@@ -75,8 +75,8 @@ def write_addresses(path: Path, addresses: Mapping[str, object]) -> None:
 
 
 def local_token(url: str) -> str:
-    """The token file of the cluster at `url` if this user's `baton up` runs it in a directory of the default place;
-    else empty."""
+    """Returns the token file of the cluster at `url` if this user's `baton up` runs it in a directory of the default
+    location; else an empty string."""
     with contextlib.suppress(RuntimeError):
         for found in _runs().glob(f"*/{CLUSTER}"):
             with contextlib.suppress(OSError, ValueError):
@@ -96,13 +96,13 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _reason(error: OSError) -> str:
-    """`No space left on device`, and which file it was about if it was about one."""
+    """Returns `No space left on device`, and the file that caused the error, if any."""
     what = error.strerror or str(error)
     return f"{what}: {error.filename}" if error.filename else what
 
 
 def _hold(lock: int, wanted: str) -> None:
-    """Raises StartupError when another process has it, with the pid that it left there."""
+    """Locks the directory. Raises StartupError when another process holds the lock; names its pid."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -110,7 +110,7 @@ def _hold(lock: int, wanted: str) -> None:
         whom = f"pid {pid}" if pid else "another process"
         raise StartupError(f"run directory {wanted} is in use by {whom}; choose another with --run-dir") from None
     except OSError:
-        return  # a file system without locks: there nobody is refused
+        return  # a file system without locks: no process is refused
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
 
@@ -121,7 +121,7 @@ def _forget_addresses(path: Path) -> None:
 
 
 def _runs() -> Path:
-    """Raises RuntimeError where there is no home."""
+    """Returns the default location. Raises RuntimeError if there is no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "runs"
 
 

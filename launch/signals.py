@@ -1,4 +1,4 @@
-"""Signals as something to wait for: the launcher sleeps until a child ends, a signal comes, or a time is up."""
+"""Signals as events to wait for: the launcher sleeps until a child ends, a signal arrives, or a timeout expires."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """While open, SIGINT, SIGTERM and SIGHUP only raise `stops` (`last` is which came), and SIGCHLD ends a wait. Main
-    thread only.
+    """While open, SIGINT, SIGTERM and SIGHUP only increment `stops` (`last` is the latest), and SIGCHLD ends a wait.
+    For the main thread only.
 
-    SIGHUP stays ignored where it was (nohup); SIGINT does not, since a shell ignores it for what it runs with `&`.
+    SIGHUP stays ignored if it was (nohup); SIGINT does not, since a shell ignores it for commands started with `&`.
     """
 
     def __init__(self) -> None:

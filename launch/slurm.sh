@@ -1,4 +1,4 @@
-# find_hosts COUNT WHAT: the hosts of the allocation, as many as WHAT needs, in HOSTS; their addresses in ADDRESS.
+# find_hosts COUNT WHAT: sets HOSTS to the hosts of the allocation (WHAT needs COUNT), ADDRESS to their addresses.
 find_hosts() {
   local host address
   mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -17,8 +17,8 @@ find_hosts() {
   done
 }
 
-# step INDEX_OF_HOST CPUS NAME COMMAND...: one task on one host, its output in a log. Steps of a host overlap; each
-# names its own GPUs in CUDA_VISIBLE_DEVICES.
+# step INDEX_OF_HOST CPUS NAME COMMAND...: runs one task on one host, with its output in a log. Steps on a host overlap;
+# each sets its own GPUs in CUDA_VISIBLE_DEVICES.
 step() {
   local host=${HOSTS[$1]} cpus=$2 name=$3
   shift 3

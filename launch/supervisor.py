@@ -1,8 +1,8 @@
-"""One member of the cluster over all its restarts: started, watched, started again, or gone for good once drained.
+"""One member of the cluster over all its restarts: starts it, watches it, restarts it, and stops once it was drained.
 
-Before it has ever joined, a member that ends with a startup error (code 3: bad checkpoint, port in use) ends the
-cluster: trying again would fail the same way. Any other death there is tried a few times. Once it has joined, it is
-always started again, after 1, 2, 4 .. 30 s; a run that stayed healthy for a minute resets the wait.
+Before it has ever joined, a member that exits with a startup error (code 3: bad checkpoint, port in use) ends the
+cluster: a retry would fail the same way. After any other exit it is retried, up to three runs. Once it has joined, it
+is always restarted, after 1, 2, 4 .. 30 s; a run that stayed joined for a minute resets the backoff.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Seconds, and runs."""
+    """The delays of `RestartPolicy` in seconds, and its limit of runs."""
 
     first_s: float = 1.0
     longest_s: float = 30.0
@@ -32,8 +32,8 @@ class Backoff:
 
 
 class RestartPolicy:
-    """When a member that died is started again. Pure. Its whole state: whether it ever joined, since when the present
-    run has, and how many runs in a row have died without a healthy minute."""
+    """Decides when a member that died is restarted. Pure. Its whole state: whether the member ever joined, since when
+    the current run has been joined, and how many runs in a row have died without a healthy minute."""
 
     def __init__(self, backoff: Backoff | None = None) -> None:
         self.ever_joined = False
@@ -46,8 +46,8 @@ class RestartPolicy:
         self._joined_at = now
 
     def died(self, exit_code: int, now: float) -> float | None:
-        """How many seconds to wait before the next run; None: there is none, the cluster cannot come up. A code below
-        0 is the signal that ended it, as in `subprocess`."""
+        """Returns the seconds to wait before the next run; None: there is none, the cluster cannot start. A code below
+        0 is the signal that ended the run, as in `subprocess`."""
         if self._joined_at is not None and now - self._joined_at >= self._backoff.healthy_s:
             self._deaths = 0
         self._joined_at = None
@@ -60,7 +60,7 @@ class RestartPolicy:
 
 
 class MemberFailed(Exception):
-    """A member could not come up, so neither can the cluster; `box` says which, where and why."""
+    """A member could not start, so the cluster cannot either; `box` says which, where and why."""
 
     def __init__(self, box: list[str]) -> None:
         super().__init__("\n".join(box))
@@ -68,10 +68,10 @@ class MemberFailed(Exception):
 
 
 class Supervised:
-    """Its whole state: the present `child` or the time of the next one, whether this run has joined the present
-    coordinator (`joined`) and whether it ever joined one, whether it ended well after that (`left`), the policy.
+    """Its whole state: the current `child` or the time of the next one, whether this run has joined the current
+    coordinator (`joined`) and whether it ever joined one, whether it exited with 0 after that (`left`), the policy.
 
-    `spec` is asked anew for every run, since ports become known only after the first.
+    `spec` is called for every run, since ports become known only after the first.
     """
 
     def __init__(self, name: str, spec: Callable[[], ChildSpec], console: Console, backoff: Backoff | None) -> None:
@@ -91,7 +91,7 @@ class Supervised:
         return self.child is not None or self.restart_at is not None or self.left
 
     def start(self, note: str = "") -> None:
-        """Raises StartupError when the process cannot even be started."""
+        """Starts a run. Raises StartupError when the process cannot be started."""
         spec = self._spec()
         self.joined = self.left = self._joined_this_run = False
         self.restart_at = None
@@ -101,8 +101,8 @@ class Supervised:
         self._console.stage(self.name, f"starting   pid {self.child.pid}{about}   log {spec.log}")
 
     def start_again(self) -> None:
-        """The next run. What keeps it from starting (a full process table, a log that cannot be opened) may pass, and
-        the others serve meanwhile: once this member has joined, it is only said and tried again."""
+        """Starts the next run. A failure to start (a full process table, a log that cannot be opened) may be transient,
+        and the other members keep serving: once this member has joined, the failure is only logged and retried."""
         try:
             self.start("again")
         except StartupError as error:
@@ -119,15 +119,15 @@ class Supervised:
         self._console.stage(self.name, f"{what} again" if again else f"{what}   ({now - self._started_at:.1f} s)")
 
     def kill(self) -> None:
-        """Leaves nothing of it running."""
+        """Kills the child and all its descendants."""
         if self.child is not None:
             self.child.kill()
 
     def tick(self) -> None:
-        """Notices a death and starts the next run when it is due.
+        """Detects that the child has ended and starts the next run when it is due.
 
         Raises:
-            MemberFailed: it cannot come up, so neither can the cluster.
+            MemberFailed: the member cannot start, so the cluster cannot either.
         """
         now = time.monotonic()
         if self.child is not None:
@@ -138,7 +138,7 @@ class Supervised:
             self.start_again()
 
     def _died(self, child: Child, code: int, now: float) -> None:
-        child.kill(0)  # what it may have left below itself, and the reaping
+        child.kill(0)  # `poll` has reaped it: nothing is left to kill
         self.child, self.joined = None, False
         if code == 0 and self._joined_this_run:  # a worker exits with 0 only when it was drained
             self.left = True

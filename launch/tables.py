@@ -1,4 +1,4 @@
-"""Tables on the terminal, always whole: a cut number would be read as another, and a pipe has no width."""
+"""Tables on the terminal, never truncated: a cut number would be read as another one, and a pipe has no width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNBOUNDED = 1 << 16
 
 
 def make_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Table:
-    """A table without lines; columns named in `right` hold numbers."""
+    """Creates a table without lines; columns named in `right` hold numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
@@ -20,7 +20,7 @@ def make_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Table
 
 
 def show(table: Table, console: Console) -> None:
-    """Prints it in full, however narrow the terminal; `console` is at least that wide from then on."""
+    """Prints the whole table, however narrow the terminal; `console` stays at least that wide afterwards."""
     needed = Measurement.get(console, console.options.update(max_width=_UNBOUNDED), table).maximum
     console.width = max(console.width, needed)
     console.print(table)

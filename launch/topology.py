@@ -1,4 +1,4 @@
-"""A cluster as one TOML file says it: nodes, the coordinator, prefill and decode workers, the model, shared options.
+"""A cluster in one TOML file: nodes, the coordinator, prefill and decode workers, the model, shared options.
 
     model = "/models/m"
 
@@ -7,9 +7,9 @@
 
     [[nodes]]
     name = "a"
-    address = "10.0.0.1"          # what the other nodes reach it by; Slurm fills in what is left out
-    cores = 8                     # how many; or which, "0-7": then workers are pinned
-    gpus = 2                      # how many; or which, as CUDA_VISIBLE_DEVICES names them: "0,3", "GPU-5f..,MIG-1a.."
+    address = "10.0.0.1"          # at which other nodes reach it; Slurm fills in a missing one
+    cores = 8                     # a number; or a list, "0-7", to which workers are pinned
+    gpus = 2                      # a number; or a list, as in CUDA_VISIBLE_DEVICES: "0,3", "GPU-5f..,MIG-1a.."
 
     [coordinator]
     node = "a"
@@ -18,13 +18,13 @@
     [[prefill]]
     nodes = ["b", "c"]            # one job over both
     tensor_parallel = 2
-    base_port = 9000              # rendezvous; of a decode worker also link 9001 and store 9002
+    base_port = 9000              # rendezvous port; a decode worker also uses 9001 (link) and 9002 (store)
 
     [[decode]]
     node = "a"
 
-Every other option of the coordinator or a worker may stand in its table. An unknown key is an error with the nearest
-name. Nothing here looks at a machine.
+Every other option of the coordinator or a worker is allowed in its table. An unknown key is an error that suggests the
+nearest name. Nothing here inspects the machine.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _OF_THE_PLAN = ("model", "served_model_name", "worker_id", "coordinator", "contr
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine. `cores` are those that workers are pinned to; `core_count` how many they share in any case, 0: not
-    said. `gpus` are the devices as CUDA_VISIBLE_DEVICES names them."""
+    """A machine. `cores` are those that workers are pinned to; `core_count` is how many they share, pinned or not (0:
+    not given). `gpus` are the devices as CUDA_VISIBLE_DEVICES names them."""
 
     name: str
     address: str
@@ -60,21 +60,21 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorPlace:
-    """`options` are those of its own command line that somebody set, and where HTTP listens."""
+    """The coordinator's node. `options` are the given options of its command line, and the host of HTTP."""
 
     node: str
     options: Mapping[str, Any]
 
     @property
     def config(self) -> CoordinatorConfig:
-        """What its command line says of it, with the defaults of what it does not say."""
+        """The options of its command line, with defaults for those not given."""
         return CoordinatorConfig(**self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """A worker, its ranks divided evenly over `nodes`, the first of which leads. `options` are those of its own command
-    line that somebody set. Port 0: any free one."""
+    """A worker, its ranks divided evenly over `nodes`, with the leader on the first. `options` are the given options of
+    its command line. Port 0: any free one."""
 
     name: str
     role: Role
@@ -86,7 +86,7 @@ class WorkerPlace:
 
     @property
     def config(self) -> WorkerConfig:
-        """What its command line says of it, with the defaults of what it does not say."""
+        """The options of its command line, with defaults for those not given."""
         return WorkerConfig(**self.options)
 
     @property
@@ -110,7 +110,7 @@ class Topology:
 
     @property
     def front(self) -> Node:
-        """The coordinator's."""
+        """The coordinator's node."""
         return self.node(self.coordinator.node)
 
 
@@ -151,7 +151,7 @@ _TABLES = ("options", "nodes", "coordinator", *ROLES)
 
 
 def parse_topology(file: Mapping[str, object]) -> Topology:
-    """The topology in a parsed TOML file.
+    """Returns the topology in a parsed TOML file.
 
     Raises:
         StartupError: names the table and the key, and for an unknown key the nearest one.
@@ -185,7 +185,7 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
 def _node(table: Mapping[str, object], where: str) -> Node:
     found = from_table(_NodeTable, table, where)
     _check(name_error(found.name), f"{where}: 'name'")
-    if found.address:  # one that is missing may be filled in later
+    if found.address:  # a missing address may be filled in later
         _check(address_error(found.address), f"{where}: 'address'")
     cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
     count = len(cores) or int(found.cores or 0)
@@ -256,7 +256,7 @@ def _worker(
 
 
 def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:
-    """A worker that the file gives GPUs computes there or not at all: `auto` would take the CPU where none is found."""
+    """Sets the device of a worker that the file gives GPUs to `cuda`: `auto` would fall back to the CPU."""
     given = worker.devices or all(node.gpus for node in nodes if node.name in worker.nodes)
     if not given or worker.config.device != "auto" or worker.config.exact:
         return worker
@@ -264,7 +264,7 @@ def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:
 
 
 def _shared(file: Mapping[str, object]) -> Mapping[str, object]:
-    """The [options] table: fields of the coordinator, of a worker, or of both."""
+    """Returns the [options] table: fields of the coordinator, of a worker, or of both."""
     table = _table(file, "options")
     placed = {*_OF_THE_PLAN, *_PORTS, "link_port", "store_port"}
     known = {f.name for cls in (CoordinatorConfig, WorkerConfig) for f in fields(cls)} - placed
@@ -289,7 +289,7 @@ def _list_of_tables(file: Mapping[str, object], name: str) -> list[tuple[Mapping
 
 
 def part_name(worker: str, node_rank: int) -> str:
-    """What the ranks of a worker on one of its nodes are called: the worker's own name on the leader's node."""
+    """Returns the name of a worker's ranks on one of its nodes: the worker's own name on the leader's node."""
     return f"{worker}.{node_rank}" if node_rank else worker
 
 
@@ -299,7 +299,7 @@ def _check(wrong: str | None, where: str) -> None:
 
 
 def _gpu(name: int | str, where: str) -> str:
-    """A GPU as CUDA_VISIBLE_DEVICES names it: a number, or the UUID of a GPU or of a MIG instance."""
+    """Checks a GPU's name in CUDA_VISIBLE_DEVICES: a number, or the UUID of a GPU or of a MIG instance."""
     if not _GPU.fullmatch(str(name)):
         raise StartupError(f"{where} are numbers or UUIDs (GPU-..., MIG-...), not {name!r:.60}")
     return str(int(name)) if str(name).isdigit() else str(name)

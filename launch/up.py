@@ -33,7 +33,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     """Runs a cluster, or this host's part of it, until a signal; returns the exit code.
 
     Raises:
-        StartupError: it cannot come up.
+        StartupError: the cluster cannot start.
     """
     plan = plan_for(config)
     nodes = nodes_here(plan.topology, config.node, none_will_do=config.dry_run)
@@ -74,21 +74,21 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
             print("\n".join(failed.box), file=sys.stderr, flush=True)
             return EXIT_STARTUP_ERROR
         finally:
-            flush_stdout()  # a terminal that has gone away does not change how a cluster ends
+            flush_stdout()  # a closed terminal does not change the exit code
 
 
 def _names_token(plan: Plan) -> bool:
-    """Whether somebody has chosen a cluster token. A cluster of this process alone gets one else: whoever joins sees
-    prompts, also on loopback."""
+    """Whether the configuration names a cluster token. Otherwise a cluster that this process runs alone gets a fresh
+    one, also on loopback: any process that joins sees prompts."""
     options = [plan.topology.coordinator.options, *(worker.options for worker in plan.topology.workers)]
     return TOKEN_VARIABLE in os.environ or any(given.get("cluster_token_file") for given in options)
 
 
 def plan_for(config: UpConfig) -> Plan:
-    """The plan of a topology file, or of the options alone: then on this machine, with the cores and GPUs it has.
+    """Returns the plan of a topology file, or of the options alone: then on this machine, with its cores and GPUs.
 
     Raises:
-        StartupError: the file or the options do not make a cluster, or there is no such model.
+        StartupError: the file or the options do not describe a cluster, or there is no such model.
     """
     if config.topology:
         for key in differences(config):
@@ -104,7 +104,7 @@ def plan_for(config: UpConfig) -> Plan:
 
 
 def topology_plan(path: str, environment: Mapping[str, str] = os.environ, *, addresses: bool = True) -> Plan:
-    """The plan of a topology file, checked with the environment of its workers. Raises StartupError, also where an
+    """Returns the plan of a topology file, checked with the environment of its workers. Raises StartupError, also if an
     address is missing and `addresses` are needed."""
     topology = parse_topology(read_config_file(path))
     if addresses:
@@ -115,10 +115,10 @@ def topology_plan(path: str, environment: Mapping[str, str] = os.environ, *, add
 
 
 def check_ports(plan: Plan, nodes: frozenset[str]) -> None:
-    """Finds a taken port of these nodes before anything is loaded.
+    """Checks that the ports of these nodes are free before anything is loaded.
 
     Raises:
-        StartupError: names the port and the option that changes it.
+        StartupError: names the port in use and the option that changes it.
     """
     for listener in plan.listeners():
         if listener.node in nodes:

@@ -1,4 +1,4 @@
-"""The options of `baton up`: those of a coordinator and of workers, passed on to them, and its own."""
+"""The options of `baton up`: those of a coordinator and of workers, which it passes on to them, and its own."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class DoctorConfig(UpConfig):
 
 
 COORDINATOR_FIELDS = tuple(f.name for f in fields(CoordinatorOptions) if f.name != "served_model_name")
-"""Handed on to the coordinator; the plan names the model to all."""
+"""Passed on to the coordinator; the plan passes the model to every process."""
 
 WORKER_FIELDS = tuple(f.name for f in fields(WorkerOptions) if f.name not in ("model", "threads", "block_size"))
-"""Handed on to every worker; threads follow from its cores, the block size from its role."""
+"""Passed on to every worker; its threads follow from its cores, its block size from its role."""
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
     """Refuses a `BATON_*` variable that no process of the cluster reads.
 
     Raises:
-        StartupError: names it and the nearest that is read.
+        StartupError: names the variable and the nearest known one.
     """
     known = {f.name for cls in (UpConfig, CoordinatorConfig, WorkerConfig) for f in fields(cls)}
     read = {"BATON_" + name.upper() for name in known} | {CACHE, EVENT_LOG, PARENT}

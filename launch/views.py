@@ -1,7 +1,7 @@
-"""What operators look at. `baton ps`: GET /workers as a table, once or again and again, with rates between two looks.
-`baton top`: that table and the last requests with their timelines, renewed in place. `baton explain`: one request.
-`baton trace`: all requests that the coordinator knows, for Perfetto, in Chrome's format ("Trace Event Format", Google,
-2016): a process for each worker, and in it as many tracks as requests were there at the same time."""
+"""The operators' views. `baton ps`: GET /workers as a table, once or repeatedly, with rates between two polls.
+`baton top`: that table and the last requests with their timelines, refreshed in place. `baton explain`: one request.
+`baton trace`: all requests that the coordinator keeps, for Perfetto, in Chrome's format ("Trace Event Format", Google,
+2016): a process for each worker, with as many tracks as it had concurrent requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launch.plan import COORDINATOR
 from launch.tables import make_table, show
 
 BAR_CHARS = 48
-_SHARE_CHARS = 40  # of a bar that shows where a span lies in the whole
+_SHARE_CHARS = 40  # of a bar that shows where a span lies in the request
 _HANDED_OVER = ("decode_queue", "decode")
 STAGE_COLORS = {
     "queue": "bright_black",
@@ -43,15 +43,15 @@ _TOKENS = {"prefill": "prompt_tokens_computed", "decode": "tokens_generated"}
 def print_cluster(
     cluster: ClusterView, before: ClusterView | None = None, between_s: float = 0.0, console: Console | None = None
 ) -> None:
-    """See `cluster_view`."""
+    """Prints `cluster_view`."""
     console = console or Console()
     for part in cluster_view(cluster, before, between_s):
         show(part, console) if isinstance(part, Table) else console.print(part)
 
 
 def cluster_view(cluster: ClusterView, before: ClusterView | None = None, between_s: float = 0.0) -> list[str | Table]:
-    """The queue and the table of workers. `since` is how long each worker has been in its state. Rates are of the time
-    since `before`, `between_s` ago: of prompt tokens at prefill, of generated ones at decode."""
+    """Returns the queue and the table of workers. `since` is how long each worker has been in its state. Rates are
+    averages since `before`, `between_s` ago: of prompt tokens for prefill, of generated tokens for decode."""
     parts: list[str | Table] = []
     counts = cluster.document.get("coordinator")
     if isinstance(counts, Mapping):
@@ -82,7 +82,7 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
 def looks(
     look: Callable[[], ClusterView], every_s: float, count: int | None = None
 ) -> Iterator[tuple[ClusterView, ClusterView, float]]:
-    """The cluster again and again, `count` times or without end: as it is, as it was before, the seconds between."""
+    """Polls the cluster `count` times or forever: yields the current view, the previous one, the seconds between."""
     before, looked_at = look(), time.monotonic()
     for _ in itertools.count() if count is None else range(count):
         time.sleep(every_s)
@@ -94,7 +94,7 @@ def looks(
 def watch(
     look: Callable[[], ClusterView], every_s: float, console: Console | None = None, count: int | None = None
 ) -> None:
-    """Prints the table every so many seconds, until Ctrl-C, or `count` times; raises what `look` does."""
+    """Prints the table every `every_s` seconds until Ctrl-C, or `count` times; raises what `look` raises."""
     console = console or Console()
     for cluster, before, between_s in looks(look, every_s, count):
         console.print(time.strftime("\n%H:%M:%S"))
@@ -102,12 +102,12 @@ def watch(
 
 
 def _start(row: Row) -> tuple[str, object]:
-    """Counts of a worker rise from one look to the next only within the same incarnation."""
+    """Returns the key of a worker's start: its counts are monotonic only within one incarnation."""
     return row["id"], row.get("incarnation")
 
 
 def _rates(row: Row, before: Row, between_s: float) -> tuple[str, str, str]:
-    """Tokens and steps per second, and how long a step took on average; `-` where a count is not there twice."""
+    """Returns tokens and steps per second, and the mean time of a step; `-` if a count is missing in either view."""
 
     def rise(name: str) -> float | None:
         old, new = before.get(name), row.get(name)
@@ -120,7 +120,7 @@ def _rates(row: Row, before: Row, between_s: float) -> tuple[str, str, str]:
 
 
 def since(seconds: object) -> str:
-    """`4m10s`: the two largest units."""
+    """Formats seconds as `4m10s`: the two largest units."""
     if not isinstance(seconds, int | float):
         return "?"
     left = int(seconds)
@@ -139,7 +139,7 @@ def top(
     console: Console | None = None,
     count: int | None = None,
 ) -> None:
-    """Until Ctrl-C, or `count` times; raises what `look` and `requests` do."""
+    """Refreshes the view until Ctrl-C, or `count` times; raises what `look` and `requests` raise."""
     console = console or Console()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal and count is None) as live:
         for cluster, before, between_s in looks(look, every_s, count):
@@ -155,7 +155,7 @@ def legend() -> Text:
 
 
 def line(row: Row) -> Text:
-    """One request: when, which, how many tokens, how it is, and its spans as parts of a bar as long as they took."""
+    """Returns one request as a line: time, id, tokens, outcome, and a bar of its spans in proportion to their time."""
     at = time.strftime("%H:%M:%S", time.localtime(row["admitted_at"]))
     counts = f"{row['prompt_tokens']:>6} → {row['generated_tokens']:<6}"
     text = Text(f"{at} {row['id'][:20]:<20} {counts} {row['outcome'][:12]:<12} {row['total_ms']:>8.0f} ms ")
@@ -168,7 +168,7 @@ def line(row: Row) -> Text:
 
 
 def print_request(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Each choice of a request as a table of its spans, with a bar where each lies in the whole."""
+    """Prints each choice of a request as a table of its spans, with a bar that shows where each lies in the request."""
     console = console or Console()
     for row in rows:
         attempts = f", dispatched {row['attempts']} times" if row["attempts"] > 1 else ""
@@ -198,7 +198,7 @@ def _bar(start: float, share: float) -> str:
 
 
 def chrome_trace(rows: Iterable[Row]) -> dict[str, Any]:
-    """The trace of these requests; times in microseconds since the Unix epoch, as the coordinator counts them."""
+    """Returns the trace of these requests; times in microseconds since the Unix epoch, by the coordinator's clock."""
     placed: dict[str, list[tuple[float, float, Row, Row]]] = defaultdict(list)
     for row in rows:
         for span in row["spans"]:
@@ -232,12 +232,13 @@ def chrome_trace(rows: Iterable[Row]) -> dict[str, Any]:
 
 
 def _arrows(events: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """From each hand-over to where the request is decoded. `events` are one request's, in order."""
+    """Returns an arrow for each hand-over to the first span at the decode worker. `events` are one request's, in
+    order."""
     found: list[dict[str, Any]] = []
     for before, after in itertools.pairwise(events):
         if after["name"] in _HANDED_OVER and before["pid"] != after["pid"]:
             flow = {"cat": "handover", "name": "handover", "id": f"{number}-{len(found)}"}
-            middle = before["ts"] + before["dur"] / 2  # an arrow binds to the slice that its moment lies in
+            middle = before["ts"] + before["dur"] / 2  # an arrow binds to the slice that contains its timestamp
             found += [
                 flow | {"ph": "s", "pid": before["pid"], "tid": before["tid"], "ts": middle},
                 flow | {"ph": "f", "bp": "e", "pid": after["pid"], "tid": after["tid"], "ts": after["ts"]},

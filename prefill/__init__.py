@@ -1,1 +1,1 @@
-"""The prefill tier: computes prompts and ships their KV."""
+"""The prefill worker: computes prompts and hands their KV over to decode workers."""

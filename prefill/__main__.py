@@ -1,4 +1,4 @@
-"""What torchrun starts: `torchrun ... -m prefill --model DIR --coordinator HOST:PORT`."""
+"""Entry point of a prefill worker's rank: `torchrun ... -m prefill --model DIR --coordinator HOST:PORT`."""
 
 from __future__ import annotations
 

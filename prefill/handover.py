@@ -1,23 +1,23 @@
-"""One hand-over as the prefill worker decides it. Pure: what happened and `now` in, what to do next out.
+"""One hand-over as the prefill worker decides it. Pure: events and `now` in, the next action out.
 
-    WAITING    has no blocks yet
-    OFFERING   a decode worker is asked to take the sequence
-    SENDING    it has accepted; chunks go as their KV is computed, each acknowledged before the next
-    PARKED     all targets refused, or the one that had accepted is lost: the KV waits for others
-    ENDED      all KV is acknowledged, or the hand-over failed, or it was aborted
+    WAITING    no blocks are allocated yet
+    OFFERING   an offer to a decode worker is outstanding
+    SENDING    a decode worker has accepted; chunks are sent as their KV is computed, each acknowledged before the next
+    PARKED     all targets refused, or the one that had accepted failed: the KV is kept for new targets
+    ENDED      all KV is acknowledged, or the hand-over failed or was aborted
 
-Each event returns the next action, and whoever executes that reports the next event:
+Each event returns the next action; the code that executes the action reports the next event:
 
     begin, reoffer             -> OfferTo | Park
     OfferTo:   answered        -> SendChunk | OfferTo | Park
     SendChunk: acknowledged    -> SendChunk | Finish
     either:    target_failed   -> OfferTo | Park | Fail
 
-A chunk is a `Span` of the sequence, tokens by layers, that goes over all edges of the link at once, on each its own
-heads. How much of what is computed goes in one chunk is decided when it can be sent: behind a queue many small ones
-become one. The tokens of the last step go as two chunks where they are many bytes: the first layers while the others
-are computed, so that at the end little is left to send (decision 0044). An edge is never held for layers that are not
-computed. Each edge is acknowledged by itself; where the checksum did not match, only that edge sends again, once.
+A chunk is a `Span` of the sequence, tokens by layers, sent over all edges of the link concurrently, its own heads over
+each. Its size is decided only when it can be sent: on a busy link many small chunks become one. The tokens of the last
+step are sent as two chunks if they are many bytes: the first layers while the others compute, so that little is left to
+send at the end (decision 0044). Edges are never locked for layers that are not computed. Each edge is acknowledged
+separately; if the checksum does not match, only that edge resends the chunk, once.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
 
 @dataclass(frozen=True, slots=True)
 class OfferTo:
-    """Dial the target if need be, send it `HandOver.offer`, and report `answered`."""
+    """Dial the target if no link to it is open, send it `HandOver.offer`, and report `answered`."""
 
     target: Target
 
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """When `next_span` is something and the edges are free: send it on `HandOver.edges`, and report `acknowledged`."""
+    """Once `next_span` is not None and the edges are free, send it on `HandOver.edges`, and report `acknowledged`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """Report this to the coordinator, and wait until targets are assigned."""
+    """Report `event` to the coordinator, and wait until new targets are assigned."""
 
     event: Parked
 
@@ -83,7 +83,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """No other target could do better."""
+    """The hand-over fails with `error`, which no other target would avoid."""
 
     error: BatonError
 
@@ -104,7 +104,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class FirstLayers:
-    """The KV of the first `layers` of positions up to `end` is complete; the step that computes it is not."""
+    """The KV of the first `layers` layers is complete up to position `end`; the step that computes the rest is not."""
 
     end: int
     layers: int
@@ -112,7 +112,7 @@ class FirstLayers:
 
 @dataclass(slots=True)
 class Counters:
-    """Of one worker, over all its hand-overs. `chunks_early` are those of first layers."""
+    """Totals of one worker over all its hand-overs. `chunks_early` counts the chunks of first layers."""
 
     bytes_sent: int = 0
     chunks_resent: int = 0
@@ -120,13 +120,13 @@ class Counters:
 
 
 class Wire:
-    """What the edges of one link carry of each token, in bytes. `plans` are all edges of the link, `layout` is the
-    whole model's, `peer_staging_bytes` what the decode worker takes at once on one edge."""
+    """The bytes per token that each edge of one link carries. `plans` are all edges of the link, `layout` is that of
+    the whole model, `peer_staging_bytes` the most that the decode worker can stage for one edge."""
 
     def __init__(self, plans: Sequence[EdgePlan], layout: KVLayout, peer_staging_bytes: int) -> None:
         self.plans = tuple(plans)
         self._peer_staging_bytes = peer_staging_bytes
-        # By edge and layer: what it carries of one token up to there. Asked for with every chunk.
+        # Per edge: cumulative bytes per token by layer. Every chunk needs them.
         self._up_to = {plan.key: _bytes_up_to(plan, layout) for plan in plans}
 
     def bytes_on(self, edge: EdgeKey, span: Span) -> int:
@@ -134,15 +134,15 @@ class Wire:
         return (up_to[span.end_layer] - up_to[span.start_layer]) * (span.end - span.start)
 
     def max_tokens(self, staging_bytes: int) -> int:
-        """The longest chunk whose bytes fit into staging memory: of all edges into `staging_bytes` here, of each edge
-        into the decode worker's."""
+        """Returns the longest chunk, in tokens, that fits into staging memory: all edges together into `staging_bytes`
+        here, each edge alone into the decode worker's."""
         sizes = [up_to[-1] for up_to in self._up_to.values()]
         return min(staging_bytes // sum(sizes), self._peer_staging_bytes // max(sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the chunks of a worker: `layout` is the whole model's, `staging_bytes` its staging memory."""
+    """Bounds on the chunks of a worker: `layout` is the whole model's, `staging_bytes` its staging memory."""
 
     layout: KVLayout
     section_bytes: int
@@ -152,9 +152,9 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class HandOver:
-    """One sequence on its way. `computed` positions are complete once `step` is, of the later ones `first_layers`.
-    `sent` tokens are acknowledged on all edges, of the next ones `sent_layers`; `span` is the chunk under way, `edges`
-    those that it is to go on, `sends` how often it has gone."""
+    """The hand-over of one sequence. Positions before `computed` are complete once `step` is done; `first_layers` is
+    the progress beyond them. `sent` tokens are acknowledged on all edges, and `sent_layers` of the tokens after them.
+    `span` is the chunk being sent, `edges` are those that still have to send it, `sends` counts its sends."""
 
     request: GenerateRequest
     targets: tuple[Target, ...]
@@ -185,7 +185,7 @@ class HandOver:
 
     @property
     def sequence(self) -> SequenceId:
-        """Its name under the present attempt."""
+        """The sequence id under the current attempt."""
         return self.request.sequence_id
 
     def left_s(self, now: float) -> float:
@@ -199,23 +199,23 @@ class HandOver:
     # Targets.
 
     def begin(self, block_ids: tuple[int, ...]) -> Action:
-        """It has blocks, and its first chunk is about to be computed."""
+        """Starts the hand-over: the sequence has blocks, and its first chunk is about to be computed."""
         self.block_ids = block_ids
         return self._offer_next()
 
     @property
     def reserve_s(self) -> float:
-        """From the offer to its acceptance; 0 before."""
+        """Seconds from the offer to its acceptance; 0 before that."""
         return max(0.0, self._accepted_at - self._offered_at)
 
     def offer(self, now: float) -> Offer:
-        """The message for the target named last."""
+        """Returns the offer for the current target."""
         self._offered_at = now
         request = replace(self.request, deadline_s=self.left_s(now))
         return Offer(request, self._target.handle, self.request.num_prefill_tokens)
 
     def answered(self, answer: Accept | Refuse, wire: Wire, now: float) -> Action:
-        """Raises HandoffError for an answer that makes no sense: to be reported as `target_failed`."""
+        """Handles the reply to an offer. Raises HandoffError if it is invalid: report that as `target_failed`."""
         if isinstance(answer, Refuse):
             self._reason = f"{self._target.worker_id} refused: {answer.message}"
             return self._offer_next()
@@ -231,8 +231,8 @@ class HandOver:
         return self._send_next()
 
     def target_failed(self, error: BatonError, now: float) -> tuple[AbortTransfer, Action]:
-        """An offer or a chunk did not get through: what to send the target, and what to do then. Once a target has
-        accepted it may have begun to decode, so that others are asked under another attempt only."""
+        """Handles a failed offer or chunk: returns the message for the target, and the next action. A target that had
+        accepted may be decoding already, so the KV is parked: other targets need a new attempt."""
         reason, accepted = f"{self._target.worker_id}: {error.message}", self.stage is Stage.SENDING
         self._reason = reason
         message = AbortTransfer(self.sequence, reason, self.left_s(now))
@@ -242,7 +242,7 @@ class HandOver:
         return message, self._park() if accepted else self._offer_next()
 
     def assign(self, targets: Sequence[Target], attempt: int) -> None:
-        """The coordinator names others for parked KV; `reoffer` follows."""
+        """Sets the targets that the coordinator has named for parked KV; `reoffer` follows."""
         if self.stage is not Stage.PARKED:
             raise InvariantError(f"{self!r} is given targets")
         self.request = replace(self.request, attempt=attempt)
@@ -253,12 +253,12 @@ class HandOver:
         return self._offer_next()
 
     def abort(self, reason: str) -> None:
-        """Nothing new of it is sent; a chunk under way is, to its end."""
+        """Aborts the hand-over: no further chunk is begun, but one that is being sent is sent completely."""
         if self.abort_reason is None:
             self.abort_reason = reason
 
     def end(self, now: float) -> AbortTransfer | None:
-        """It was aborted and nothing of it is under way: what to send to the target."""
+        """Ends an aborted hand-over; returns the message for the target that has its offer, or None."""
         asked = self.stage in (Stage.OFFERING, Stage.SENDING)
         if self.stage is not Stage.ENDED:
             self._move(Stage.ENDED)
@@ -267,9 +267,10 @@ class HandOver:
     # Chunks.
 
     def next_span(self) -> Span | None:
-        """As much as can go now; None: nothing. Raises HandoffError where not one token fits into staging memory."""
+        """Returns the largest span that can be sent now, or None. Raises HandoffError if staging cannot hold one
+        token."""
         if self.span is not None:
-            return self.span  # goes once more
+            return self.span  # a resend
         num_layers, first, gone = len(self.limits.layout.layers), self.first_layers, self.sent_layers
         if gone is not None:
             rest = Span(self.num_chunks, self.sent, gone.end, gone.layers, num_layers)
@@ -280,7 +281,7 @@ class HandOver:
         if first is None or not 0 < first.end - self.sent <= self._max_tokens():
             return None
         sizes = [layer.bytes_per_token * (first.end - self.sent) for layer in self.limits.layout.layers]
-        if not early_layers(sizes, self.limits.section_bytes):  # few bytes: a message more costs as much
+        if not early_layers(sizes, self.limits.section_bytes):  # few bytes: one more message would cost as much
             return None
         early = Span(self.num_chunks, self.sent, first.end, 0, first.layers)
         rest = Span(self.num_chunks + 1, self.sent, first.end, first.layers, num_layers)
@@ -288,13 +289,13 @@ class HandOver:
         return early if all(wire.bytes_on(plan.key, s) for s in (early, rest) for plan in wire.plans) else None
 
     def begin_span(self, span: Span) -> None:
-        """It is about to be announced: from now on it is this and no more."""
+        """Fixes the span that is about to be announced: a resend repeats the same span."""
         if self.span is None:
             self.span, self.sends = span, 0
         self.sends += 1
 
     def chunk(self, edge: EdgePlan, edge_generation: int) -> Chunk:
-        """The message that announces the span on one edge. The last one carries the first token."""
+        """Returns the message that announces the span on one edge. The last chunk carries the first token."""
         span, wire = self._begun, self._wire
         last = span.end == self.request.num_prefill_tokens and span.end_layer == len(self.limits.layout.layers)
         return Chunk(
@@ -319,8 +320,8 @@ class HandOver:
         self.counters.bytes_sent += num_bytes
 
     def acknowledged(self, intact: Mapping[EdgeKey, bool], now: float) -> Action:
-        """By edge, whether the chunk arrived as it was sent. Raises KVCorrupt when it was damaged once too often: to be
-        reported as `target_failed`."""
+        """Handles the acknowledgements; `intact` is, per edge, whether the chunk arrived undamaged. Raises KVCorrupt if
+        a resent chunk is damaged again: report that as `target_failed`."""
         span = self._begun
         damaged = tuple(plan for plan in self.edges if not intact[plan.key])
         if damaged:

@@ -1,9 +1,9 @@
 """One prefill worker's link to one decode worker: a stream that orders hand-overs, and the edges that move the bytes.
 
-The link is dialled lazily and kept. Its reader resolves what others wait for; every wait has a limit. Ends of edges are
-made when they are needed, kept, and made anew under the next generation when they died. The edges have one lock: from
-announcing a chunk to the end of its sends at most one operation is in flight on each. Once the peer has said `posted`
-it waits for our bytes, so that stretch is never interrupted: either the bytes go, or the edge is torn down.
+The link is dialled lazily and kept. Its reader task resolves the futures of waiting callers; every wait has a timeout.
+Ends of edges are created on demand, kept, and replaced under the next generation after a failure. All share one lock:
+from announcing a chunk to the end of its sends at most one operation is in flight on each edge. Once the peer has sent
+`posted` it waits for our bytes, so a send is not interrupted from then on: it completes, or the edge is torn down.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ T = TypeVar("T")
 PING_EVERY_S = 1.0
 PING_LIMIT_S = 3.0
 
-# Counted per process: a redialled link must not meet what an earlier one left in the decode worker's store.
+# Counted per process: a redialled link must not find keys of an earlier link in the decode worker's store.
 _generations = itertools.count(1)
 
 
 class Link:
-    """Complete state: the dialled stream, the waiting futures by what they wait for, and the end of the latest
-    generation of each edge (`ends`). `wire`: what all edges of the link carry of each token."""
+    """Complete state: the dialled stream, the pending futures by what they wait for, and the latest end of each edge
+    (`ends`). `wire`: the bytes per token that each edge of the link carries."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class Link:
         connect_timeout_s: float,
         tls: ClusterTls | None = None,
     ) -> Link:
-        """Dials and compares layouts.
+        """Dials the decode worker and compares the KV layouts.
 
         Raises:
-            LinkLost: nobody answered in time.
-            LayoutMismatch: the two pools keep KV in different shapes; the message names the field.
+            LinkLost: there was no reply in time.
+            LayoutMismatch: the two pools have different KV layouts; the message names the field.
         """
         dialled = await dial_link(address, hello, connect_timeout_s, tls)
         welcome = dialled.welcome
@@ -109,13 +109,14 @@ class Link:
         return self._stream.ended
 
     async def offer(self, offer: Offer, timeout_s: float) -> Accept | Refuse:
-        """Raises LinkLost or HandoffError (aborted by the peer, or no answer in time)."""
+        """Sends an offer; returns the reply. Raises LinkLost or HandoffError (peer abort, or no reply in time)."""
         key = ("offer", offer.request.sequence_id)
         answer: Accept | Refuse = await self._ask(offer, key, timeout_s, "an answer to an offer")
         return answer
 
     async def announce(self, chunk: Chunk, timeout_s: float) -> Coroutine[Any, Any, Posted]:
-        """Returns when the chunk is announced, with the wait for its Posted. For a task that nobody cancels."""
+        """Announces a chunk; returns the coroutine that waits for its Posted. The calling task must not be
+        cancelled."""
         posted = self._expect(("posted", chunk.sequence, chunk.index, (chunk.prefill_rank, chunk.decode_rank)))
         try:
             await self._stream.send_to_the_end(chunk)
@@ -125,21 +126,21 @@ class Link:
         return self._within(posted, timeout_s, f"chunk {chunk.index} to be posted")
 
     def expect_ack(self, sequence: SequenceId, index: int, edge: EdgeKey) -> asyncio.Future[Ack]:
-        """To be called before the chunk is announced, so that no answer can be missed."""
+        """Returns the future of an Ack. Call it before the chunk is announced, so that no Ack can be missed."""
         return self._expect(("ack", sequence, index, edge))
 
     async def abort(self, message: AbortTransfer) -> None:
-        """Sends it to the peer, if the link is still open."""
+        """Sends the abort to the peer if the link is still open."""
         try:
             await self._stream.send(message)
         except LinkLost:
             log.info("abort of %s not sent: the link to %s is gone", message.sequence, self.decode_worker)
 
     async def open_edges(self, plans: Sequence[EdgePlan]) -> None:
-        """Makes those of `plans` that have no living end, all at once. Hold `edge_lock`.
+        """Opens, concurrently, the edges of `plans` that have no usable end. The caller holds `edge_lock`.
 
         Raises:
-            HandoffError: one could not be made in time.
+            HandoffError: an edge could not be opened, or not in time.
         """
         missing = [p for p in plans if p.key not in self.ends or self.ends[p.key].dead is not None]
         results = await asyncio.gather(*map(self._open_edge, missing), return_exceptions=True)
@@ -195,7 +196,7 @@ class Link:
         future.add_done_callback(forget)
         if self.lost is not None:
             future.set_exception(LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
-            future.exception()  # seen: nobody may come to wait for it
+            future.exception()  # marks it as retrieved: it may never be awaited
         return future
 
     async def _ask(self, message: object, key: tuple[object, ...], timeout_s: float, what: str) -> Any:
@@ -209,7 +210,7 @@ class Link:
 
     async def _within(self, future: asyncio.Future[T], timeout_s: float, what: str) -> T:
         try:
-            async with asyncio.timeout(timeout_s):  # wait_for would lose a cancel that comes with the answer
+            async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that coincides with the reply
                 return await future
         except TimeoutError:
             raise HandoffError(f"{self.decode_worker} let {what} wait for {timeout_s:g} s") from None
@@ -237,7 +238,7 @@ class Link:
                 self._answer(("edge", g), message)
                 for end in self.ends.values():
                     if e and end.generation == g:
-                        end.abort(e)  # it ended over there: announcing on it again would be refused for ever
+                        end.abort(e)  # closed at the peer, which would refuse every later chunk on it
             case Ping(nonce=n):
                 self._answer(("ping", n), message)
             case AbortTransfer(sequence=s, reason=r):

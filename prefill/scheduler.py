@@ -1,16 +1,16 @@
 """Which prompt tokens a prefill worker computes next: pure, values in and values out.
 
-A prompt is computed in chunks under the step's token budget, several prompts per step, the one with the least left to
-compute first; waiting counts as if AGEING_TOKENS_PER_S had been computed meanwhile. So a prompt's turn is fixed by its
-arrival and what is left of it, and only those that arrive within left / AGEING_TOKENS_PER_S of it can overtake it:
-short ones do not wait behind long ones, and nobody starves. At its first chunk a prompt takes all its blocks: those of
-its prefix that are cached already, which are not computed again, and free ones for the rest. One that finds too few
-free waits, and no other starts before it. With the last chunk the first token is sampled, so the last token is always
-computed, in a block of the sequence's own.
+Prompts are computed in chunks under the step's token budget, several prompts per step. The prompt with the fewest
+uncomputed tokens comes first, and waiting counts as if AGEING_TOKENS_PER_S had been computed meanwhile. So the turn of
+a prompt is fixed by its arrival and its remaining tokens, and only prompts that arrive within left /
+AGEING_TOKENS_PER_S after it can overtake it: short prompts do not wait behind long ones, and no prompt starves. At its
+first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and free
+blocks for the rest. If too few are free it waits, and no other prompt starts before it. The first token is sampled
+with the last chunk, so the last token is always computed, in a block that is not shared.
 
-From its start on a request with a hand-over also holds a send pin on its blocks, which the worker drops when the
-hand-over has ended (all of it acknowledged, or given up): so the KV outlives the computation for as long as somebody
-may still read it. After that its full blocks stay cached while nobody needs the room.
+From its start a request with a hand-over also holds a send pin on its blocks, which the worker drops when the
+hand-over has ended (all of it acknowledged, or given up). So the KV outlives the computation for as long as it may
+still be read. After that its full blocks stay cached until they are evicted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
 
 MAX_SCORED_TOKENS = 256
-"""Prompt tokens per step whose log-probabilities are wanted: each needs the logits of a whole vocabulary."""
+"""Limit of prompt tokens per step that need log-probabilities: each needs the logits of the whole vocabulary."""
 
 AGEING_TOKENS_PER_S = 2048.0
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """KV of positions [0, computed) of a sequence is complete, the first `cached` of them without being computed for
-    it; `first_token`, the output `output_index`, is set with the last of them, and with it the log-probabilities that
+    """KV of positions [0, computed) of a sequence is complete; the first `cached` of them came from the prefix cache.
+    `first_token`, the output `output_index`, is set with the last position, together with the log-probabilities that
     the request asks for."""
 
     sequence_id: SequenceId
@@ -49,8 +49,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """What a step changed. A sequence in `ended` is done here for good; one with a first token and no end is parked
-    until its hand-over has ended. Aborted ones are in neither: whoever aborted knows."""
+    """What a step changed. A sequence in `ended` is finished on this worker; one with a first token that is not in
+    `ended` is parked until its hand-over has ended. Aborted sequences are in neither: the caller knows."""
 
     progress: tuple[Progress, ...] = ()
     ended: tuple[SequenceEnded, ...] = ()
@@ -69,8 +69,8 @@ class _Entry:
 
 
 class PrefillScheduler:
-    """Complete state: `_waiting` and `_running`, `_entries` for both and for the parked, `blocks` and their `cache`,
-    and the one outstanding `_plan`."""
+    """Complete state: `_waiting` and `_running`, `_entries` for both and for parked sequences, `blocks` and their
+    `cache`, and the one outstanding `_plan`."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class PrefillScheduler:
         """Accepts a request. With `hand_over` its blocks stay pinned until `release_send`.
 
         Raises:
-            DuplicateRequest: this attempt is already here.
-            InvalidRequest: there is no token to compute.
+            DuplicateRequest: this attempt is already on this worker.
+            InvalidRequest: the request has no token to compute.
             Unavailable: the prompt needs more blocks than the whole pool has.
         """
         if request.sequence_id in self._entries:
@@ -140,13 +140,13 @@ class PrefillScheduler:
             )
         self._submitted += 1
         sequence = Sequence(request, State.WAITING, now)
-        # Log-probabilities of the prompt need the logits of all of it.
+        # Log-probabilities of the prompt need the logits of all its positions, so none may come from the cache.
         prefix = PrefixUse(self.cache, sequence, take=request.sampling.prompt_logprobs is None)
         self._entries[sequence.id] = _Entry(sequence, prefix, self._submitted, pinned=hand_over)
         self._waiting.append(request.sequence_id)
 
     def begin_step(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute (or the last step is still out)."""
+        """Returns the next step, or None if there is nothing to compute or the last step is still outstanding."""
         if self._plan is not None:
             return None
         rows: list[Row] = []
@@ -178,14 +178,14 @@ class PrefillScheduler:
         return self._plan
 
     def _turn(self, entry: _Entry) -> tuple[float, int]:
-        """Lower goes first."""
+        """Sort key: the entry with the lowest one is computed first."""
         sequence = entry.sequence
         waiting = sequence.state is State.WAITING
         left = sequence.num_uncomputed - (entry.prefix.num_findable if waiting else 0)
         return sequence.arrived_at + left / AGEING_TOKENS_PER_S, entry.number
 
     def _start(self, entry: _Entry, now: float) -> bool:
-        """Gives a waiting sequence its blocks. False when too few are free."""
+        """Allocates the blocks of a waiting sequence. Returns False if too few are free."""
         sequence, holder = entry.sequence, Holder("sequence", entry.sequence.id)
         if not entry.prefix.claim(self.layout.blocks_for(sequence.num_tokens), holder, holder):
             return False
@@ -199,7 +199,7 @@ class PrefillScheduler:
         return True
 
     def finish_step(self, outcome: StepOutcome, now: float) -> PrefillResult:
-        """Takes in what the outstanding step computed.
+        """Applies the outcome of the outstanding step.
 
         Raises:
             InvariantError: the outcome is not that of the outstanding step.
@@ -213,7 +213,7 @@ class PrefillScheduler:
             sequence = entry.sequence
             sequence.step_id = None
             failed = outcome.unsampled.get(index)
-            sequence.num_computed = row.end - (failed is not None)  # then the last token is computed again
+            sequence.num_computed = row.end - (failed is not None)  # if it failed, the last token is computed again
             self.prompt_tokens_computed += len(row.tokens)
             if not entry.distrusted:
                 entry.prefix.store()
@@ -267,9 +267,9 @@ class PrefillScheduler:
         return StageStamps(queue_s=started - arrived, prefill_s=0.0 if computed is None else computed - started)
 
     def abort(self, sequence_id: SequenceId) -> bool:
-        """Ends a sequence; its blocks are free once its outstanding row is in and its send pin dropped.
+        """Aborts a sequence; its blocks are free once its outstanding row is done and its send pin is dropped.
 
-        False when the sequence is not known.
+        Returns False if the sequence is unknown.
         """
         entry = self._entries.get(sequence_id)
         if entry is None:
@@ -282,13 +282,13 @@ class PrefillScheduler:
         return True
 
     def distrust(self, sequence_id: SequenceId) -> None:
-        """No later request gets what is in the blocks of a sequence, or will be: its KV may be damaged."""
+        """Removes the blocks of a sequence from the prefix cache and keeps later ones out: its KV may be damaged."""
         if (entry := self._entries.get(sequence_id)) is not None:
             entry.distrusted = True
             self.cache.drop(entry.sequence.block_ids)
 
     def release_send(self, sequence_id: SequenceId) -> None:
-        """The hand-over has ended: nobody reads the blocks any more."""
+        """Drops the send pin: the hand-over has ended, and its blocks are not read any more."""
         entry = self._entries.get(sequence_id)
         if entry is None or not entry.pinned:
             return
@@ -301,7 +301,7 @@ class PrefillScheduler:
         self._forget(entry)
 
     def _leave(self, entry: _Entry) -> None:
-        """Takes a sequence out of the queues and its own hold off the blocks."""
+        """Removes a sequence from the queues and releases its own hold on the blocks."""
         sequence = entry.sequence
         if sequence.id in self._running:
             self._running.remove(sequence.id)
@@ -331,8 +331,8 @@ class PrefillScheduler:
         """Checks the invariants.
 
         Raises:
-            InvariantError: a block is not held by exactly the sequences here that need it, a queue and the states
-                disagree, or a finished sequence is still here.
+            InvariantError: a block is not held by exactly the sequences that need it, a queue and the states disagree,
+                or a finished sequence was not removed.
         """
         self.blocks.check()
         self.cache.check()

@@ -1,8 +1,8 @@
-"""Executes hand-overs (`prefill.handover`): one coroutine per sequence, from just before its first chunk is computed to
-the last acknowledgement, over one link to each decode worker.
+"""Executes hand-overs (`prefill.handover`): one coroutine per sequence, from just before its first chunk is computed
+to the last acknowledgement, over one link to each decode worker.
 
-A chunk is announced, packed while the peer opens its receive, sent while the rest is packed; the next one computes
-meanwhile. When decode has acknowledged all KV, or nobody wants it any more, the pin on the blocks is dropped.
+A chunk is announced, packed while the peer opens its receive, and sent while the rest is packed; the next one computes
+meanwhile. When all KV is acknowledged, or the hand-over has failed or was aborted, the pin on the blocks is dropped.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ STAGING_WAIT_S = 30.0
 
 
 class SenderOwner(Protocol):
-    """What hand-overs need of their worker."""
+    """The callbacks into the worker that hand-overs need."""
 
     def parked(self, event: Parked) -> None: ...
 
     def handed_over(self, event: HandedOver, source: SequenceId) -> None: ...
 
     def hand_over_ended(self, sequence: SequenceId) -> None:
-        """Nobody reads the sequence's blocks any more."""
+        """The sequence's blocks are not read any more."""
         ...
 
     def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
-        """No other worker could do better (the KV is damaged here, or a bug of ours); `hand_over_ended` follows."""
+        """The hand-over failed for good: its KV is damaged, or there is a bug. `hand_over_ended` follows."""
         ...
 
     def failed(self, error: InvariantError) -> None:
-        """An invariant does not hold: the worker must end."""
+        """An invariant is violated: the worker must exit."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """The execution of one hand-over. `origin` names the sequence as it began; `sending` is its chunk under way and
-    `holds_edges` whether the link's edges are its own."""
+    """The execution of one hand-over. `origin` is the sequence id at its start, `sending` the task of its current
+    chunk, and `holds_edges` whether that task uses the link's edges and must run to its end."""
 
     over: HandOver
     origin: SequenceId
@@ -84,8 +84,8 @@ class _Run:
 
 
 class Sender:
-    """Complete state: the links by decode worker and incarnation, the hand-overs by the sequence they began as, and the
-    counters. `layout` is the whole model's."""
+    """Complete state: the links by decode worker and incarnation, the tasks that close lost links, the hand-overs by
+    the sequence id at their start, and the counters. `layout` is that of the whole model."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class Sender:
     # From the worker.
 
     def expect(self, request: GenerateRequest, targets: Sequence[Target]) -> None:
-        """A sequence will be handed over once it has blocks."""
+        """Registers a sequence that is handed over once it has blocks."""
         deadline_at = time.monotonic() + request.deadline_s
         over = HandOver(request, tuple(targets), deadline_at, self._limits, self.counters)
         self._runs[over.sequence] = _Run(over, over.sequence)
 
     def start(self, sequence: SequenceId, block_ids: tuple[int, ...]) -> None:
-        """The first chunk is about to compute: offer."""
+        """Starts the hand-over with an offer: the first chunk is about to be computed."""
         run = self._runs.get(sequence)
         if run is not None and run.task is None:
             run.task = asyncio.create_task(self._run(run, block_ids), name=f"hand-over {sequence}")
@@ -141,7 +141,7 @@ class Sender:
         first_logprob: TokenLogprob | None = None,
         cached_tokens: int = 0,
     ) -> None:
-        """KV of the first `computed` positions is complete at every rank that has computed `step`."""
+        """Records that KV of the first `computed` positions is complete on every rank that has computed `step`."""
         run = self._runs.get(sequence)
         if run is not None:
             run.over.advance(computed, first_token, step)
@@ -153,14 +153,14 @@ class Sender:
         return 0.0 if run is None else run.over.reserve_s
 
     def advance_layers(self, sequence: SequenceId, end: int, layers: int) -> None:
-        """KV of the first `layers` is complete up to position `end` as well: where this is the leader's alone."""
+        """Records that KV of the first `layers` layers is complete up to position `end`, too; on one rank only."""
         run = self._runs.get(sequence)
         if run is not None:
             run.over.first_layers = FirstLayers(end, layers)
             run.progress.set()
 
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
-        """Names new targets for parked KV. False when no parked KV of it is here."""
+        """Assigns new targets to parked KV. Returns False if the sequence has no parked KV here."""
         run = self._runs.get(self.find(sequence) or sequence)
         if run is None or run.over.stage is not Stage.PARKED:
             return False
@@ -169,12 +169,12 @@ class Sender:
         return True
 
     def current_id(self, sequence: SequenceId) -> SequenceId:
-        """The name under which a sequence is known now: `assign` may have raised its attempt."""
+        """Returns the sequence id under its current attempt, which `assign` may have raised."""
         run = self._runs.get(sequence)
         return sequence if run is None else run.over.sequence
 
     def find(self, sequence: SequenceId) -> SequenceId | None:
-        """The sequence a hand-over began as, whichever of its attempts is asked for."""
+        """Returns the id at the start of the hand-over whose id then or now is `sequence`; None if there is none."""
         if sequence in self._runs:
             return sequence
         return next((origin for origin, run in self._runs.items() if run.over.sequence == sequence), None)
@@ -187,8 +187,8 @@ class Sender:
         if run.task is not None:
             run.task.cancel()
         if run.sending is not None and not run.holds_edges:
-            run.sending.cancel()  # nothing is posted yet: others need not wait for it, nor its blocks for others
-        if not run.begun:  # a task cancelled before its first step never runs, not even its `finally`
+            run.sending.cancel()  # nothing is posted yet: frees the link and the blocks without a wait
+        if not run.begun:  # a task cancelled before it first runs never reaches its `finally`
             del self._runs[sequence]
             self._owner.hand_over_ended(sequence)
 
@@ -230,7 +230,7 @@ class Sender:
             if run.sending is not None and not run.sending.done():
                 if not run.holds_edges:
                     run.sending.cancel()
-                # No limit here, it would free blocks that are still read: each wait of a chunk has its own.
+                # No timeout here, which would free blocks that are still read: each wait within a chunk has its own.
                 await asyncio.wait({run.sending})
             del self._runs[run.origin]
             try:
@@ -274,11 +274,11 @@ class Sender:
         return run.over.answered(answer, link.wire, time.monotonic())
 
     async def _link(self, target: Target) -> Link:
-        """The link to a target, dialled once however many sequences ask."""
+        """Returns the link to a target; concurrent callers share one dial."""
         key = (target.worker_id, target.incarnation)
         for old, dialling in list(self._links.items()):
             if dialling.done() and (_failed(dialling) or dialling.result().lost is not None):
-                del self._links[old]  # before any await: another hand-over may ask meanwhile
+                del self._links[old]  # before any await: another hand-over may call this meanwhile
                 if not _failed(dialling):
                     self._closing.add(closing := asyncio.create_task(dialling.result().close(), name="link close"))
                     closing.add_done_callback(self._closing.discard)
@@ -299,16 +299,16 @@ class Sender:
     # One chunk.
 
     async def _send(self, run: _Run, link: Link, edges: Sequence[EdgePlan]) -> dict[EdgeKey, bool]:
-        """Sends the next chunk on `edges`; returns how it arrived. Raises HandoffError when that stays unknown."""
+        """Sends the next chunk on `edges`; returns which arrived intact. Raises HandoffError if not acknowledged."""
         index = run.over.num_chunks
         acks = {plan.key: link.expect_ack(run.over.sequence, index, plan.key) for plan in edges}
         try:
-            # Shielded: once posted, the peer waits for these bytes whatever becomes of the sequence.
+            # Shielded: once the receive is posted, the peer waits for these bytes even if the sequence is aborted.
             run.holds_edges = False
             run.sending = asyncio.create_task(self._when_computed(run, link, edges), name=f"chunk {index}")
-            run.sending.add_done_callback(seen)  # after an abort nobody may come to wait for it
+            run.sending.add_done_callback(seen)  # after an abort it may never be awaited
             await asyncio.shield(run.sending)
-            async with asyncio.timeout(self._edge_timeout_s):  # wait_for would lose an abort that comes with it
+            async with asyncio.timeout(self._edge_timeout_s):  # wait_for would lose a coinciding cancellation
                 intact = {key: (await ack).ok for key, ack in acks.items()}
         except TimeoutError:
             raise HandoffError(
@@ -322,8 +322,8 @@ class Sender:
         return intact
 
     async def _when_computed(self, run: _Run, link: Link, edges: Sequence[EdgePlan]) -> Span:
-        """Waits here, where a chunk that nobody is before is announced without another turn of the event loop. All that
-        is computed by the time the edges are ours goes in one chunk."""
+        """Sends all KV that is computed by the time the edges are free as one chunk. It waits for both within this
+        task, so that a chunk that need not wait is announced without another iteration of the event loop."""
         over = run.over
         while over.next_span() is None:
             run.progress.clear()
@@ -331,7 +331,7 @@ class Sender:
         async with link.edge_lock:
             run.holds_edges = True
             await link.open_edges(edges)
-            if over.abort_reason is not None:  # meanwhile, when nobody might cancel this
+            if over.abort_reason is not None:  # while this task could not be cancelled
                 raise HandoffError(f"{over.sequence} was ended: {over.abort_reason}")
             span = over.next_span()
             if span is None:
@@ -339,7 +339,7 @@ class Sender:
             needed = sum(link.wire.bytes_on(plan.key, span) for plan in edges)
             run.holds_edges = False
             async with self.staging.hold(needed, STAGING_WAIT_S):
-                run.holds_edges = True  # to the end, whatever becomes of the sequence
+                run.holds_edges = True  # to the end, even if the sequence is aborted
                 over.begin_span(span)
                 await self._send_on_edges(over, link, edges, span)
                 return span
@@ -351,7 +351,7 @@ class Sender:
         if len(edges) == 1:
             total = await self._send_on_edge(over, link, edges[0])
         else:
-            # Each to its end, whatever becomes of the others: what was posted is sent, or its edge torn down.
+            # Every edge is awaited even if another fails: a posted chunk is sent, or its edge is torn down.
             results = await asyncio.gather(
                 *(self._send_on_edge(over, link, plan) for plan in edges), return_exceptions=True
             )
@@ -362,29 +362,29 @@ class Sender:
         self._events.write("chunk_sent", **noted, bytes=total)
 
     async def _send_on_edge(self, over: HandOver, link: Link, plan: EdgePlan) -> int:
-        """The chunk on one edge; returns its bytes."""
+        """Sends the chunk on one edge; returns its size in bytes."""
         end = link.ends[plan.key]
         chunk = over.chunk(plan, end.generation)
         begun = asyncio.Event()
 
         async def send(posted: Coroutine[Any, Any, Posted]) -> None:
             await posted
-            await begun.wait()  # ended by the packing, or below where it fails
+            await begun.wait()  # set once packing begins; if that fails, cancelled below
             await end.send()
 
         packing = sending = None
         try:
-            # Written before packing begins, which keeps the core busy: the peer's answer takes longest.
+            # Announced before packing begins, which occupies the core: the peer's reply takes longest.
             posted = await link.announce(chunk, self._edge_timeout_s)
             sending = asyncio.create_task(send(posted), name=f"send {chunk.index}")
             part = part_of(chunk, plan, over.block_ids)
             packing = asyncio.create_task(end.fill(part, over.step, begun.set), name=f"pack {chunk.index}")
             await asyncio.wait({packing, sending}, return_when=asyncio.FIRST_EXCEPTION)
-            await packing  # to its end, even where the peer refuses meanwhile
+            await packing  # until it ends, even if the peer refuses meanwhile
             await sending
         except BaseException as e:
             if not (isinstance(e, HandoffError) and e.code == "peer_aborted"):
-                end.abort(str(e) or type(e).__name__)  # it may have posted: its receive must not wait for ever
+                end.abort(str(e) or type(e).__name__)  # the peer may have posted a receive, which must not wait forever
             end.drop()
             raise
         finally:

@@ -27,11 +27,11 @@ from baton.transfer.staging_room import StagingRoom
 from prefill.scheduler import PrefillScheduler
 from prefill.sender import Sender
 
-MIN_CHUNK_TOKENS = 512  # behind a busy edge, chunks smaller than this are sent together
+MIN_CHUNK_TOKENS = 512  # while the edges are busy, chunks are merged up to this size, or step_tokens if larger
 
 
 class PrefillWorker:
-    """Complete state: the scheduler and the hand-overs; the rest is the main loop's."""
+    """Complete state: the scheduler, the hand-overs, the outstanding plan; all else belongs to the main loop."""
 
     def __init__(
         self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...], make_end: MakeEnd
@@ -68,25 +68,25 @@ class PrefillWorker:
         self._plan: StepPlan | None = None
 
     async def run(self) -> None:
-        """Serves until drained; raises as WorkerLoop.run does."""
+        """Serves until drained; raises what WorkerLoop.run raises."""
         loop = asyncio.get_running_loop()
 
         def notify(step_id: int, layers: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for it any more
                 loop.call_soon_threadsafe(self.layers_computed, step_id, layers)
 
         self._runner.tell_first_layers(self.layers_wanted, notify)
         await self.main_loop.run()
 
     def layers_wanted(self, plan: StepPlan) -> int:
-        """How many layers are reported before the step is done: what can be sent while it is computed. On any
-        thread."""
+        """Returns how many layers to report before the step is done, because they can be sent while it computes. Runs
+        on any thread."""
         layers = [layer.bytes_per_token for layer in self.scheduler.layout.layers]
         last = [len(row.tokens) for row in plan.rows if _sends_layers(row)]
         return max((early_layers([n * size for size in layers], self._section_bytes) for n in last), default=0)
 
     def layers_computed(self, step_id: int, layers: int) -> None:
-        """The first layers of the step that is out have written their KV."""
+        """Called when the first `layers` layers of the outstanding step have written their KV."""
         plan = self._plan
         if plan is None or plan.step_id != step_id:
             return
@@ -94,7 +94,7 @@ class PrefillWorker:
             if _sends_layers(row):
                 self.outgoing.advance_layers(row.sequence_id, row.end, layers)
 
-    # What the main loop asks for.
+    # Called by the main loop.
 
     def join(self, run_id: str) -> Join:
         self.scheduler.cache.restart_events()
@@ -137,7 +137,7 @@ class PrefillWorker:
             for row in plan.rows:
                 if self.scheduler.hands_over(row.sequence_id):
                     self.outgoing.start(row.sequence_id, row.block_ids)
-                    # What is cached can be sent already.
+                    # Cached KV can be sent now.
                     self.outgoing.advance(row.sequence_id, row.start, None, plan.step_id - 1)
                 self.events.write("chunk_begin", sequence=row.sequence_id, start=row.start, end=row.end)
         return plan
@@ -154,7 +154,7 @@ class PrefillWorker:
             if p.first_token is not None:
                 logprobs = () if p.first_logprob is None else (p.first_logprob,)
                 first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
-                stamps = None  # or in what says that it has ended
+                stamps = None  # if it has ended, its SequenceEnded has them
                 if p.sequence_id not in ended:
                     own, reserve_s = self.scheduler.stamps(p.sequence_id), self.outgoing.reserve_s(p.sequence_id)
                     stamps = replace(own, reserve_s=reserve_s)
@@ -218,7 +218,7 @@ class PrefillWorker:
             self.outgoing.expect(request, command.targets)
 
     def _may_hand_over(self, sequence: SequenceId, targets: tuple[Target, ...]) -> bool:
-        """Checks the handles of the targets; a bad one ends the sequence here and is counted."""
+        """Verifies the handles of the targets; an invalid one is counted, and the sequence is reported as ended."""
         try:
             for target in targets:
                 verify(
@@ -252,7 +252,7 @@ class PrefillWorker:
             self.facts.quantize,
         )
 
-    # What the hand-overs report.
+    # Called by the hand-overs.
 
     def parked(self, event: Parked) -> None:
         self.events.write("parked", sequence=event.sequence, reason=event.reason)
@@ -278,6 +278,6 @@ class PrefillWorker:
 
 
 def _sends_layers(row: Row) -> bool:
-    """Whether the first layers of a row go out while the others are computed: never where its last token may have to be
-    computed again, because a mask of its grammar was late."""
+    """Whether the first layers of a row are sent while the others compute. Never with a grammar: if its mask is late,
+    the row's last token has to be computed again."""
     return row.num_sampled > 0 and not row.sampling.grammar

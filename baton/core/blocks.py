@@ -1,12 +1,12 @@
-"""Who holds which KV block. A block is free, receiving (exclusive), or held by sequences, send pins and the cache.
+"""The holders of KV blocks. A block is free, receiving (exclusive), or held by sequences, send pins and the cache.
 
-A block in flight goes back to free only when its transfer has ended or its edge is gone: that is what a holder of kind
-`send` or `receiving` stands for. Every reuse raises the block's generation, so a late message about an earlier use can
-be distinguished from the present one. `check()` proves that invariants hold; `check_idle()` proves of a pool without
-sequences that all of it is free, from totals, at the same cost whatever the number of blocks.
+A block with a transfer in flight becomes free only when its transfer has ended or its edge is closed: holders of kind
+`send` and `receiving` represent such transfers. Every reuse raises the block's generation, so that a late message about
+an earlier use can be distinguished from the current one. `check()` verifies the invariants block by block;
+`check_idle()` verifies from totals, in constant time, that all blocks of a pool without sequences are free.
 
-A block that only the cache holds is idle: it counts as free, and is taken when no block is free outright, the one that
-was longest idle first. `on_evict` is called for each one taken like that, before its new holder does.
+A block that only the cache holds is idle: it counts as free, and is evicted when no other block is free, longest idle
+first. `on_evict` is called for each evicted block before the block gets its new holder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Holder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """`free` includes cached blocks that nothing else refers to."""
+    """`free` includes the blocks that only the cache holds."""
 
     total: int
     free: int
@@ -66,11 +66,11 @@ class BlockTable:
         return len(self._idle)
 
     def num_free_besides(self, shared: Iterable[int]) -> int:
-        """Blocks that can be allocated once `shared`, cached blocks, are held."""
+        """Returns how many blocks can be allocated once `shared`, which are cached blocks, are held."""
         return self.num_free - sum(block in self._idle for block in shared)
 
     def num_free_without(self, holders: Collection[Holder], blocks: Iterable[int]) -> int:
-        """Blocks that could be allocated if `holders` let go of `blocks`: not those that others hold too."""
+        """Returns how many blocks could be allocated if `holders` released `blocks`; shared ones stay held."""
         held = [self._holders[block] for block in set(blocks) if block not in self._idle]
         gone = sum(bool(theirs) and all(h.kind == "cache" or h in holders for h in theirs) for theirs in held)
         return self.num_free + gone
@@ -81,8 +81,8 @@ class BlockTable:
         return BlockCounts(self.num_blocks, self.num_free, receiving, pinned)
 
     def allocate(self, count: int, holder: Holder) -> tuple[int, ...] | None:
-        """Takes `count` free blocks for `holder` and raises their generation, or takes none and returns None. Idle
-        ones are evicted when there are not enough others."""
+        """Allocates `count` free blocks to `holder` and raises their generation, or allocates none and returns None.
+        Idle blocks are evicted when too few others are free."""
         if count > self.num_free:
             return None
         while len(self._free) < count:
@@ -102,8 +102,8 @@ class BlockTable:
         """Adds a holder to blocks that are already held.
 
         Raises:
-            InvariantError: a block is free, or receiving, or held by `holder` already, or `holder` is to receive into a
-                block that others hold. Nothing has changed then.
+            InvariantError: a block is free, receiving or already held by `holder`, or `holder` is to receive into a
+                block that has other holders. Nothing has changed then.
         """
         blocks = self._distinct(blocks)
         for block in blocks:
@@ -120,11 +120,11 @@ class BlockTable:
         self._count(holder, len(blocks))
 
     def convert(self, blocks: Iterable[int], old: Holder, new: Holder) -> None:
-        """Replaces one holder by another, as when receiving has ended and the sequence takes the blocks over.
+        """Replaces one holder by another, for example when receiving has ended and the sequence takes over the blocks.
 
         Raises:
-            InvariantError: `old` does not hold a block, `new` already does, or is to receive into a block that others
-                hold. Nothing has changed then.
+            InvariantError: `old` does not hold a block, `new` already does, or `new` is to receive into a block that
+                has other holders. Nothing has changed then.
         """
         blocks = self._distinct(blocks)
         for block in blocks:
@@ -143,12 +143,12 @@ class BlockTable:
         self._count(new, len(blocks))
 
     def release(self, blocks: Iterable[int], holder: Holder) -> int:
-        """Takes `holder` off the blocks; those nobody but the cache holds any more become free. Returns how many can be
-        allocated that could not before. Of cached blocks the later ones count as longer idle: a prefix is of use
-        without its continuation, and not the other way round.
+        """Removes `holder` from the blocks; blocks that no holder but the cache keeps become free. Returns how many
+        more blocks can be allocated than before. Of the cached blocks, later ones count as longer idle and are evicted
+        first: a prefix is useful without its continuation, but not the reverse.
 
         Raises:
-            InvariantError: the holder does not hold one of them (a double free). Nothing has changed then.
+            InvariantError: the holder does not hold a block (a double free). Nothing has changed then.
         """
         blocks = self._distinct(blocks)
         for block in blocks:
@@ -171,7 +171,7 @@ class BlockTable:
                 self._num_held.pop(holder, None)
 
     def _update_free(self, block: int) -> None:
-        """Puts a block among the idle ones, last, or takes it out, after its holders changed."""
+        """Appends a block to the idle list, or removes it, after its holders changed."""
         if _only_cached(self._holders[block]):
             self._idle.setdefault(block)
         else:
@@ -193,12 +193,12 @@ class BlockTable:
         return tuple(b for b, holders in enumerate(self._holders) if holder in holders)
 
     def check_idle(self) -> None:
-        """Checks a pool that no sequence uses: nobody but the cache holds a block, and every block is free. From
-        totals, in constant time; that these are those of the blocks is for `check`.
+        """Checks a pool that no sequence uses: no holder but the cache keeps a block, and every block is free. Uses
+        totals, in constant time; `check` verifies that the totals match the blocks.
 
         Raises:
-            InvariantError: somebody still holds blocks (a leak; the message names them), or the free blocks are not as
-                many as there are blocks.
+            InvariantError: a holder still has blocks (a leak; the message names the holder), or the number of free
+                blocks is not the number of blocks.
         """
         if self._num_held:
             raise InvariantError(f"no sequence is left, and blocks are still held: {self._num_held}")
@@ -226,10 +226,10 @@ class BlockTable:
                 raise InvariantError(f"block {block} is held by {sorted(holders)} and idle={block in self._idle}")
 
     def check_held(self, expected: set[tuple[int, Holder]]) -> None:
-        """Proves that the holders, apart from the cache, are exactly `expected`.
+        """Checks that the holders, apart from the cache, are exactly `expected`.
 
         Raises:
-            InvariantError: a block is held by somebody else, or not held by whom it should be.
+            InvariantError: a block has an unexpected holder, or lacks an expected one.
         """
         held = {(b, holder) for b, holders in enumerate(self._holders) for holder in holders if holder.kind != "cache"}
         if held != expected:
@@ -243,7 +243,7 @@ def _being_received(holders: set[Holder]) -> bool:
 
 
 def _only_cached(holders: set[Holder]) -> bool:
-    """A plain loop: for a long sequence that arrives this is asked of hundreds of blocks before its first step."""
+    """A plain loop, for speed: it checks hundreds of blocks before the first step of a long sequence."""
     for holder in holders:
         if holder.kind != "cache":
             return False

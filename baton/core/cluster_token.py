@@ -1,6 +1,6 @@
-"""The cluster token: what whoever listens off loopback asks of whoever dials it.
+"""The cluster token: a secret that a process listening off loopback requires from every process that dials it.
 
-It goes into the first message of a session or link, and appears nowhere else: in no argument, log line or error.
+It is sent in the first message of a session or link and in drain requests, and never in arguments, logs or errors.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ FLAG = "--cluster-token-file"
 
 
 def check_token(expected: str, presented: str, who: str) -> None:
-    """Compares in a time that says nothing about either. Without an expected token any will do.
+    """Compares the tokens in constant time. Without an expected token any token is accepted.
 
     Raises:
-        JoinRefused: `token` is missing or another one.
+        JoinRefused: `presented` is empty or differs from `expected`.
     """
     digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (expected, presented)]
     if expected and not hmac.compare_digest(*digests):
@@ -27,17 +27,17 @@ def check_token(expected: str, presented: str, who: str) -> None:
 
 
 def check_listening(flag: str, host: str, token: str) -> None:
-    """Nobody listens to the cluster's own traffic off loopback without a token.
+    """Requires a token if the cluster's own traffic is served off loopback.
 
     Raises:
-        StartupError: names both flags.
+        StartupError: there is no token; the message names both flags.
     """
     if not token and not on_loopback(host):
         raise StartupError(f"{flag} {host} is not a loopback address: a cluster token is required, set {FLAG}")
 
 
 def on_loopback(host: str) -> bool:
-    """Whether a listening address is reached from this machine only. A name other than localhost may be anything."""
+    """Returns whether a listening address is only reachable from this machine. Of names, only localhost counts."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What coordinator and worker say to each other besides events: joining, commands, facts that must agree."""
+"""Messages between coordinator and workers besides events: joining, commands, facts that must agree."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
 
 PROTOCOL_VERSION = 8
-"""To be raised when anything on the wire changes: proto/, or what edges send (tests/rpc/test_wire_version.py)."""
+"""Must be raised when anything on the wire changes: proto/, or what edges send (tests/rpc/test_wire_version.py)."""
 Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What all workers of a cluster must have in common; `tensor_parallel` may differ, and block sizes where one
+    """Facts that must be equal at all workers of a cluster; `tensor_parallel` may differ, and so may block sizes if one
     divides the other."""
 
     model_digest: str
@@ -33,8 +33,8 @@ class WorkerFacts:
     protocol_version: int = PROTOCOL_VERSION
 
     def first_difference(self, other: WorkerFacts) -> str | None:
-        """The first field in which two workers differ, with both values, or None. Protocol first: other fields of
-        another version may not mean what they seem to."""
+        """Returns the first field in which two workers differ, with both values, or None. The protocol version comes
+        first: in another version the meaning of other fields may differ."""
         apart = ("protocol_version", "tensor_parallel", "layout")
         for name in ("protocol_version", *(f.name for f in fields(self) if f.name not in apart)):
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -46,13 +46,13 @@ class WorkerFacts:
 
 
 def short_digest(digest: str) -> str:
-    """As much of it as people compare."""
+    """Returns the part of a digest that messages show."""
     return digest[:12]
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker presents itself. `pids` has one entry per rank; `run_id` is empty at its first join."""
+    """From a worker: it joins. `pids` has one entry per rank; `run_id` is empty at its first join."""
 
     worker_id: str
     role: Role
@@ -70,7 +70,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """`here`: as far as the coordinator knows, the worker has it; else it may still be on its way to it."""
+    """`here`: the coordinator assumes that the worker has the sequence; else it may be in transit to the worker."""
 
     sequence: SequenceId
     next_index: int
@@ -89,7 +89,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A decode worker that may take the KV, and the right to give it to it."""
+    """A decode worker that may receive the KV, and the handle that allows sending it there."""
 
     worker_id: str
     incarnation: int
@@ -99,7 +99,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the prompt and hand its KV to the first target that accepts."""
+    """Compute the prompt and hand its KV over to the first target that accepts."""
 
     request: GenerateRequest
     targets: tuple[Target, ...] = ()
@@ -107,7 +107,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """New targets for parked KV, under the attempt that counts from now on."""
+    """New targets for parked KV, under the attempt that is valid from now on."""
 
     sequence: SequenceId
     targets: tuple[Target, ...]
@@ -116,7 +116,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """End a sequence; refuse it for `tombstone_s` seconds if it is not known (the abort overtook the offer)."""
+    """End a sequence; if it is unknown (the abort overtook the offer), refuse it for `tombstone_s` seconds."""
 
     sequence: SequenceId
     reason: str
@@ -125,28 +125,28 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The coordinator has everything of these sequences."""
+    """The coordinator has received everything about these sequences."""
 
     sequences: tuple[SequenceId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """No new work; what is here finishes within `timeout_s` or is given back; then the worker leaves."""
+    """Accept no new work, finish what is running within `timeout_s` or give it back, then leave."""
 
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """From the worker: somebody asked it to end, and it drains from now on."""
+    """From a worker: it was asked to end, and drains from now on."""
 
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """From the worker: it has left. What is still followed there is given back."""
+    """From a worker: it has left. The sequences that the coordinator still tracks there are given back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """One config model: file < environment < flags. Units are in the names; an unknown key or flag is an error that names
-the nearest known one; of the environment only known names are read.
+the nearest known one; unknown environment variables are ignored.
 
-Each process has one frozen dataclass. Its fields are the whole surface: the command line, the environment names
-(`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata `help` is
-the text that `--help` prints; `choices`, `low`, `high`, `dialled` and `model_name` are checked here, whatever the
-source.
+Each process has one frozen dataclass. Its fields define the whole interface: the command line, the environment
+variables (`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata
+`help` is the text that `--help` prints; `choices`, `low`, `high`, `dialled` and `model_name` are checked here, for
+every source.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def option(
     dialled: bool = False,
     model_name: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command-line option. What is `dialled` is a HOST:PORT; a `model_name` is what
-    clients call the model by, or empty. `low` and `high` hold for each entry of a list."""
+    """Returns a dataclass field that is also a command-line option. A `dialled` option is a HOST:PORT; a `model_name`
+    is the name that clients use for the model, or empty. `low` and `high` apply to each entry of a list."""
     metadata = {"help": help, "choices": choices, "low": low, "high": high}
     return field(default=default, metadata={**metadata, "dialled": dialled, "model_name": model_name})
 
 
-# Options that several processes have stand in one class, which each of them extends: one that is added there is an
-# option of the worker or the coordinator, of `baton up`, and a key of a topology.
+# Options that several processes share are fields of one base class, which each of them extends: a field added there is
+# an option of the worker or the coordinator, of `baton up`, and a key of a topology.
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,9 @@ class CoordinatorConfig(CoordinatorOptions):
 def resolve(
     cls: type[Config], *, file: Mapping[str, object], env: Mapping[str, str], flags: Mapping[str, object]
 ) -> Config:
-    """The config from its three sources, the later ones winning.
+    """Returns the config from its three sources; later sources take precedence.
 
-    `file` holds TOML values, `env` the whole environment (only `BATON_*` is read), `flags` what the command line set.
+    `file` holds TOML values, `env` the environment (only the fields' `BATON_*` are read), `flags` the command line's.
 
     Raises:
         StartupError: an unknown key (with the nearest name), a value of the wrong type or out of its range.
@@ -213,7 +213,7 @@ def resolve(
 
 
 def from_table(cls: type[Config], table: Mapping[str, object], where: str, without: Collection[str] = ()) -> Config:
-    """The config that one table of a TOML file says; `where` names the table, `without` fields that are not its to set.
+    """Returns the config from a TOML table, which `where` names in errors; `without` names fields that it may not set.
 
     Raises:
         StartupError: an unknown or a missing key, a value of the wrong type or out of its range.
@@ -230,7 +230,7 @@ def from_table(cls: type[Config], table: Mapping[str, object], where: str, witho
 
 
 def differences(config: object) -> dict[str, object]:
-    """The fields of `config` that are not at their defaults."""
+    """Returns the fields of `config` that are not at their defaults, or have none."""
     changed: dict[str, object] = {}
     for f in fields(config):  # type: ignore[arg-type]
         value = getattr(config, f.name)
@@ -240,7 +240,7 @@ def differences(config: object) -> dict[str, object]:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when no known name is near."""
+    """Returns `; did you mean 'x'?`, or an empty string when no known name is close."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -296,8 +296,8 @@ def _check_range(f: Field[Any], value: object, where: str) -> None:
 
 
 def _shown(value: object) -> str:
-    """A refused value, cut where it is long. Dotted keys nest deeper than Python prints, and so are hexadecimal numbers
-    longer."""
+    """Returns a rejected value as text, truncated if it is long. `repr` fails for deeply nested dotted keys and for
+    very long hexadecimal numbers."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):

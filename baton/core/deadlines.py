@@ -1,5 +1,5 @@
-"""Until when a sequence may run, and until when one is refused whose abort overtook its offer or command. Both are
-instants of this worker's monotonic clock."""
+"""Deadlines of sequences, and tombstones, which refuse a sequence whose abort overtook its offer or command. All times
+are instants of this worker's monotonic clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.core.request import SequenceId
 
 
 class Deadlines:
-    """Complete state: `_at` per sequence, and `_heap` over it (entries of forgotten sequences are skipped)."""
+    """Complete state: `_at` per sequence, and `_heap` over it (entries of removed sequences are skipped)."""
 
     def __init__(self) -> None:
         self._at: dict[SequenceId, float] = {}
@@ -39,8 +39,8 @@ class Deadlines:
 
 
 class Tombstones:
-    """Sequences that are refused until their deadline has passed. Complete state: `_until`, bounded by expiry and
-    `limit`; the oldest goes first."""
+    """Sequences that are refused until a given time. Complete state: `_until`, bounded by expiry and `limit`: beyond
+    it, the oldest entry is dropped."""
 
     def __init__(self, limit: int = 65536) -> None:
         self._limit = limit

@@ -1,5 +1,5 @@
-"""The backends that move the bytes of a worker's edges: the only place that names them all. The options, the plan of a
-cluster and the workers read it. Free of torch; baton.transfer.edge_kinds loads what is chosen."""
+"""The backends that move the bytes of a worker's edges: the only list of them, read by the options, the plan of a
+cluster and the workers. Free of torch; baton.transfer.edge_kinds loads the chosen backend."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EdgeKind:
-    """`edge` names the class of one end, as module:name (see baton.transfer.edge.Edge). `beside_kv`: packed and
-    received KV lies where the blocks are, not in host memory; `allocate` names what gives buffers for it,
-    (bytes, device) -> Tensor. `needs_gpu`: it moves device memory alone; `one_host`: never between hosts. To connect
-    takes at most `connect_s`, or the limit of an operation if that is longer."""
+    """`edge` names the class of one end, as module:name (see baton.transfer.edge.Edge). `beside_kv`: staging buffers
+    are on the device of the blocks, not in host memory; `allocate` names the function that allocates them, (bytes,
+    device) -> Tensor. `needs_gpu`: it only moves device memory; `one_host`: it only works within a host. Connecting
+    takes at most `connect_s`, or the time limit of an operation if that is longer."""
 
     edge: str
     beside_kv: bool

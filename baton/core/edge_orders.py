@@ -1,9 +1,9 @@
-"""What the leader of a worker orders from the ends of edges at its followers, and what they report.
+"""Orders from the leader of a worker to the ends of edges at its followers, and the followers' reports.
 
-An end is named by `edge`, a number never used again. Every order but AbortEdge and DropEdge carries the number `order`
-and is answered by one EdgeDone with it; a FillEdge and a TakeEdge by one EdgeBegun before. Orders for one end follow
-each other: the leader waits for the answer to one before it gives the next, except that AbortEdge may come at any time,
-and a SendEdge once a FillEdge has begun.
+An end is identified by `edge`, a number that is never reused. Every order except AbortEdge and DropEdge carries the
+number `order` and is answered by one EdgeDone with it; for FillEdge and TakeEdge one EdgeBegun may come before. Orders
+for one end are sequential: the leader waits for the answer to an order before it sends the next, but it may send
+SendEdge once FillEdge has begun, and AbortEdge and DropEdge at any time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from baton.core.reshard import EdgePlan
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one edge carries of tokens [start_token, end_token) of a sequence whose KV lies in `block_ids`: `num_bytes`,
-    in sections with a checksum over `identity`, their layers and their bytes. Its layers are [first_layer, last_layer)
-    of those that the edge carries, counted from 0; without a `last_layer` to the end."""
+    """What one edge carries of tokens [start_token, end_token) of a sequence whose KV is in `block_ids`: `num_bytes`,
+    in sections, each with a checksum over `identity`, its layers and its bytes. The part has layers [first_layer,
+    last_layer) of those that the edge carries, counted from 0; without `last_layer`, all from `first_layer` on."""
 
     block_ids: tuple[int, ...]
     start_token: int
@@ -30,14 +30,14 @@ class Part:
 
 
 def part_of(chunk: Chunk, plan: EdgePlan, block_ids: tuple[int, ...]) -> Part:
-    """What the edge of `plan` carries of a chunk, from or into `block_ids`."""
+    """Returns the part of a chunk that the edge of `plan` carries, from or into `block_ids`."""
     slices = plan.slices_of(chunk.start_layer, chunk.end_layer)
     return Part(block_ids, chunk.start_token, chunk.end_token, chunk.num_bytes, chunk_identity(chunk), *slices)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEdge:
-    """Make the end of one edge and meet the peer at the decode worker's store; the fields are those of `EdgeSpec`."""
+    """Create one end of an edge and connect it to the peer at the decode worker's store; fields as in `EdgeSpec`."""
 
     order: int
     edge: int
@@ -63,7 +63,7 @@ class FillEdge:
 
 @dataclass(frozen=True, slots=True)
 class SendEdge:
-    """Send what was packed last, or is being packed."""
+    """Send the part that was packed last, or is being packed."""
 
     order: int
     edge: int
@@ -71,15 +71,15 @@ class SendEdge:
 
 @dataclass(frozen=True, slots=True)
 class DropEdge:
-    """What was packed last will not be sent. Has no answer."""
+    """Discard the part that was packed last, without sending it. Has no answer."""
 
     edge: int
 
 
 @dataclass(frozen=True, slots=True)
 class TakeEdge:
-    """Receive the part and store what matches its checksums: the answer's value is 1 where all did, else 0. Once it is
-    answered nothing is written any more, whatever the answer."""
+    """Receive the part and store each section that matches its checksum: the answer's value is 1 if all did, else 0.
+    After the answer nothing is written, whatever its value or error."""
 
     order: int
     edge: int
@@ -88,7 +88,7 @@ class TakeEdge:
 
 @dataclass(frozen=True, slots=True)
 class AbortEdge:
-    """The end is given up; what is ordered from it fails soon. Has no answer of its own."""
+    """Abort the end; its outstanding orders fail soon. Has no answer of its own."""
 
     edge: int
     reason: str
@@ -96,7 +96,7 @@ class AbortEdge:
 
 @dataclass(frozen=True, slots=True)
 class CloseEdge:
-    """End it in order; the answer's value is 1 when its thread has ended."""
+    """Close the end in order; the answer's value is 1 when its thread has ended."""
 
     order: int
     edge: int
@@ -105,14 +105,14 @@ class CloseEdge:
 
 @dataclass(frozen=True, slots=True)
 class EdgeBegun:
-    """The receive of this TakeEdge is open to the peer, or what this FillEdge packs may be sent."""
+    """The receive of this TakeEdge is posted, or the part of this FillEdge may be sent."""
 
     order: int
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeDone:
-    """`error` is empty when it went well; `dead` says whether the end is of no further use."""
+    """`error` is empty on success; `dead` says whether the end can no longer be used."""
 
     order: int
     value: int = 0

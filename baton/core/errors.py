@@ -1,4 +1,4 @@
-"""The error tree. Every error a client can meet is one of these; `baton.rpc.status` maps them to HTTP and gRPC.
+"""The error tree. Every error that a client can get is one of these; `baton.rpc.status` maps them to HTTP and gRPC.
 
 BatonError
   InvalidRequest          bad field; names it                    (400, INVALID_ARGUMENT)
@@ -8,17 +8,17 @@ BatonError
   DuplicateRequest        the id is in flight                    (409, ALREADY_EXISTS)
   QuotaExceeded           a tenant's own limit                   (429, RESOURCE_EXHAUSTED)
   Unavailable             no worker, full, draining              (503, UNAVAILABLE)
-    WorkerLost            the worker that held it died
-  HandoffError            KV could not change hands              (503, UNAVAILABLE)
+    WorkerLost            the worker that ran it is lost
+  HandoffError            KV could not be handed over            (503, UNAVAILABLE)
     LayoutMismatch        the two ends differ in a named field
     StaleHandle           forged, expired or replayed handle
   KVCorrupt               a checksum did not match               (500, DATA_LOSS)
   DeadlineExceeded        names the stage                        (504, DEADLINE_EXCEEDED)
-  Cancelled               the client left                        (499, CANCELLED)
+  Cancelled               the client disconnected                (499, CANCELLED)
   JoinRefused             a worker does not fit the cluster      (-, FAILED_PRECONDITION)
   StartupError            one plain line, exit code not 0        (-, -)
-  RankLost                a rank of this worker is gone          (-, -)
-  InvariantError          our bug: an invariant does not hold      (500, INTERNAL)
+  RankLost                a rank of this worker is lost          (-, -)
+  InvariantError          a bug: an invariant is violated        (500, INTERNAL)
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class InvariantError(BatonError):
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The first error inside the groups that task groups make."""
+    """Returns the first error inside the exception groups that task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -11,7 +11,7 @@ from baton.core.request import SequenceId, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class StageStamps:
-    """Seconds a sequence spent in each stage of one worker; 0 where the stage did not happen there."""
+    """Seconds that a sequence spent in each stage on one worker; 0 if the stage did not happen there."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -24,14 +24,14 @@ class StageStamps:
         return StageStamps(*map(add, astuple(self), astuple(other)))
 
     def largest(self, other: StageStamps) -> StageStamps:
-        """The larger value of each stage."""
+        """Returns the larger value of each stage."""
         return StageStamps(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounters:
-    """Steps that verified draft tokens, the tokens drafted for them, and those that were right: each saved a step.
-    `forced` in a benchmark that decides itself which draft tokens are right: then the output is not real."""
+    """Steps that verified draft tokens, the tokens drafted for them, and the accepted ones, each of which saved a step.
+    `forced`: a benchmark decided which draft tokens count as accepted, so the output is not real."""
 
     steps: int = 0
     drafted_tokens: int = 0
@@ -39,11 +39,11 @@ class SpeculationCounters:
     forced: bool = False
 
     def plus(self, drafted: int, accepted: int, *, forced: bool = False) -> SpeculationCounters:
-        """With one more step that verified `drafted` tokens."""
+        """Returns the counters with one more step, which verified `drafted` tokens."""
         return self + SpeculationCounters(1, drafted, accepted, forced)
 
     def __add__(self, other: SpeculationCounters) -> SpeculationCounters:
-        """Of two sequences together."""
+        """Returns the totals of two sequences."""
         return SpeculationCounters(
             self.steps + other.steps,
             self.drafted_tokens + other.drafted_tokens,
@@ -53,12 +53,12 @@ class SpeculationCounters:
 
 
 class TokenEvent(NamedTuple):
-    """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability where the request asks for them.
+    """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability if the request asks for them.
 
-    Three come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
-    prompt token i + 1; the first has none), `stamps` of the stages so far (a short answer may be complete before the
-    hand-over is reported), and `cached_tokens`, how many tokens before it were not computed. Decode says the last too:
-    its event may arrive first. `speculation` is the sequence's so far, where something was drafted for it."""
+    Three fields come with the first token that a prefill worker samples: `prompt_logprobs`, if requested (entry i is
+    that of prompt token i + 1; the first has none), `stamps` of the stages so far (a short output may end before the
+    hand-over is reported), and `cached_tokens`, how many tokens before it were not computed. Decode reports the latter
+    too: its event may arrive first. `speculation` is the sequence's so far, if tokens were drafted for it."""
 
     sequence: SequenceId
     first_index: int
@@ -88,7 +88,7 @@ def grammar_failed(sequence: SequenceId, why: str, stamps: StageStamps) -> Seque
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """No target took the KV; it waits at the prefill worker for others to be named."""
+    """No target accepted the KV; it waits at the prefill worker until new targets are assigned."""
 
     sequence: SequenceId
     reason: str
@@ -106,11 +106,11 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Counters and gauges of a worker. A cached block that nothing refers to counts as free. `prompt_tokens_cached`
-    were not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, since they were there.
-    `preempted` sequences wait for blocks to go on; `preemptions` counts how often that was. `steps_ahead`
-    were planned before the tokens of the step before were known, `rows_discarded` computed in vain. Of
-    `chunks_early` the first layers were sent while others were computed. `step_s` were spent in all `steps`."""
+    """Counters and gauges of a worker. A block that only the cache holds counts as free. `prompt_tokens_cached` were
+    not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, because they were cached there.
+    `preempted` sequences wait for blocks; `preemptions` counts all preemptions. `steps_ahead` were planned before the
+    tokens of the previous step were known, `rows_discarded` computed in vain. `chunks_early` counts chunks of first
+    layers, sent while the others were computed. `step_s` is the time spent in all `steps`."""
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -141,8 +141,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """All GPUs that a worker has on its leader's node: memory as the driver counts it, of every process, and the mean
-    share (0 to 1) of the driver's last interval in which a kernel ran."""
+    """All GPUs of a worker on its leader's node: memory of all processes, as the driver counts it, and the mean share
+    (0 to 1) of the driver's last interval in which a kernel ran."""
 
     memory_used_bytes: int
     memory_total_bytes: int
@@ -151,8 +151,8 @@ class GpuUsage:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheEvents:
-    """Hints (the first bytes of keys, `baton.core.prefix_keys`) of full blocks that became or stopped being reusable
-    at a worker. `cleared`: what was reported before does not count any more."""
+    """Hints (the first bytes of keys, `baton.core.prefix_keys`) of full blocks that became or stopped being reusable at
+    a worker. `cleared`: hints reported before are no longer valid."""
 
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()

@@ -1,8 +1,8 @@
 """Handles: the signed right to one sequence's KV. Signed by the coordinator, checked at both ends of a hand-over.
 
-A handle binds the sequence (so the attempt), both workers with their incarnations, a nonce and when it expires. That is
-a time of the run's clock, the coordinator's: a worker receives it as it joins and counts on by its own, so it is
-never ahead, and the clocks of hosts are never compared.
+A handle binds the sequence (including its attempt), both workers with their incarnations, a nonce and its expiry. The
+expiry is a time of the coordinator's clock: a worker receives that clock's time when it joins and advances it by its
+own clock, so a worker's copy is never ahead, and clocks of different hosts are never compared.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def verify(
     now_ms: float,
     source_incarnation: int,
 ) -> None:
-    """Checks that `handle` gives this incarnation of `source` the right to hand `sequence` to this one of
+    """Checks that `handle` allows this incarnation of `source` to hand `sequence` over to this incarnation of
     `destination`: a restarted source cannot use old handles.
 
     Raises:
@@ -90,8 +90,8 @@ def verify(
 
 
 class SpentHandles:
-    """Handles give their right once. Complete state: `_until`, signature -> when the handle expires; from then on
-    `verify` refuses it."""
+    """Makes each handle valid once. Complete state: `_until`, signature -> expiry of the handle, after which `verify`
+    refuses it."""
 
     def __init__(self) -> None:
         self._until: dict[bytes, int] = {}
@@ -101,7 +101,7 @@ class SpentHandles:
         return len(self._until)
 
     def spend(self, handle: Handle, now_ms: float) -> None:
-        """Takes note of a verified handle.
+        """Records the use of a verified handle.
 
         Raises:
             StaleHandle: it was used before.

@@ -1,11 +1,11 @@
-"""What a prefill and a decode worker say to each other about one KV hand-over.
+"""Messages of a link between a prefill and a decode worker: its set-up, and one KV hand-over per sequence.
 
-Life of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. The sender
-packs after it has announced. Nothing is sent before Posted, and one operation at most is in flight on an edge, so no
-wait depends on another edge. Chunks have their tokens in order, and chunks of the same tokens their layers. The bytes
-go in sections (baton.core.sections), behind each its checksum over `chunk_identity`, its layers and them. The last
-chunk carries the first token. Either side may send AbortTransfer at any time; what was posted is still sent (or the
-edge torn down), so a posted receive never waits for ever.
+Order of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. The sender
+announces a chunk before it packs it. Nothing is sent before Posted, and at most one operation is in flight on an edge,
+so no wait depends on another edge. Chunks are sent in token order, and chunks of the same tokens in layer order. The
+bytes are sent in sections (baton.core.sections), each followed by its checksum over `chunk_identity`, its layers and
+its bytes. The last chunk carries the first token. Either side may send AbortTransfer at any time; a posted chunk is
+still sent (or the edge torn down), so a posted receive never waits for ever.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class Refuse:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Announces KV of layers [start_layer, end_layer) and tokens [start_token, end_token), `num_bytes` in one
-    contiguous buffer. `first_token` is set on the last chunk, with `cached_tokens`, how many tokens before it
-    prefill did not compute, and `first_logprob` where it is asked for.
-    """
+    contiguous buffer. `first_token` is set on the last chunk, as are `cached_tokens`, the number of tokens before it
+    that the prefill worker did not compute, and `first_logprob`, if requested."""
 
     sequence: SequenceId
     index: int
@@ -144,8 +143,8 @@ FromDecode = LinkWelcome | EdgeReady | Ping | Accept | Refuse | Posted | Ack | A
 
 
 def chunk_identity(chunk: Chunk) -> bytes:
-    """What the checksum of a chunk covers besides its bytes, so that KV of another request, place or time is found
-    even when it is intact."""
+    """Returns what the checksum of a chunk covers besides its bytes, so that even intact KV of another request,
+    position or edge generation is detected."""
     name = chunk.sequence.request_id.encode()
     return name + struct.pack(
         "<11q",

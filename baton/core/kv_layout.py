@@ -1,4 +1,4 @@
-"""The shape of a KV cache, layer by layer, as both ends of a hand-over must agree on it."""
+"""The layout of a KV cache, layer by layer, on which both ends of a hand-over must agree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """KV of one layer. `kind` "attention" keeps K and V of `num_kv_heads` x `head_dim` per token; `window` is the
-    number of latest positions a query may look at (0: all)."""
+    number of latest positions that a query attends to (0: all)."""
 
     num_kv_heads: int
     head_dim: int
@@ -38,12 +38,12 @@ class KVLayout:
         return self.bytes_per_token * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions; the last may be partly filled."""
+        """Returns how many blocks hold `num_tokens` positions; the last may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def first_difference(self, other: KVLayout) -> str | None:
-        """The name of the first field in which two pools differ so that no KV can go from one to the other, with both
-        values, or None. Block sizes may differ where one divides the other."""
+        """Returns the name of the first field whose difference prevents KV transfer between two pools, with both
+        values, or None. Block sizes may differ if one divides the other."""
         small, large = sorted((self.block_size, other.block_size))
         if small < 1 or large % small:
             return f"block_size: {self.block_size} and {other.block_size}, of which neither divides the other"

@@ -1,25 +1,25 @@
 """The clock of a process that receives only while it runs.
 
-A lease ends a silence. While the process that counts it stood still (stopped, starved, its machine paused), it received
-nothing, so nobody was silent: what came meanwhile lies unread in its sockets. On this clock such a gap counts as
-`most_s` and no more. Pure; times are seconds of the caller's monotonic clock.
+A lease ends after a silence. A process that was suspended (stopped, starved, its machine paused) received nothing
+meanwhile, but its peers were not silent: their messages are unread in its sockets. This clock counts such a gap as at
+most `most_s`. Pure; times are seconds of the caller's monotonic clock.
 """
 
 from __future__ import annotations
 
 
 class ListeningClock:
-    """Complete state: when it was last looked after, and what it showed then."""
+    """Complete state: the time of the last `look`, and the clock's reading then."""
 
     def __init__(self, now: float, most_s: float) -> None:
         self._most_s = most_s
         self._looked_at = self._shown = now
 
     def at(self, now: float) -> float:
-        """What it shows: monotonic, and never more than `most_s` beyond the last `look`."""
+        """Returns the clock's reading: monotonic, and never more than `most_s` beyond that of the last `look`."""
         return self._shown + min(max(now - self._looked_at, 0.0), self._most_s)
 
     def look(self, now: float) -> float:
-        """To be called again and again by whoever listens, each time after what had come was read; what it shows."""
+        """Advances the clock to `now` and returns its reading. Call it regularly, after reading all messages."""
         self._shown, self._looked_at = self.at(now), max(now, self._looked_at)
         return self._shown

@@ -1,7 +1,7 @@
-"""What a Hugging Face `config.json` says about a model, checked and reduced to what Baton needs.
+"""Checks a Hugging Face `config.json` and reduces it to what Baton needs.
 
-Every field that could make a later step fail or allocate without bound is checked here, so that a bad directory ends
-in one plain line that names the field. Both spellings are read: `rope_theta`/`rope_scaling`/`torch_dtype` (before
+Every field that could make a later step fail or allocate without bound is checked here, so that an invalid directory
+causes one plain line that names the field. Both spellings are read: `rope_theta`/`rope_scaling`/`torch_dtype` (before
 transformers 5) and `rope_parameters`/`dtype` (since).
 """
 
@@ -29,8 +29,8 @@ _BY_MODEL_TYPE: dict[str, Architecture] = {
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Llama 3.1's stretch of the rotary frequencies: wavelengths above original/low_freq_factor are divided by
-    `factor`, those below original/high_freq_factor stay, between them a linear blend."""
+    """Llama 3.1's scaling of the rotary frequencies: for wavelengths above original/low_freq_factor they are
+    divided by `factor`, for those below original/high_freq_factor kept, and for those between blended linearly."""
 
     factor: float
     low_freq_factor: float
@@ -63,8 +63,8 @@ class ModelConfig:
     torch_dtype: DType | None
 
     def longest(self, wanted: int | None) -> int:
-        """Most tokens of a prompt and its output together: those asked for, or what the model can (0 and None). Raises
-        StartupError for more than that, or fewer than one of each."""
+        """Returns the most tokens of a prompt and its output together: `wanted`, or the model's own limit (for 0 and
+        None). Raises StartupError if `wanted` is above that limit or below 2, one token of each."""
         own = self.max_position_embeddings
         if wanted and not 2 <= wanted <= own:
             what = f"the model's max_position_embeddings, not {wanted}"
@@ -72,7 +72,7 @@ class ModelConfig:
         return wanted or own
 
     def kv_layout(self, block_size: int, dtype: DType) -> KVLayout:
-        """The KV cache of this model: one attention entry per layer, all KV heads."""
+        """Returns the KV cache layout of this model: one attention entry per layer, all KV heads."""
         return KVLayout(
             block_size,
             tuple(LayerKV(self.num_kv_heads, self.head_dim, dtype, window=window) for window in self.windows),
@@ -80,7 +80,7 @@ class ModelConfig:
 
 
 def parse_config_json(text: str | bytes) -> dict[str, Any]:
-    """The object in a `config.json`. Raises StartupError if it is not UTF-8 JSON with an object at the top."""
+    """Returns the object in a `config.json`. Raises StartupError if it is not UTF-8 JSON with an object at the top."""
     try:
         config = json.loads(text)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -91,7 +91,7 @@ def parse_config_json(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Reads a `config.json`; raises StartupError with one line that names the field at fault."""
+    """Parses a `config.json`; raises StartupError with one line that names the invalid field."""
     if "auto_map" in config:
         raise StartupError("config.json: auto_map asks for code from the model directory, which Baton never runs")
     if config.get("quantization_config") is not None:
@@ -163,7 +163,7 @@ def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> in
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`rope_parameters` or the older `rope_scaling`, whichever is there, as one mapping."""
+    """Returns `rope_parameters` or the older `rope_scaling`, whichever is set, or an empty mapping."""
     for field in ("rope_parameters", "rope_scaling"):
         rope = config.get(field)
         if rope is None:
@@ -196,9 +196,9 @@ def _llama3(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | None:
 
 
 def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """Mistral: every layer slides unless `sliding_window` is null (absent: 4,096, as in transformers). Qwen: only with
-    `use_sliding_window`, and then the layers that `layer_types` names, or without that list those from
-    `max_window_layers` up."""
+    """Returns each layer's sliding window. Mistral: all layers have one unless `sliding_window` is null (absent: 4,096,
+    as in transformers). Qwen: only with `use_sliding_window`, and then the layers that `layer_types` names or, without
+    that list, the layers from `max_window_layers` up."""
     if architecture == "LlamaForCausalLM":
         return (0,) * num_layers
     if architecture == "MistralForCausalLM":

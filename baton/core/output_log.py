@@ -1,6 +1,6 @@
-"""What a worker has said about each sequence, kept until the coordinator has it, so that a broken stream loses nothing.
+"""What a worker has reported about each sequence, kept until the coordinator has it: a broken stream loses nothing.
 
-After a redial the coordinator names its next index per sequence and the worker says again what came from there on.
+After a redial the coordinator sends its next index per sequence, and the worker resends everything from there on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.core.request import SequenceId, TokenLogprob
 
 @dataclass(slots=True)
 class _Record:
-    # Index of tokens[0]; None until a token has been said.
+    # Index of tokens[0]; None until a token has been recorded.
     first_index: int | None = None
     tokens: list[int] = field(default_factory=list)
     # As many as tokens, or none.
@@ -35,7 +35,7 @@ class _Record:
 
 class OutputLog:
     """Complete state: `_records`, oldest first. At most `limit` sequences are kept for a coordinator that never
-    releases them; the oldest that are done go first."""
+    releases them; beyond that, sequences that are done are dropped first, the oldest of them first."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
@@ -45,7 +45,7 @@ class OutputLog:
         return len(self._records)
 
     def record(self, events: StepEvents) -> None:
-        """Keeps what is about to be said. A token event may repeat what was said before.
+        """Records what is about to be sent. A token event may repeat recorded tokens.
 
         Raises:
             InvariantError: the tokens leave a gap after those of the sequence so far, or begin before them.
@@ -76,16 +76,16 @@ class OutputLog:
                 del self._records[sequence]
 
     def sequences(self) -> tuple[SequenceId, ...]:
-        """Those of which something is kept."""
+        """Returns the sequences that have a record."""
         return tuple(self._records)
 
     def done(self, sequence: SequenceId) -> bool:
-        """Whether the end of a sequence here has been said, and is kept."""
+        """Returns whether the end or the hand-over of a sequence is recorded."""
         record = self._records.get(sequence)
         return record is not None and record.done
 
     def since(self, following: Iterable[Following]) -> StepEvents:
-        """What to say again."""
+        """Returns what to resend."""
         tokens: list[TokenEvent] = []
         records: list[_Record] = []
         for item in following:

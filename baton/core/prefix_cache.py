@@ -1,9 +1,9 @@
-"""Blocks kept after use because a later request may begin with the same tokens.
+"""KV blocks kept after use because a later request may begin with the same tokens.
 
 A full block is stored under its key (baton.core.prefix_keys) while its sequence still runs; from then on the cache is
-one of its holders, and nobody writes into it again. A request that begins with the same tokens holds the same blocks.
-When its other holders have let go the block is idle: it counts as free and goes to whoever needs it, the longest idle
-first. So the cache costs no memory that anybody else could use, and there is no size to configure.
+one of its holders, and the block is never written again. A request that begins with the same tokens holds the same
+blocks. When its other holders have released a block it is idle: it counts as free and is evicted on demand, longest
+idle first. The cache therefore uses only memory that is otherwise free, and has no size to configure.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MAX_EVENTS = 4096  # hints in one message
 
 class PrefixCache:
     """Complete state: the block stored under each key and the key of each stored block; for the events, which hints
-    have been sent and which may have changed since. With `enabled` false nobody takes from it or leaves anything there
-    (`PrefixUse`)."""
+    have been sent and which may have changed since. With `enabled` false, `PrefixUse` neither reads nor stores
+    blocks."""
 
     def __init__(self, blocks: BlockTable, block_size: int, model_digest: str = "", *, enabled: bool = True) -> None:
         self.blocks, self.block_size, self.model_digest = blocks, block_size, model_digest
@@ -45,7 +45,7 @@ class PrefixCache:
         return len(self._block_of)
 
     def match(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """The blocks of the longest prefix that is stored, in order. Hold them before anything is allocated."""
+        """Returns the blocks of the longest stored prefix, in order. Hold them before any allocation."""
         found: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -55,8 +55,8 @@ class PrefixCache:
         return tuple(found)
 
     def store(self, keys: list[bytes], block_ids: tuple[int, ...]) -> None:
-        """Keeps blocks whose KV is complete: `block_ids[i]` holds the tokens that `keys[i]` names. Where another block
-        holds the same already, that one stays."""
+        """Stores blocks whose KV is complete: `block_ids[i]` holds the tokens that `keys[i]` identifies. A key that is
+        stored already keeps its present block."""
         new: dict[bytes, int] = {}
         for key, block in zip(keys, block_ids, strict=True):
             if key not in self._block_of:
@@ -68,7 +68,7 @@ class PrefixCache:
             self._count(key, 1)
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        """Keeps none of these blocks any longer: what is in them is in doubt."""
+        """Removes these blocks from the cache: their content may be invalid."""
         for block in block_ids:
             if block in self._key_of:
                 self.blocks.release((block,), CACHE)
@@ -88,14 +88,14 @@ class PrefixCache:
         self._changed[hint] = None
 
     def restart_events(self) -> None:
-        """The next subscriber knows nothing yet."""
+        """Resets the events for a new subscriber, which has no hints yet."""
         self._reported.clear()
         self._changed = dict.fromkeys(self._hints)
         self._cleared = True
 
     def take_events(self) -> KVCacheEvents | None:
-        """What has become or stopped being reusable since the last time, MAX_EVENTS hints at most: the rest is for the
-        next time. None when there is nothing to say."""
+        """Returns the hints that became or stopped being reusable since the last call, at most MAX_EVENTS: the next
+        call returns the rest. None when there is nothing to report."""
         stored: list[bytes] = []
         evicted: list[bytes] = []
         while self._changed and len(stored) + len(evicted) < MAX_EVENTS:
@@ -114,18 +114,18 @@ class PrefixCache:
         """Checks, in constant time, the cache of a pool that no sequence uses: its blocks are the idle ones.
 
         Raises:
-            InvariantError: they are not as many.
+            InvariantError: their numbers differ.
         """
         if not self.blocks.num_idle == len(self._key_of) == len(self._block_of):
             stored = f"{len(self._key_of)} blocks with a key, {len(self._block_of)} keys"
             raise InvariantError(f"the cache holds {self.blocks.num_idle} blocks and knows {stored}")
 
     def check(self) -> None:
-        """Proves that invariants hold, with those of the blocks.
+        """Checks the invariants, including those shared with the block table.
 
         Raises:
-            InvariantError: a stored block is not held by the cache, or one held by it is not stored, or two keys and
-                their blocks do not name each other.
+            InvariantError: a stored block is not held by the cache, a block that the cache holds is not stored, keys
+                and blocks do not map to each other, or the hints are not those of the keys.
         """
         if self._key_of != {block: key for key, block in self._block_of.items()}:
             raise InvariantError("keys and blocks of the prefix cache do not name each other")
@@ -137,14 +137,14 @@ class PrefixCache:
 
 
 class PrefixUse:
-    """One sequence and the cache: what it takes from it, what it leaves there. Complete state: the keys of the
-    sequence's full blocks, how many of its positions came out of the cache when it was last given blocks (`cached`),
-    and how many of its blocks have been offered to it."""
+    """One sequence's use of the cache: the blocks that it reuses and those that it stores. Complete state: the keys of
+    the sequence's full blocks, how many of its positions came from the cache when it last got blocks (`cached`), and
+    how many of its blocks have been offered to the cache."""
 
     __slots__ = ("_cache", "_chain", "_offered", "_sequence", "_take", "cached")
 
     def __init__(self, cache: PrefixCache, sequence: Sequence, *, take: bool = True) -> None:
-        """Without `take` nothing is taken out of the cache, only left there."""
+        """Without `take` the sequence stores blocks in the cache but reuses none."""
         self._cache, self._sequence = cache, sequence
         request = sequence.request
         self._chain = KeyChain(cache.model_digest, request.tenant, request.cache_salt, cache.block_size)
@@ -153,8 +153,8 @@ class PrefixUse:
         self.cached = 0
 
     def find(self) -> tuple[int, ...]:
-        """Cached blocks that hold what the sequence begins with. Its last token is never among it: that is computed
-        (or sent) again in any case, and so goes into a block that nobody shares."""
+        """Returns the cached blocks that hold the first tokens of the sequence. Its last token is never included: that
+        token is computed (or sent) again in any case, and needs a block that is not shared."""
         if not self._take:
             return ()
         sequence = self._sequence
@@ -166,8 +166,8 @@ class PrefixUse:
         return len(self.find()) * self._cache.block_size
 
     def take(self, shared: Holder) -> None:
-        """Gives the sequence, which has no blocks, those found, held by `shared` too. Their positions count as
-        computed."""
+        """Assigns the blocks of `find` to the sequence, which has none, with `shared` as a further holder. Their
+        positions count as computed."""
         found, sequence = self.find(), self._sequence
         self._cache.blocks.hold(found, shared)
         sequence.block_ids = found
@@ -175,8 +175,8 @@ class PrefixUse:
         sequence.num_computed = self.cached = len(found) * self._cache.block_size
 
     def claim(self, num_blocks: int, shared: Holder, own: Holder, *, leave: int = 0) -> bool:
-        """Gives the sequence `num_blocks` blocks: those found, as `take` does, and free ones for `own`. Takes none and
-        returns False when fewer than `leave` would stay free."""
+        """Assigns `num_blocks` blocks to the sequence: those of `find`, as `take` does, and free ones held by `own`.
+        Assigns none and returns False if fewer than `leave` blocks would stay free."""
         found, blocks, sequence = self.find(), self._cache.blocks, self._sequence
         needed = num_blocks - len(found)
         if needed + leave > blocks.num_free_besides(found):
@@ -193,7 +193,7 @@ class PrefixUse:
         if not self._cache.enabled:
             return
         sequence = self._sequence
-        # Draft tokens behind the token that ended it may count as computed.
+        # Draft tokens after the token that ended the sequence may count as computed.
         keys = self._chain.grow(sequence.tokens, min(sequence.num_computed, sequence.num_tokens))
         self._cache.store(keys[self._offered :], sequence.block_ids[self._offered : len(keys)])
         self._offered = len(keys)

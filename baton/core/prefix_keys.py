@@ -1,9 +1,8 @@
-"""Names of KV blocks by what is in them.
+"""Keys that identify KV blocks by their content.
 
-The key of a full block is a keyed hash over its tokens and the key of the block before it, so it stands for all tokens
+The key of a full block is a keyed hash over its tokens and the key of the block before it, so it represents all tokens
 from the first on; the hash is keyed by the model's digest, the request's tenant and its salt, so that equal keys mean
-equal KV and requests of different tenants or salts have no key in common. The coordinator computes the same keys as the
-workers do.
+equal KV and requests of different tenants or salts share no key. The coordinator computes the same keys as the workers.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import hashlib
 import struct
 from collections.abc import Callable
 
-HINT_BYTES = 8  # as much of a key as routing needs: a clash there costs a recomputation, no more
+HINT_BYTES = 8  # as much of a key as routing needs: a collision there only costs a recomputation
 
 
 class KeyChain:
-    """The keys of a sequence's full blocks, `keys`, as far as they have been asked for."""
+    """The keys of a sequence's full blocks, `keys`, as far as they have been computed."""
 
     __slots__ = ("_block_size", "_root", "keys")
 
@@ -29,8 +28,8 @@ class KeyChain:
         self.keys: list[bytes] = []
 
     def grow(self, tokens: Callable[[int, int], tuple[int, ...]], num_tokens: int) -> list[bytes]:
-        """Keys of the full blocks among the first `num_tokens` positions; `tokens(start, end)` are those at [start,
-        end), and must be the same whenever they are asked for."""
+        """Returns the keys of the full blocks among the first `num_tokens` positions; `tokens(start, end)` returns the
+        tokens at [start, end), the same in every call."""
         wanted, size = num_tokens // self._block_size, self._block_size
         start = len(self.keys) * size
         new = tokens(start, wanted * size) if start < wanted * size else ()

@@ -1,4 +1,4 @@
-"""Which rank of a worker this process is, as its agent (or torchrun) says in the environment."""
+"""Which rank of a worker this process is, from the environment that its agent (or torchrun) sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.core.errors import StartupError
 
 STORE_VARIABLE = "BATON_STORE_FD"
-"""Names the listening socket of the store where the ranks of a worker meet; its agent gives it to rank 0 alone."""
+"""Names the listening socket of the store through which the ranks meet; the agent sets it for rank 0 only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Ranks:
-        """A process that torchrun did not start is the only rank. Raises StartupError for impossible numbers."""
+        """Returns the ranks; one if WORLD_SIZE is not set. Raises StartupError for impossible numbers."""
         size = _number(env, "WORLD_SIZE", 1)
         if size == 1:
             return cls()
@@ -32,7 +32,7 @@ class Ranks:
         return ranks
 
     def cores(self, available: Sequence[int]) -> tuple[int, ...]:
-        """The part of this machine's cores that this rank runs on: its own, or with too few for all, one in turn."""
+        """Returns this rank's share of the machine's cores; if there are fewer cores than ranks, one, in rotation."""
         if len(available) < self.local_size:
             return (available[self.local_rank % len(available)],)
         starts = [len(available) * n // self.local_size for n in (self.local_rank, self.local_rank + 1)]

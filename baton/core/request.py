@@ -1,4 +1,4 @@
-"""What a client asks for, as values every tier agrees on."""
+"""What a client requests, as values shared by all tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FinishReason = Literal["stop", "length", "aborted", "error"]
 
 
 class ChoiceId(NamedTuple):
-    """One choice of a request, whatever the attempt."""
+    """One choice of a request, independent of the attempt."""
 
     request_id: str
     choice: int = 0
@@ -19,7 +19,7 @@ class ChoiceId(NamedTuple):
 
 
 class SequenceId(NamedTuple):
-    """One try at one choice of one request: the name of a sequence on every tier and on the wire."""
+    """One attempt at one choice of a request: the name of a sequence on every tier and on the wire."""
 
     request_id: str
     choice: int = 0
@@ -42,15 +42,15 @@ class TokenBias(NamedTuple):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class SamplingParams:
-    """How a token is chosen from logits; every default asks for nothing. Exactly what each field does, and in which
-    order: docs/numerics.md. Ranges: baton.core.sampling_limits.
+    """How a token is sampled from logits; every default asks for nothing. docs/numerics.md defines each field and the
+    order in which they apply. Ranges: baton.core.sampling_limits.
 
     `temperature` 0 is greedy; `top_k` 0 is off. `seed` is a 64-bit pattern, always set: admission draws one for a
-    request that names none. `logit_bias` is in rising order of ids, each once. `stop_token_ids` end the choice as EOS
-    does; they and EOS are masked while fewer than `min_tokens` tokens are out. `bad_words` are token sequences that
-    the output never contains. `allowed_token_ids` empty allows all. `logprobs` n reports the log-probability of every
-    token chosen and of the n most likely ones, `prompt_logprobs` the same of the prompt's tokens; None reports none.
-    `grammar` is one of llguidance in its serialised form, which the output has to match; empty allows all.
+    request without a seed. `logit_bias` is sorted by id, without duplicates. `stop_token_ids` end the choice as EOS
+    does; they and EOS are masked until `min_tokens` tokens are generated. `bad_words` are token sequences that the
+    output never contains. `allowed_token_ids` empty allows all. `logprobs` n reports the log-probability of every
+    sampled token and of the n most likely ones, `prompt_logprobs` the same for the prompt's tokens; None reports none.
+    `grammar` is a llguidance grammar in its serialised form, which the output must match; empty allows all.
     """
 
     temperature: float = 1.0
@@ -76,21 +76,20 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens seen before count."""
+        """Whether penalties for earlier tokens apply."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def depends_on_history(self) -> bool:
-        """Whether logits are changed by which tokens came before: then the one before must be known. All other changes
-        follow from the number of tokens alone, or from nothing."""
+        """Whether logits depend on which tokens came before, so that the previous token must be known. All other
+        changes depend at most on the number of tokens."""
         return self.penalises or bool(self.bad_words or self.grammar)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of `token_id` under the model's own softmax, before any processing, and the same of the
-    most likely tokens, likeliest first, equal ones by lowest id. `rank` 1 is the likeliest token. Values are float32.
-    """
+    """Natural log-probability of `token_id` under the model's own softmax, before any processing, and those of the most
+    likely tokens, most likely first, ties by lowest id. `rank` 1 is the most likely token. Values are float32."""
 
     token_id: int
     logprob: float
@@ -101,11 +100,11 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One choice to generate. `prompt` and `output` are token ids and stay apart on every hop, so that a resumed
-    attempt sees the same request: `output` is what earlier attempts already produced.
+    """One choice to generate. `prompt` and `output` are token ids and stay separate in every message, so that a later
+    attempt has the same request: `output` holds the tokens that earlier attempts produced.
 
     `eos_token_ids` is empty when the client asked to ignore EOS. `deadline_s` is the time left, in seconds, when the
-    value was made; each process turns it into an instant of its own monotonic clock.
+    value was created; each process converts it to an instant of its own monotonic clock.
     """
 
     request_id: str
@@ -146,11 +145,11 @@ class GenerateRequest:
 
 
 def finish_reason(request: GenerateRequest, output_len: int, last_token: int) -> FinishReason | None:
-    """Why the sequence ends after `last_token`, the `output_len`-th output token (1-based), or None.
+    """Returns why the sequence ends after `last_token`, the `output_len`-th output token (1-based), or None.
 
-    Workers and journal call the same function, so they cannot disagree about the end.
+    Workers and journal call the same function, so they always agree about the end.
     """
-    # Before min_tokens, only a grammar that allows nothing else leaves a token that ends.
+    # Before min_tokens, an end token can only be sampled if a grammar allows nothing else.
     if (output_len > request.sampling.min_tokens or request.sampling.grammar) and (
         last_token in request.eos_token_ids or last_token in request.sampling.stop_token_ids
     ):

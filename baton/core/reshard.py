@@ -1,11 +1,11 @@
-"""Which KV heads travel on which edge when a prefill worker of one tensor-parallel size hands over to a decode worker
-of another.
+"""Which KV heads are sent on which edge when a prefill worker hands over to a decode worker of another tensor-parallel
+size.
 
-Head h of a layer with H heads is held, under TP size T, on rank h * T // H when T <= H; when T > H each head is
-replicated on T / H neighbouring ranks (as attention heads are split in Megatron-LM, Shoeybi et al. 2019, with grouped
-KV heads repeated). A destination rank takes each of its heads from exactly one source rank; replicas share the work:
-the destination ranks that need the same head are spread over its replicas. Tokens do not appear here: every edge
-carries the same token range, and the wire is token-major, so block sizes need not agree either.
+Under TP size T, head h of a layer with H heads is on rank h * T // H when T <= H; when T > H each head is replicated on
+T / H neighbouring ranks (as attention heads are split in Megatron-LM, Shoeybi et al. 2019, with grouped KV heads
+repeated). A destination rank receives each of its heads from exactly one source rank; the destination ranks that need
+the same head are spread over its replicas, which share the work. Tokens do not matter here: every edge carries the same
+token range, and the wire is token-major, so block sizes need not match either.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
 
 MAX_TENSOR_PARALLEL = 64
-"""Ranks of one worker, as the launch options allow them. What a peer claims is held against it before anything is done
-for each rank."""
+"""Most ranks of one worker that the launch options allow. A size that a peer reports is checked against it before any
+work is done per rank."""
 
 EdgeKey = tuple[int, int]
 """(prefill rank, decode rank)"""
@@ -38,8 +38,8 @@ class HeadSlice:
 
 @dataclass(frozen=True, slots=True)
 class EdgePlan:
-    """What one edge carries of every token, in this order: for each slice K, then V. Layers rise, each is there once at
-    most."""
+    """What one edge carries of every token, in this order: for each slice K, then V. Layers are ascending, each at most
+    once."""
 
     prefill_rank: int
     decode_rank: int
@@ -50,22 +50,22 @@ class EdgePlan:
         return self.prefill_rank, self.decode_rank
 
     def slices_of(self, start_layer: int, end_layer: int) -> tuple[int, int]:
-        """Which of the slices are those of layers [start_layer, end_layer)."""
+        """Returns the range of the slices that belong to layers [start_layer, end_layer)."""
         first, last = (bisect_left(self.slices, layer, key=lambda s: s.layer) for layer in (start_layer, end_layer))
         return first, last
 
     def of_layers(self, start_layer: int, end_layer: int) -> EdgePlan:
-        """What the edge carries of layers [start_layer, end_layer)."""
+        """Returns the edge's plan for layers [start_layer, end_layer)."""
         first, last = self.slices_of(start_layer, end_layer)
         return replace(self, slices=self.slices[first:last])
 
     def bytes_per_token(self, layout: KVLayout) -> int:
-        """What the edge carries of one token of a whole model's `layout`."""
+        """Returns how many bytes the edge carries per token of a whole model's `layout`."""
         return sum(replace(layout.layers[s.layer], num_kv_heads=s.count).bytes_per_token for s in self.slices)
 
 
 def even_share(total: int, tp: int, what: str) -> int:
-    """How many of `total` equal units each of `tp` ranks has. Raises StartupError when they do not divide evenly."""
+    """Returns each of `tp` ranks' share of `total` equal units. Raises StartupError when they do not divide evenly."""
     share, rest = divmod(total, tp)
     if rest:
         raise StartupError(f"{what} {total} cannot be divided over {tp} tensor-parallel ranks")
@@ -73,7 +73,7 @@ def even_share(total: int, tp: int, what: str) -> int:
 
 
 def local_heads(num_heads: int, tp: int, rank: int) -> range:
-    """The global indices of the KV heads that `rank` of `tp` keeps.
+    """Returns the global indices of the KV heads that `rank` of `tp` keeps.
 
     Raises:
         StartupError: neither divides the other, so heads cannot be split or replicated evenly.
@@ -88,20 +88,20 @@ def local_heads(num_heads: int, tp: int, rank: int) -> range:
 
 
 def local_layout(layout: KVLayout, tp: int, rank: int) -> KVLayout:
-    """What `rank` of `tp` keeps of a whole model's `layout`: the same layers and blocks with its own heads."""
+    """Returns `rank` of `tp`'s part of a whole model's `layout`: the same layers and blocks with its own heads."""
     layers = (replace(layer, num_kv_heads=len(local_heads(layer.num_kv_heads, tp, rank))) for layer in layout.layers)
     return KVLayout(layout.block_size, tuple(layers))
 
 
 def reshard(heads_per_layer: Sequence[int], prefill_tp: int, decode_tp: int) -> tuple[EdgePlan, ...]:
-    """The edges between two workers, ordered by (decode rank, prefill rank); those that carry nothing are left out.
+    """Returns the edges between two workers that carry anything, ordered by (decode rank, prefill rank).
 
     Raises:
-        StartupError: a layer's heads do not fit one of the sizes.
+        StartupError: a layer's heads do not divide over one of the sizes.
     """
     slices: dict[tuple[int, int], list[HeadSlice]] = {}
     for layer, num_heads in enumerate(heads_per_layer):
-        local_heads(num_heads, prefill_tp, 0)  # refuses what does not divide
+        local_heads(num_heads, prefill_tp, 0)  # raises if the heads do not divide
         for decode_rank in range(decode_tp):
             for piece, prefill_rank in _sources(layer, num_heads, prefill_tp, decode_tp, decode_rank):
                 slices.setdefault((decode_rank, prefill_rank), []).append(piece)
@@ -109,10 +109,10 @@ def reshard(heads_per_layer: Sequence[int], prefill_tp: int, decode_tp: int) -> 
 
 
 def reshard_layout(layout: KVLayout, prefill_tp: int, decode_tp: int) -> tuple[EdgePlan, ...]:
-    """The edges between two workers that keep KV of a whole model's `layout`.
+    """Returns the edges between two workers that keep KV of a whole model's `layout`.
 
     Raises:
-        StartupError: as `reshard` does, and where a size is not 1 to MAX_TENSOR_PARALLEL.
+        StartupError: as in `reshard`, or a size is not 1 to MAX_TENSOR_PARALLEL.
     """
     for side, size in (("prefill", prefill_tp), ("decode", decode_tp)):
         if not 1 <= size <= MAX_TENSOR_PARALLEL:
@@ -123,7 +123,7 @@ def reshard_layout(layout: KVLayout, prefill_tp: int, decode_tp: int) -> tuple[E
 def _sources(
     layer: int, num_heads: int, prefill_tp: int, decode_tp: int, decode_rank: int
 ) -> list[tuple[HeadSlice, int]]:
-    """The runs of heads that `decode_rank` takes for one layer, each with the rank it takes them from."""
+    """Returns the runs of heads that `decode_rank` receives for one layer, each with its source rank."""
     mine = local_heads(num_heads, decode_tp, decode_rank)
     replicas = max(prefill_tp // num_heads, 1)
     sharers = max(decode_tp // num_heads, 1)

@@ -1,5 +1,5 @@
-"""What sampling parameters may be: the ranges, checked by the front for clients and by every worker for itself, so that
-nothing out of range ever reaches a tensor."""
+"""Limits of sampling parameters, checked by the front for clients and again by every worker, so that no value out of
+range reaches a tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_sampling(params: SamplingParams, max_tokens: int, vocab_size: int) -> None:
-    """Raises InvalidRequest that names the first field out of its range. `vocab_size` is the width of the logits."""
+    """Raises InvalidRequest, which names the first field out of range. `vocab_size` is the width of the logits."""
     for name, (low, high) in _RANGES.items():
         check_range(name, getattr(params, name), low, high)
     check_top_p(params.top_p)
@@ -52,7 +52,7 @@ def check_sampling(params: SamplingParams, max_tokens: int, vocab_size: int) -> 
 
 
 def check_range(param: str, value: float | None, low: float, high: float) -> None:
-    """None asks for nothing; NaN is in no range."""
+    """Raises InvalidRequest if `value` is out of range; None passes, NaN does not."""
     if value is not None and not low <= value <= high:
         raise InvalidRequest(f"{param} must be from {low} to {high}, not {shown(value)}", param=param)
 
@@ -63,7 +63,7 @@ def check_top_p(value: float | None) -> None:
 
 
 def shown(value: float) -> str:
-    """A number for a message: never long, never an overflow."""
+    """Returns a number as text for a message: never long, never an overflow."""
     if isinstance(value, int):
         return str(value) if abs(value) < 1 << 70 else "a huge number"
     return f"{value:.6g}"
@@ -81,7 +81,7 @@ def check_bad_word_length(tokens: int) -> None:
 
 
 def check_tokens(request: GenerateRequest, vocab_size: int) -> None:
-    """Raises InvalidRequest where a token of the prompt, or of the output so far, is not one of `vocab_size`."""
+    """Raises InvalidRequest if a token of the prompt, or of the output so far, is not one of `vocab_size`."""
     for param, tokens in (("prompt", request.prompt), ("output", request.output)):
         if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
             _check_ids(param, tokens, vocab_size)

@@ -1,7 +1,7 @@
-"""How the bytes that a chunk has on one edge are cut, so that one section is packed, another moves, and a third is
-checked and stored, all at the same time. Pure.
+"""How the bytes of a chunk on one edge are split into sections, so that one section is packed, another is sent, and a
+third is checked and stored, all at the same time. Pure.
 
-Both ends cut for themselves, from what they agree on anyway: the layers that the edge carries, and the tokens.
+Both ends compute the same split from what they agree on anyway: the layers that the edge carries, and the tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 SECTION_BYTES = 4 << 20
-"""Larger ones overlap less; each costs processor time of its own (benchmarks/results/handover.md)."""
+"""Larger sections overlap less; each section costs processor time of its own (benchmarks/results/handover.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Section:
 
 
 def early_layers(layer_bytes: Sequence[int], section_bytes: int) -> int:
-    """How many layers of a chunk of `layer_bytes` are worth being sent while the others are computed: all but the last
-    section, none where there is but one (decision 0044)."""
+    """Returns how many layers of a chunk of `layer_bytes` are worth sending while the others are computed: all but
+    those of the last section, none if there is only one (decision 0044)."""
     sections = cut_sections(layer_bytes, section_bytes)
     return sections[-1].first if sections else 0
 
 
 def cut_sections(layer_bytes: Sequence[int], section_bytes: int) -> tuple[Section, ...]:
-    """Whole layers of `layer_bytes` each (all positive), in order, in sections of about one size: at most as many as
-    would hold the whole with `section_bytes` each."""
+    """Splits layers of `layer_bytes` each (all positive), whole and in order, into sections of about equal size: at
+    most as many as sections of `section_bytes` each would need."""
     ends = list(accumulate(layer_bytes))
     total = ends[-1] if ends else 0
     most = -(-total // section_bytes)

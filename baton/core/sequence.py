@@ -1,10 +1,10 @@
-"""A sequence on a worker: one request's tokens, how far they are computed, and which moves are legal.
+"""A sequence on a worker: one request's tokens, how many of them are computed, and the legal state transitions.
 
 On a prefill worker:  WAITING -> PREFILLING -> PARKED -> FINISHED
-On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED, and to PREEMPTED and back while blocks are short
+On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED; without blocks READY | RUNNING -> PREEMPTED -> RUNNING
 
-PARKED covers the time from the last chunk to the last acknowledgement: the KV stays, pinned, while it is sent.
-Any state may go to FINISHED: clients leave, deadlines pass, peers die.
+PARKED covers the time from the last computed chunk to the last acknowledgement: the KV stays pinned while it is sent.
+Any state may change to FINISHED: clients disconnect, deadlines pass, peers fail.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ LEGAL_MOVES: dict[State, frozenset[State]] = {
 class Sequence:
     """Two counters are stored, `output` and `num_computed`; the rest is derived.
 
-    `output` starts as what earlier attempts produced; `logprobs` are of the tokens appended since, where the request
-    asks for them. `num_computed` counts positions whose KV is in the blocks.
-    `cached_tokens` is how many tokens the prefill worker did not compute, where that was reported.
-    `step_id` is the outstanding step that computes a row of it, or None. `ending` is why it ends once that step is in.
+    `output` starts with the tokens of earlier attempts; `logprobs` holds those of the tokens appended since, if the
+    request asks for them. `num_computed` counts positions whose KV is in the blocks. `cached_tokens` is how many tokens
+    the prefill worker did not compute, if reported. `step_id` is the outstanding step that computes a row of the
+    sequence, or None. `ending` is the reason why the sequence ends once that step is complete, or None.
     """
 
     request: GenerateRequest
     state: State
     arrived_at: float
-    id: SequenceId = field(init=False)  # the request's, made once: steps ask for it again and again
+    id: SequenceId = field(init=False)  # the request's, made once because every step reads it
     output: list[int] = field(init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_computed: int = 0
@@ -80,7 +80,7 @@ class Sequence:
         return self.state is State.FINISHED
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
-        """Token ids at positions [start, end) of prompt + output."""
+        """Returns the token ids at positions [start, end) of prompt + output."""
         prompt = self.request.prompt
         if end <= len(prompt):
             return prompt[start:end]
@@ -89,9 +89,9 @@ class Sequence:
         return prompt[start:] + tuple(self.output[: end - len(prompt)])
 
     def row(self, start: int, end: int, *, num_sampled: int, drafts: tuple[int, ...] = (), score: bool = False) -> Row:
-        """The row that computes positions [start, end) and then `drafts`, draft tokens at the next tokens, and samples
-        at the last `num_sampled` positions: at end - 1 and at each draft, or nowhere. With `score` it also reports the
-        prompt's log-probabilities that the request asks for."""
+        """Returns the row that computes positions [start, end) and then `drafts`, draft tokens for the next positions,
+        and samples at the last `num_sampled` positions: at end - 1 and at each draft, or nowhere. With `score` it also
+        reports the prompt log-probabilities that the request asks for."""
         return Row(
             self.id,
             start,
@@ -105,10 +105,10 @@ class Sequence:
         )
 
     def row_behind(self, last: Row) -> Row:
-        """The row behind `last`, which is out and samples one token: of that token, 0 until the engine puts it there.
+        """Returns the row after the outstanding `last`: the token that `last` samples, 0 until the engine fills it in.
 
         Raises:
-            InvariantError: what follows depends on which token that is.
+            InvariantError: the next sample depends on which token that is, or `last` does not sample exactly one.
         """
         if self.request.sampling.depends_on_history or last.num_sampled != 1:
             raise InvariantError(f"{self.id}: what follows position {last.end - 1} needs its token")
@@ -117,7 +117,7 @@ class Sequence:
         return Row(self.id, last.end, (0,), self.block_ids, self.request.sampling, 1, index, history)
 
     def _history(self, index: int) -> History | None:
-        """What the choice of output `index` depends on."""
+        """Returns what sampling output `index` depends on, or None."""
         params = self.request.sampling
         short = index < params.min_tokens
         if params.depends_on_history:
@@ -135,23 +135,23 @@ class Sequence:
         return self.request.prompt[start + 1 : end + 1]
 
     def append(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
-        """Adds a sampled token and says why the sequence ends with it, if it does."""
+        """Appends a sampled token and returns why the sequence ends with it, or None."""
         self.output.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
         return finish_reason(self.request, len(self.output), token)
 
     def token_event(self, first_index: int, speculation: SpeculationCounters | None = None) -> TokenEvent:
-        """The output from `first_index` on, as an event."""
+        """Returns the output from `first_index` on, as an event."""
         logprobs = self.logprobs[first_index - len(self.request.output) :] if self.logprobs else ()
         tokens = tuple(self.output[first_index:])
         return TokenEvent(self.id, first_index, tokens, tuple(logprobs), (), self.cached_tokens, speculation)
 
     def move(self, state: State) -> None:
-        """Goes to `state`.
+        """Changes to `state`.
 
         Raises:
-            InvariantError: the table does not allow it.
+            InvariantError: LEGAL_MOVES does not allow it.
         """
         if state not in LEGAL_MOVES[self.state]:
             raise InvariantError(f"sequence {self.id} cannot go from {self.state.value} to {state.value}")

@@ -1,6 +1,6 @@
 """One step of the engine as a value: rows of tokens to compute, and what came out.
 
-A prefill chunk is a long row, a decode step a row of 1, verification a row of 1+k, recompute again a long row: one
+A prefill chunk is a long row, a decode step a row of 1, verification a row of 1+k, recomputation a long row again: one
 runner serves both pools (docs/architecture.md).
 """
 
@@ -15,9 +15,9 @@ from baton.core.request import SamplingParams, SequenceId, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the choice of a row's first token depends on besides its logits: the tokens before it. `output` holds
-    the first `output_index` tokens, or none where they do not matter; `prompt` is the request's own tuple, never a
-    copy. `end_token_ids` are masked while fewer than min_tokens are out, and may end what matches a grammar."""
+    """What a row's first sample depends on besides its logits: the tokens before it. `output` holds the first
+    `output_index` output tokens, or none if they do not matter; `prompt` is the request's own tuple, never a copy.
+    `end_token_ids` are masked until min_tokens tokens are generated, and may end an output that matches its grammar."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -28,12 +28,12 @@ class History:
 class Row:
     """Compute `tokens` at positions [start, start + len(tokens)) of a sequence.
 
-    `block_ids` is the sequence's block table and covers at least start + len(tokens) positions; KV of positions
-    before `start` is already there. Of the last `num_sampled` positions a token is sampled each; the first of these
+    `block_ids` is the sequence's block table and covers at least start + len(tokens) positions; KV of positions before
+    `start` is already present. One token is sampled at each of the last `num_sampled` positions; the first of these
     samples is output index `output_index` of (sampling.seed, choice), and each later one is sampled as if the row's
-    tokens before it (drafts) were output. `num_sampled` 0 computes KV only. `history` is there when sampling depends
-    on earlier tokens (Sequence.row decides that). `scored[i]` is the token known to follow position start + i: its
-    log-probability is wanted.
+    tokens before it (drafts) were output. `num_sampled` 0 computes KV only. `history` is set when sampling depends on
+    earlier tokens (Sequence.row decides that). `scored[i]` is the known token after position start + i, whose
+    log-probability is requested.
     """
 
     sequence_id: SequenceId
@@ -51,8 +51,8 @@ class Row:
         return self.start + len(self.tokens)
 
     def with_draft_tokens(self, draft_tokens: tuple[int, ...]) -> Row:
-        """The row with draft tokens behind its tokens, a token to be sampled at each. (`replace` takes several times as
-        long, and every step does this for every row.)"""
+        """Returns the row with draft tokens appended and a token sampled at each. (`replace` takes several times as
+        long, and every step calls this for every row.)"""
         return Row(
             self.sequence_id,
             self.start,
@@ -68,9 +68,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """Let the draft model compute `tokens` at [start, ...) of a sequence into its own blocks, then draft the
-    `num_draft_tokens` tokens that follow: they go behind those of `rows[row]` of the plan. With none it only computes
-    KV, and `row` says nothing."""
+    """Let the draft model compute `tokens` at [start, ...) of a sequence into its own blocks, then draft the next
+    `num_draft_tokens` tokens, which are appended to `rows[row]` of the plan. With 0 it only computes KV, and `row` is
+    unused."""
 
     sequence_id: SequenceId
     start: int
@@ -85,14 +85,14 @@ _COMPUTES_ONLY = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`drafts` are computed first; the rows are complete when their draft tokens are in (`with_draft_tokens`).
+    """`drafts` are computed first; the rows are complete when their draft tokens have been added (`with_draft_tokens`).
 
-    A plan made while the step before it computes does not know the tokens of that one. `token_sources[i]` then says
-    whose sample is the only token of row i, given as 0: that of row `token_sources[i]` of the step before; -1 where the
-    tokens are known. Empty where all are. Such a plan has no drafts.
+    A plan made while the previous step computes does not contain that step's tokens. `token_sources[i]` is then the row
+    of the previous step whose sample becomes the only token of row i, given as 0 here; -1 if row i's tokens are known.
+    Empty if all rows' tokens are known. Such a plan has no drafts.
 
-    Of row i the last `drafted[i]` tokens, given as 0, are draft tokens that only the leader's device knows
-    (`to_verify`). Empty where there are none.
+    The last `drafted[i]` tokens of row i, given as 0, are draft tokens whose values only the leader's device has
+    (`to_verify`). Empty if there are none.
     """
 
     step_id: int
@@ -106,8 +106,8 @@ class StepPlan:
         return sum(len(row.tokens) for row in self.rows)
 
     def with_draft_tokens(self, draft_tokens: tuple[tuple[int, ...], ...]) -> StepPlan:
-        """The plan with `draft_tokens[i]` behind the tokens of row i, to be verified. Raises InvariantError if they
-        are not those that its draft rows ask for."""
+        """Returns the plan with `draft_tokens[i]` appended to row i, to be verified. Raises InvariantError if their
+        numbers are not those that its draft rows request."""
         wanted = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
         if not wanted and not draft_tokens:
             return self
@@ -119,7 +119,7 @@ class StepPlan:
         return StepPlan(self.step_id, rows, self.drafts)
 
     def to_verify(self) -> StepPlan:
-        """The rows with places for the draft tokens of its draft rows, which are on the device."""
+        """Returns the rows with placeholders for the draft tokens of its draft rows, whose values are on the device."""
         wanted = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
         if not wanted:
             return StepPlan(self.step_id, self.rows)
@@ -128,7 +128,7 @@ class StepPlan:
         return StepPlan(self.step_id, rows, drafted=drafted)
 
     def to_compute(self) -> StepPlan:
-        """The plan without what only choosing tokens needs: for ranks that compute and choose nothing."""
+        """Returns the plan without what only sampling needs, for ranks that compute but do not sample."""
         rows = tuple(
             row
             if row.history is None and row.sampling is _COMPUTES_ONLY
@@ -140,13 +140,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`sampled[i]` holds the tokens sampled for `plan.rows[i]`, `num_sampled` of them, and `logprobs[i]` as many
-    log-probabilities, or none where the row's sampling asks for none; `scored[i]` has one per token of its `scored`.
-    Both are empty when no row asks. `draft_tokens[i]` is what a draft model put behind the row, empty where nothing
-    drafted. `unsampled` are rows of which nothing was sampled, though tokens were asked for: their grammar's mask was
-    not ready, and the row's last token is to be computed again, or, where there is a message, the grammar cannot go on.
-    `elapsed_s` is wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token is another than
-    the one that a step launched behind this one was fed: what that step computes of them says nothing."""
+    """`sampled[i]` holds the `num_sampled` tokens sampled for `plan.rows[i]`, and `logprobs[i]` as many
+    log-probabilities, or none if the row's sampling requests none; `scored[i]` has one per token of the row's `scored`.
+    Both are empty when no row requests any. `draft_tokens[i]` is what a draft model appended to the row; empty if
+    nothing was drafted. `unsampled` maps each row that should have been sampled and was not to a message: empty if the
+    mask of its grammar was not ready, so that the row's last token must be computed again, else why the grammar cannot
+    continue. `elapsed_s` is wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token differs
+    from the one that an already launched next step used as input: that step's results for these rows are invalid."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
@@ -166,7 +166,7 @@ class StepOutcome:
 
 
 def without_unsampled(plan: StepPlan, outcome: StepOutcome, unsampled: Mapping[SequenceId, str]) -> StepOutcome:
-    """The outcome without what was sampled for these sequences, and with the reasons (`StepOutcome.unsampled`)."""
+    """Returns the outcome without the samples of these sequences, and with the reasons (`StepOutcome.unsampled`)."""
     if not unsampled:
         return outcome
     rows = {
@@ -180,10 +180,10 @@ def without_unsampled(plan: StepPlan, outcome: StepOutcome, unsampled: Mapping[S
 
 
 def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
-    """The plan that `outcome` answers.
+    """Returns the plan that `outcome` belongs to.
 
     Raises:
-        InvariantError: it is of another step, or does not have just what the plan's rows ask for.
+        InvariantError: the outcome is of another step, or does not have exactly what the plan's rows request.
     """
     if plan is None or plan.step_id != outcome.step_id:
         raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")

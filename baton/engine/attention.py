@@ -1,9 +1,9 @@
 """Attention over the paged KV cache, the fast path: rows of mixed lengths in few kernel calls.
 
 Short rows (decode, verification) of one length are computed together, their contexts padded to the longest; long rows
-(prefill chunks) one by one. The blocks of a context are gathered into one piece, then torch's fused attention runs.
-Positions that hold no KV of the sequence are set to zero in that copy, so that whatever an unused slot contains (even
-NaN) cannot leak into a result.
+(prefill chunks) one by one. The blocks of a context are gathered into one tensor, then torch's fused attention runs.
+Positions that hold no KV of the sequence are set to zero in that copy, so that the content of an unused slot (even NaN)
+cannot leak into a result.
 
 Shapes: T tokens, R rows of n tokens, L context positions, H query heads, K KV heads, G = H / K, D head size.
 """
@@ -22,11 +22,11 @@ from baton.core.model_config import ModelConfig
 from baton.engine.batch import Span
 
 _SHORT_ROW = 8
-_PADDING_BLOCKS = 8  # contexts share a group while the longest is no more than twice the shortest, or this many longer
+_PADDING_BLOCKS = 8  # contexts share a group if the longest is at most twice the shortest, or this many blocks longer
 
 
 class Attention(Protocol):
-    """How queries meet the cache. `prepare` is called once per step and window, `attend` once per layer."""
+    """Attention of queries to the cache. `prepare` is called once per step and window, `attend` once per layer."""
 
     def prepare(self, spans: Sequence[Span], window: int) -> Any: ...
 
@@ -122,8 +122,8 @@ class FastAttention:
         return ((positions >= ends) & (positions < partial)).flatten().nonzero().flatten().to(self._device)
 
     def _mask(self, queries: Tensor, positions: Tensor, window: int) -> Tensor | None:
-        """What is added to the scores of queries at positions [R, n] against keys at positions [R, L]: -inf where a
-        query may not look. None if every query sees every key."""
+        """The mask to add to the scores of queries at positions [R, n] against keys at positions [R, L]: -inf where a
+        query must not attend. None if every query attends to every key."""
         seen = positions[:, None, :] <= queries[:, :, None]
         if window:
             seen &= positions[:, None, :] > queries[:, :, None] - window
@@ -135,7 +135,7 @@ class FastAttention:
         return mask.unsqueeze(1).to(self._device)
 
     def _gather(self, cache: Tensor, group: Group) -> Tensor:
-        """The contexts of a group in one piece: [R, K, L, D]."""
+        """The contexts of a group in one tensor: [R, K, L, D]."""
         kv_heads = cache.shape[2]
         gathered = cache.index_select(0, group.blocks).view(-1, kv_heads, self._head_dim)
         if group.unwritten is None:

@@ -1,9 +1,9 @@
-"""Attention over the paged KV cache, the exact path: the same bits for a row whatever it is computed with.
+"""Attention over the paged KV cache, the exact path: a row has the same bits whatever other rows it is computed with.
 
-Queries are taken in tiles of 16, aligned to absolute positions (position p is always row p % 16 of tile p // 16), and
-keys are padded to a multiple of 64 that follows from the tile alone. So every matrix product that a position takes
-part in has one shape and one order of summation, in a chunk of any length, alone or in a batch. Positions of the tile
-that are not in the row are zeros: the rows of a product do not see each other.
+Queries are divided into tiles of 16, aligned to absolute positions (position p is always row p % 16 of tile p // 16),
+and keys are padded to a multiple of 64 that depends only on the tile. So every matrix product that involves a position
+has one shape and one order of summation, in a chunk of any length, alone or in a batch. Positions of the tile that are
+not in the row are zeros: the rows of a product do not affect each other.
 
 Shapes: T tokens, H query heads, K KV heads, G = H / K, D head size, L keys of a tile.
 """
@@ -25,8 +25,8 @@ KEY_STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Packed query indexes [first, last) sit at rows [offset, …) of the tile; its keys are the context's [begin, end)
-    (relative to the gathered piece); `hidden` [16, L] is true where a query may not look."""
+    """Packed queries [first, last) are rows [offset, ...) of the tile; its keys are positions [begin, end) of the
+    gathered context; `hidden` [16, L] is true where a query must not attend."""
 
     first: int
     last: int
@@ -38,7 +38,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The blocks of one row from position `base` on, `written` positions of which hold its KV, and the row's tiles."""
+    """The blocks of one row from its first tile's first key on (`written` positions hold KV), and the row's tiles."""
 
     blocks: Tensor
     written: int
@@ -111,6 +111,6 @@ class ExactAttention:
 
 def _key_range(tile: int, window: int) -> tuple[int, int]:
     """The keys a tile is computed against: from a multiple of 64 at or before the first visible position of its first
-    query (position 0 without a window), to a multiple of 64 past its last query."""
+    query (position 0 without a window), to the first multiple of 64 after its last query."""
     begin = max(0, tile * TILE - window + 1) // KEY_STEP * KEY_STEP if window else 0
     return begin, -(-(tile + 1) * TILE // KEY_STEP) * KEY_STEP

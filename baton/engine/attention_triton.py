@@ -1,13 +1,13 @@
 """Attention on CUDA: a Triton kernel over the paged cache (kernels/paged_attention), and torch's FlashAttention (Dao
-2023) for long rows where it can be had.
+2023) for long rows where available.
 
-`prepare` turns rows into tiles: long rows in tiles of several queries, so that a key tile in fast memory serves many;
-short rows (decode, verification) in one tile each, their keys divided among programs until the GPU is busy. All
-integers of a step go to the device in one copy.
+`prepare` divides rows into tiles: long rows into tiles of several queries, so that a key tile in fast memory serves
+many; short rows (decode, verification) into one tile each, with their keys split among programs until the GPU is busy.
+All integers of one kind of tiles are copied to the device at once.
 
-FlashAttention's kernels read block tables in pages of 256 tokens only, and in torch 2.11 none at all; so the context of
-a row is gathered into one piece first. That moves a context once, where attention reads it for every 128 queries: 64 MB
-beside 0.5 TFLOP for 8,192 tokens of an 8 B shape.
+FlashAttention's kernels support block tables only with pages of 256 tokens, and in torch 2.11 not at all, so the
+context of a row is first gathered into one tensor. This copies a context once, while attention reads it for every 128
+queries: 64 MB compared with 0.5 TFLOP for 8,192 tokens of an 8 B shape.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, paged_attention
 
 _FLASH_TOKENS = 64
-"""Rows from which gathering the context into one piece costs less than FlashAttention gains."""
+"""Tokens of a row from which FlashAttention gains more than gathering the context costs."""
 _PROGRAMS = 512
-"""What a step divides its keys into at least: some four programs for each of an H100's 132 multiprocessors."""
+"""The least number of programs that keeps a GPU busy: about four for each of an H100's 132 multiprocessors."""
 _LEAST_SPLIT, _MOST_SPLIT = 128, 4096
 UNSPLIT = 1 << 30
 _LEAST_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 256
 _flash_forward = torch.ops.aten._flash_attention_forward
-"""Under torch's public `varlen_attn`, whose arguments changed from 2.11 to 2.13; this one's did not."""
+"""The operation below torch's public `varlen_attn`, whose arguments changed from 2.11 to 2.13; these did not."""
 
 
 def split_plan(programs: int, longest: int) -> tuple[int, int]:
-    """(splits, tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Few programs
-    take short splits, so that the GPU is busy; many take long ones, so that little is joined."""
+    """(splits, tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Splits are
+    short for few programs, to keep the GPU busy, and long for many, to combine fewer results."""
     tokens = min(max(triton.next_power_of_2(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
     return -(-longest // tokens), tokens
 
 
 def split_buckets(programs: int, longest: int) -> list[int]:
     """The numbers of splits for which decode steps are captured, rising: the last is enough for `longest` keys. Splits
-    that no row reaches cost next to nothing, so the first bucket has as many as keep the GPU busy."""
+    beyond all rows cost almost nothing, so the first bucket has enough to keep the GPU busy."""
     most = split_plan(programs, longest)[0]
     bucket = max(1, _PROGRAMS // programs)
     found = []
@@ -77,7 +77,7 @@ class FlashRow:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The rows of a step by how they are computed, and the layer's window."""
+    """The rows of a step, grouped by kernel, and the layer's window."""
 
     tiles: tuple[Tiles, ...]
     flash: tuple[FlashRow, ...]
@@ -85,8 +85,8 @@ class Prepared:
 
 
 class TritonAttention:
-    """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Belongs to one
-    stream: `arrived` (paged_attention) serves one call at a time."""
+    """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Used on one stream
+    only: `arrived` (paged_attention) serves one call at a time."""
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
@@ -99,14 +99,13 @@ class TritonAttention:
         self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
     def reserve(self, tiles: int) -> None:
-        """Makes `arrived` large enough for steps of that many tiles. What was captured with a smaller one keeps
-        it."""
+        """Makes `arrived` large enough for steps of that many tiles. Graphs captured with a smaller one keep it."""
         if len(self.arrived) < tiles * self.kv_heads:
             self.arrived = torch.zeros(tiles * self.kv_heads, dtype=torch.int32, device=self._device)
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
-        most = _FLASH_TOKENS if self._flash else UNSPLIT  # longer rows are FlashAttention's
+        most = _FLASH_TOKENS if self._flash else UNSPLIT  # longer rows use FlashAttention
         long = [span for span in spans if self._short_tile < span.length < most]
         flash = [span for span in spans if span.length >= most]
         kinds = ((short, self._short_tile), (long, self._long_tile))
@@ -142,7 +141,7 @@ class TritonAttention:
 
 
 def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has FlashAttention for such heads on this device."""
+    """Whether torch supports FlashAttention for such heads on this device."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     if head_dim % 8 or head_dim > _MOST_HEAD_DIM or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -151,8 +150,8 @@ def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> b
 
 
 def flash_attention(queries: Tensor, keys: Tensor, values: Tensor, row: FlashRow, window: int, out: Tensor) -> None:
-    """One row of queries [T, H, D] against its context in keys and values [blocks, block_size, K, D], causal, into its
-    part of out [T, H, D]."""
+    """Computes causal attention of one row of queries [T, H, D] to its context in keys and values [blocks, block_size,
+    K, D], into its part of out [T, H, D]."""
     mine = slice(row.first, row.first + row.length)
     k, v = (cache.index_select(0, row.blocks).flatten(0, 1)[: row.end] for cache in (keys, values))
     out[mine] = _flash_forward(

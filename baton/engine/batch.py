@@ -1,8 +1,8 @@
 """A step plan as arrays: all rows packed one after the other.
 
-Rows are walked in Python, and what compiled kernels read are arrays of the standard library: a step has few rows, and
-an operation of numpy or torch takes longer than a few numbers do, above all when the weights of the last step have
-driven its code out of the caches.
+Rows are processed in Python, and compiled kernels read arrays of the standard library: a step has few rows, and for a
+few numbers a numpy or torch operation takes longer, above all when the weights of the last step have evicted its code
+from the caches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.engine.processors import Draw
 
 Ints = NDArray[np.int64]
 
-_FEW = 100  # numbers that Python compares as soon as numpy
+_FEW = 100  # numbers that Python compares as fast as numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Batch:
-    """T tokens of R rows; logits are wanted at packed indexes `sampled` [S]: first the `num_scored` that score a known
-    token, then those a token is sampled from, as `draws` says.
+    """T tokens of R rows; logits are computed at packed indexes `sampled` [S]: first the `num_scored` that score a
+    known token, then those from which a token is sampled, one for each of `draws`.
 
-    `table` has four numbers of each row: its first packed index, its first position, how many of both, and where in
-    `block_ids` its blocks begin. What only some models need is made when it is asked for. `token_ids` and `positions`
-    may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored. `device_tokens`
-    [T] are the tokens where only the device knows them: `token_ids` and the rows' own say nothing then.
+    `table` has four numbers for each row: its first packed index, its first position, its number of tokens, and the
+    index in `block_ids` of its first block. Arrays that only some models need are built on first access. `token_ids`
+    and `positions` may be longer than `slots`, by padding whose results are not read and whose KV is not stored.
+    `device_tokens` [T] are the tokens if some are only on the device: `token_ids` and the rows' own are then invalid.
     """
 
     rows: tuple[Row, ...]
@@ -74,7 +74,7 @@ class Batch:
 
     @cached_property
     def firsts(self) -> Ints:
-        """[R] packed indexes, and so on."""
+        """[R] the first packed index of each row."""
         return self._column(0)
 
     @cached_property
@@ -102,7 +102,7 @@ class Batch:
 
     @cached_property
     def slots(self) -> Tensor:
-        """[T] where the KV of each token goes: block id * block_size + offset."""
+        """[T] the slot for the KV of each token: block id * block_size + offset."""
         positions = self._positions
         indexes = np.repeat(self._column(3), self.lengths) + positions // self.block_size
         blocks = np.asarray(self.block_ids)[indexes]
@@ -122,7 +122,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a row must fit into."""
+    """The limits that each row must respect."""
 
     block_size: int
     num_blocks: int
@@ -178,8 +178,8 @@ def _draws(plan: StepPlan) -> tuple[Draw, ...]:
 
 
 def _check_drafted(plan: StepPlan) -> None:
-    """In a plan with draft tokens that only the device knows no row has drafts that are known: draws behind both would
-    have to be given both."""
+    """Checks that no row of a plan whose draft tokens are only on the device has draft tokens known to the host, too:
+    later draws would need both."""
     if len(plan.drafted) != len(plan.rows):
         raise InvariantError(
             f"step {plan.step_id}: draft tokens for {len(plan.drafted)} rows, and {len(plan.rows)} rows"
@@ -192,7 +192,7 @@ def _check_drafted(plan: StepPlan) -> None:
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
-    """start, start + 1, … for each start, `length` numbers each, one after the other."""
+    """Concatenates the ranges [start, start + length)."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
@@ -205,7 +205,7 @@ def _beyond(numbers: array[int], limit: int) -> bool:
 
 
 def _check_row(row: Row, limits: Limits) -> None:
-    """But for its ids."""
+    """Checks everything but the ids."""
     length = len(row.tokens)
     end = row.start + length
     if not length or row.start < 0 or end > limits.max_model_len:

@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint directory: which tensor is in which safetensors file, and reading slices of them.
 
-`Checkpoint` reads headers only; `verify` compares them with what the model expects; `read` maps one tensor (or a
-slice of it) and refuses NaN and Inf. Everything wrong with a directory is a StartupError of one line that names the
-file and, where there is one, the tensor. Only safetensors are read: nothing is unpickled.
+`Checkpoint` reads headers only; `verify` compares them with what the model expects; `read` maps one tensor (or a slice
+of it) and refuses NaN and Inf. Every problem with a directory is a StartupError of one line that names the file and, if
+any, the tensor. Only safetensors are read: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Checkpoint:
                 raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} says it is there")
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
-        """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but one for all)."""
+        """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but the same for all)."""
         for name, shape in expected.items():
             stored = self.tensors.get(name)
             if stored is None:

@@ -1,6 +1,6 @@
-"""What computes the steps of a model: with which arithmetic and attention, and what samples and drafts tokens.
+"""Selects how the steps of a model are computed: arithmetic, attention, sampling and drafting.
 
-Triton comes with torch's CUDA builds alone: what uses it is imported where a GPU computes.
+Only CUDA builds of torch include Triton, so modules that use it are imported only for a GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def build_model(
     longest: int,
     options: EngineOptions,
 ) -> Model | NativeModel:
-    """This rank's share of the model, its weights read and packed. `config` is the whole model's, `longest` the most
-    positions of a sequence; `kernels` None are torch's."""
+    """Builds this rank's share of the model: reads and packs its weights. `config` is the whole model's, `longest` the
+    most positions of a sequence; `kernels` None means torch's."""
     if kernels is not None:
         return NativeModel(config, weights, group, kernels, longest, options.threads)
     rotary = Rotary(config, longest, weights.dtype, weights.device)
@@ -51,7 +51,7 @@ def build_model(
 def how_to_compute(
     model: Model | NativeModel, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, options: EngineOptions
 ) -> Computing:
-    """Of a model as `build_model` made it, with the same arguments."""
+    """Returns the `Computing` of a model that `build_model` built with the same arguments."""
     if isinstance(model, NativeModel):
         compute, mask = partial(model.forward, kv), masker(model.kernels)
         choose = chooser(model.kernels, options.threads)
@@ -66,15 +66,15 @@ def how_to_compute(
         attention = ExactAttention(local, size, kv.zero_block, kv.device)
     else:
         attention = FastAttention(local, size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
-    # Compiled kernels make no graph of gradients: there it would only cost their steps time.
+    # Compiled kernels record no autograd graph: no_grad would only cost their steps time.
     return Computing(torch.no_grad()(partial(model.forward, kv=kv, attention=attention)))
 
 
 def _on_cuda(
     model: Model, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, decode_rows: int
 ) -> Computing:
-    """Triton's attention, decode steps as graphs, draft tokens that stay there. `decode_rows` is the most sequences of
-    a decode step, 0 where there are none and no step is captured."""
+    """Uses Triton attention, CUDA graphs for decode steps, and drafting on the device. `decode_rows` is the most
+    sequences of a decode step; with 0 no step is captured."""
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.decode_graphs import DecodeGraphs
     from baton.engine.kernels.sampling import decide

@@ -1,15 +1,14 @@
-"""Decode steps on CUDA without launching a kernel at a time: each shape of step is captured once and then replayed.
+"""Decode steps as CUDA graphs, without kernel-by-kernel launches: each shape of step is captured once, then replayed.
 
-A shape is (rows, tokens per row, key splits), each rounded up to one of a few. What differs between steps of one shape
-lies at fixed addresses: tokens, where each row starts, how many tokens it has, and its block table; positions and slots
-follow from them on the device. What only fills up a shape (rows, tokens of shorter rows, table entries) computes in the
-pool's spare block, which the kernel never reads for anybody else. Steps of other shapes, above all prompts, are
-launched kernel by kernel.
+A shape is (rows, tokens per row, key splits), each rounded up to one of a few values. Inputs that differ between steps
+of one shape are at fixed addresses: tokens, the start, length and block table of each row; positions and slots are
+derived from them on the device. Padding (rows, tokens of shorter rows, table entries) uses the pool's spare block,
+which the kernel never reads for real rows. Steps of other shapes, above all prompts, are launched kernel by kernel.
 
-All shapes are captured when the worker loads, before it has edges to others: a capture waits for the whole device, and
-so for a receive whose sender has not come. All share one memory pool and one buffer of logits, so only one may be in
-use at a time: the one stream and the one thread of a runner see to that. Capturing runs on a stream of high priority:
-those of edges come from another of torch's pools and are never the same one.
+All shapes are captured when the worker loads, before it has edges to other workers: a capture waits for the whole
+device, including a receive whose sender has not started. All graphs share one memory pool and one logits buffer, so
+only one may be in use at a time; the single stream and thread of a runner ensure that. Captures run on a high-priority
+stream: the streams of edges come from another of torch's stream pools, so the two never coincide.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from baton.engine.model import Model
 log = logging.getLogger("baton.engine")
 MAX_ROWS = 256
 LENGTHS = (1, 2, 3, 5, 9)
-"""Tokens of a row: one, or a token and the draft tokens that it verifies."""
+"""Tokens of a row: one, or one and the draft tokens to verify."""
 MAX_LONG_TOKENS = 320
-"""Tokens of a shape with more than one a row: with more sequences speculation seldom pays."""
+"""The most tokens of a shape with several per row: with more sequences speculation seldom pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Shape:
 class Captured:
     """`inputs` int32, on the device: tokens [rows * length], starts [rows], lengths [rows], table [rows * W]. `replay`
     computes and returns logits [rows * length, vocab], valid until the next replay. A graph reads everything in `reads`
-    by its address, so nothing of that may be freed before it."""
+    by address, so `reads` keeps these objects alive."""
 
     inputs: Tensor
     replay: Callable[[], Tensor]
@@ -62,8 +61,8 @@ class Captured:
 
 
 class DecodeGraphs:
-    """`compute` does what `model.forward` does. `max_positions` bounds a sequence, `max_rows` the sequences of a decode
-    step, `lengths` are the tokens that a row may have. `replayed` and `launched` count steps."""
+    """`compute` is equivalent to `model.forward`. `max_positions` bounds a sequence, `max_rows` the sequences of a
+    decode step; `lengths` are the possible numbers of tokens per row. `replayed` and `launched` count steps."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class DecodeGraphs:
         self.replayed = self.launched = 0
 
     def shapes(self) -> list[Shape]:
-        """All that are captured, largest first: later ones fit into the memory of earlier ones."""
+        """All shapes to capture, largest first: later ones fit into the memory of earlier ones."""
         found = [
             Shape(rows, length, splits)
             for length in self._lengths
@@ -109,7 +108,7 @@ class DecodeGraphs:
         log.info("captured %d shapes of decode steps in %.1f s", len(shapes), time.perf_counter() - started)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Logits [S, vocab] in float32 at the sampled positions; on followers of a tensor-parallel group none."""
+        """Returns logits [S, vocab] in float32 at the sampled positions; none on tensor-parallel followers."""
         shape = self.shape_of(batch)
         captured = None if shape is None else self._captured.get(shape)
         if shape is None or captured is None:
@@ -126,7 +125,7 @@ class DecodeGraphs:
         return logits.index_select(0, to_device(at, self._device))
 
     def shape_of(self, batch: Batch) -> Shape | None:
-        """The shape whose graph computes this batch, or None where there is none."""
+        """The shape whose graph computes this batch, or None if no shape fits."""
         lengths = batch.lengths
         if not len(lengths):
             return None
@@ -141,18 +140,19 @@ class DecodeGraphs:
         return Shape(rows, length, splits)
 
     def _most_rows(self, length: int) -> int:
-        """A power of two."""
+        """The most rows of a shape with rows of `length` tokens: a power of two."""
         most = 1 << ((MAX_LONG_TOKENS // length).bit_length() - 1)
         return self._row_limit if length == 1 else min(self._row_limit, most)
 
     def _width(self, shape: Shape) -> int:
-        """Blocks of a table: enough for what the splits of the shape reach."""
+        """Blocks per table row: enough for all positions that the splits of the shape cover."""
         reach = shape.splits * split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
         return -(-min(reach, self._max_positions) // self._block_size)
 
     def _fill(self, captured: Captured, shape: Shape, batch: Batch) -> list[int] | None:
-        """Puts a batch into a graph's inputs. The place of each packed token in the shape, None where it is its own."""
-        # New memory each time: the device may not have read that of the step before, and nothing waits for it here.
+        """Copies a batch into a graph's inputs. Returns the shape's index of each packed token, or None if all are
+        equal."""
+        # New memory each time: the device may not have read the previous step's yet, and the host does not wait for it.
         host, rows, tokens = self._inputs(shape), len(batch.rows), shape.tokens
         inputs = host.numpy()
         uniform = bool((batch.lengths == shape.length).all())
@@ -175,7 +175,7 @@ class DecodeGraphs:
         return packed
 
     def _inputs(self, shape: Shape) -> Tensor:
-        """Of rows that only fill up: one token at position 0 of the spare block. In host memory, for a GPU pinned."""
+        """The inputs of padding rows: one token at position 0 of the spare block. In host memory, pinned for a GPU."""
         tokens = shape.tokens
         size = tokens + shape.rows * (2 + self._width(shape))
         inputs = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
@@ -190,9 +190,9 @@ class DecodeGraphs:
             return Captured(inputs, step, reads)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            step()  # compiles kernels and lets libraries allocate what a capture may not
+            step()  # compiles kernels and lets libraries allocate memory, which a capture must not do
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: their calls are none of this capture's business.
+        # Other threads may use the device meanwhile: their calls must not invalidate this capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = step()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
@@ -204,7 +204,7 @@ class DecodeGraphs:
         return Captured(inputs, replay, reads)
 
     def _step(self, shape: Shape, inputs: Tensor) -> tuple[Callable[[], Tensor], tuple[Any, ...]]:
-        """All of a step that is computed from `inputs`, as a graph can hold it, and what else it reads."""
+        """Returns a capturable function that computes a step from `inputs`, and the other objects that it reads."""
         size, count = self._block_size, shape.tokens
         number = torch.arange(shape.rows, dtype=torch.int32, device=self._device)
         offset = torch.zeros_like(number)

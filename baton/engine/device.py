@@ -1,4 +1,4 @@
-"""What this machine computes on: device and dtype."""
+"""Chooses the device and dtype that this machine computes with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ComputeDType = Literal["float32", "bfloat16"]
 
 
 def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device:
-    """ "auto" is CUDA if there is one, except in exact mode; the ranks of a machine take its GPUs in turn. Raises
+    """ "auto" is CUDA if there is one, except in exact mode; the ranks of a machine use its GPUs round-robin. Raises
     StartupError for CUDA without a GPU."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise StartupError(f"device must be auto, cpu or cuda, not {wanted!r:.60}")
@@ -27,7 +27,7 @@ def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device
 
 
 def gpu_uuids(wanted: str, exact: bool, local_size: int) -> list[str]:
-    """Of the GPUs that a worker's ranks on this machine compute on, as NVML names them; none on CPU."""
+    """The UUIDs, as NVML writes them, of the GPUs that a worker's ranks on this machine compute on; none on CPU."""
     if choose_device(wanted, exact).type != "cuda":
         return []
     used = range(min(local_size, torch.cuda.device_count()))
@@ -35,8 +35,8 @@ def gpu_uuids(wanted: str, exact: bool, local_size: int) -> list[str]:
 
 
 def choose_dtype(wanted: str, device: torch.device, exact: bool, kernels: str = "auto") -> ComputeDType:
-    """ "auto" is bfloat16 on CUDA, on CPUs that multiply it in hardware, and where compiled kernels for AVX2 or
-    AVX-512 compute (of the `kernels` asked for), else float32, as in exact mode."""
+    """ "auto" is bfloat16 on CUDA, on CPUs that multiply it in hardware, and with compiled kernels for AVX2 or AVX-512
+    (if `kernels` selects them); else, and always in exact mode, float32."""
     if wanted not in ("auto", "bfloat16", "float32"):
         raise StartupError(f"dtype must be auto, bfloat16 or float32, not {wanted!r:.60}")
     if wanted == "auto":
@@ -53,7 +53,7 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def kernels_widen_bfloat16(kernels: str) -> bool:
-    """Whether compiled kernels will compute that read bfloat16, half of what float32 takes, and multiply in float32 at
-    the same speed (decisions 0029, 0042). torch's bfloat16 is slower than its float32 on processors with no more."""
+    """Whether the kernels will be compiled ones that read bfloat16, half the bytes of float32, and multiply in float32
+    at the same speed (decisions 0029, 0042). On such processors torch's bfloat16 is slower than its float32."""
     level = fastest_level() if kernels == "auto" else kernels
     return level in ("avx2", "avx512") and can_compile(level)

@@ -1,4 +1,4 @@
-"""What a device is given to compute, as a stream: copies that nobody waits for, and marks in between."""
+"""The stream of a device: asynchronous copies, and marks (events) between its operations."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 _KEPT = 64
-"""Steps: many more than are ever computed behind each other while somebody waits for the first."""
+"""Steps whose events are kept: many more than are ever queued while a thread waits for the first."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, its copy queued behind what is computed there: from pageable memory the host would
-    wait for that first. On CPU the tensor itself."""
+    """Enqueues a copy of a host tensor to the device, without a wait: from pageable memory the host would wait for all
+    queued work first. Returns the tensor itself for CPU."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, queued behind what is computed on the tensor's device: there once an event behind it has
-    come. On CPU the tensor itself."""
+    """Enqueues a copy of a device tensor to pinned memory, valid once an event recorded after it has completed. Returns
+    the tensor itself on CPU."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -31,16 +31,16 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 class Mark(Protocol):
-    """A place in what a device has been given to compute, as torch.cuda.Event."""
+    """A point in the stream of a device, like torch.cuda.Event."""
 
     def record(self, /) -> None: ...
 
     def synchronize(self) -> None:
-        """Waits until the device has come there."""
+        """Waits until the device has reached it."""
         ...
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to a later mark, both of which the device has passed."""
+        """Milliseconds from this mark to a later one, both of which the device has reached."""
         ...
 
 
@@ -48,7 +48,7 @@ NewMark = Callable[[], Mark]
 
 
 class HostMark:
-    """Of a device that has computed whatever it was given: the CPU."""
+    """A mark of the CPU, where all previous work is already computed."""
 
     def __init__(self) -> None:
         self._at = 0.0
@@ -70,8 +70,8 @@ def marks_of(device: torch.device) -> NewMark:
 
 
 class StepMarks:
-    """Complete state: the events behind the last steps, oldest first. `record` belongs to the compute thread;
-    `order_behind` may come from any other. On CPU a step is computed when it is launched, and there are none."""
+    """Complete state: the events after the last steps, oldest first. The compute thread calls `record`; any other may
+    call `order_behind`. On CPU a step is computed when it is launched, and there are no events."""
 
     def __init__(self, device: torch.device, new_event: Callable[[], Any] | None = None) -> None:
         self._events: deque[tuple[int, Any]] = deque(maxlen=_KEPT)
@@ -79,7 +79,7 @@ class StepMarks:
         self._lock = threading.Lock()
 
     def record(self, step_id: int) -> None:
-        """The step has been given to the calling thread's stream."""
+        """Records an event after a step that was launched on the calling thread's stream."""
         if self._new_event is not None:
             event = self._new_event()
             event.record()
@@ -87,7 +87,7 @@ class StepMarks:
                 self._events.append((step_id, event))
 
     def order_behind(self, step_id: int) -> None:
-        """What the calling thread's stream is given from now on follows that step, without waiting here."""
+        """Makes later work on the calling thread's stream wait for that step, without blocking the host."""
         with self._lock:
             found = next((event for step, event in self._events if step >= step_id), None)
         if found is not None:

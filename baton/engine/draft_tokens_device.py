@@ -1,9 +1,9 @@
-"""A draft model's draft tokens on its own device, for a GPU: each pass takes the tokens of the one before from there.
+"""Drafting on a GPU: each pass of the draft model reads the tokens of the previous pass on the device.
 
-Which rows go on, where, and into which blocks is known beforehand; only the tokens are not, and they need not leave the
-device: `queue` gives them as a tensor, out of which the target's rows are filled and their draws processed. So the host
-prepares a pass, and then the target's step, while the device computes. The plain twin is decode/speculation/engine.py
-`propose_pass_by_pass`, a step and its answer for each draft token.
+The rows, positions and blocks of each pass are known in advance; only the tokens are not, and they need not leave the
+device: `queue` returns them as a tensor, from which the target's rows are filled and their draws processed. So the host
+prepares a pass, and then the target's step, while the device computes. The reference implementation is
+decode/speculation/engine.py `propose_pass_by_pass`, with one complete step for each draft token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from baton.engine.sampler import Decide
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queued:
-    """Draft tokens that a device may still be making: `tokens` int64 [G], those of row after row, and marks before and
-    behind what makes them."""
+    """Draft tokens that a device may still be computing: `tokens` int64 [G], row by row, and marks before and after
+    their computation."""
 
     tokens: Tensor
     began: Mark
@@ -33,13 +33,13 @@ class Queued:
 
     @property
     def seconds(self) -> float:
-        """What making them took, once a wait has gone beyond `ended`."""
+        """The time of their computation; valid after a wait for `ended` or a later mark."""
         return self.began.elapsed_time(self.ended) / 1e3
 
 
 class DeviceDraftTokens:
-    """`compute` gives the logits [S, vocab] of a batch, one that has its tokens on the device alone
-    (`Batch.device_tokens`) too, and `decide` the tokens of draws from them."""
+    """`compute` returns the logits [S, vocab] of a batch, even if its tokens are only on the device
+    (`Batch.device_tokens`), and `decide` samples the tokens of draws from them."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class DeviceDraftTokens:
         self._seen = SeenTables()
 
     def __call__(self, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
-        """What `queue` makes, row by row: waits for it."""
+        """Returns the tokens of `queue`, row by row, after waiting for them."""
         tokens = iter(self.queue(batch, counts).tokens.tolist())
         return [list(islice(tokens, count)) for count in counts]
 
     @torch.no_grad()
     def queue(self, batch: Batch, counts: Sequence[int]) -> Queued:
-        """Computes all rows, and behind sampled position i `counts[i]` tokens (at least one), each from those before
-        it; the last of them is not computed itself. Of draws too close to tell the likeliest token is drafted. Nothing
-        waits, but for a pass of a shape that comes for the first time, which is captured (decode_graphs.py)."""
+        """Computes all rows and drafts `counts[i]` tokens (at least one) after sampled position i, autoregressively;
+        the last of them is not computed itself. If a draw is too close to decide, the likeliest token is drafted. Does
+        not wait."""
         began, ended = self._new_mark(), self._new_mark()
         began.record()
         logits = self._compute(batch)
@@ -75,7 +75,7 @@ class DeviceDraftTokens:
         going = list(range(len(counts)))
         back = any(row.sampling.depends_on_history for row in rows)
         made, owners = [self._propose(logits, batch.draws, None)], list(going)
-        so_far = [made[0]]  # of the rows that go on, what each pass has drafted; unless draws look back, the last alone
+        so_far = [made[0]]  # by pass, the tokens of the rows that continue; only the last pass unless `back`
         for number in range(1, max(counts)):
             left = [index for index in going if counts[index] > number]
             if len(left) < len(going):
@@ -91,7 +91,7 @@ class DeviceDraftTokens:
             going = left
         if len(made) == 1:
             return made[0]
-        order = sorted(range(len(owners)), key=owners.__getitem__)  # of one row in the order of passes
+        order = sorted(range(len(owners)), key=owners.__getitem__)  # stable: each row's tokens stay in pass order
         return torch.cat(made).index_select(0, to_device(torch.tensor(order), self._device))
 
     def _propose(self, logits: Tensor, draws: Sequence[Draw], drafted: Drafted | None) -> Tensor:
@@ -101,7 +101,7 @@ class DeviceDraftTokens:
 
 
 def _behind(row: Row, number: int) -> Row:
-    """The row of the draft token `number` behind it, whose token only the device knows."""
+    """The row of draft token `number` after `row`; the token itself is only on the device."""
     position = row.end + number - 1
     index = row.output_index + number
     return Row(row.sequence_id, position, (0,), row.block_ids, row.sampling, 1, index, row.history)

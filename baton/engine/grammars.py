@@ -1,14 +1,14 @@
-"""Grammars: which tokens may come next in an output that has to match one.
+"""Grammars: which tokens may come next in an output that must match a grammar.
 
     begin(draws) -> forward pass, while threads compute masks -> mask(draw) for each draw
 
-A grammar is llguidance's serialised form (https://github.com/guidance-ai/llguidance). Its automaton follows a sequence:
-it consumes what the output has beyond what it knows and rolls back where the output differs, so a resumed sequence, or
-one whose draft tokens were rejected, needs no more than its output.
+A grammar is in llguidance's serialised form (https://github.com/guidance-ai/llguidance). Its automaton tracks the
+output of a sequence: it consumes new tokens, after rolling back to where the output differs from the consumed tokens,
+so a resumed sequence, or one whose draft tokens were rejected, needs only its output.
 
-Compiling a grammar and computing a mask take microseconds, and of a hostile grammar seconds: both run on threads, and
-hold no lock of the interpreter. A row whose mask is not there `WAIT_S` after the forward pass samples nothing in this
-step and is computed again in the next one; the other rows go on.
+Compiling a grammar and computing a mask take microseconds, but seconds for a hostile grammar: both run on threads,
+without holding the GIL. A row whose mask is not ready `WAIT_S` after the forward pass samples nothing in this step and
+is computed again in the next one; the other rows are not delayed.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ log = logging.getLogger("baton.grammars")
 
 WAIT_S = 0.02
 THREADS = 2
-NICE = 10  # of these threads, beside the one that computes steps
-BUDGET_S = 2.0, 0.002  # of processor time for the masks of one sequence: in all, and for each token more
-COMPILED = 16  # grammars kept
-MAX_LEXER_STATES = 10_000  # of 1 to 2 KB each, in every sequence
-STACK_BYTES = 8 << 20  # of these threads; a grammar is tried out on half of it before a worker gets it
+NICE = 10  # of these threads, so that the compute thread has priority
+BUDGET_S = 2.0, 0.002  # CPU time for the masks of one sequence: a base, plus so much per output token
+COMPILED = 16  # compiled grammars cached
+MAX_LEXER_STATES = 10_000  # of 1 to 2 KB each, per sequence
+STACK_BYTES = 8 << 20  # of these threads; the coordinator first tests a grammar with half of it
 Bits = NDArray[np.uint8]
 Masks = list[Bits | None]
 
 
 class GrammarError(Exception):
-    """A grammar is not valid, or cannot go on: one line for the client."""
+    """A grammar is invalid, or its output cannot be continued: one line for the client."""
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> LLTokenizer:
-    """The tokenizer of a model directory. Takes 1 s for 150,000 tokens.
+    """Loads the tokenizer of a model directory. Takes 1 s for 150,000 tokens.
 
     Raises:
-        GrammarError: there is none, or none that llguidance can use.
+        GrammarError: there is none, or llguidance cannot use it.
     """
-    from llguidance import LLTokenizer  # here: a process that serves no model need not load it
+    from llguidance import LLTokenizer  # imported here: a process that serves no model need not load it
 
     path = directory / "tokenizer.json"
     if not path.exists():
@@ -68,15 +68,15 @@ def load_tokenizer(directory: Path, vocab_size: int) -> LLTokenizer:
     try:
         try:
             return LLTokenizer(str(path), n_vocab=vocab_size)
-        except ValueError:  # it knows no end of sequence by name: any will do, since `masks` gets the ids that end
+        except ValueError:  # no known EOS token by name: any will do, since `masks` receives the end ids
             special = [token["id"] for token in json.loads(path.read_bytes())["added_tokens"] if token["special"]]
             return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=special[0] if special else vocab_size - 1)
-    except Exception as error:  # what its Rust code panics with, too
+    except Exception as error:  # includes panics of its Rust code
         raise GrammarError(f"structured output cannot be had with this tokenizer: {first_line(str(error))}") from None
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Raises GrammarError."""
+    """Compiles a grammar. Raises GrammarError."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
@@ -91,7 +91,7 @@ def first_line(message: str) -> str:
 
 
 class Automaton:
-    """A grammar's state behind an output. State: the matcher, and the output that it has consumed."""
+    """The state of a grammar after an output. State: the matcher, and the output that it has consumed."""
 
     def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -99,8 +99,8 @@ class Automaton:
         self._consumed: tuple[int, ...] = ()
 
     def masks(self, output: tuple[int, ...], drafts: tuple[int, ...], ends: tuple[int, ...]) -> Masks:
-        """The masks behind the output and each of its draft tokens, 1 + len(drafts) of them; None behind a draft token
-        that the grammar does not allow. Where the grammar is satisfied, `ends` may come too.
+        """Returns the 1 + len(drafts) masks after the output and after each draft token; None from the first disallowed
+        draft token on. Where the tokens so far satisfy the grammar, `ends` are allowed too.
 
         Raises:
             GrammarError: the grammar does not allow the output, or exceeds a limit.
@@ -125,7 +125,7 @@ class Automaton:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
-        for token in self._eos:  # what the tokenizer's file takes for an end need not be one of this request
+        for token in self._eos:  # the tokenizer's own EOS tokens need not end this request
             bits[token >> 3] &= ~np.uint8(1 << (token & 7))
         if matcher.is_accepting():
             for token in ends:
@@ -136,7 +136,7 @@ class Automaton:
 
 
 class _Followed:
-    """A sequence's automaton, once it is compiled, and the masks asked for last."""
+    """A sequence's automaton, once it is compiled, and the masks requested last."""
 
     def __init__(self, params: weakref.ref[SamplingParams]) -> None:
         self.params = params
@@ -144,25 +144,25 @@ class _Followed:
         self.output: tuple[int, ...] = ()
         self.drafts: tuple[int, ...] = ()
         self.masks: Future[Masks] | None = None
-        self.late = False  # whether it was waited for once
-        self.spent_s = 0.0  # of processor time
+        self.late = False  # whether a wait for the masks has timed out
+        self.spent_s = 0.0  # of CPU time
 
     def answers(self, output: tuple[int, ...], drafts: tuple[int, ...]) -> bool:
-        """Whether the masks asked for have the one behind these tokens."""
+        """Whether the requested masks include the one after these tokens."""
         return self.masks is not None and self.output == output and self.drafts[: len(drafts)] == drafts
 
 
 class Grammars:
-    """The automata of sequences, each kept as long as its sampling parameters exist, that is as its sequence.
+    """The automata of sequences, each kept as long as its sampling parameters exist, that is, as long as its sequence.
 
-    `unsampled` are the sequences whose mask was not there: with what is wrong with their grammar, or with an empty
-    text where it was only late. Without a tokenizer all are, for the reason given."""
+    `unsampled` maps the sequences without a mask to the error of their grammar, or to an empty text if the mask was
+    only late. Without a tokenizer every sequence with a grammar is in it, with `reason`."""
 
     def __init__(self, tokenizer: LLTokenizer | None, reason: str = "", wait_s: float = WAIT_S) -> None:
         self._reason = reason
         self._wait_s = wait_s
         self._tokenizer: Any = tokenizer
-        # Once for all sequences, unless two threads come to it at the same moment; never without a tokenizer.
+        # Compiled once for all sequences, unless two threads do it concurrently; never called without a tokenizer.
         self._compiled = lru_cache(COMPILED)(partial(compile_grammar, tokenizer))  # type: ignore[arg-type]
         self._threads = None if tokenizer is None else _new_pool()
         self._followed: dict[SequenceId, _Followed] = {}
@@ -171,7 +171,7 @@ class Grammars:
 
     @classmethod
     def load(cls, directory: Path, vocab_size: int) -> Grammars:
-        """With the tokenizer of a model directory, or without one."""
+        """Uses the tokenizer of a model directory, or none if it cannot be loaded."""
         try:
             return cls(load_tokenizer(directory, vocab_size))
         except GrammarError as error:
@@ -179,19 +179,19 @@ class Grammars:
             return cls(None, str(error))
 
     def begin(self, draws: Sequence[Draw]) -> None:
-        """Starts computing the masks of the draws of a step; those of one sequence follow each other, with ever more
-        drafts."""
+        """Starts computing the masks for the draws of a step; the draws of one sequence are adjacent, with rising
+        numbers of drafts."""
         last = {_key(draw): draw for draw in draws if draw.sampling.grammar}
         late = [self._ask(draw).late for draw in last.values()]
         self._all_late = all(late) and all(draw.sampling.grammar for draw in draws)
 
     def deadline(self) -> float:
-        """By when masks that are asked for now have to be there, in seconds of the monotonic clock."""
+        """The deadline for masks requested now, in seconds of the monotonic clock."""
         return time.monotonic() + self._wait_s
 
     def mask(self, draw: Draw, deadline: float) -> Bits | None:
-        """One bit for each token, lowest first: whether it may be drawn. None where it does not matter which is: behind
-        a draft token that is wrong, and where the sequence is `unsampled`."""
+        """Returns one bit per token, lowest first: whether it may be drawn. None if the draw does not count: after a
+        draft token that the grammar does not allow, or if the sequence is `unsampled`."""
         key = _key(draw)
         if key in self.unsampled:
             return None
@@ -202,7 +202,7 @@ class Grammars:
         if followed.masks is None or not followed.answers(_output(draw), draw.drafts):
             self.unsampled[key] = ""
             return None
-        # What was late once is not waited for again while others have something to do.
+        # A mask that was late is not waited for again, unless all rows of the step have such a mask.
         wait_s = 0.0 if followed.late and not self._all_late else max(0.0, deadline - time.monotonic())
         try:
             return followed.masks.result(wait_s)[len(draw.drafts)]
@@ -213,7 +213,7 @@ class Grammars:
         return None
 
     def take_unsampled(self) -> dict[SequenceId, str]:
-        """`unsampled`, which is empty afterwards."""
+        """Returns `unsampled` and clears it."""
         taken, self.unsampled = self.unsampled, {}
         return taken
 
@@ -233,14 +233,14 @@ class Grammars:
         return followed
 
     def _compute(self, followed: _Followed, grammar: str, ends: tuple[int, ...]) -> Masks:
-        """On a thread: the masks behind the output and drafts of `followed`, which stay as they are meanwhile."""
+        """Computes, on a thread, the masks for the output and drafts of `followed`, which do not change meanwhile."""
         began = time.thread_time()
         try:
             if followed.automaton is None:
                 followed.automaton = Automaton(self._tokenizer, self._compiled(grammar).deep_copy())
             return followed.automaton.masks(followed.output, followed.drafts, ends)
         except GrammarError:
-            followed.automaton = None  # an error stays in it; a draft model's output may be another one next time
+            followed.automaton = None  # its error is permanent; a draft model's next output may differ
             raise
         finally:
             followed.spent_s += time.thread_time() - began
@@ -257,7 +257,7 @@ class Grammars:
 
 
 def _new_pool() -> ThreadPoolExecutor:
-    """Its threads all have their stack already."""
+    """Returns a pool whose threads have all started, so that each has a stack of STACK_BYTES."""
     begun = threading.Barrier(THREADS)
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar", initializer=_yield_to_others)
     usual = threading.stack_size(STACK_BYTES)
@@ -278,12 +278,12 @@ def _output(draw: Draw) -> tuple[int, ...]:
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens two outputs begin with alike."""
+    """The length of the common prefix of two outputs."""
     if other[: len(one)] == one:
         return len(one)
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _yield_to_others() -> None:
-    if sys.platform == "linux":  # elsewhere it is the whole process's
+    if sys.platform == "linux":  # elsewhere the priority is per process
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,12 +1,12 @@
-"""The paged KV cache of one rank, and taking its pages from the operating system ahead of their use.
+"""The paged KV cache of one rank, and the allocation of its pages by the operating system ahead of their use.
 
-A pool's memory has no pages before it is first written, and blocks are handed out in rising order until the whole pool
-has been used once. So for a long time every sequence would meet fresh pages: on a virtual machine 2 to 10 us for each
-4 KiB, which is 6 to 40 ms for 512 tokens of a 135 M model, all of it in the middle of a hand-over or a step. Here a
-short-lived thread takes them before: at the start a head of `ahead_bytes`, then as much again in front of the highest
-block that anybody has named. Beyond that nothing is taken, so an idle worker stays small.
+A pool's memory has no pages before it is first written, and blocks are allocated in rising order until the whole pool
+has been used once. So for a long time every sequence would cause page faults: on a virtual machine 2 to 10 us for each
+4 KiB, which is 6 to 40 ms for 512 tokens of a 135 M model, all of it during a hand-over or a step. Here a short-lived
+thread faults pages in before their use, up to `ahead_bytes` beyond the highest block given to `expect`. It goes no
+further, so an idle worker stays small.
 
-It is done by madvise(MADV_POPULATE_WRITE) (Linux 5.14), which changes no byte: blocks may be written meanwhile.
+It calls madvise(MADV_POPULATE_WRITE) (Linux 5.14), which changes no byte: blocks may be written meanwhile.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from baton.core.kv_layout import KVLayout
 
 log = logging.getLogger("baton.engine")
 AHEAD_BYTES = 64 << 20
-_SLICE_BYTES = 1 << 20  # a call holds up whoever maps or unmaps memory meanwhile
+_SLICE_BYTES = 1 << 20  # per call: it blocks threads that map or unmap memory meanwhile
 _POPULATE_WRITE = 23
 
 
 class KVPool:
     """K and V of every layer, in blocks: `layers[i]` is (K, V), each [num_blocks, block_size, kv_heads, head_dim].
 
-    Blocks 0..num_blocks-1 belong to the scheduler. One more block of zeros lies behind them in the same storage; padded
-    block tables point at it (`zero_block`), and `storage[i]` shows the tensors with it. Memory is not initialised (the
-    operating system hands out pages as blocks are first used, or shortly before: `expect`); attention never reads
+    Blocks 0..num_blocks-1 belong to the scheduler. One more block, initially zeros, follows them in the same storage;
+    padded block tables point to it (`zero_block`), and `storage[i]` includes it. Other memory is not initialised (the
+    operating system allocates pages when blocks are first used, or shortly before: `expect`); attention never reads
     positions that were not written.
 
     Raises StartupError when there is not that much memory.
@@ -52,7 +52,7 @@ class KVPool:
             dtype = getattr(torch, layer.dtype)
             try:
                 keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            except RuntimeError:  # torch's way to say that memory is out, on every device
+            except RuntimeError:  # how torch reports out of memory, on every device
                 gib = num_blocks * layout.bytes_per_block / (1 << 30)
                 raise StartupError(f"{device} has no {gib:.4g} GiB for KV; give less with --kv-memory-gib") from None
             keys[self.zero_block], values[self.zero_block] = 0, 0
@@ -62,17 +62,17 @@ class KVPool:
         self.pages = PagesAhead(tensors, num_blocks) if device.type == "cpu" else None
 
     def expect(self, block_ids: Sequence[int], *, ahead: bool = True) -> None:
-        """These blocks are in use or will be soon: they, and with `ahead` a head of those behind them, get their pages
-        meanwhile. Does not wait."""
+        """Announces blocks in use now or soon: a thread faults in the pages of all blocks up to them and, with `ahead`,
+        of `ahead_blocks` more. Does not wait."""
         if self.pages is not None and block_ids:
             self.pages.expect(max(block_ids), ahead=ahead)
 
 
 class PagesAhead:
-    """Complete state: how far pages are taken (`blocks_warm`), how far they are wanted, and the thread that is at it.
+    """Complete state: how many blocks have pages (`blocks_warm`), how many should, a failure, and the thread.
 
     `tensors` are those of a pool on CPU, each contiguous with blocks in its first dimension; the first `num_blocks` are
-    handed out, in rising order.
+    allocated, in rising order.
     """
 
     def __init__(self, tensors: Sequence[Tensor], num_blocks: int, ahead_bytes: int = AHEAD_BYTES) -> None:
@@ -86,8 +86,8 @@ class PagesAhead:
         self._lock = threading.Lock()
 
     def expect(self, block: int, *, ahead: bool = True) -> None:
-        """Blocks up to this one are in use, or will be soon; with `ahead` a head of more is to lie in front of them.
-        From any thread; does not wait. A thread starts only when a quarter of the head is used up."""
+        """Requests the pages of blocks up to this one and, with `ahead`, of `ahead_blocks` more. May be called from any
+        thread; does not wait. A thread starts only when a quarter of `ahead_blocks` is used up."""
         head = self.ahead_blocks if ahead else 0
         with self._lock:
             self._wanted = max(self._wanted, min(block + 1 + head, self._num_blocks))
@@ -98,7 +98,7 @@ class PagesAhead:
             self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all that is wanted is there by then."""
+        """Waits up to `timeout_s` for the thread; returns whether it has ended."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -131,7 +131,7 @@ class PagesAhead:
 
 
 def _populate(address: int, size: int) -> None:
-    """Raises OSError: not Linux 5.14, or no memory left."""
+    """Faults pages in. Raises OSError: Linux is older than 5.14, or out of memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
         number = ctypes.get_errno()

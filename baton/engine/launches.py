@@ -1,16 +1,16 @@
-"""Steps launched before the tokens of the one before them are known, and one wait of the host for each.
+"""Async scheduling: steps launched before the tokens of the previous step are known, with one host wait per step.
 
-`queue` queues, behind a step's logits: which tokens its draws choose, a copy of them into pinned memory, and with
-them the raw logits of rows that report log-probabilities. The tokens stay on the device, too, and `feed` gathers the
-next step's from there. `collect` waits for the copies of the oldest step, while a newer one computes.
+`queue` enqueues, after a step's logits, the sampling of its tokens and a copy of them into pinned memory, together with
+the raw logits of rows that report log-probabilities. The tokens also stay on the device, where `feed` gathers the input
+of the next step. `collect` waits for the copies of the oldest step while a newer one computes.
 
-A step that verifies a draft model's draft tokens takes them from the device, too (draft_tokens_device.py `Queued`):
-they are put in their rows there, counted as output there where draws look back, and come to the host in the copy of the
-step's tokens. So it has one wait like any other (decision 0041).
+A step that verifies a draft model's tokens also reads them on the device (draft_tokens_device.py `Queued`): they are
+inserted into their rows there, counted as output there if draws depend on earlier tokens, and copied to the host with
+the step's tokens. So such a step has only one wait, too (decision 0041).
 
-A draw that is too close for the device to tell (kernels/sampling.py) goes on with the likeliest token. When the step is
-collected the plain sampler decides it, and where it says another token, the outcome says that the row behind was fed a
-wrong one (`StepOutcome.corrected`). On CPU a step is computed when it is launched, and all of this is plain lookup.
+A draw that is too close for the device to decide (kernels/sampling.py) provisionally uses the likeliest token. When the
+step is collected, the plain sampler decides the draw; if it chooses another token, the outcome reports that the next
+step was fed a wrong one (`StepOutcome.corrected`). On CPU a step is computed at launch, so all of this is plain lookup.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from baton.engine.sampler import Choose, Decide, choose_tokens
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """`host_token_ids` [S + G] and `lines` [scored and asked for, vocab], if any, are in host memory once the device
-    has come to `ready`: the tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `logits`
-    [S, vocab], processed, and `tokens` [S], what the next step may be fed, are on the device; the host has the tokens
-    at once where `tokens` is None."""
+    """`host_token_ids` [S + G] and `lines` [scored and reported, vocab], if any, are in host memory once the device has
+    reached `ready`: the tokens (-1 - likeliest if undecided) followed by the draft tokens. `logits` [S, vocab],
+    processed, and `tokens` [S], which the next step may be fed, are on the device; the host has the tokens already if
+    `tokens` is None."""
 
     plan: StepPlan
     batch: Batch
@@ -56,12 +56,12 @@ class Launched:
 
 
 class Launches:
-    """Complete state: the steps that are not collected yet, oldest first; the newest of all, with the tokens [S] that
-    the next one may be fed; when the last was collected; and three counts. It belongs to the compute thread. `decide`
-    chooses tokens on the device, and there they are fed; without it, on CPU, `choose` does, and they are known at once.
-    `waits` counts how often the host waited: once for each step collected, and once more where a draw was undecided;
-    `rows_with_device_token` the rows that were fed a token of the step before, `rows_corrected` the draws that turned
-    out to be another token than the one fed."""
+    """Complete state: the uncollected steps, oldest first; the newest step's plan, with the tokens [S] that the next
+    step may be fed; when the last step was collected; and three counts. Used only by the compute thread. `decide`
+    chooses tokens on the device, where they are fed to the next step; without it, on CPU, `choose` chooses them, and
+    they are known immediately. `waits` counts the waits of the host: one per collected step, and one more if a draw was
+    undecided; `rows_with_device_token` the rows that were fed a token of the previous step, `rows_corrected` the draws
+    whose final token differs from the provisional one."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Launches:
         self.rows_with_device_token = self.rows_corrected = self.waits = 0
 
     def check(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
-        """Before a plan is announced: the leader must have what `feed` is to put into it.
+        """Checks, before a plan is announced, that the leader has the tokens that `feed` is to insert into it.
 
         Raises:
-            InvariantError: the plan names rows of a step that is not the last one launched, or asks for other draft
-            tokens.
+            InvariantError: the plan refers to rows of a step that is not the last one launched, or needs another number
+            of draft tokens.
         """
         if not self._group.leads:
             return
@@ -96,8 +96,8 @@ class Launches:
             self._before(plan)
 
     def feed(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Batch:
-        """The batch with the tokens of the step before, or with draft tokens, in their places. Every rank calls it,
-        for the same plans, which the leader has checked: its tokens go to all."""
+        """Returns the batch with the tokens of the previous step, or with draft tokens, inserted. Every rank calls it,
+        for the same plans, which the leader has checked; the leader broadcasts the tokens."""
         places, verified = _places(batch, plan), draft_tokens if plan.drafted else None
         if not self._group.leads:
             picked = torch.empty(len(places), dtype=torch.int64, device=self._device)
@@ -125,8 +125,8 @@ class Launches:
         began_at: float,
         draft_tokens: Queued | None = None,
     ) -> Launched:
-        """Queues what follows from the raw logits [scored + S, vocab] of a step, which may be changed, and the draft
-        tokens that it verifies. Nothing waits for them."""
+        """Enqueues the sampling of a step from its raw logits [scored + S, vocab], which may be modified, and the draft
+        tokens that it verifies. Does not wait for the device."""
         scored, wanted = batch.num_scored, asked(plan)
         reported = None
         if scored and not wanted:
@@ -157,25 +157,25 @@ class Launches:
         return Launched(plan, batch, processed, tokens, host_token_ids, lines, ready, began_at, draft_tokens, unsampled)
 
     def add(self, step: Launched) -> None:
-        """It is out: the next step may be fed its tokens, and `collect` comes to it."""
+        """Registers a launched step: the next step may be fed its tokens, and `collect` will return its outcome."""
         known = step.host_token_ids[: len(step.batch.draws)]
         tokens = torch.tensor(known, dtype=torch.int64) if step.tokens is None else step.tokens
         self._newest = step.plan, tokens
         self._steps.append(step)
 
     def collect(self) -> StepOutcome:
-        """The outcome of the oldest step that is out.
+        """Returns the outcome of the oldest uncollected step.
 
         Raises:
-            InvariantError: none is.
+            InvariantError: there is none.
         """
         if not self._steps:
             raise InvariantError("no step has been launched that could be collected")
         return self.finish(self._steps.popleft())
 
     def finish(self, step: Launched) -> StepOutcome:
-        """The outcome of a step: the one wait for it. Its time is that in which no step before it computed."""
-        step.ready.synchronize()  # a step that hangs is the step thread's to give up
+        """Waits for a step and returns its outcome. `elapsed_s` counts only time in which no earlier step computed."""
+        step.ready.synchronize()  # no time limit here: StepThread has one
         self.waits += 1
         host_token_ids = step.host_token_ids
         if isinstance(host_token_ids, Tensor):
@@ -214,7 +214,7 @@ class Launches:
         return tokens.index_select(0, to_device(torch.tensor(samples), self._device))
 
     def _correct(self, step: Launched, tokens: list[int]) -> tuple[int, ...]:
-        """Decides what the device could not, in `tokens`. The rows that are to have another token than was fed."""
+        """Decides, in `tokens`, the draws that the device could not. Returns the rows that were fed a wrong token."""
         left = [index for index, token in enumerate(tokens) if token < 0]
         lines = step.logits.index_select(0, to_device(torch.tensor(left), self._device)).cpu()
         self.waits += 1
@@ -228,7 +228,7 @@ class Launches:
 
 
 def _places(batch: Batch, plan: StepPlan) -> list[int]:
-    """The packed indexes of tokens that are fed, or of draft tokens, in the order of rows."""
+    """The packed indexes of the tokens to insert (of the previous step, or draft tokens), in row order."""
     if not plan.drafted:
         return [first for first, source in zip(batch.firsts.tolist(), plan.token_sources, strict=True) if source >= 0]
     ends = (batch.firsts + batch.lengths).tolist()
@@ -236,7 +236,7 @@ def _places(batch: Batch, plan: StepPlan) -> list[int]:
 
 
 def _before_draws(plan: StepPlan, draft_tokens: Queued, device: torch.device) -> Drafted | None:
-    """The draft tokens before each draw, if some draw looks back at them."""
+    """The draft tokens before each draw, or None if no draw depends on them."""
     if not any(count and row.sampling.depends_on_history for row, count in zip(plan.rows, plan.drafted, strict=True)):
         return None
     widest = max(plan.drafted)

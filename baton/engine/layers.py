@@ -1,7 +1,7 @@
-"""The pieces of a decoder layer that know nothing of sequences: linear, norm, rotary embedding, activation.
+"""The parts of a decoder layer that do not depend on sequences: linear, norm, rotary embedding, activation.
 
-Shapes: T tokens, H heads, D head size. Two sets of arithmetic behind the same names: the fast one, and the exact one
-whose result for a row has the same bits whatever rows it is computed with (docs/numerics.md).
+Shapes: T tokens, H heads, D head size. Two sets of arithmetic have the same interface: the fast one, and the exact one,
+whose result for a row has the same bits whatever other rows it is computed with (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Norm(Protocol):
         ...
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """x + delta, and that normalised."""
+        """x + delta, and the normalised sum."""
         ...
 
 
 class Heads(Protocol):
-    """What lies between a layer's projection to q, k, v and its attention: norms of heads, rotary embedding, KV."""
+    """The operations between a layer's projection to q, k, v and its attention: head norms, rotary embedding, KV."""
 
     def __call__(self, qkv: Tensor, turn: Any, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
-        """qkv [T, H + 2 K, D] -> turned queries [T, H, D]. Keys (turned) and values of the first len(slots) tokens go
-        into `cache`, each [blocks, block_size, K, D], at `slots` (block * block_size + offset). `turn` is what the
-        arithmetic's `turn` made of the positions."""
+        """qkv [T, H + 2 K, D] -> rotated queries [T, H, D]. Keys (rotated) and values of the first len(slots) tokens
+        are written to `cache`, each [blocks, block_size, K, D], at `slots` (block * block_size + offset). `turn` is the
+        result of the arithmetic's `turn` for the positions."""
         ...
 
 
 class PlainLinear:
-    """x @ weight.T + bias by torch's own kernels: any device, and the twin of PackedLinear."""
+    """x @ weight.T + bias by torch's own kernels, on any device; the reference implementation of PackedLinear."""
 
     def __init__(self, projection: Projection) -> None:
         self._weight, self._bias = projection.weight, projection.bias
@@ -52,8 +52,8 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """The same with the weight reordered once into oneDNN's blocked form: a third faster when few rows are computed,
-    because reading the weight is all it waits for. CPU only."""
+    """The same with the weight reordered once into oneDNN's blocked form: a third faster for few rows, where reading
+    the weight is the bottleneck. CPU only."""
 
     def __init__(self, projection: Projection) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(projection.weight.contiguous(), None)
@@ -65,7 +65,7 @@ class PackedLinear:
 
 
 def make_linear(projection: Projection) -> Linear:
-    """Packed where oneDNN can take the dtype, else plain."""
+    """PackedLinear if oneDNN supports the device and dtype, else PlainLinear."""
     weight = projection.weight
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return PlainLinear(projection)
@@ -111,13 +111,13 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns x [T, H, D] by the angles of its positions."""
+    """Rotates x [T, H, D] by the angles of its positions."""
     swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
     return (x * cos).add_(swapped.mul_(sin))
 
 
 class PlainHeads:
-    """By torch's own operations, one after the other; `turn` is `Rotary.at` of the positions."""
+    """`Heads` by separate torch operations; `turn` is `Rotary.at` of the positions."""
 
     def __init__(self, config: ModelConfig, norms: tuple[Norm, Norm] | None) -> None:
         self._num_heads, self._turning = config.num_heads, config.num_heads + config.num_kv_heads
@@ -135,7 +135,7 @@ class PlainHeads:
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """One frequency per pair of dimensions, [D / 2], with Llama 3.1's stretch where the config asks for it."""
+    """One frequency per pair of dimensions, [D / 2], with Llama 3.1's scaling if the config has it."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)
     return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
@@ -157,8 +157,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_exact(gate_up: Tensor) -> Tensor:
-    """The same, row-invariant. torch's silu takes its vector path for most elements and its scalar path, with another
-    exp, for the last few of each thread's share: which those are depends on the number of rows. Its exp alone does not
+    """The same, row-invariant. torch's silu uses its vector path for most elements and its scalar path, with another
+    exp, for the last few of each thread's share, so its result depends on the number of rows. torch.exp does not
     (measured), and the other operations here round the same everywhere."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gate.div(torch.exp(-gate).add_(1.0)).mul_(up)
@@ -166,7 +166,7 @@ def swiglu_exact(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The pieces of a layer that come in several kinds. `turn` makes of positions [T] what `Heads` turns by."""
+    """The interchangeable operations of a layer. `turn` converts positions [T] to the rotation that `Heads` expects."""
 
     make_norm: Callable[[Tensor, float], Norm]
     make_heads: Callable[[ModelConfig, tuple[Norm, Norm] | None], Heads]
@@ -175,5 +175,5 @@ class Arithmetic:
 
 
 def plain(rotary: Rotary, *, exact: bool) -> Arithmetic:
-    """By torch's own operations; `exact` ones are row-invariant in float32."""
+    """The operations in plain torch; `exact` ones are row-invariant in float32."""
     return Arithmetic(RMSNorm, PlainHeads, swiglu_exact if exact else swiglu, rotary.at)

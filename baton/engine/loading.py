@@ -1,7 +1,7 @@
-"""Bringing a model up on one rank: `load_runner`, stage by stage.
+"""Loads a model on one rank: `load_runner`, stage by stage.
 
-check (what is asked for, of this machine and this checkpoint), connect (the ranks agree and meet), load (weights), kv
-(as many blocks as fit), warm-up, capture (on a GPU), self-test (in exact mode).
+check (the options, this machine and this checkpoint), connect (the ranks compare options and connect), load (weights),
+kv (as many blocks as fit), warm-up, capture (on a GPU), self-test (in exact mode).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
 _LONG_ROW = 128
-"""Tokens of a row that is computed as prompts are."""
+"""Tokens of a row that is computed like a prompt."""
 
 
 def load_runner(
@@ -47,11 +47,11 @@ def load_runner(
     tensors: Checkpoint | None = None,
 ) -> Runner:
     """Loads a checkpoint onto this machine; `on_stage` is called with each finished stage and its seconds. Several
-    `ranks` load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of
-    the model's directory only its config is read: for benchmarks of shapes that nobody has on disk.
+    `ranks` load their shares at the same time and connect through `store`. With `tensors` the weights come from there,
+    and only the config is read from the model's directory: for benchmarks of shapes without a checkpoint on disk.
 
-    Raises StartupError, one plain line, for everything that is wrong with the directory or does not fit the machine,
-    RankLost when another rank gives up.
+    Raises StartupError, with one plain line, if the directory is invalid or does not fit the machine, RankLost when
+    another rank fails.
     """
     torch.set_num_threads(options.threads)
     ranks = ranks or Ranks()
@@ -61,7 +61,7 @@ def load_runner(
     int8 = options.quantize == "int8"
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)
-        share = TPGroup(ranks.rank, ranks.size)  # says who has what; connected further down
+        share = TPGroup(ranks.rank, ranks.size)  # only divides the model; connected further down
         checkpoint = Checkpoint(options.model_dir) if tensors is None else tensors
         weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, int8=int8)
         longest = config.longest(options.max_model_len)
@@ -120,8 +120,8 @@ def _stage(name: str, on_stage: OnStage | None) -> Iterator[None]:
 
 
 def warm_up(runner: Runner) -> None:
-    """One prefill and one decode step, and on a GPU steps of every kind, so that kernels are compiled and loaded before
-    the first request. They leave KV in blocks that nobody owns yet."""
+    """Runs one prefill and one decode step, and on a GPU steps of every kind, so that kernels are compiled and loaded
+    before the first request. They write KV to blocks that no sequence owns yet."""
     length = min(runner.layout.block_size, runner.max_model_len)
     for start, tokens in ((0, (0,) * length), (length - 1, (0,))):
         row = Row(SequenceId("warm-up"), start, tokens, (0,), SamplingParams(temperature=0.0), num_sampled=1)
@@ -132,8 +132,8 @@ def warm_up(runner: Runner) -> None:
 
 
 def load_kernels(runner: Runner) -> list[StepPlan]:
-    """Steps of every kind of a first request, for a GPU: it loads a kernel when it is first used, and may stop for that
-    until a receive that somebody has posted is served. A long row, and draws that use every way of changing logits."""
+    """Steps of every kind of a first request, for a GPU: CUDA loads a kernel at its first use, and may block for that
+    until a posted receive completes. A long row, and draws with biases, masks and penalties."""
     length = max(min(_LONG_ROW, runner.max_model_len - 2), 1)
     blocks = tuple(range(min(runner.num_blocks, runner.layout.blocks_for(length + 2))))
     sampling = SamplingParams(

@@ -1,14 +1,14 @@
-"""How the ranks of one worker stay together: only the leader decides, its followers replay.
+"""Keeps the ranks of one worker in lockstep: only the leader schedules, its followers replay its steps.
 
-Life of a channel. The followers dial the leader (baton.engine.rank_peer). From then on one TCP connection per follower
-carries frames (baton.rpc.frames) in order: plans and orders down, reports up, a heartbeat each second both ways. One
-control thread per process reads them. A connection that ends, or is silent for longer than a peer may be, is a lost
-rank: `on_lost` is called once, from the control thread, and the process is to end, for a worker with a rank missing
-can compute nothing more. A drained leader sends `Stop` first: then the ends of connections mean nothing.
+Life cycle of a channel. The followers dial the leader (baton.engine.rank_peer). Then one TCP connection per follower
+carries frames (baton.rpc.frames) in order: plans and orders from the leader, reports to it, a heartbeat each second in
+both directions. One control thread per process reads them. If a connection closes or is silent for too long, its rank
+is lost: `on_lost` is called once, on the thread that detects it, and the process must end, because a worker cannot
+compute without all its ranks. A drained leader sends `Stop` first: closed connections are then ignored.
 
-A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order (`take_orders`):
-at once on the control thread, or, if it has an attribute `after_step` and that step is not computed yet, on the compute
-thread right behind that step. Step numbers rise.
+A follower's control thread passes plans to the compute thread (`follow`). Any other frame is an order (`take_orders`),
+executed immediately on the control thread or, if it has an attribute `after_step` and that step is not computed yet, on
+the compute thread right after that step. Step numbers rise.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger("baton.lockstep")
 HEARTBEAT_S = 1.0
 SILENCE_S = 4.0
 LOADING_SILENCE_S = 60.0
-"""While a model is being loaded its control thread may not run for a while: one large tensor is read in one go."""
+"""While a model is loaded, the control thread may be blocked for a while: one large tensor is read in one call."""
 
 RANK_FAILED = "rank_failed"
-"""The code of a RankLost whose rank said why it ends."""
+"""The code of a RankLost whose rank reported why it ends."""
 
 _GOODBYE_S = 2.0
 _NO_STEP = -1
@@ -43,7 +43,7 @@ OnLost = Callable[[RankLost], None]
 
 
 class Channel:
-    """What both ends have: peers, the control thread, and `lost`, the first thing that went wrong."""
+    """The base of both ends: peers, the control thread, and `lost`, the first error."""
 
     def __init__(self, peers: list[Peer], on_lost: OnLost | None) -> None:
         self.lost: RankLost | None = None
@@ -56,16 +56,16 @@ class Channel:
         self._thread = threading.Thread(target=self._control, name="lockstep", daemon=True)
 
     def serving(self) -> None:
-        """All ranks have loaded: from now on a silent peer is soon a lost one."""
+        """Applies the silence limit SILENCE_S, when all ranks have loaded."""
         self._silence_s = SILENCE_S
 
     def fail(self, message: str) -> None:
-        """Tells the peers why this process ends, and ends the channel."""
+        """Sends the peers the reason why this process ends, and closes the channel."""
         self._say_last(Failed(message))
         self.close(wait_s=0.1)
 
     def close(self, wait_s: float = _GOODBYE_S) -> None:
-        """Says good-bye, waits a moment for the peers to do the same, and frees the connections."""
+        """Shuts down the connections, waits up to `wait_s` for the peers to do the same, and frees them."""
         self._ended.set()
         for peer in self._peers:
             peer.hang_up()
@@ -74,7 +74,7 @@ class Channel:
             peer.close()
 
     def handle(self, peer: Peer, frame: Any) -> None:
-        """A frame other than a heartbeat, on the control thread."""
+        """Handles a frame other than Heartbeat or Failed, on the control thread."""
         raise NotImplementedError
 
     def _send(self, peers: list[Peer], frame: object) -> None:
@@ -94,7 +94,7 @@ class Channel:
                 peer.send(encode(frame))
 
     def lose(self, error: RankLost) -> None:
-        """`on_lost` is called for the first loss. Who runs but does not do what it must is lost, too."""
+        """Records the first loss and calls `on_lost`. A rank that runs but misses a deadline is lost, too."""
         with self._losing:
             if self._ended.is_set() or self.lost is not None:
                 return
@@ -105,7 +105,7 @@ class Channel:
     def _control(self) -> None:
         try:
             self._exchange()
-        except Exception as error:  # whatever an order or report does wrong must not leave this process deaf
+        except Exception as error:  # a failing order or report must not silently end this thread
             if not self._ended.is_set():
                 log.exception("lockstep: an order or report failed")
             self.lose(RankLost(f"lockstep failed: {type(error).__name__}: {error}"))
@@ -149,7 +149,7 @@ class Channel:
 
 
 class LeaderChannel(Channel):
-    """Rank 0's end. `pids` has one entry per rank, its own first. `on_report(rank, frame)` gets what followers send."""
+    """Rank 0's end. `pids` has one entry per rank, its own first. `on_report(rank, frame)` receives reports."""
 
     def __init__(self, peers: list[Peer], pids: tuple[int, ...], on_lost: OnLost | None) -> None:
         super().__init__(peers, on_lost)
@@ -161,20 +161,20 @@ class LeaderChannel(Channel):
     def open(
         cls, store: Store, size: int, host: str, on_lost: OnLost | None = None, timeout_s: float = CONNECT_TIMEOUT_S
     ) -> LeaderChannel:
-        """Waits for the followers. Raises StartupError if one does not come, by its rank."""
+        """Waits for the followers. Raises StartupError, with the ranks, if some do not connect."""
         peers, pids = gather_followers(store, size, host, timeout_s)
         return cls(peers, pids, on_lost)
 
     def send(self, frame: object) -> None:
-        """To every follower, in the order of calls. Raises RankLost."""
+        """Sends a frame to every follower, in the order of calls. Raises RankLost."""
         self._send(self._peers, frame)
 
     def send_to(self, rank: int, frame: object) -> None:
-        """To one follower, behind what was sent to all. Raises RankLost."""
+        """Sends a frame to one follower, after all frames sent before. Raises RankLost."""
         self._send([peer for peer in self._peers if peer.rank == rank], frame)
 
     def stop(self, reason: str) -> None:
-        """Ends the followers well, and the channel."""
+        """Stops the followers without an error, and closes the channel."""
         self._say_last(Stop(reason))
         self.close()
 
@@ -186,7 +186,7 @@ class LeaderChannel(Channel):
 
 
 class FollowerChannel(Channel):
-    """Another rank's end. What the leader sends besides plans are orders; see `take_orders`."""
+    """A follower's end. The leader's frames other than plans and Stop are orders; see `take_orders`."""
 
     def __init__(self, leader: Peer, on_lost: OnLost | None) -> None:
         super().__init__([leader], on_lost)
@@ -204,8 +204,8 @@ class FollowerChannel(Channel):
         return cls(dial_leader(store, rank), on_lost)
 
     def take_orders(self, on_order: Callable[[Any], None]) -> None:
-        """From now on `on_order` gets the orders, first those that have come already: another rank may have loaded
-        earlier than this one."""
+        """Sets the handler of orders, and passes it those already received: another rank may have loaded earlier than
+        this one."""
         with self._computing:
             for order in self._early:
                 on_order(order)
@@ -213,14 +213,14 @@ class FollowerChannel(Channel):
             self._on_order = on_order
 
     def report(self, frame: object) -> None:
-        """To the leader, from any thread. Raises RankLost."""
+        """Sends a frame to the leader, from any thread. Raises RankLost."""
         self._send(self._peers, frame)
 
     def follow(self, step: Callable[[StepPlan], StepOutcome]) -> str:
-        """Computes what the leader plans, on the calling thread, until the leader stops it; returns the reason. Raises
-        RankLost when the leader is gone."""
+        """Computes the leader's plans on the calling thread until the leader sends Stop; returns its reason. Raises
+        RankLost when the leader is lost."""
         while True:
-            frame = self._work.get()  # ends: the control thread receives from the leader, or loses it and says so
+            frame = self._work.get()  # returns: the control thread enqueues a frame, or None once the leader is lost
             if frame is None:
                 raise self.lost or RankLost("the leader is gone")
             if isinstance(frame, Stop):

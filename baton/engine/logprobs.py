@@ -1,5 +1,5 @@
-"""Log-probabilities as they are reported: of the model's own distribution, before bias, masks, penalties and
-temperature, computed in float64 one row at a time (so they do not depend on other rows) and rounded to float32."""
+"""Reported log-probabilities: those of the model's own distribution, before bias, masks, penalties and temperature,
+computed in float64 one row at a time (so they do not depend on other rows) and rounded to float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.engine.sampler import leading
 
 
 def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
-    """Of `token` and the `top` likeliest, from one row of raw logits [vocab]."""
+    """The log-probabilities of `token` and the `top` likeliest, from one row of raw logits [vocab]."""
     largest = np.float64(logits.max())
     total = largest + np.log(np.exp(logits.astype(np.float64) - largest).sum())
     ids = leading(logits, min(top, len(logits))) if top else np.empty(0, dtype=np.int64)
@@ -25,7 +25,7 @@ def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLog
 
 
 def scored_rows(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """StepOutcome.scored, from raw logits [as many as the plan's rows score, vocab]; empty when no row does."""
+    """StepOutcome.scored, from raw logits [number of scored tokens, vocab]; empty when no row scores tokens."""
     if not any(row.scored for row in plan.rows):
         return ()
     lines = iter(logits.cpu().numpy())
@@ -36,7 +36,7 @@ def scored_rows(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...
 
 
 def asked(plan: StepPlan) -> list[int]:
-    """Which of the samples of a plan's rows, in order, are to be reported with log-probabilities."""
+    """The indexes, among all samples of a plan in row order, of those reported with log-probabilities."""
     found: list[int] = []
     number = 0
     for row in plan.rows:
@@ -49,8 +49,8 @@ def asked(plan: StepPlan) -> list[int]:
 def sampled_rows(
     plan: StepPlan, logits: Tensor, sampled: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """StepOutcome.logprobs, from the raw logits [as many as `asked` says, vocab] and the tokens of all rows; empty when
-    no row asks."""
+    """StepOutcome.logprobs, from the raw logits [len(asked(plan)), vocab] and the tokens of all rows; empty when no row
+    requests them."""
     if all(row.sampling.logprobs is None for row in plan.rows):
         return ()
     lines = iter(logits.cpu().numpy())

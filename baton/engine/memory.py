@@ -1,7 +1,7 @@
-"""How many KV blocks a rank can have in the memory that it has.
+"""How many KV blocks fit into a rank's memory.
 
-On a GPU a draft model is loaded behind its target, whose KV would else take the room that the draft needs: so what the
-draft takes (`DraftShare`) is known before either is loaded.
+On a GPU a draft model is loaded after its target, whose KV would otherwise take the memory that the draft needs: so the
+draft's memory (`DraftShare`) is computed before either is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from baton.engine.checkpoint import read_model_config
 from baton.engine.options import EngineOptions
 from baton.engine.weights import parameter_bytes
 
-DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
+DEFAULT_SEQUENCES = 256  # without a configured KV memory, at most this many sequences of full length
 _CPU_KV_BYTES = 4 << 30
 _CPU_KV_SHARE = 0.125
 _CUDA_KV_SHARE = 0.85
@@ -27,7 +27,7 @@ _CUDA_KV_SHARE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class DraftShare:
-    """`most_blocks` is what its sequences can use of KV blocks of `layout`, `max_model_len` their longest."""
+    """A draft model's memory; its sequences, of up to `max_model_len` tokens, use at most `most_blocks` blocks."""
 
     parameter_bytes: int
     layout: KVLayout
@@ -35,15 +35,15 @@ class DraftShare:
     max_model_len: int
 
     def num_blocks(self, target_blocks: int) -> int:
-        """How many it gets beside a target with so many."""
+        """The number of the draft's blocks beside a target with `target_blocks`."""
         return min(target_blocks, self.most_blocks)
 
     def kv_bytes(self, target_blocks: int) -> int:
-        """With the block of zeros that a pool has besides."""
+        """The bytes of these blocks and the extra block of zeros of a pool."""
         return (self.num_blocks(target_blocks) + 1) * self.layout.bytes_per_block
 
     def left_of(self, budget: int, target_block_bytes: int) -> int:
-        """The bytes of `budget` for the target's KV, whose blocks take `target_block_bytes`, so that both fit."""
+        """The bytes of `budget` left for the target's KV, in blocks of `target_block_bytes`, beside the draft."""
         beside_one = self.layout.bytes_per_block
         after_parameters = budget - self.parameter_bytes - beside_one
         if_all_blocks = after_parameters - self.most_blocks * beside_one
@@ -54,7 +54,7 @@ class DraftShare:
 def draft_share(
     config: ModelConfig, target_longest: int, block_size: int, dtype: DType, max_running: int
 ) -> DraftShare:
-    """`config` is the draft's, `target_longest` how many positions the target's sequences may have."""
+    """`config` is the draft's, `target_longest` the most positions of the target's sequences."""
     longest = min(config.max_position_embeddings, target_longest)
     layout = config.kv_layout(block_size, dtype)
     parameters = parameter_bytes(config, 1, 0, DTYPE_BYTES[dtype])
@@ -62,7 +62,7 @@ def draft_share(
 
 
 def kv_budget(options: EngineOptions, layout: KVLayout, longest: int, device: torch.device, ranks: Ranks) -> int:
-    """Bytes for the KV of one of `ranks`, whose own part of it `layout` is: what the options say, or the default."""
+    """Bytes for the KV of one of `ranks`, from the options or by default; `layout` is this rank's own part."""
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes // ranks.size
     draft = None
@@ -80,9 +80,9 @@ def default_budget(
     draft: DraftShare | None,
     gpu_share: float = 0.0,
 ) -> int:
-    """Bytes for a rank's KV when nobody says how many; `layout` is the rank's, `local_size` counts the worker's ranks
-    on this machine, `gpu_share` is as of `default_kv_bytes`. A `draft` that comes later has its share of a GPU; on CPU
-    its pages are taken as they are used."""
+    """Bytes for a rank's KV when not configured; `layout` is the rank's, `local_size` counts the worker's ranks on this
+    machine, `gpu_share` is as in `default_kv_bytes`. On a GPU the memory of a `draft` that is loaded later is left
+    free; on CPU its pages are allocated as they are used."""
     enough = layout.blocks_for(longest) * layout.bytes_per_block * DEFAULT_SEQUENCES
     free = default_kv_bytes(device, local_size, gpu_share)
     if draft is not None and device.type == "cuda":
@@ -103,10 +103,10 @@ def plan_blocks(layout: KVLayout, kv_memory_bytes: int, max_model_len: int | Non
 
 
 def default_kv_bytes(device: torch.device, local_size: int = 1, gpu_share: float = 0.0) -> int:
-    """For one of a worker's `local_size` ranks on this machine. CPU: its part of an eighth of the machine's memory, or
-    of 4 GiB if that is less (pages are taken from the system only as blocks are used). CUDA: 85 % of what is free; of a
-    `gpu_share` below 1 also at most 85 % of the share less what this process has there already. A share of 0 is even
-    parts for the worker's ranks on the same GPU. Raises StartupError where weights fill a share below 1."""
+    """The default for one of a worker's `local_size` ranks on this machine. CPU: its part of an eighth of the machine's
+    memory, or of 4 GiB if that is less (pages are allocated only as blocks are used). CUDA: 85 % of the free memory;
+    with a `gpu_share` below 1 also at most 85 % of the share less what this process already uses. A share of 0 means
+    even parts for the worker's ranks on the same GPU. Raises StartupError if weights fill a share below 1."""
     if device.type != "cuda":
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(_CPU_KV_BYTES, int(physical * _CPU_KV_SHARE)) // local_size

@@ -1,9 +1,9 @@
 """The decoder: Llama 2 and 3, Mistral, Qwen2 and Qwen3 as one model.
 
-They differ only in what the config says: bias on q, k, v (Qwen2), a norm on each query and key head (Qwen3), a sliding
-window per layer (Mistral, Qwen), stretched rotary frequencies (Llama 3). Each rank has a share of the heads, of the
-MLP's columns and of the vocabulary; the residual stream is the same on all, after a sum over ranks behind the
-embedding, each attention and each MLP. A single rank has all and sums with nobody.
+They differ only in the config: bias on q, k, v (Qwen2), a norm on each query and key head (Qwen3), a sliding window per
+layer (Mistral, Qwen), scaled rotary frequencies (Llama 3). Each rank has a share of the heads, of the MLP's columns and
+of the vocabulary; the residual stream is the same on all ranks, because of a sum over ranks after the embedding, each
+attention and each MLP. A single rank has everything and needs no sums.
 
 Shapes: T tokens, S sampled positions, H and K query and KV heads of this rank, D head size.
 """
@@ -28,8 +28,8 @@ from baton.engine.weights import LayerWeights, WeightReader
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)). `config` is this rank's own, as `shard_config` makes it. What a
-    layer adds last it leaves to the norm of the next one, so that both are one pass over memory."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). `config` is this rank's own, as `shard_config` makes it. The last
+    sum of a layer is left to the norm of the next layer, so that both take one pass over memory."""
 
     def __init__(self, weights: LayerWeights, config: ModelConfig, group: TPGroup, arithmetic: Arithmetic) -> None:
         make_norm, eps = arithmetic.make_norm, config.rms_norm_eps
@@ -56,13 +56,13 @@ class DecoderLayer:
         return x, self._heads(qkv, turn, cache, slots)
 
     def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds attention's output [T, H * D] to the residual stream x [T, hidden]: the sum, and what the MLP adds."""
+        """Adds the projection of `attended` [T, H * D] to x [T, hidden]; returns the sum and the MLP's output."""
         x, normed = self._mlp_norm.add(x, self._group.all_reduce(self._attention_out(attended)))
         return x, self._group.all_reduce(self._down(self._swiglu(self._gate_up(normed))))
 
 
 class Embedding:
-    """Token vectors, looked up in this rank's part of the vocabulary and summed with the others' zeros."""
+    """Token vectors, looked up in this rank's part of the vocabulary (else zeros) and summed over ranks."""
 
     def __init__(self, weight: Tensor, ids: slice, group: TPGroup) -> None:
         self._weight, self._ids, self._group = weight, ids, group
@@ -81,7 +81,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: WeightReader, group: TPGroup, arithmetic: Arithmetic) -> None:
         self._windows = config.windows
-        self.windows: Iterable[int] = dict.fromkeys(config.windows)  # the different ones
+        self.windows: Iterable[int] = dict.fromkeys(config.windows)  # the distinct ones
         self._vocab_size = config.vocab_size
         self._group = group
         self._embedding = Embedding(weights.embedding(), group.vocabulary_part(config.vocab_size)[0], group)
@@ -110,8 +110,8 @@ class Model:
         prepared: Mapping[int, Any],
         out: Tensor | None = None,
     ) -> Tensor:
-        """The same from tensors alone: `prepared` is what `attention` made of the rows for each of `windows`. With
-        `out` float32 [S, vocab] the logits go there."""
+        """`forward` from tensors only: `prepared` is the result of `attention.prepare` for each of `windows`. With
+        `out` float32 [S, vocab] the logits are written there."""
         turn = self._turn(positions)
         x, delta = self._embedding(tokens), None
         for index, layer in enumerate(self._layers):
@@ -124,7 +124,7 @@ class Model:
         none = torch.empty((0, self._vocab_size), dtype=torch.float32, device=x.device)
         if len(sampled) == 0:
             return none
-        # A single row is computed twice: oneDNN may sum a product of one row in another order than one of several.
+        # A single row is computed twice: oneDNN may sum the product of one row in another order than that of several.
         twice = len(sampled) == 1 and x.device.type == "cpu"
         rows = sampled.repeat(2) if twice else sampled
         x = x.index_select(0, rows)
@@ -137,6 +137,6 @@ class Model:
 
 
 def shard_config(config: ModelConfig, group: TPGroup) -> ModelConfig:
-    """The model as this rank's layers see it: with its own number of heads."""
+    """The config of this rank's layers, with the rank's own number of heads."""
     heads, kv_heads = group.part(config.num_heads, "num_attention_heads"), group.kv_part(config.num_kv_heads)
     return replace(config, num_heads=heads.stop - heads.start, num_kv_heads=kv_heads.stop - kv_heads.start)

@@ -1,8 +1,8 @@
-"""The decoder on the C++ kernels: the same model as model.py, its plain twin, in one call per step.
+"""The decoder on the C++ kernels: the same model as model.py, its reference implementation.
 
-Weights are packed once at load. On one rank a whole step is one call (two, where somebody waits for its first
-layers); on several, each half of a layer is one, and the ranks' shares are summed between them. Every row is computed
-in an order that does not depend on the others (cpu/gemm.h, cpu/attention.h), in float32 and in bf16 alike.
+Weights are packed once at load. On one rank a step is one call (two, if its first layers are reported early); on
+several ranks, each half of a layer is one call, and the ranks' partial results are summed between calls. The order in
+which a row is computed does not depend on the other rows (cpu/gemm.h, cpu/attention.h), in float32 or in bf16.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from baton.engine.parallel import TPGroup
 from baton.engine.sampler_native import wanted
 from baton.engine.weights import LayerWeights, Projection, WeightReader
 
-_FEW_TOKENS = 64  # of a step whose memory is kept for the next
-_FEW_DRAFTED = 4  # rows that are drafted for, whose logits' memory is kept
+_FEW_TOKENS = 64  # steps of up to so many reuse one buffer
+_FEW_DRAFTED = 4  # drafting for up to so many rows reuses one buffer of logits
 
 
 class NativeModel:
@@ -48,7 +48,7 @@ class NativeModel:
         local = shard_config(config, group)
         self.kernels, self._group, self._arena = kernels, group, Arena()
         self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, weights.dtype
-        self._kept: list[Tensor] = []  # what the structs point at
+        self._kept: list[Tensor] = []  # the tensors that the structs point to
         self._kv: KVPool | None = None
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config))
         table = weights.embedding()
@@ -81,7 +81,7 @@ class NativeModel:
         self, kv: KVPool, batch: Batch, first_layers: int = 0, on_first: Callable[[], None] | None = None
     ) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
-        followers none: [0, vocab]. On one rank `on_first` is called when the first layers have written theirs."""
+        followers none: [0, vocab]. On one rank `on_first` is called when `first_layers` have written theirs."""
         x, logits = self._room(len(batch.token_ids), len(batch.sampled_at))
         rows = _rows(batch)
         step = self._step(batch, kv, rows, x, logits)
@@ -100,12 +100,12 @@ class NativeModel:
         return torch.empty((0, self._vocab_size)) if gathered is None else gathered[:, : self._vocab_size]
 
     def propose(self, kv: KVPool, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
-        """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those
-        before it, but the last of them. One rank; draws that change no logits; no row samples twice."""
+        """Computes all rows and drafts `counts[i]` tokens (at least one) after sampled position i, autoregressively;
+        the last is not computed itself. For one rank; draws must not change logits; no row may sample twice."""
         most, number = max(counts), len(counts)
         tokens = max(len(batch.token_ids), number)
         if tokens <= _FEW_TOKENS and number <= _FEW_DRAFTED:
-            x, logits = self._few, self._few_logits  # nobody sees them: kept, too
+            x, logits = self._few, self._few_logits  # internal to this call, so reused
         else:
             x, logits = self._room(tokens, number)
         rows, draft_tokens = _rows(batch), (ctypes.c_int64 * (number * most))()
@@ -117,15 +117,15 @@ class NativeModel:
         return [draft_tokens[most * index : most * index + count] for index, count in enumerate(counts)]
 
     def _room(self, tokens: int, sampled: int) -> tuple[Tensor, Tensor]:
-        """x [at least tokens, hidden] and logits [sampled, vocab of this rank], not filled. x of a short step is used
-        again."""
+        """Returns x [at least tokens, hidden], shared by short steps, and logits [sampled, vocab of this rank], not
+        filled."""
         x = self._few
         if tokens > len(x):
             x = torch.empty((tokens, self._hidden), dtype=self._dtype)
         return x, torch.empty((sampled, self._head_rows), dtype=torch.float32)
 
     def _step(self, batch: Batch, kv: KVPool, rows: array[int], x: Tensor, logits: Tensor) -> native.Step:
-        """A struct that points into all of these."""
+        """Returns a struct that points into the arguments."""
         if self._kv is not kv:
             self._bind(kv)
         return native.Step(
@@ -183,7 +183,7 @@ class NativeModel:
 
 
 def _rows(batch: Batch) -> array[int]:
-    """[R, 4] Row of attention.h by row; the last column points into the batch's block ids."""
+    """[R, 4]: a Row of attention.h for each row; the last column points into the batch's block ids."""
     rows, blocks = batch.table[:], batch.block_ids.buffer_info()[0]
     for last in range(3, len(rows), 4):
         rows[last] = blocks + 8 * rows[last]
@@ -191,7 +191,7 @@ def _rows(batch: Batch) -> array[int]:
 
 
 def _by_turns(gate_up: Projection) -> Projection:
-    """Gate's rows over up's become 16 rows of one and 16 of the other by turns, both filled up with zeros."""
+    """Interleaves the rows of gate and up, stacked before, in groups of 16, each zero-padded to whole groups."""
 
     def turn(tensor: Tensor) -> Tensor:
         gate, up = (F.pad(half, (0, 0, 0, -half.shape[0] % 16)) for half in tensor.chunk(2))

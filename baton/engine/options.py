@@ -12,15 +12,14 @@ class EngineOptions:
 
     `exact` makes the bits of a row's logits independent of its batch (CPU; float32, or bfloat16 where compiled kernels
     multiply it), and proves it at start. `threads` is the number of compute threads of this process. `kv_memory_bytes`
-    is the worker's, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
-    address for the worker's other ranks, `edge_kind` how KV goes to other workers, `staging_bytes` the most of it on
-    its way at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
+    is for the worker, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
+    address for the worker's other ranks, `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in
+    transit at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
     torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
-    compiled kernels alone). `version` is the code's.
-    `draft_dir` is the draft that this rank loads afterwards, for `max_running` sequences. `decode_rows` is the most
-    sequences of a decode step, for which steps are captured on a GPU; 0 captures none. `gpu_share` is the share of its
-    GPU's memory that a rank may use, 0: all, or an even part where ranks of this worker share a GPU. What ranks must
-    have alike: `rank_options`.
+    only with compiled kernels). `version` is the code's. `draft_dir` is the draft model that this rank loads
+    afterwards, for `max_running` sequences. `decode_rows` is the most sequences of a decode step, for which steps are
+    captured on a GPU; 0 captures none. `gpu_share` is the share of its GPU's memory that a rank may use, 0: all, or an
+    even part where ranks of this worker share a GPU. Options that must be equal on all ranks: `rank_options`.
     """
 
     model_dir: Path

@@ -1,14 +1,14 @@
-"""The ranks that share one model's weights: what layers, loader and KV pool see of tensor parallelism.
+"""Tensor parallelism as layers, loader and KV pool use it: the group of ranks that share one model's weights.
 
 The only file of the engine that uses torch.distributed, and only when there is more than one rank. The group is built
-from the store where they meet: Gloo on CPU, on an address of this rank's own; NCCL on CUDA.
+from the ranks' common store: Gloo on CPU, on this machine's own address; NCCL on CUDA.
 
-Sums are made in one fixed order: partial results are gathered and added up by rank, in float32. So all ranks hold the
-same bits, and an element's sum does not depend on what else is summed with it (a ring's would: its order follows from
-the element's place in the buffer), which exact mode needs. It moves no more bytes than a ring where bytes matter.
+Sums have one fixed order: partial results are gathered and added up by rank, in float32. So all ranks hold the same
+bits, and an element's sum does not depend on what else is summed with it, as exact mode requires (in a ring, the order
+depends on the element's place in the buffer). Large sums move no more bytes than a ring.
 
-Every operation comes from one thread at a time, and none waits for ever: on Gloo each has a timeout; on NCCL an
-operation only orders streams, and a peer that is gone or stuck is the lockstep channel's to find.
+One thread at a time calls operations, and none waits forever: on Gloo each has a timeout; on NCCL an operation only
+orders streams, and the lockstep channel detects a lost or stuck peer.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from baton.core.reshard import even_share, local_heads
 
 CONNECT_TIMEOUT_S = 60.0
 OPERATION_TIMEOUT_S = 20.0
-_LARGE_SUM = 1 << 16  # elements from which bytes cost more than a second exchange
+_LARGE_SUM = 1 << 16  # elements from which saved bytes outweigh a second exchange
 LOAD_TIMEOUT_S = 600.0
 """How long a rank may be behind the others while all are loading."""
 
 
 class TPGroup:
-    """A tensor-parallel group; without a process group, one rank that owns every slice.
+    """A tensor-parallel group; by default, one rank that owns every slice.
 
-    `hold` of units names what this rank has of them; the operations below are collective: every rank calls the same
-    ones in the same order, with the same shapes.
+    `part`, `kv_part` and `vocabulary_part` return this rank's share of units, even without a process group; the
+    operations below are collective: every rank calls the same ones in the same order, with the same shapes.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None, device: str = "cpu") -> None:
@@ -57,13 +57,13 @@ class TPGroup:
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def kv_part(self, num_kv_heads: int) -> slice:
-        """This rank's KV heads; ranks share them when there are more ranks than heads."""
+        """This rank's KV heads; several ranks have the same head when there are more ranks than heads."""
         heads = local_heads(num_kv_heads, self.size, self.rank)
         return slice(heads.start, heads.stop)
 
     def vocabulary_part(self, vocab_size: int) -> tuple[slice, int]:
-        """This rank's token ids, and how many rows its shard has: the last shards are padded when the vocabulary does
-        not divide."""
+        """This rank's token ids, and the number of rows of its shard: the last shards are padded if sizes do not
+        divide."""
         share = -(-vocab_size // self.size)
         return slice(min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size)), share
 
@@ -76,7 +76,7 @@ class TPGroup:
         return _sum_by_rank(self._all_gather(partial, "all-reduce", OPERATION_TIMEOUT_S))
 
     def gather(self, shard: Tensor) -> Tensor | None:
-        """Shards [..., n] side by side in the order of ranks: [..., size * n], on the leader; None on its followers."""
+        """Concatenates shards [..., n] in rank order: [..., size * n] on the leader; None on its followers."""
         if self.size == 1:
             return shard
         options = _options("GatherOptions", OPERATION_TIMEOUT_S, rootRank=0)
@@ -87,7 +87,7 @@ class TPGroup:
         return None if gathered is None else torch.cat(gathered.unbind(), dim=-1)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The leader's tensor, on every rank; those of its followers have its shape and are filled."""
+        """Returns the leader's tensor on every rank; followers pass a tensor of its shape, which is overwritten."""
         if self.size == 1:
             return tensor
         options = _options("BroadcastOptions", OPERATION_TIMEOUT_S, rootRank=0, rootTensor=0)
@@ -96,7 +96,7 @@ class TPGroup:
         return tensor
 
     def minimum(self, value: int, what: str) -> int:
-        """The least value of any rank; `what` is being agreed on while ranks may still be loading."""
+        """The least value of any rank; ranks may still be loading. `what` names the operation in errors."""
         if self.size == 1:
             return value
         mine = torch.tensor([value], dtype=torch.int64, device=self._device)
@@ -106,7 +106,7 @@ class TPGroup:
         self.minimum(0, what)
 
     def _all_reduce_by_shares(self, partial: Tensor) -> Tensor:
-        """The same bits for fewer bytes and one more exchange: each rank sums a share, then all gather the shares."""
+        """Same bits with fewer bytes and one more exchange: each rank sums a share, then all gather the shares."""
         options = _options("AllToAllOptions", OPERATION_TIMEOUT_S)
         count = partial.numel()
         share = -(-count // self.size)
@@ -118,7 +118,7 @@ class TPGroup:
         return self._all_gather(mine, "all-reduce", OPERATION_TIMEOUT_S).view(-1)[:count].view(partial.shape)
 
     def _all_gather(self, tensor: Tensor, what: str, timeout_s: float) -> Tensor:
-        """[size, *shape]."""
+        """The tensors of all ranks: [size, *shape]."""
         options = _options("AllgatherOptions", timeout_s)
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -142,8 +142,8 @@ class TPGroup:
 
 
 def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
-    """The store where the ranks of this worker meet. Rank 0 keeps it, behind the socket that its agent opened; under
-    plain torchrun torchrun does. Raises StartupError when there is none."""
+    """Connects to the common store of this worker's ranks. Rank 0 hosts it, on the socket that its agent opened; with
+    plain torchrun, torchrun does. Raises StartupError when there is none."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     host, port, listener = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", ""), env.get(STORE_VARIABLE, "")
@@ -155,8 +155,8 @@ def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> 
             os.set_inheritable(int(listener), False)
             made = TCPStore(host, int(port), None, True, limit, False, master_listen_fd=int(listener), use_libuv=True)
         else:
-            with socket.create_connection((host, int(port)), timeout=timeout_s) as tried:  # torch would wait natively
-                if tried.getsockname() == tried.getpeername():  # a free port of the kernel's own connects to itself
+            with socket.create_connection((host, int(port)), timeout=timeout_s) as tried:  # torch waits in native code
+                if tried.getsockname() == tried.getpeername():  # a free ephemeral port can connect to itself
                     raise OSError("nobody listens")
             made = TCPStore(host, int(port), None, False, limit, False)
     except (RuntimeError, OSError) as error:
@@ -165,9 +165,9 @@ def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> 
 
 
 def connect(store: Any, ranks: Ranks, device: torch.device, host: str) -> TPGroup:
-    """The group of this worker's ranks, once all of them are there. `host` is this machine's address for the others.
+    """Returns the group of this worker's ranks once all are connected. The others reach this machine at `host`.
 
-    Raises StartupError when they do not come within CONNECT_TIMEOUT_S.
+    Raises StartupError when they do not connect within CONNECT_TIMEOUT_S.
     """
     if ranks.size == 1:
         return TPGroup()
@@ -196,8 +196,8 @@ def _gloo(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
 
 
 def _nccl(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
-    """Blocking: otherwise each collective starts a thread inside NCCL. torch's own timeout never comes
-    (transfer/nccl.py says why); a rank that is gone is the lockstep channel's to find."""
+    """Uses blocking mode: otherwise each collective starts a thread inside NCCL. torch's own timeout never fires
+    (transfer/nccl.py explains why); the lockstep channel detects a lost rank."""
     nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
     if nccl is None:
         raise StartupError("this torch has no NCCL")
@@ -209,7 +209,7 @@ def _nccl(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
 
 
 def _options(name: str, timeout_s: float, **values: int) -> Any:
-    """Of one of torch's collective operations."""
+    """Returns the options of one of torch's collective operations."""
     from torch._C import _distributed_c10d
 
     options = getattr(_distributed_c10d, name)()
@@ -222,7 +222,7 @@ def _options(name: str, timeout_s: float, **values: int) -> Any:
 def _sum_by_rank(partials: Tensor) -> Tensor:
     """partials [size, ...] -> [...]: added up in float32 by rising rank, rounded once."""
     if partials.device.type == "cuda":
-        from baton.engine.kernels.rank_sum import sum_by_rank  # Triton comes with torch's CUDA builds alone
+        from baton.engine.kernels.rank_sum import sum_by_rank  # only CUDA builds of torch include Triton
 
         return sum_by_rank(partials)
     total = partials[0].float()

@@ -1,15 +1,15 @@
-"""What changes logits before a token is chosen from them, in this order (docs/numerics.md):
+"""Logits processors, applied in this order before a token is chosen (docs/numerics.md):
 
 1. logit_bias is added.
-2. Masks: tokens outside allowed_token_ids; tokens that end the choice while fewer than min_tokens are out; the last
-   token of a bad word whose other tokens the output ends with; tokens that break the grammar. Where 2 would leave no
-   token at all, only the grammar holds, and without one only allowed_token_ids.
-3. repetition_penalty divides the positive logits of tokens seen in prompt or output, and multiplies the others.
-4. frequency_penalty times the number of times a token is in the output, then presence_penalty for those that are.
+2. Masks: tokens outside allowed_token_ids; end tokens while the output has fewer than min_tokens; the last token of a
+   bad word if the output ends with its other tokens; tokens that break the grammar. If 2 would leave no token at all,
+   only the grammar's mask applies, and without a grammar only that of allowed_token_ids.
+3. For tokens in prompt or output, repetition_penalty divides positive logits and multiplies the others.
+4. Subtract frequency_penalty times the number of times a token is in the output; then presence_penalty if it is there.
 
-All in float32, elementwise: a row's result does not depend on the other rows. The work of a step is one scatter per
-kind over all rows; how often a sequence has used each token is kept from step to step (`SeenTables`). Draft tokens
-that only the device knows are counted there (`Drafted`), with the same result and without a wait.
+All operations are elementwise in float32: a row's result does not depend on the other rows. Biases, bans and penalties
+take one scatter each over all rows of a step; token counts of a sequence are kept from step to step (`SeenTables`).
+Draft tokens that are only on the device are counted there (`Drafted`), with the same result and without a wait.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ Ids = NDArray[np.int64]
 ApplyMask = Callable[[Tensor, Bits], None]
 
 _MAX_TABLES = 1024
-# What eight bits of a mask add to the logits of their tokens: a quarter of the time that a boolean mask takes.
+# Byte of a mask -> what it adds to the logits of its eight tokens: takes a quarter of the time of a boolean mask.
 _BIASES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _BIASES = _BIASES.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What decides one token besides its logits. `history` is the row's, and `drafts` are the tokens between it and
-    this draw: output as far as this draw goes. `sequence_id` only names whose table of seen tokens may be reused."""
+    """What determines one token besides its logits. `history` is the row's; `drafts` are the draft tokens between it
+    and this draw, which count as output here. `sequence_id` only selects the table of seen tokens to reuse."""
 
     sampling: SamplingParams
     choice: int
@@ -55,16 +55,16 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafted:
-    """Draft tokens between the history of each draw and itself: of draw s `tokens[s, :counts[s]]`, of int64 [S, J] on
-    the logits' device. What lies behind them says nothing. The draws' own `drafts` are empty then."""
+    """Draft tokens between the history of each draw and the draw: `tokens[s, :counts[s]]` for draw s, of int64 [S, J]
+    on the logits' device. Entries beyond the count are undefined. The draws' own `drafts` are then empty."""
 
     tokens: Tensor
     counts: Sequence[int]
 
 
 class Seen:
-    """The tokens of one sequence, each once: `ids`, and `counts`, how often each is in the output (0: only in the
-    prompt). State: both arrays with room to grow, the slot of each token, and the history they stand for."""
+    """The distinct tokens of one sequence: `ids`, and `counts`, the number of times each is in the output (0: only in
+    the prompt). State: both arrays with spare capacity, the slot of each token, and the history that they represent."""
 
     def __init__(self, history: History) -> None:
         self.prompt = history.prompt
@@ -76,12 +76,12 @@ class Seen:
         self.advance(history.output)
 
     def is_before(self, history: History) -> bool:
-        """Whether `advance` leads to `history`."""
+        """Whether `history` extends the counted prompt and output, so that `advance` can reach it."""
         same_prompt = history.prompt is self.prompt or history.prompt == self.prompt
         return same_prompt and history.output[: len(self.output)] == self.output
 
     def advance(self, output: tuple[int, ...]) -> None:
-        """Takes in what `output` has beyond the output so far."""
+        """Counts the tokens that `output` adds to the output counted so far."""
         for token in output[len(self.output) :]:
             slot = self._slots.setdefault(token, len(self._slots))
             if slot >= len(self._ids):
@@ -93,7 +93,7 @@ class Seen:
         self.output = output
 
     def after(self, drafts: tuple[int, ...]) -> tuple[Ids, Floats32]:
-        """ids and counts as if the drafts were output."""
+        """Returns ids and counts as if the drafts were output."""
         size = len(self._slots)
         if not drafts:
             return self._ids[:size], self._counts[:size]
@@ -107,18 +107,17 @@ class Seen:
 
 
 def apply_mask(row: Tensor, bits: Bits) -> None:
-    """The logits [vocab] of tokens whose bit is 0 become -inf."""
+    """Sets the logits [vocab] of tokens whose bit is 0 to -inf."""
     vocab = len(row)
     row += to_device(torch.from_numpy(np.take(_BIASES, bits, axis=0).reshape(-1)[:vocab]), row.device)
 
 
 class SeenTables:
-    """Tables by sequence, least recently used first, and masks by sampling parameters. Either is only ever a shortcut:
-    what a table holds is compared with the history that it is asked for, and made anew where the two differ; a mask is
-    made once and kept as long as the parameters exist, that is as their sequence.
+    """Caches: tables by sequence, least recently used first, and masks by sampling parameters. A table is rebuilt if it
+    differs from the requested history; a mask is built once and kept as long as its parameters, that is, its sequence.
 
-    `grammars` are the automata of sequences with a grammar. A draw of a sequence in `grammars.unsampled` stays as it
-    is, and what is sampled there is to be thrown away. `apply_mask` masks a row of the logits' device."""
+    `grammars` are the automata of sequences with a grammar. The draws of a sequence in `grammars.unsampled` are not
+    masked, and their samples must be discarded. `apply_mask` masks a row on the logits' device."""
 
     def __init__(
         self, limit: int = _MAX_TABLES, grammars: Grammars | None = None, apply_mask: ApplyMask = apply_mask
@@ -127,7 +126,7 @@ class SeenTables:
         self.grammars = grammars or Grammars(None)
         self.apply_mask = apply_mask
         self._tables: OrderedDict[SequenceId, Seen] = OrderedDict()
-        # By identity: to hash 150,000 ids in each step would cost more than the mask.
+        # Keyed by identity: hashing 150,000 ids in each step would cost more than the mask.
         self._masks: dict[int, tuple[weakref.ref[SamplingParams], Tensor]] = {}
 
     def outside_allowed(self, params: SamplingParams, vocab: int, device: torch.device) -> Tensor:
@@ -162,8 +161,8 @@ def process(
     *,
     in_place: bool = False,
 ) -> Tensor:
-    """Logits [S, vocab] (float32) as tokens are chosen from them; `logits` itself when no draw asks for a change.
-    `in_place` changes them where they are: the copy of 50 rows of 150,000 takes 6 ms."""
+    """Returns the processed logits [S, vocab] (float32); `logits` itself if no draw requests a change. `in_place`
+    modifies `logits` if they are contiguous: copying 50 rows of 150,000 takes 6 ms."""
     rows = [row for row, draw in enumerate(draws) if _asks(draw)]
     if not rows:
         return logits
@@ -177,12 +176,12 @@ def process(
 
 
 def changes_logits(row: Row) -> bool:
-    """Whether the first draw of a row asks for a change of its logits; where it does not, no later one does."""
+    """Whether the first draw of a row requests a change of its logits; if not, no later draw does."""
     return _asks(Draw(row.sampling, row.sequence_id.choice, row.output_index, row.history))
 
 
 def masks_by_draft_tokens(params: SamplingParams) -> bool:
-    """Whether masks depend on which draft tokens come before a draw: then the host must know them."""
+    """Whether masks depend on the draft tokens before a draw: then the host must have them."""
     return bool(params.grammar or params.bad_words)
 
 
@@ -226,7 +225,7 @@ def _mask(
 
 
 def _with_other_masks(bits: Bits, draw: Draw, vocab: int) -> Bits:
-    """What the grammar of a draw and its other masks allow; the grammar alone where that is nothing."""
+    """The tokens that the grammar and the other masks of a draw allow; only the grammar's if there are none."""
     banned = banned_tokens(draw)
     if not banned and not draw.sampling.allowed_token_ids:
         return bits
@@ -287,8 +286,8 @@ def _penalise(
 def _count_draft_tokens(
     flat: Tensor, where: Tensor, counted: Tensor, rows: list[int], vocab: int, drafted: Drafted
 ) -> tuple[Tensor, Tensor]:
-    """Places and counts with those of the draft tokens of `rows` behind them. A place may come twice, with the same
-    count: then the same is written there twice."""
+    """Returns the places (flat indexes) and counts with those of the draft tokens of `rows` appended. A place may occur
+    twice, with the same count: then the same value is written there twice."""
     width = drafted.tokens.shape[1]
     ours = [(row, column) for row in rows for column in range(drafted.counts[row])]
     source = to_device(torch.tensor([row * width + column for row, column in ours]), flat.device)

@@ -1,7 +1,7 @@
-"""Weights in int8: each output of a linear layer is whole steps of its own scale, from -127 to 127.
+"""Weights in int8: the weights of each output of a linear layer are -127 to 127 steps of the output's own scale.
 
-Only weights: what flows through is as before. A widened step is exact in bf16, so products are those of the steps, and
-the scale multiplies the float32 sum at the end.
+Activations are not quantised. A step is exact in bf16, so the products are computed with steps, and the scale
+multiplies the float32 sum at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS = 127
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [n, k] -> steps [n, k] in int8 and scales [n] in float32, so that steps * scale is the nearest to weight.
-    A scale is that of a whole row: quantise before cutting columns. Ties go to the even step."""
+    A scale is that of a whole row: quantise before slicing columns. Ties go to the even step."""
     full = weight.float()
     scale = full.abs().amax(1) / STEPS
     scale = torch.where(scale > 0, scale, 1.0)
@@ -26,7 +26,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_quantize(wanted: str, device: torch.device) -> None:
-    """Raises StartupError for what cannot be done on this device."""
+    """Raises StartupError for a value that is unknown or that this device does not support."""
     if wanted not in ("none", "int8"):
         raise StartupError(f"quantize must be none or int8, not {wanted!r:.60}")
     if wanted == "int8" and device.type != "cpu":

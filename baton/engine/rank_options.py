@@ -1,8 +1,8 @@
-"""What the ranks of one worker must have alike, compared before they load.
+"""Options that must be equal on all ranks of one worker, compared before they load.
 
-A rank that computes otherwise than its leader plans for says other tokens without a word, or is in the middle of a step
-with other shapes, and there the process group ends the process. So each rank leaves what it has resolved in the job's
-store, and the first difference ends them all by its name.
+A rank whose options differ from its leader's would silently produce other tokens, or use other shapes in the middle of
+a step, where the process group aborts the process. So each rank publishes its resolved options in the job's store, and
+all ranks end with an error that names the first difference.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from baton.engine.options import EngineOptions
 from baton.engine.rank_peer import Store
 
 _LOOK_S = 0.05
-_NOT_SHOWN = ("checkpoint digest",)  # its digits say nothing
-_BY_MACHINE = ("device", "dtype", "kernels")  # `auto` finds them out, and another machine may be another one
+_NOT_SHOWN = ("checkpoint digest",)  # its digits tell a user nothing
+_BY_MACHINE = ("device", "dtype", "kernels")  # `auto` resolves them, and machines may differ
 
 
 def must_agree(
     options: EngineOptions, *, device: torch.device, dtype: str, kernels: str, digest: str, max_model_len: int
 ) -> dict[str, str]:
-    """The resolved options by name, first those that explain the ones behind them.
+    """The resolved options by name; an option comes before those that it explains.
 
-    `kernels` are a level, or torch. In exact mode they count, since bits are promised; in bfloat16 whether they are
-    torch's does, whose ranks exchange bfloat16 where compiled ones exchange float32. Otherwise nodes with other
-    processors may share a worker. The edge kind is compared as it was given. What each rank has for itself (threads,
-    memory, host, staging) is not here.
+    `kernels` is a level, or torch. In exact mode it is compared, since bits are guaranteed; in bfloat16 only whether it
+    is torch, whose ranks exchange logits in bfloat16 where compiled ones exchange float32. Otherwise nodes with
+    different processors may share a worker. The edge kind is compared as configured. Options of each rank alone
+    (threads, memory, host, staging) are not compared.
     """
     agreed = {
         "version": options.version,
@@ -52,18 +52,18 @@ def must_agree(
 
 
 def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float) -> None:
-    """Returns when every rank has the same as this one.
+    """Returns when every rank has published the same options as this one.
 
     Raises:
-        StartupError: the first difference, the same line at every rank; or a rank that says nothing for `timeout_s`.
-        RankLost: the store is gone, and with it the node that keeps it.
+        StartupError: the first difference, the same line at every rank; or a rank publishes nothing for `timeout_s`.
+        RankLost: the store is lost, and with it the node that hosts it.
     """
     if ranks.size == 1:
         return
     deadline, keys = time.monotonic() + timeout_s, [f"options/{rank}" for rank in range(ranks.size)]
     try:
         store.set(keys[ranks.rank], json.dumps(dict(mine)))
-        for rank, key in enumerate(keys):  # in short looks: a signal to end is handled between them
+        for rank, key in enumerate(keys):  # short polls: a termination signal is handled between them
             while not store.check([key]):
                 if time.monotonic() > deadline:
                     raise StartupError(f"rank {rank} has not said its options within {timeout_s:g} s")
@@ -77,7 +77,7 @@ def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float)
 
 
 def difference(by_rank: Sequence[Mapping[str, str]]) -> str:
-    """One line about the first name whose values are not all those of rank 0; empty where all are. Pure."""
+    """One line about the first option that differs from rank 0's on any rank; empty if none does. Pure."""
     names = dict.fromkeys(name for options in by_rank for name in options)
     for name in names:
         first = by_rank[0].get(name, "none")

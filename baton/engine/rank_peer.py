@@ -1,7 +1,7 @@
-"""One connection between two ranks of a worker: how it is made and proven, and how its loss is named.
+"""One connection between two ranks of a worker: connecting, authentication, and detection of its loss.
 
-The leader listens on a free port of its named host and leaves port and token in the job's store; a follower dials,
-shows the token, its rank and its pid, and is answered. What does not know the token is closed without an answer.
+The leader listens on a free port of its configured host and puts host, port and token into the job's store; a follower
+dials, sends the token, its rank and its pid, and gets a reply. Connections without the token are closed without one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.rpc.frames import FrameError, FrameReader, Heartbeat, Hello, encode
 log = logging.getLogger("baton.worker")
 CONNECT_TIMEOUT_S = 60.0
 MEET_TIMEOUT_S = 600.0
-"""For the ranks of other nodes, which somebody starts."""
+"""For the ranks of other nodes, which are started separately."""
 
 _NOTICE_S = 5.0
 _HELLO_TIMEOUT_S = 1.0
@@ -31,11 +31,11 @@ _SEND_TIMEOUT_S = 4.0
 _READ_BYTES = 1 << 18
 _KEY = "lockstep"
 LET_IN = encode(Heartbeat(0))
-"""A leader's first frame; orders and plans may come right behind it."""
+"""A leader's first frame, which accepts a follower; orders and plans may follow immediately."""
 
 
 class Store(Protocol):
-    """What is needed of torchrun's store. `get` waits for the store's own timeout, then raises RuntimeError."""
+    """The used part of torchrun's store. `get` waits up to the store's own timeout, then raises RuntimeError."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -45,7 +45,7 @@ class Store(Protocol):
 
 
 class Peer:
-    """One end of a connection: frames out from any thread, frames in by the control thread."""
+    """One end of a connection: any thread may send frames, the control thread receives them."""
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank
@@ -64,7 +64,7 @@ class Peer:
         return self._socket.fileno()
 
     def send(self, data: bytes) -> None:
-        """Raises RankLost when the peer is gone or takes nothing for _SEND_TIMEOUT_S."""
+        """Raises RankLost when the connection is broken or does not accept the data within _SEND_TIMEOUT_S."""
         try:
             with self._sending:
                 self._socket.sendall(data)
@@ -72,7 +72,7 @@ class Peer:
             raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
 
     def receive(self) -> list[Any]:
-        """What has arrived, or after at most the socket's timeout RankLost."""
+        """Returns the frames that have arrived. Raises RankLost, at the latest after the socket's timeout."""
         try:
             frames = self._reader.feed(self._some(_READ_BYTES))
         except FrameError as error:
@@ -81,7 +81,7 @@ class Peer:
         return frames
 
     def await_answer(self) -> None:
-        """Waits for the heartbeat that says this rank is let in, and reads no byte of what may already follow it."""
+        """Waits for the heartbeat that accepts this rank, and reads no byte beyond it."""
         self._socket.settimeout(CONNECT_TIMEOUT_S)
         answer = b""
         while len(answer) < len(LET_IN):
@@ -91,7 +91,7 @@ class Peer:
         self._socket.settimeout(_SEND_TIMEOUT_S)
 
     def _some(self, most: int) -> bytes:
-        """Bytes that have arrived, at least one. Raises RankLost."""
+        """Receives at least one byte. Raises RankLost."""
         try:
             data = self._socket.recv(most)
         except OSError as error:
@@ -106,7 +106,7 @@ class Peer:
             raise RankLost(f"{self.name} is silent for {silent_s:.1f} s")
 
     def hang_up(self) -> None:
-        """Ends the connection at both ends; what was sent still arrives. `close` frees it."""
+        """Shuts down the sending side; data already sent still arrives. `close` frees the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -117,8 +117,8 @@ class Peer:
 def gather_followers(
     store: Store, size: int, host: str, timeout_s: float = CONNECT_TIMEOUT_S
 ) -> tuple[list[Peer], tuple[int, ...]]:
-    """Waits for the followers; returns them and the pids of all ranks. Raises StartupError if one does not come, by its
-    rank."""
+    """Waits for the followers; returns them and the pids of all ranks. Raises StartupError, with the missing ranks,
+    after `timeout_s`."""
     token = secrets.token_hex(16)
     peers: dict[int, Peer] = {}
     pids = {0: os.getpid()}
@@ -135,7 +135,7 @@ def gather_followers(
                     sock.close()
                 else:
                     peers[hello.rank], pids[hello.rank] = Peer(sock, hello.rank), hello.pid
-                    _keep(peers)  # lets it in
+                    _keep(peers)  # accepts it
             if (now := time.monotonic()) < look_at and now < deadline:
                 continue
             look_at = now + _NOTICE_S
@@ -148,14 +148,14 @@ def gather_followers(
             if missing and missing != waits_for:
                 log.info("waiting up to %.0f s for rank %s of this worker", timeout_s, waits_for := missing)
     for peer in peers.values():
-        peer.last_received_at = time.monotonic()  # nobody has read what they sent meanwhile
+        peer.last_received_at = time.monotonic()  # their frames have not been read meanwhile
     ranks = range(size)
     return [peers[rank] for rank in ranks[1:]], tuple(pids[rank] for rank in ranks)
 
 
 def _keep(peers: dict[int, Peer]) -> None:
-    """A frame to all who have come: the first one lets them in, later ones are heartbeats. One that has gone makes room
-    for its successor."""
+    """Sends a frame to all connected followers: the first one accepts a follower, later ones are heartbeats. A lost
+    follower is dropped, so that its successor can connect."""
     for rank, peer in list(peers.items()):
         try:
             peer.send(LET_IN)
@@ -165,7 +165,7 @@ def _keep(peers: dict[int, Peer]) -> None:
 
 
 def dial_leader(store: Store, rank: int) -> Peer:
-    """Raises StartupError if there is no leader or it does not answer."""
+    """Connects to the leader. Raises StartupError if there is none or it does not reply."""
     try:
         token, host, port = store.get(_KEY).decode().split()
         sock = socket.create_connection((host, int(port)), timeout=_SEND_TIMEOUT_S)
@@ -192,7 +192,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _greet(sock: socket.socket, token: str) -> Hello | None:
-    """The Hello of a connection that knows the token, or None. A follower sends nothing more before it is answered."""
+    """Returns the Hello of a connection, or None without a valid token. A follower sends no more before the reply."""
     reader, until = FrameReader(_HELLO_BYTES), time.monotonic() + _HELLO_TIMEOUT_S
     try:
         while (left_s := until - time.monotonic()) > 0:

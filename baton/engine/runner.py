@@ -1,8 +1,8 @@
-"""One rank's engine: `Runner.step` computes a plan of rows (loading.py brings it up).
+"""One rank's engine: `Runner.step` computes a plan of rows (loading.py creates it).
 
-A runner belongs to one compute thread. It holds no sequence state: everything a step needs is in its plan, and what it
-leaves behind is KV in the blocks that the plan names (and counts of tokens seen, which it could make anew). Under
-tensor parallelism every rank has a runner and computes the same plans; only the leader's gets logits and samples.
+A runner belongs to one compute thread. It holds no sequence state: everything a step needs is in its plan, and it
+leaves only KV in the plan's blocks (and counts of seen tokens, which can be rebuilt). Under tensor parallelism every
+rank has a runner and computes the same plans; only the leader's gets logits and samples.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """What computes the steps of a model (computing.py). `compute` gives the logits [S, vocab] of a batch; `choose`
-    tokens from them, `decide` the same on the device that they are on, `mask` takes out what a grammar does not allow,
-    `propose` makes a draft model's tokens in one call; `compute_in_two` is `compute` that calls back when so many
-    layers have written their KV. None where the plain way is the only one. `prepare` is called once when all is
-    loaded: it makes what must be there before the first request."""
+    """The functions that compute a model's steps (computing.py). `compute` returns the logits [S, vocab] of a batch;
+    `choose` samples tokens from them, `decide` does so on their device; `mask` masks the tokens that a grammar does not
+    allow; `propose` drafts a draft model's tokens in one call; `compute_in_two` is `compute` with a callback when the
+    given number of layers have written their KV. None means that only the plain way is available. `prepare` is called
+    once after loading, for preparations that must precede the first request."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None = None
@@ -51,11 +51,11 @@ class Computing:
 
 
 class Runner:
-    """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
-    `num_blocks`, `max_model_len` (positions per sequence), `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`
-    (this rank's part of the layout), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and why),
-    `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a draft one may be launched
-    while another computes; with a draft, draft tokens and tokens are waited for together)."""
+    """A loaded model with its KV pool. Public attributes: `model_config`, `layout` (the whole model's), `num_blocks`,
+    `max_model_len` (positions per sequence), `dtype_name`, `threads`, `digest` (of the checkpoint), `kv` (this rank's
+    pool), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and why), `launches_ahead` (whether
+    steps are launched and then collected, as on a GPU: without a draft model, a step may be launched while another
+    computes; with one, a single wait covers draft tokens and tokens)."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Runner:
         self.launches_ahead = kv.device.type == "cuda"
         self.marks = StepMarks(kv.device)
         self.launches = Launches(kv.device, group, computing.decide, computing.choose)
-        self.drafted_at_once = 0  # calls
+        self.drafted_at_once = 0  # number of calls
         self._seen = SeenTables(grammars=grammars, apply_mask=computing.mask or apply_mask)
         self._announce: Callable[[StepPlan], None] | None = None
         self._compute = computing.compute
@@ -94,22 +94,22 @@ class Runner:
         self._first_layers: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
-        # Exact mode never lets torch compute a single row: its kernels may treat a product of one row differently.
+        # In exact mode torch never computes a single row: its kernels may treat a product of one row differently.
         self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
 
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
-        """From now on every plan goes to `announce`, which sends it to the followers, before it is computed here."""
+        """Sets `announce`, which sends every plan to the followers before it is computed here."""
         self._announce = announce
 
     def tell_first_layers(self, wanted: Callable[[StepPlan], int], notify: Callable[[int, int], None]) -> None:
-        """From now on `notify(step_id, layers)` is called on the compute thread when the first `wanted(plan)` layers of
-        a step (0: none) have written their KV; the rest of the step is computed behind it. Never where a step is not
-        computed layer by layer here: with torch's kernels, on a GPU, on several ranks."""
+        """Sets `notify(step_id, layers)`, which is called on the compute thread when the first `wanted(plan)` layers of
+        a step (0: none) have written their KV, before the rest of the step is computed. It is never called where a step
+        cannot be computed in two parts: with torch's kernels, on a GPU, on several ranks."""
         self._first_layers = wanted, notify
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes the plan's rows and samples from them; a follower samples nothing. Raises InvariantError for a plan
-        that does not fit, RankLost when another rank is gone."""
+        that does not fit, RankLost when another rank is lost."""
         if self.group.leads:
             return self.launches.finish(self._launch(plan))
         self._forward(self._batch(plan), plan)
@@ -117,8 +117,8 @@ class Runner:
 
     def launch(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
         """The first half of `step`, on the leader: on a GPU it returns before the step is computed, and the next one
-        may be launched, whose rows name their tokens by this one's rows (`StepPlan.token_sources`). `draft_tokens` are
-        those that the plan verifies (`StepPlan.drafted`), made on the same device. Raises as `step` does."""
+        may be launched, whose rows take their tokens from this one's rows (`StepPlan.token_sources`). `draft_tokens`
+        are those to verify (`StepPlan.drafted`), made on the same device. Raises as `step` does."""
         self.launches.add(self._launch(plan, draft_tokens))
 
     def _launch(self, plan: StepPlan, draft_tokens: Queued | None = None) -> Launched:
@@ -129,21 +129,21 @@ class Runner:
         return self.launches.queue(plan, batch, logits, self._seen, started, draft_tokens)
 
     def collect(self) -> StepOutcome:
-        """The second half, of the oldest step launched: waits until it is computed."""
+        """The second half of `step`, for the oldest launched step: waits until it is computed."""
         return self.launches.collect()
 
     @property
     def drafts_at_once(self) -> bool:
-        """Whether `propose` is there: compiled kernels, or a GPU, on one rank."""
+        """Whether `propose` is available: with compiled kernels, or on a GPU, on one rank."""
         return self._propose is not None
 
     def propose(self, plan: StepPlan, counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """Computes the plan's rows and `counts[i]` tokens behind row i, each from those before it, in one call: what a
-        step for each token would sample, but for draws that are too close to decide at once. Rows with a count sample
-        one token, by draws that change no logits; the others none.
+        """Computes the plan's rows and drafts `counts[i]` tokens after row i, autoregressively, in one call: the tokens
+        that one step per token would sample, except for draws that are too close to decide. Rows with a count sample
+        one token, with draws that change no logits; the others none.
 
         Raises:
-            InvariantError: the plan does not fit, or this runner takes a step for each token.
+            InvariantError: the plan does not fit, or this runner needs one step per token.
         """
         batch, make = self._to_propose(plan, counts)
         draft_tokens = iter(make(batch, [count for count in counts if count]))
@@ -151,12 +151,12 @@ class Runner:
 
     @property
     def draft_tokens_stay(self) -> bool:
-        """Whether `queue_draft_tokens` is there: on a GPU."""
+        """Whether `queue_draft_tokens` is available: on a GPU, on one rank."""
         return isinstance(self._propose, DeviceDraftTokens)
 
     def queue_draft_tokens(self, plan: StepPlan, counts: Sequence[int]) -> Queued:
-        """What `propose` makes, by any draws, left on the device for a step that verifies it: nothing waits. With no
-        counts it only computes the rows. Raises as `propose` does."""
+        """Like `propose`, with any draws, but leaves the tokens on the device for the step that verifies them, without
+        a wait. With no counts it only computes the rows. Raises as `propose` does."""
         batch, make = self._to_propose(plan, counts)
         if not isinstance(make, DeviceDraftTokens):
             raise InvariantError(f"step {plan.step_id}: {self.kernels} leave no draft tokens on a device")
@@ -174,8 +174,8 @@ class Runner:
         return batch, self._propose
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:
-        """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; a
-        follower has none."""
+        """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; followers
+        have none."""
         batch = self._batch(plan)
         logits = self._forward(batch, plan)[batch.num_scored if self.group.leads else 0 :].cpu()
         return list(torch.split(logits, [row.num_sampled if self.group.leads else 0 for row in plan.rows]))
@@ -186,10 +186,10 @@ class Runner:
         return make_batch(plan, self._limits, self.kv.device, self._min_tokens)
 
     def _forward(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Tensor:
-        self.launches.check(plan, draft_tokens)  # before followers receive a plan that they would wait in
+        self.launches.check(plan, draft_tokens)  # before followers receive a plan and would wait for its tokens
         if self._announce is not None:
             self._announce(plan.to_compute())
-        # The last block of a row is its newest: the one that may be the highest so far.
+        # The last block of a row is its newest, so it may have the highest id so far.
         self.kv.expect([row.block_ids[-1] for row in plan.rows])
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))

@@ -1,13 +1,13 @@
-"""Choosing tokens: a pure function of (logits, parameters, seed, choice, output index, the tokens before it).
-The whole order of processing, for users too: docs/numerics.md.
+"""Sampling: a token is a pure function of (logits, parameters, seed, choice, output index, the tokens before it).
+docs/numerics.md describes the whole order of processing, for users too.
 
-First the logits are changed as processors.py says: bias, masks, penalties. Then
+First processors.py changes the logits: bias, masks, penalties. Then
 token = argmax over surviving candidates of (logit + T * g), ties to the lowest id, in float64. That is a draw from
 softmax(logit / T) over the survivors, because g is Gumbel noise (the Gumbel-max trick). The noise of a token depends
-on (seed, choice, output index, token id) alone, so every subset of the vocabulary, every worker and a draft model see
-the same. T = 0 is the plain argmax and draws nothing.
+only on (seed, choice, output index, token id), so it is the same in every subset of the vocabulary, on every worker and
+for a draft model. T = 0 is the plain argmax, without noise.
 
-Who survives. Order all tokens by logit, largest first, equal logits by lowest id; masked tokens (-inf) never survive.
+Survivors. Order all tokens by logit, largest first, equal logits by lowest id; masked tokens (-inf) never survive.
 1. top_k > 0 keeps the first top_k of that order.
 2. top_p < 1 keeps, of those, the shortest prefix whose probability, softmax(logit / T) renormalised over what step 1
    kept, is at least top_p; at least one token. Weights are exp((logit - max) / T) in float64, summed in that order.
@@ -36,9 +36,9 @@ Words = NDArray[np.uint64]
 Choose = Callable[[Tensor, Sequence[Draw]], list[int | None]]
 """Processed logits [S, vocab] and their draws -> the token of each, or None: undecided."""
 Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
-"""The same as int64 [S] on the device of the logits, -1 where undecided. Nothing waits for it."""
+"""The same as int64 [S] on the device of the logits, -1 where undecided, without a wait."""
 
-_FIRST_DRAFT = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
+_FIRST_DRAFT = 64  # candidates that top-p examines first; most distributions have their mass in fewer
 _GROWTH = 8
 _PHILOX_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _PHILOX_WEYL = 0x9E3779B9, 0xBB67AE85
@@ -47,7 +47,7 @@ _LOW = 0xFFFFFFFF
 
 def choose_tokens(logits: Tensor, draws: Sequence[Draw], choose: Choose | None = None) -> list[int]:
     """One token per row of processed logits [S, vocab] (float32), S at least 1. A row's token does not depend on the
-    other rows, nor on `choose`, which says the same sooner or nothing."""
+    other rows, nor on `choose`, which returns the same token faster, or None."""
     tokens: list[int | None] = [None] * len(draws) if choose is None else choose(logits, draws)
     if None in tokens:
         left = [index for index, token in enumerate(tokens) if token is None]
@@ -78,18 +78,18 @@ def noised_logits(logits: NDArray[np.float32], draw: Draw) -> tuple[Ids, Floats]
 
 
 def numbers(draw: Draw) -> tuple[float, float, float, int, int, int, int, int]:
-    """What kernels read of a draw, in the order in which they do. float64 holds every one of these numbers exactly."""
+    """The numbers of a draw that kernels read, in their order. float64 represents each of them exactly."""
     s = draw.sampling
     return s.temperature, s.top_p, s.min_p, s.top_k, *philox_key(s.seed), draw.output_index, draw.choice
 
 
 def philox_key(seed: int) -> tuple[int, int]:
-    """Its low word and its high word."""
+    """The low word and the high word of the seed."""
     return seed & _LOW, seed >> 32 & _LOW
 
 
 def gumbel(ids: Ids, draw: Draw) -> Floats:
-    """The noise of each token id at this draw. `ids` must rise."""
+    """The noise of each token id at this draw. `ids` must be in rising order."""
     blocks = ids >> 2
     new = np.diff(blocks, prepend=-1) != 0  # four neighbouring ids share one counter
     where = np.cumsum(new) - 1
@@ -115,8 +115,7 @@ def philox4x32(counter: tuple[Words | Ids, int, int, int], key: tuple[int, int])
 
 
 def survivors(logits: NDArray[np.float32], params: SamplingParams) -> Ids:
-    """Ids that top_k, top_p and min_p leave, in rising order. Never sorts the whole vocabulary unless top_p needs it
-    all."""
+    """Ids that top_k, top_p and min_p keep, in rising order. Sorts the whole vocabulary only if top_p needs it all."""
     ids = _nucleus(logits, params)
     values = logits[ids]
     if params.min_p > 0.0:
@@ -146,7 +145,7 @@ def _nucleus(logits: NDArray[np.float32], params: SamplingParams) -> Ids:
 
 
 def leading(logits: NDArray[np.float32], count: int) -> Ids:
-    """The first `count` ids of the order above."""
+    """The first `count` ids by falling logit, equal logits by lowest id."""
     if count == len(logits):
         candidates = np.arange(count)
     else:

@@ -1,7 +1,7 @@
-"""The tokens of draws by the compiled kernels: what sampler.py would say, some fifty times sooner.
+"""Sampling with the compiled kernels: the same tokens as from sampler.py, about fifty times faster.
 
 One call for all rows of a step. Noise is computed only for tokens that can still win, and the survivors of top_k, top_p
-and min_p are found without a sort. What is too close for the kernels to decide (cpu/sampling.cpp) is sampler.py's.
+and min_p are found without a sort. Draws too close for the kernels to decide (cpu/sampling.cpp) are left to sampler.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from baton.engine.processors import ApplyMask, Draw
 from baton.engine.sampler import Choose, numbers
 
 _DRAW = struct.Struct("dddqIIII")  # Draw of sampling.h; filling a ctypes struct by names takes four times as long
-_PLACE = struct.Struct("qq")  # what Wanted of draft.cpp has behind its draw
+_PLACE = struct.Struct("qq")  # the fields of Wanted (draft.cpp) after its draw
 
 
 def chooser(kernels: Kernels, threads: int = 1) -> Choose:
-    """A function from processed logits [S, vocab] (float32, on CPU) and their draws to the tokens; None: undecided."""
+    """Returns a function from processed logits [S, vocab] (float32, on CPU) and draws to tokens; None: undecided."""
 
     def choose(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         if logits.stride(1) != 1:
@@ -38,7 +38,7 @@ def chooser(kernels: Kernels, threads: int = 1) -> Choose:
 
 
 def masker(kernels: Kernels) -> ApplyMask:
-    """`processors.apply_mask` in a fifth of its time: what is not masked is neither read nor written."""
+    """`processors.apply_mask` in a fifth of its time: logits that are not masked are neither read nor written."""
 
     def mask(row: Tensor, bits: Bits) -> None:
         kernels.mask(row.data_ptr(), bits.ctypes.data, len(row))
@@ -47,6 +47,6 @@ def masker(kernels: Kernels) -> ApplyMask:
 
 
 def wanted(draws: Sequence[Draw], rows: Sequence[int], counts: Sequence[int]) -> bytes:
-    """Draws from processed logits as an array of Wanted: `counts[i]` draft tokens behind row `rows[i]`."""
+    """Packs draws as an array of Wanted: `counts[i]` draft tokens after row `rows[i]`."""
     places = map(_PLACE.pack, rows, counts)
     return b"".join([_DRAW.pack(*numbers(draw)) + place for draw, place in zip(draws, places, strict=True)])

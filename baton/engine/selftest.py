@@ -1,8 +1,8 @@
-"""The proof, at start, that exact mode holds on this machine, with this model, these kernels and these threads.
+"""The self-test at start that exact mode holds on this machine, with this model, these kernels and these threads.
 
 A sequence of random tokens is computed twice: in one long row among other rows, and alone in short chunks down to
-single tokens. Every key and value of every layer, and the logits at the end, must have the same bits. If a kernel
-library sums in another order for another number of rows, this is where it shows.
+single tokens. Every key and value of every layer, and the logits at the end, must have the same bits. If the order in
+which a kernel library sums depends on the number of rows, this test fails.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LAST = 3  # tokens at the end that are computed as decode steps the second time
 
 
 def check_exact(block_size: int, dtype: str, kernels: Kernels | None, kernels_name: str) -> None:
-    """Raises StartupError for what exact mode cannot do: torch's kernels (`kernels` None) are row-invariant in float32
-    alone, as exact mode uses them; compiled ones always are."""
+    """Raises StartupError for what exact mode does not support: torch's kernels (`kernels` None), as exact mode uses
+    them, are row-invariant only in float32; compiled ones always are."""
     if KEY_STEP % block_size:
         raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {block_size}")
     if kernels is None and dtype != "float32":
@@ -41,8 +41,8 @@ def check_exact(block_size: int, dtype: str, kernels: Kernels | None, kernels_na
 
 
 def prove_row_invariance(step_logits: StepLogits, kv: KVPool, vocab_size: int, max_len: int, max_tokens: int) -> None:
-    """Raises StartupError if a row's bits depend on what it is computed with. Writes KV into blocks that nobody owns
-    yet; a small pool or step budget shortens the sequences."""
+    """Raises StartupError if a row's bits depend on what it is computed with. Writes KV into blocks that no sequence
+    owns yet; a small pool or step budget shortens the sequences."""
     size = kv.layout.block_size
     length = min(_LENGTH, max_len, max_tokens // 3, max(1, (kv.num_blocks - 4 * len(_MATE_LENGTHS)) // 3) * size)
     if length <= _LAST:

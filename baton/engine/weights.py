@@ -1,9 +1,8 @@
 """The tensors of a model under their Hugging Face names, and one rank's share of them, layer by layer.
 
-Split by rows (what a layer puts out): q, k, v, gate, up, and by vocabulary the embedding and the head. Split by columns
-(what it takes in), with a sum over ranks behind: o and down. A rank keeps its slices, the norms, and nothing else. In
-int8 an output's scale is that of its whole row, also on a rank that has only some of its columns: every rank has slices
-of the same quantised weights.
+Split by rows (outputs): q, k, v, gate, up, and by vocabulary the embedding and the head. Split by columns (inputs),
+followed by a sum over ranks: o and down. A rank keeps only its slices and the norms. In int8 an output's scale is that
+of its whole row, even on a rank that has only some of its columns: every rank has slices of the same quantised weights.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NORM = "model.norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer's weight [out, in] and bias [out]. With `scale` [out] in float32 the weight is steps in int8."""
+    """A linear layer's weight [out, in] and bias [out]. With `scale` [out] in float32 the weight is int8 steps."""
 
     weight: Tensor
     bias: Tensor | None
@@ -81,15 +80,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stored_bytes(name: str, shape: tuple[int, ...], item_bytes: int, int8: bool) -> int:
-    """Memory of one tensor, or of part of it: what is quantised takes a byte an element and four for each scale."""
+    """Memory of one tensor, or of part of it: a quantised one takes a byte per element and four per scale."""
     if int8 and (name.endswith("_proj.weight") or (name == HEAD and quantize.QUANTIZE_HEAD)):
         return math.prod(shape) + 4 * shape[0]
     return math.prod(shape) * item_bytes
 
 
 def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, int8: bool = False) -> int:
-    """What `rank` of `size` will hold of the weights, as `WeightReader` shares them out, before any is read; tied
-    embeddings count twice. Heads and columns can be divided over the ranks."""
+    """The bytes of weights that `rank` of `size` will hold, sharded like `WeightReader`, before any is read; tied
+    embeddings count twice. Heads and columns must be divisible over the ranks."""
     kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
     shapes = expected_tensors(config)
     if config.tie_word_embeddings:
@@ -113,10 +112,10 @@ def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, 
 
 
 class WeightReader:
-    """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in.
+    """Reads one rank's share of a verified checkpoint in the dtype and on the device of the computation.
 
-    With `int8` linear layers come quantised (quantize.py). `bytes_read` is what it has given out so far. Raises
-    StartupError for sizes that cannot be divided over the ranks, with the numbers.
+    With `int8` linear layers are quantised (quantize.py). `bytes_read` is the size of all tensors returned so far.
+    Raises StartupError, with the numbers, for sizes that cannot be divided over the ranks.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class WeightReader:
         return self._counted(self._vocabulary(EMBEDDING).to(self.dtype))
 
     def head(self) -> Projection:
-        """[rows, hidden], likewise; a checkpoint with tied embeddings has the embedding itself here."""
+        """[rows, hidden], padded likewise; with tied embeddings, the embedding itself."""
         name = EMBEDDING if self._config.tie_word_embeddings else HEAD
         weight = self._vocabulary(name)
         if self._int8 and quantize.QUANTIZE_HEAD:
@@ -184,7 +183,7 @@ class WeightReader:
         return F.pad(shard, (0, 0, 0, self._rows - shard.shape[0]))
 
     def _stacked(self, parts: list[tuple[str, slice]]) -> Projection:
-        """Column-parallel layers that read the same input, their output rows under each other."""
+        """Column-parallel layers that read the same input, with their output rows concatenated."""
         linears = [self._linear(f"{name}.weight", rows) for name, rows in parts]
         weight = torch.cat([linear.weight for linear in linears])
         scales = [linear.scale for linear in linears if linear.scale is not None]
@@ -205,7 +204,7 @@ class WeightReader:
         return Projection(self._read(name, rows, columns), None)
 
     def _quantized(self, weight: Tensor, columns: slice = slice(None)) -> Projection:
-        """`weight` has whole rows, as their scales need; only `columns` are kept."""
+        """Quantises `weight`, whose rows must be whole for their scales, and keeps only `columns`."""
         steps, scale = quantize.quantize(weight)
         return Projection(self._counted(steps[:, columns].contiguous()), None, self._counted(scale))
 

@@ -1,1 +1,1 @@
-"""The wire: codec between core and protobuf, the error table, sessions of workers."""
+"""The wire: the codec between core and protobuf, the error table, worker sessions."""

@@ -1,4 +1,4 @@
-"""What an operator asks of a running coordinator over its control port."""
+"""Requests of an operator to a running coordinator, over its control port."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 def drain_worker(
     address: str, worker_id: str, drain_s: float, token: str, timeout_s: float = 5.0, tls: ClusterTls | None = None
 ) -> None:
-    """Asks the coordinator at `address` to drain a worker; returns once the command is sent to it.
+    """Requests that the coordinator at `address` drains a worker; returns once the command is queued for it.
 
     Raises:
         NotFound: there is no such worker.
-        Unavailable: no coordinator answered within `timeout_s`.
+        Unavailable: no coordinator replied within `timeout_s`.
         BatonError: refused; the message is the coordinator's.
     """
     request = worker_pb2.DrainWorkerRequest(worker_id=worker_id, timeout_ms=round(drain_s * 1000), token=token)

@@ -1,8 +1,8 @@
-"""Core values <-> protobuf: the only place where the two meet.
+"""Core values <-> protobuf: the only place where the two are converted.
 
-A core dataclass and its message have the same field names, so one walk over the fields serves all. The exceptions are
-few: durations are seconds (`x_s`, float) in the core and milliseconds (`x_ms`, int) on the wire, the request's
-sampling and identity are grouped otherwise, and enum and literal names differ.
+A core dataclass and its message have the same field names, so one generic conversion over the fields serves all, with
+few exceptions: durations are seconds (`x_s`, float) in the core and milliseconds (`x_ms`, int) on the wire, the
+request's sampling and identity are grouped differently, and enum and literal names differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RENAMED = {"LayerLayout": kv_layout.LayerKV, "SequenceRequest": request.Generat
 
 
 def _pairs() -> Iterator[tuple[type, type[Message]]]:
-    """Each message that has a core twin, which is the class of the same name or the one that _RENAMED names."""
+    """Yields each core class with its message: the class of the same name, or the one that _RENAMED maps to it."""
     for file in _FILES:
         for name in file.DESCRIPTOR.message_types_by_name:
             core = _RENAMED.get(name) or next((getattr(m, name) for m in _MODULES if hasattr(m, name)), None)
@@ -46,15 +46,15 @@ _ENVELOPES: dict[type[Message], dict[type, str]] = {
 
 
 def wrap(envelope: type[Message], value: object) -> Any:
-    """`value` in the right arm of a stream's envelope."""
+    """Returns a stream's envelope with `value` in the matching oneof field."""
     return envelope(**{_ENVELOPES[envelope][type(value)]: to_message(value)})
 
 
 def unwrap(message: Message) -> Any:
-    """The core value in an envelope.
+    """Returns the core value in an envelope.
 
     Raises:
-        InvalidRequest: the envelope is empty, or a value in it cannot be.
+        InvalidRequest: the envelope is empty, or a value in it is invalid.
     """
     arm = message.WhichOneof("message")
     if arm is None:
@@ -63,25 +63,25 @@ def unwrap(message: Message) -> Any:
 
 
 def to_message(value: Any) -> Any:
-    """The protobuf twin of a core value."""
+    """Returns the protobuf message of a core value."""
     return _writer(type(value))(value)  # type: ignore[arg-type]
 
 
 def from_message(message: Any) -> Any:
-    """The core twin of a protobuf message.
+    """Returns the core value of a protobuf message.
 
     Raises:
-        InvalidRequest: an enum or identity that cannot be.
+        InvalidRequest: an enum or identity is invalid.
     """
     return _reader(_CORE[message.DESCRIPTOR])(message)
 
 
-# What a field needs is found out once per class; a message then costs its fields. Messages pass here at every step.
+# Conversions are built once per class, so a message costs only its fields: messages are converted in every step.
 
 
 @cache
 def _writer(core: type) -> Callable[[Any], Any]:
-    """The function that makes the message of a `core`."""
+    """Returns the function that makes the message of a `core`."""
     if core is request.SamplingParams:
         return _sampling_message
     message = _MESSAGES[core]
@@ -103,8 +103,8 @@ def _writer(core: type) -> Callable[[Any], Any]:
 
 
 def _field_writer(name: str, field: Any) -> tuple[str, bool, Callable[[Any], Any] | None]:
-    """The name of a field on the wire, whether nothing (0, empty) may be left out, and what turns it into wire form.
-    A zero of a float may be -0.0, and one of a field with presence says something."""
+    """Returns a field's name on the wire, whether a zero or empty value may be omitted, and the conversion to wire
+    form. Not omitted: a float zero, which may be -0.0, and the zero of a field with presence, which is not absence."""
     if field is None:
         return name.removesuffix("_s") + "_ms", False, _milliseconds
     if name == "role":
@@ -124,7 +124,7 @@ def _milliseconds(seconds: float) -> int:
 
 @cache
 def _reader(core: type) -> Callable[[Any], Any]:
-    """The function that makes a `core` of its message."""
+    """Returns the function that makes a `core` from its message."""
     if core in _READ_BY_HAND:
         return _READ_BY_HAND[core]
     reads = [read for _, read in _field_readers(core)]
@@ -138,7 +138,7 @@ def _field_readers(core: type) -> list[tuple[str, Callable[[Any], Any]]]:
 
 
 def _field_reader(name: str, field: Any, default: Any) -> Callable[[Any], Any]:
-    """What reads one field of a message. One that is missing has the core's default, or is refused by name."""
+    """Returns what reads one field of a message. A missing field gets the core's default, or is refused by name."""
     if field is None:
         in_ms = attrgetter(name.removesuffix("_s") + "_ms")
         return lambda message: in_ms(message) / 1000
@@ -171,7 +171,7 @@ def _role(number: int) -> str:
 
 
 def _plain_fields(core: type) -> dict[str, Any]:
-    """The fields of a core class that its message has too, each with its default or MISSING."""
+    """Returns the fields of a core class that its message has too, each with its default or MISSING."""
     if not is_dataclass(core):
         return {name: core._field_defaults.get(name, MISSING) for name in core._fields}  # type: ignore[attr-defined]
     named = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(core)}
@@ -185,7 +185,7 @@ _MASK_64 = (1 << 64) - 1
 
 
 def _signed(pattern: int) -> int:
-    """A 64-bit pattern as the int64 that the wire carries."""
+    """Returns a 64-bit pattern as the int64 that the wire carries."""
     return pattern - (1 << 64) if pattern >> 63 else pattern
 
 
@@ -204,8 +204,8 @@ def _sampling_message(s: request.SamplingParams) -> types_pb2.SamplingParams:
 
 
 def _sampling_value(s: types_pb2.SamplingParams) -> request.SamplingParams:
-    """Every hop checks what it takes in: a field that this version does not serve is refused by name, not ignored.
-    (`ignore_eos` is the front's: workers get the tokens that end a choice.)"""
+    """Every process validates what it receives: a field that this version does not support is refused by name, not
+    ignored. (The front resolves `ignore_eos`: workers receive the tokens that end a choice.)"""
     given: dict[str, Any] = {}
     for field, value in s.ListFields():
         if field.name in _PLAIN_SAMPLING:
@@ -230,7 +230,7 @@ def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateReques
 
 
 def _token_event_value(message: worker_pb2.TokenEvent) -> events.TokenEvent:
-    """By hand, and past the tuples' own constructors: a coordinator reads one for every sequence in every step."""
+    """By hand, bypassing the tuples' constructors: the coordinator reads one message per sequence and step."""
     has = message.HasField
     if not has("sequence"):
         raise InvalidRequest("TokenEvent has no sequence", param="sequence")

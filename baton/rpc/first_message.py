@@ -1,7 +1,7 @@
-"""The one message of a call that sends one: it has so long to arrive, and bytes that are no message are refused.
+"""Reads the request of calls that send one message: within a time limit, and refusing bytes that do not parse.
 
-gRPC itself waits for ever for the rest of a message, which it holds, and makes UNKNOWN and a traceback in the log of
-bytes that are none. So the server reads such calls as streams of one message; on the wire both are the same.
+gRPC itself waits without limit for the rest of a message, keeping what has arrived, and turns invalid bytes into
+UNKNOWN and a logged traceback. So the server handles such calls as streams of one message; the wire format is the same.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from baton.core.errors import InvalidRequest
 
 RECEIVE_S = 30.0
 MAX_ARRIVING = 256
-"""Of a server, over all connections: with one call more the oldest ends, since a message arrives at once or never."""
+"""Of a server, over all connections: one more call ends the oldest, since a message arrives quickly or never."""
 _Message = TypeVar("_Message", bound=Message)
 Method = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
 class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Of every method of a server whose calls send one message. Its state: what ends each call whose message arrives,
-    the oldest first."""
+    """Intercepts every method of a server whose calls send one message. Its state: for each call whose message is
+    arriving, the future that ends it, oldest first."""
 
     def __init__(self) -> None:
         self._arriving: dict[asyncio.Future[None], None] = {}
@@ -44,7 +44,7 @@ class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return grpc.stream_stream_rpc_method_handler(partial(self._stream, handler.unary_stream), *codecs)
         return grpc.stream_unary_rpc_method_handler(partial(self._unary, handler.unary_unary), *codecs)
 
-    # Neither keeps the message in a variable: a call that is refused lets go of it (coordinator.grpc.service).
+    # Neither keeps the message in a variable: a refused call must free it (coordinator.grpc.service).
 
     async def _unary(self, method: Method, _: object, context: grpc.aio.ServicerContext) -> Any:
         return await method(await self._read(context), context)
@@ -58,7 +58,7 @@ class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             await answers
 
     async def _read(self, context: grpc.aio.ServicerContext) -> Any:
-        """The message; ends the call where there is none within `RECEIVE_S`."""
+        """Returns the message; ends the call when none arrives within `RECEIVE_S`."""
         cut = asyncio.get_running_loop().create_future()
         self._arriving[cut] = None
         if len(self._arriving) > MAX_ARRIVING:
@@ -71,7 +71,7 @@ class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             await asyncio.wait((reading, cut), timeout=RECEIVE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._arriving.pop(cut, None)
-        if not reading.done():  # and not cancelled: gRPC has begun to read, and ends that with the call
+        if not reading.done():  # not cancelled here: gRPC has begun to read, and stops with the call
             what = f"its message did not arrive within {RECEIVE_S:g} s"
             if cut.done():
                 what = f"its message was the oldest of {MAX_ARRIVING + 1} that did not arrive"
@@ -82,7 +82,7 @@ class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def parsed(kind: type[_Message], content: bytes) -> _Message:
-    """A request, parsed in the method that it is for. Raises InvalidRequest for bytes that are no message of this
+    """Parses a request in the method that handles it. Raises InvalidRequest for bytes that are not a message of this
     type."""
     try:
         return kind.FromString(content)

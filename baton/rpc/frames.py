@@ -1,11 +1,11 @@
-"""Frames: values between the ranks of one worker, as msgpack on a byte stream. The only place of msgpack.
+"""Frames: values between the ranks of one worker, as msgpack on a byte stream. The only user of msgpack.
 
-A frame is 4 bytes of length, 1 of version, 1 of kind, then the fields of a dataclass as a msgpack array; dataclasses
-inside are arrays too. Reading is strict: another version, an unknown kind, a length over the cap, bytes left over or a
-field of the wrong type end the connection (FrameError), and nothing is built from what does not fit its annotation.
+A frame is 4 bytes of length, 1 of version, 1 of kind, then the fields of a dataclass as a msgpack array; nested
+dataclasses are arrays too. Reading is strict: another version, an unknown kind, a length out of bounds, trailing bytes
+or a field of the wrong type end the connection (FrameError); no value that does not fit its annotation is accepted.
 
-To add a kind: a frozen dataclass of int, float, bool, str, bytes, tuples, optionals and such dataclasses, and its
-number in KINDS. Numbers are never used again for something else.
+To add a kind: define a frozen dataclass of int, float, bool, str, bytes, tuples, optionals and such dataclasses, and
+add its number to KINDS. Numbers are never reused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FrameError(BatonError):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A follower's first frame: the job's token proves that it belongs here."""
+    """A follower's first frame: the job's token proves that it belongs to this worker."""
 
     token: str
     rank: int
@@ -58,14 +58,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The leader has drained; followers end well."""
+    """The leader has drained; followers exit normally."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sender ends because of this."""
+    """The sender exits because of this error."""
 
     message: str
 
@@ -84,12 +84,12 @@ KINDS: dict[int, type[Any]] = {
     11: CloseEdge,
     12: EdgeBegun,
     13: EdgeDone,
-    14: DropEdge,  # 15 is used up
+    14: DropEdge,  # 15 was used and must not be reused
 }
 
 
 def encode(frame: object) -> bytes:
-    """One frame. Raises FrameError for a value of no known kind, or one that is too long."""
+    """Returns one frame. Raises FrameError for a value of no known kind, or one that is too long."""
     kind = next((number for number, cls in KINDS.items() if type(frame) is cls), None)
     if kind is None:
         raise FrameError(f"{type(frame).__name__} is not a kind of frame")
@@ -103,14 +103,14 @@ def encode(frame: object) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames of at most `max_bytes`. After an error it is of no further use."""
+    """Cuts a byte stream into frames of at most `max_bytes`. It must not be used after an error."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._buffer = bytearray()
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> list[Any]:
-        """Takes the next bytes and returns the frames they complete. Raises FrameError."""
+        """Appends the next bytes and returns the frames that they complete. Raises FrameError."""
         self._buffer += data
         frames: list[Any] = []
         while len(self._buffer) >= _HEAD.size:
@@ -131,7 +131,7 @@ class FrameReader:
 
 def _decode(cls: type[Any], body: bytes) -> Any:
     try:
-        # unpackb makes an Unpacker for this message alone; it refuses bytes that are left over.
+        # unpackb creates an Unpacker for this message alone; it refuses trailing bytes.
         values = msgpack.unpackb(
             body, use_list=False, raw=False, strict_map_key=True, max_map_len=0, max_ext_len=0, max_array_len=len(body)
         )
@@ -141,14 +141,14 @@ def _decode(cls: type[Any], body: bytes) -> Any:
 
 
 def _values(value: Any) -> tuple[Any, ...]:
-    """The fields of a dataclass; msgpack asks for those of the dataclasses inside."""
+    """Returns the fields of a dataclass; msgpack calls it for nested dataclasses."""
     if not is_dataclass(value):
         raise TypeError(f"{type(value).__name__} cannot travel in a frame")
     return tuple(getattr(value, f.name) for f in fields(value))
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """A function that turns what msgpack read into a value of the annotation `kind`, or raises FrameError."""
+    """Returns a function that turns msgpack's output into a value of the annotation `kind`, or raises FrameError."""
     if kind in (int, bool, str, bytes):
         return lambda value: value if type(value) is kind else _refuse(kind, value)
     if kind is float:

@@ -1,11 +1,11 @@
-"""gRPC's health service, for probes: Kubernetes' `grpc` probe, grpc_health_probe, a load balancer. And its server at a
-worker:
+"""gRPC's health service, for probes (Kubernetes' `grpc` probe, grpc_health_probe, load balancers), and a worker's
+server for it:
 
-    ""      SERVING while the worker is joined and not draining: it takes work
-    "live"  SERVING while its event loop answers
+    ""      SERVING while the worker is joined and not draining: it accepts work
+    "live"  SERVING while its event loop responds
 
-That server never has TLS: probes bring no certificates, and it says nothing else. `Watch` is served nowhere: no probe
-uses it, and calls that stay open would keep the others out.
+That server never uses TLS: probes present no certificates, and it reveals nothing else. `Watch` is not implemented: no
+probe uses it, and calls that stay open would block others.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _OPTIONS = (
     ("grpc.max_connection_age_ms", 10_000),
     ("grpc.max_connection_age_grace_ms", 1_000),
 )
-"""A call that sends no message ends with its connection, and holds up no other's."""
+"""A call that sends no message ends with its connection, and blocks no other connection's calls."""
 
 
 @asynccontextmanager
 async def serving_health(host: str, port: int, ready: Callable[[], bool]) -> AsyncIterator[None]:
-    """Answers probes on `port` meanwhile; nothing at all where it is 0.
+    """Serves probes on `port` while the context is open; does nothing when `port` is 0.
 
     Raises:
-        StartupError: nobody can listen there.
+        StartupError: the port cannot be opened.
     """
     if not port:
         yield
@@ -53,8 +53,8 @@ async def serving_health(host: str, port: int, ready: Callable[[], bool]) -> Asy
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Says SERVING of each of `services` while what it names is true at the call. No call leaves anything behind, and
-    none waits for another, as those of grpc's own servicer do for a `Watch` whose client reads nothing."""
+    """Reports SERVING for each of `services` while its function returns True. No call leaves state behind or waits for
+    another; with grpc's own servicer calls wait for a `Watch` whose client does not read."""
 
     def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
         self._services = services

@@ -31,7 +31,7 @@ async def dial_link(address: str, hello: LinkHello, timeout_s: float, tls: Clust
     """Dials a decode worker's link service.
 
     Raises:
-        LinkLost: nobody answered in time.
+        LinkLost: no reply in time.
         BatonError: refused, with the field that does not fit.
     """
     channel, stream, welcome = await dial(
@@ -67,7 +67,7 @@ async def serve_links(
     """Starts a link service on `host` (port 0: a free one) and returns the server and the port.
 
     Raises:
-        StartupError: nobody can listen there.
+        StartupError: the port cannot be opened.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KVLinkServicer_to_server(_Servicer(handler, tls), server)

@@ -1,4 +1,4 @@
-"""Ports to listen on: whether one is free, and opening a gRPC server's. Where that fails gRPC does not say why."""
+"""Checks whether a port is free, and opens that of a gRPC server. gRPC does not report why opening one fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def open_port(
     """Makes `server` listen (port 0: on a free one) and returns the port.
 
     Raises:
-        StartupError: nobody can listen there; says which port of whom it is (`what`), why, and the flag for another.
+        StartupError: the port cannot be opened; names the port (`what`), the cause, and the flag to choose another.
     """
     try:
         # Of a name with two addresses gRPC would be content with either one: `localhost` could be ::1 alone.
@@ -40,8 +40,8 @@ def open_port(
 
 
 def check_free(host: str, port: int, whose: str, what: str = "") -> None:
-    """Raises StartupError unless somebody may listen there now; `whose` says which flag, of whom, names another, `what`
-    which port it is."""
+    """Raises StartupError unless the port can be opened now; `whose` names the flag that chooses another (and its
+    process), `what` the port."""
     named = f"{what} port {port} on {host}".strip()
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,11 +1,11 @@
-"""A worker's session with the coordinator, seen from the worker.
+"""A worker's session with the coordinator, at the worker's end.
 
-The worker dials, and redials for ever, keeping its weights. Within one run of the coordinator and one lease nothing is
-lost: after a redial the coordinator names the next index it waits for per sequence, and the worker says the rest again
-from its output log. When the coordinator has been silent for a lease the worker redials; when it has been silent for
-KEEP_SEQUENCES_S, or another run answers, the worker ends its sequences: nobody waits for them any more. A worker that
-is to end says Leave, and Drained when it has nothing left. Both are said again after a redial; the coordinator answers
-the second by ending the session, or by a refusal.
+The worker dials, and redials without limit, keeping its weights. Within one run of the coordinator and one lease no
+output is lost: after a redial the coordinator sends the next index that it expects per sequence, and the worker sends
+the rest again from its output log. When the coordinator has been silent for a lease, the worker redials; when it has
+been silent for KEEP_SEQUENCES_S, or another run replies, the worker ends its sequences, since the coordinator no longer
+waits for them. A worker that is to exit sends `Leave`, and `Drained` when it has no sequences left. Both are sent again
+after a redial; the coordinator replies to `Drained` by ending the session or by refusing the join.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ log = logging.getLogger("baton.session")
 LEASE_CHECK_S = 0.2
 KEEP_SEQUENCES_S = 30.0
 LOG_EVERY_S = 30.0
-"""Between two lines of the log while no coordinator answers."""
+"""Between two log lines while no coordinator replies."""
 
 
 class SessionOwner(Protocol):
-    """What the session needs of its worker."""
+    """What the session needs from its worker."""
 
     def join(self, run_id: str) -> Join: ...
 
@@ -62,17 +62,17 @@ class SessionOwner(Protocol):
     def command(self, command: Command) -> None: ...
 
     def sequence_ids(self) -> Collection[SequenceId]:
-        """The sequences that are here, whether or not anything has been said of them."""
+        """Returns the sequences of this worker, whether or not any event of them was sent."""
         ...
 
     def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
-        """Ends every sequence but those to keep: nobody waits for them any more."""
+        """Ends every sequence not in `keep`: the coordinator no longer waits for them."""
         ...
 
 
 class WorkerSession:
-    """Complete state: the outgoing queue, the output log, the stream if one stands, the run it belongs to and when it
-    last received from it, until when it leaves if it does, whether it has nothing left, and whether that was
+    """Complete state: the outgoing queue, the output log, the open stream if any, the run that it belongs to, when it
+    last received from that run, the deadline of a drain if any, whether no sequences are left, and whether that was
     acknowledged."""
 
     def __init__(
@@ -87,7 +87,7 @@ class WorkerSession:
         self._owner = owner
         self._clock = clock
         self._outgoing: asyncio.Queue[StepEvents | Leave | Drained] = asyncio.Queue()
-        self.connected = False  # whether what is posted now goes out at once
+        self.connected = False  # whether posted events are sent immediately
         self._leaves_by: float | None = None
         self._empty = False
         self._left = asyncio.Event()
@@ -99,13 +99,13 @@ class WorkerSession:
         self._gpu: GpuUsage | None = None
 
     def post(self, events: StepEvents) -> None:
-        """Tells the coordinator. Safe at any time: while no stream is open, the log keeps it."""
+        """Sends events to the coordinator. Safe at any time: while no stream is open, the log keeps them."""
         self.log.record(events)
         if self.connected:
             self._outgoing.put_nowait(events)
 
     def show_gpu(self, usage: GpuUsage | None) -> None:
-        """In the next heartbeats."""
+        """Includes `usage` in the next heartbeats."""
         self._gpu = usage
 
     async def run(self) -> None:
@@ -139,19 +139,19 @@ class WorkerSession:
                     log.warning("session with %s failed: %s", self._address, e.message)
                 if self._clock() - started > 2.0:
                     delay = 0.1
-                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # all workers lose a coordinator together
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # all workers lose a coordinator at the same time
                 delay = min(delay * 2, 1.0)
         finally:
             watchdog.cancel()
 
     def leave(self, timeout_s: float) -> None:
-        """Says that this worker drains for at most `timeout_s`, so that it gets no new work."""
+        """Announces that this worker drains for at most `timeout_s`, so that it receives no new work."""
         self._leaves_by = self._clock() + timeout_s
         if self.connected:
             self._outgoing.put_nowait(Leave(timeout_s))
 
     async def drained(self, timeout_s: float) -> None:
-        """Says that this worker has nothing left, and waits until that is acknowledged, for at most `timeout_s`."""
+        """Reports that no sequences are left, and waits at most `timeout_s` for the acknowledgement."""
         self._empty = True
         if self.connected:
             self._outgoing.put_nowait(Drained())
@@ -196,8 +196,8 @@ class WorkerSession:
         return {*self._owner.sequence_ids(), *self.log.sequences()}
 
     def _begin(self, welcome: Welcome, known: Collection[SequenceId]) -> None:
-        """`known` are the sequences from before the join. Later ones the coordinator can have given us since, as it has
-        reckoned with us from the join on; the welcome may have been written before, and says nothing of them."""
+        """`known` are the sequences from before the join. A sequence not in it arrived after the join, from which on
+        the coordinator assigns work; the welcome, which may have been written earlier, does not list it."""
         self._last_received_at = self._clock()
         self._lease_s = welcome.lease_s
         if self.run_id and self.run_id != welcome.run_id:
@@ -225,8 +225,8 @@ class WorkerSession:
         if self._empty:
             self._outgoing.put_nowait(Drained())
 
-    # A stream that ends under a sender ends under the reader, too, and that one ends the session. A sender that raised
-    # would cancel it on top of that, and a TaskGroup that is already being left (Python 3.11) never takes that back.
+    # When a stream ends, its senders and its reader end, and the reader ends the session. If a sender raised, the
+    # TaskGroup would also cancel the reader's task, and never undoes that if it is already exiting (Python 3.11).
 
     async def _send(self, stream: MessageStream) -> None:
         with contextlib.suppress(LinkLost):
@@ -234,8 +234,8 @@ class WorkerSession:
                 await stream.send_to_the_end(await self._outgoing.get())
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
-        """Each pause is a random part of the interval, so that heartbeats of many workers neither begin together nor
-        come together: 157 at one moment held the coordinator's event loop for 6 ms."""
+        """Sends heartbeats. Each pause is a random part of the interval, so that the heartbeats of many workers do not
+        coincide: 157 at the same moment blocked the coordinator's event loop for 6 ms."""
         with contextlib.suppress(LinkLost):
             for number in itertools.count(1):
                 await stream.send(Heartbeat(number, self._owner.load(), self._gpu))
@@ -254,10 +254,10 @@ class WorkerSession:
                 raise InvariantError(f"the coordinator sent {type(message).__name__}")
 
     async def _watch_lease(self) -> None:
-        """Ends the stream when the coordinator has been silent for a lease: it may live at the other end, where
-        somebody would go on waiting. The sequences are kept for longer: a coordinator that stalls wants them back, and
-        one that has rescheduled them says so at the next join. Seen twice in a row, since a process that stood still
-        has to read first what came meanwhile."""
+        """Ends the stream when the coordinator has been silent for a lease: the other end may still consider it open,
+        and wait. The sequences are kept for longer: a coordinator that stalled resumes them, and one that has
+        rescheduled them omits them at the next join. Acts on the second check of a silence, since a process that was
+        stopped must first read what arrived meanwhile."""
         seen_silent = ended_at = abandoned_at = -1.0
         while True:
             await asyncio.sleep(LEASE_CHECK_S)

@@ -1,7 +1,7 @@
-"""The one error table: what every `BatonError` looks like over HTTP and over gRPC.
+"""The one error table: how every `BatonError` is reported over HTTP and over gRPC.
 
-A row is found by walking the error's class upwards, so a new subclass answers like its parent until it gets its own
-row. grpc is imported only when a gRPC answer is built: the HTTP front end reads the same table without it.
+A row is found by walking the error's class upwards, so a new subclass is reported like its parent until it gets its own
+row. grpc is imported only when a gRPC response is built: the HTTP front end reads the same table without it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _HIDDEN = "internal error; the server's log has the details"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`retry` is True where a client may try again after a while, False where that is in vain, None where it is open.
-    `hide` keeps the message in the log: it speaks of our insides."""
+    """`retry` is True when a client may retry after a while, False when a retry is futile, None when that is unknown.
+    `hide` keeps the message, which describes internals, out of responses."""
 
     http: int
     grpc: str
@@ -53,7 +53,7 @@ TABLE: dict[type[BatonError], Row] = {
 
 
 def row(error: BaseException) -> Row:
-    """The row of the nearest class in the table; anything that is not a BatonError is our bug."""
+    """Returns the row of the nearest class in the table, or BatonError's for other errors, which are bugs."""
     for cls in type(error).__mro__:
         if cls in TABLE:
             return TABLE[cls]
@@ -61,7 +61,7 @@ def row(error: BaseException) -> Row:
 
 
 def printable(text: str, limit: int) -> str:
-    """`text` on one line, control and format characters escaped, at most `limit` characters."""
+    """Returns `text` on one line, control and format characters escaped, with at most `limit` characters."""
     head = text[: limit + 1]
     clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in head)
     return clean if len(clean) <= limit else clean[: limit - 3] + "..."
@@ -78,7 +78,7 @@ def public_code(error: BaseException) -> str:
 
 
 def retry_after_s(error: BaseException) -> float | None:
-    """Seconds to wait before the next try; None where another try has no point or no known time."""
+    """Returns the seconds to wait before a retry; None when a retry is futile or the time is unknown."""
     named = error.retry_after_s if isinstance(error, BatonError) else None
     if named is not None:
         return max(named, 0.0)
@@ -93,7 +93,7 @@ def http_status(error: BaseException) -> int:
 
 
 def error_body(message: str, *, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's envelope, always with all four keys."""
+    """Returns OpenAI's envelope, always with all four keys."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
@@ -108,7 +108,7 @@ def http_body(error: BaseException) -> dict[str, Any]:
 
 
 def http_headers(error: BaseException) -> dict[str, str]:
-    """`retry-after` in whole seconds, at least 1, and `x-should-retry` where the status alone would mislead."""
+    """Returns `retry-after` in whole seconds, at least 1, and `x-should-retry` where the status alone would mislead."""
     headers: dict[str, str] = {}
     wait = retry_after_s(error)
     if wait is not None:
@@ -129,7 +129,7 @@ def grpc_code(error: BaseException) -> grpc.StatusCode:
 
 
 def grpc_status(error: BaseException) -> Status:
-    """A `google.rpc.Status`: ErrorInfo always, BadRequest where a field is at fault, RetryInfo where it may help."""
+    """Returns a `google.rpc.Status`: ErrorInfo always, BadRequest for a bad field, RetryInfo if a retry may help."""
     from google.protobuf import any_pb2, duration_pb2
     from google.rpc import error_details_pb2, status_pb2
 
@@ -152,7 +152,7 @@ def grpc_status(error: BaseException) -> Status:
 
 
 def grpc_trailing_metadata(error: BaseException) -> tuple[tuple[str, bytes | str], ...]:
-    """What goes beside the code: the details, and how long a retrying client should hold back."""
+    """Returns the metadata beside the code: the details, and how long a client should wait before a retry."""
     metadata: list[tuple[str, bytes | str]] = [("grpc-status-details-bin", grpc_status(error).SerializeToString())]
     wait, retry = retry_after_s(error), row(error).retry
     if retry and wait is not None:

@@ -1,11 +1,11 @@
-"""The thread that computes a worker's steps: a plan goes in, its outcome comes back to the event loop.
+"""The thread that computes a worker's steps: it receives plans, and the event loop receives the outcomes.
 
-A worker has hundreds of steps a second. An executor would make two futures, a condition, a waiter and a timer for each;
-here a step is one entry of a queue, one future and one call into the loop, and its limit is looked after by somebody
-who comes by anyway.
+A worker runs hundreds of steps a second. An executor would create two futures, a condition, a waiter and a timer for
+each; here a step is one queue entry, one future and one call into the loop, and the worker's periodic housekeeping
+checks its time limit (`watch`).
 
-With an engine that launches, a step is two entries: one that launches it, and behind that of the next step, if there is
-one, the other that waits for it. So a device has its next step before the host has the result of the last.
+With a launching engine a step is two queue entries: the first launches it, and the second, queued after the launch of
+the next step if there is one, waits for it. So a device has its next step before the host has the previous result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Protocol
 from baton.core.errors import InvariantError
 from baton.core.step import StepOutcome, StepPlan
 
-STEP_LIMIT_S = 300.0  # a step that takes longer hangs: the process ends and its supervisor starts another
+STEP_LIMIT_S = 300.0  # a step that takes longer hangs: the process exits and its supervisor starts another
 
 _Out = asyncio.Future[StepOutcome]
 Step = Callable[[StepPlan], StepOutcome]
 
 
 class Launcher(Protocol):
-    """An engine whose steps are launched, and collected in that order, on one thread."""
+    """An engine whose steps are launched, and collected in the same order, on one thread."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
@@ -38,12 +38,12 @@ class Launcher(Protocol):
 
 
 class StepThread:
-    """Complete state: the queue to the thread, the steps that are out with their futures and beginnings, oldest first,
+    """Complete state: the queue to the thread, the steps in flight with their futures and start times, oldest first,
     when the last one ended, and `busy_s`, the seconds that the thread has computed or waited for its device."""
 
     def __init__(self, step: Step, launcher: Launcher | None = None) -> None:
-        """To be made, and used, where an event loop runs. `step`, or the `launcher` in its place, is called on the
-        thread alone."""
+        """Must be created and used in a running event loop. `step`, or the `launcher` in its place, is called only on
+        the thread."""
         self._step, self._launcher = step, launcher
         self._loop = asyncio.get_running_loop()
         self._work: queue.SimpleQueue[tuple[Callable[[], StepOutcome | None], _Out | None] | None]
@@ -54,16 +54,16 @@ class StepThread:
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def __len__(self) -> int:
-        """Steps that are out."""
+        """Returns the number of steps in flight."""
         return len(self._out)
 
     @property
     def full(self) -> bool:
-        """Whether no further step can be begun before one is collected."""
+        """Whether a step must be collected before another can begin."""
         return len(self._out) >= (1 if self._launcher is None else 2)
 
     def begin(self, plan: StepPlan) -> None:
-        """Hands a step to the thread; does not wait."""
+        """Queues a step for the thread; does not wait."""
         future: _Out = self._loop.create_future()
         self._out.append((plan, future, time.monotonic()))
         if self._launcher is None:
@@ -72,23 +72,23 @@ class StepThread:
             self._work.put((partial(self._launcher.launch, plan), None))
 
     async def collect(self) -> StepOutcome:
-        """Of the oldest step that is out.
+        """Returns the outcome of the oldest step in flight.
 
         Raises:
-            InvariantError: the step has not ended in STEP_LIMIT_S, as `watch` found.
+            InvariantError: `watch` found that the step has not ended in STEP_LIMIT_S.
             Exception: what the step raised.
         """
         _, future, _ = self._out[0]
         if self._launcher is not None:
             self._work.put((self._launcher.collect, future))
         try:
-            return await future  # ended by the thread, or by `watch`
+            return await future  # completed by the thread, or by `watch`
         finally:
             self._out.popleft()
             self._ended_at = time.monotonic()
 
     def watch(self, now: float) -> None:
-        """To be called every now and then: gives up a step that hangs."""
+        """Fails a step that hangs. Must be called periodically."""
         if not self._out:
             return
         plan, future, began_at = self._out[0]
@@ -98,11 +98,11 @@ class StepThread:
         _end(future, None, InvariantError(what))
 
     def close(self) -> None:
-        """The thread ends behind the step that it computes."""
+        """Ends the thread after the queued work."""
         self._work.put(None)
 
     def _run(self) -> None:
-        failed: BaseException | None = None  # in a launch: raised when that step is collected
+        failed: BaseException | None = None  # the error of a launch, raised when that step is collected
         while (item := self._work.get()) is not None:  # until `close`
             work, future = item
             outcome, error = None, failed
@@ -116,12 +116,12 @@ class StepThread:
             if future is None:
                 failed = error
                 continue
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is waiting
                 self._loop.call_soon_threadsafe(_end, future, outcome, error)
 
 
 def _end(future: _Out, outcome: StepOutcome | None, error: BaseException | None) -> None:
-    if future.done():  # cancelled, or given up
+    if future.done():  # cancelled, or failed by `watch`
         return
     if outcome is not None:
         future.set_result(outcome)

@@ -1,7 +1,7 @@
-"""A bidirectional gRPC stream of core values, the same from both ends.
+"""A bidirectional gRPC stream of core values, the same at both ends.
 
-Reading ends with None when the other end is gone for whatever reason; the reason is in `ended`. Writing to a stream
-that has ended raises LinkLost. Nothing here waits without a limit: keepalive pings find a peer whose host is gone.
+Reading returns None when the stream has ended, for whatever reason; the reason is in `ended`. Writing to a stream that
+has ended raises LinkLost. Every wait is bounded: keepalive pings detect a peer whose host has vanished.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 LARGE_BYTES = 256 << 10
 """A longer message is parsed on a thread: one with the log-probabilities of a long prompt takes 0.2 s."""
 MAX_CONNECTIONS = 4_096
-"""Of one server; more are closed as they come."""
-_large_messages = ThreadPoolExecutor(2, thread_name_prefix="large messages")  # heartbeats wait behind one
+"""Of one server; further connections are closed on arrival."""
+_large_messages = ThreadPoolExecutor(2, thread_name_prefix="large messages")  # a stream's heartbeats wait for it
 CLOSED_BY_PEER = "closed by the peer"
 _BOTH_ENDS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -49,7 +49,7 @@ SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-    ("grpc.server_handshake_timeout_ms", 5_000),  # a connection that says nothing takes a file descriptor
+    ("grpc.server_handshake_timeout_ms", 5_000),  # a connection that sends nothing holds a file descriptor
 ]
 
 
@@ -59,7 +59,7 @@ class LinkLost(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class _Large:
-    """A message that has not been parsed."""
+    """A message that has not been parsed yet."""
 
     envelope: Any
     content: bytes
@@ -69,14 +69,14 @@ class _Large:
 
 
 def deserializer(envelope: Any) -> Callable[[bytes], Any]:
-    """What a server's stream parses its messages with: large ones are left to `MessageStream.receive`."""
+    """Returns the parser of a server's stream, which leaves large messages to `MessageStream.receive`."""
     parse = envelope.FromString
     return lambda content: parse(content) if len(content) <= LARGE_BYTES else _Large(envelope, content)
 
 
 class MessageStream:
-    """One end of a stream. `call` is a grpc.aio call (client) or servicer context (server): both read and write. A
-    server knows `peer_role` from the certificate of its client, where TLS is on.
+    """One end of a stream. `call` is a grpc.aio call (client) or servicer context (server): both read and write. With
+    TLS, a server has `peer_role` from its client's certificate.
 
     One task reads; any task may send.
     """
@@ -93,17 +93,17 @@ class MessageStream:
         """Writes one value.
 
         Raises:
-            LinkLost: the stream has ended, or the peer has not taken the message in time.
+            LinkLost: the stream has ended, or the message was not written in time.
         """
         message = self._wrapped(value)
-        # Shielded: cancelling a write cancels the whole call, and others send on it too.
+        # Shielded: cancelling a write cancels the whole call, which other tasks send on, too.
         writing = asyncio.create_task(self._write(message, timeout_s))
         writing.add_done_callback(seen)
         await asyncio.shield(writing)
 
     async def send_to_the_end(self, value: object, timeout_s: float = 5.0) -> None:
-        """`send` for a task that is cancelled with the stream and not before: in the middle of a write that ends the
-        stream. It saves a task for each message, a good part of what it costs."""
+        """Like `send`, for a task that is cancelled only together with the stream: a cancellation during a write ends
+        the stream. Saves creating a task per message, a large part of a message's cost."""
         try:
             await self._write(self._wrapped(value), timeout_s)
         except asyncio.CancelledError:
@@ -124,13 +124,13 @@ class MessageStream:
             raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}") from e
 
     async def receive(self) -> Any | None:
-        """The next value, or None when the stream has ended.
+        """Returns the next value, or None when the stream has ended.
 
         Raises:
-            InvalidRequest: the peer sent something that cannot be; the caller closes the stream.
+            InvalidRequest: the peer sent an invalid message; the caller closes the stream.
         """
         task = asyncio.current_task()
-        # More than before, not more than none: a task may keep count of a cancel that it has long got over.
+        # Compared with the count at entry, not with 0: a task keeps counting a cancellation that it has survived.
         cancels = task.cancelling() if task is not None else 0
         try:
             message = await self._call.read()
@@ -139,7 +139,7 @@ class MessageStream:
         except asyncio.CancelledError:
             if self.ended is None or task is None or task.cancelling() > cancels:
                 raise
-            return None  # grpc says so when `end` cancelled the call under a reader that nobody cancelled
+            return None  # `end` cancelled the call: grpc raises this in a reader that was not cancelled
         except DecodeError as e:
             raise InvalidRequest(f"what {self.peer} sent is no message of this protocol") from e
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError) as e:
@@ -159,7 +159,7 @@ class MessageStream:
 
 
 def seen(task: asyncio.Task[Any]) -> None:
-    """A sender that was cancelled does not come to see how its write ended: that is no error to log."""
+    """Retrieves the error of a write whose sender was cancelled, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -179,11 +179,11 @@ async def dial(
     tls: ClusterTls | None = None,
     peer_role: str = "",
 ) -> tuple[grpc.aio.Channel, MessageStream, Any]:
-    """Opens a stream, sends `hello` and returns the channel, the stream and the first answer. With `tls` the other end
-    has to show a certificate of `peer_role`.
+    """Opens a stream, sends `hello` and returns the channel, the stream and the first reply. With `tls` the peer must
+    present a certificate of `peer_role`.
 
     Raises:
-        LinkLost: nobody answered in time.
+        LinkLost: no reply in time.
         BatonError: the peer refused with a status; the code and text are the peer's.
     """
     if tls is None:
@@ -219,8 +219,8 @@ async def serve_stream(
 ) -> None:
     """Reads the first message and lets `handle(stream, first)` run the stream to its end.
 
-    A BatonError that `handle` raises before its first answer is the refusal the peer sees; after an Unavailable it may
-    try again.
+    The peer receives a BatonError that `handle` raises before its first reply as a refusal; after an Unavailable it may
+    retry.
     """
     stream = MessageStream(context, envelope, context.peer(), peer_role(context))
     try:

@@ -1,12 +1,12 @@
-"""TLS between the processes of a cluster: both ends show a certificate, and the role in it decides what they may do.
+"""TLS between the processes of a cluster: both ends present a certificate, and its role decides what they may do.
 
 A directory holds the certificate of the cluster's own authority and one certificate for each role:
 
     ca.pem   coordinator.pem   prefill.pem   decode.pem   operator.pem   and ROLE-key.pem beside each
 
-A role stands in a certificate as the DNS name `ROLE.baton`. Who dials expects that name at the other end, whatever the
-address is; who is dialled asks for a certificate of the authority and reads the role from it. A process needs only the
-key of its own role. `baton certs` makes such a directory; any other authority will do.
+A certificate names its role as the DNS name `ROLE.baton`. A client expects that name from the server, whatever the
+address is; a server requires a certificate of the authority from the client and reads the role from it. A process needs
+only the key of its own role. `baton certs` makes such a directory; any other authority works, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = "x509_subject_alternative_name"
 
 @dataclass(frozen=True, slots=True)
 class ClusterTls:
-    """What a process of one role shows, and whom it trusts; all PEM."""
+    """The certificate and key of a process of one role, and the authority that it trusts; all PEM."""
 
     role: str
     authority: bytes
@@ -38,13 +38,13 @@ class ClusterTls:
         return grpc.ssl_server_credentials(pair, root_certificates=self.authority, require_client_auth=True)
 
     def channel(self, peer_role: str) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
-        """Credentials and options of a channel to a process of `peer_role`."""
+        """Returns credentials and options of a channel to a process of `peer_role`."""
         credentials = grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
         return credentials, [("grpc.ssl_target_name_override", peer_role + DOMAIN)]
 
 
 def peer_role(context: Any) -> str:
-    """The role in the certificate of whoever called; empty without one. `context` is a servicer's."""
+    """Returns the role in the client's certificate; empty without one. `context` is a servicer's."""
     names = context.auth_context().get(_NAMES, ())
     found = [name.decode("ascii", "replace") for name in names]
     roles = [role for role in ROLES if role + DOMAIN in found]
@@ -52,7 +52,7 @@ def peer_role(context: Any) -> str:
 
 
 def check_role(tls: ClusterTls | None, found: str, wanted: tuple[str, ...], who: str) -> None:
-    """With TLS, that a peer's certificate is of a role that may do this.
+    """Checks, with TLS, that the role of a peer's certificate is one of those `wanted`.
 
     Raises:
         JoinRefused: it is not; `role` is the field.
@@ -63,6 +63,6 @@ def check_role(tls: ClusterTls | None, found: str, wanted: tuple[str, ...], who:
 
 
 def explained(details: str) -> str:
-    """What gRPC says of a connection that failed, with the flag where TLS may be why."""
+    """Returns gRPC's text for a connection that failed, with the flag if TLS may be the cause."""
     signs = ("SSL", "TLS", "certificate", "CERTIFICATE", "handshake", "erification", "Socket closed", "reset by peer")
     return f"{details} (is {FLAG} the same at both ends?)" if any(sign in details for sign in signs) else details

@@ -1,7 +1,7 @@
-"""What both kinds of worker have around their scheduler: the session, the step loop, deadlines, tombstones, drain.
+"""What both kinds of worker share around their scheduler: the session, the step loop, deadlines, tombstones, drain.
 
-One event loop owns all state; the engine computes on one thread of its own. Between two steps nothing touches the
-scheduler but this loop, so no lock is needed.
+One event loop owns all state; the engine computes on one thread of its own. Between two steps only this loop uses the
+scheduler, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from baton.rpc.tls import ClusterTls
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
-SWEEP_S = 30.0  # between two looks for tombstones that have ended
+SWEEP_S = 30.0  # between two removals of expired tombstones
 DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 
 
 class Tier(Protocol):
-    """What a prefill or decode worker adds."""
+    """What a prefill or decode worker implements."""
 
     def join(self, run_id: str) -> Join: ...
 
@@ -43,21 +43,22 @@ class Tier(Protocol):
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents: ...
 
     def command(self, command: Command) -> None:
-        """A command other than Abort of an unknown sequence and Drain."""
+        """Handles a command other than Abort and Drain."""
         ...
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
-        """Ends one sequence without telling the coordinator; False when it is not here."""
+        """Ends one sequence without reporting it to the coordinator; False when it is not present."""
         ...
 
     def sequence_ids(self) -> tuple[SequenceId, ...]: ...
 
     def receiving(self, sequence: SequenceId) -> bool:
-        """Whether its KV is still on the way here: then who sends it has all of it, and says what becomes of it."""
+        """Whether its KV is still being received: the prefill worker then has all of it and reports the outcome."""
         ...
 
     def check_idle(self) -> None:
-        """Without sequences, that nothing of one is left. Raises InvariantError. In constant time: requests wait."""
+        """With no sequence present, raises InvariantError if state of one is left. In constant time: it delays
+        requests."""
         ...
 
     async def close(self) -> None: ...
@@ -76,7 +77,7 @@ class WorkerLoop:
         launcher: Launcher | None = None,
         tls: ClusterTls | None = None,
     ) -> None:
-        """With a `launcher` in the place of `step` the tier is asked for a second step while one is out."""
+        """With a `launcher` in place of `step`, a second step is requested from the tier while one is in flight."""
         self.config = config
         self.session = WorkerSession(config.coordinator, self, tls=tls)
         self.deadlines = Deadlines()
@@ -99,7 +100,7 @@ class WorkerLoop:
 
         Raises:
             JoinRefused: this worker does not fit the cluster; the message names the field.
-            InvariantError: a bug of ours. The process must end; its supervisor starts another.
+            InvariantError: a bug. The process must exit; its supervisor starts another.
         """
         compute = StepThread(self._step, self._launcher)
         try:
@@ -122,19 +123,19 @@ class WorkerLoop:
         return self.session.connected and not self.draining
 
     def run_clock_ms(self) -> float:
-        """Now, on the clock of the run."""
+        """Returns the current time on the clock of the run."""
         return time.monotonic() * 1000 + self._run_clock_ahead_ms
 
     def wake(self) -> None:
-        """Something changed that may allow a step."""
+        """Called after a change that may allow a step."""
         self._wake.set()
 
     def follow(self, request: GenerateRequest) -> None:
-        """Keeps the deadline of a sequence that came in now."""
+        """Tracks the deadline of a sequence that has just arrived."""
         self.deadlines.add(request.sequence_id, time.monotonic() + request.deadline_s)
 
     def is_tombstoned(self, sequence: SequenceId) -> bool:
-        """Whether an abort of this sequence came before the sequence."""
+        """Whether an abort of this sequence arrived before the sequence."""
         return self.tombstones.covers(sequence, time.monotonic())
 
     def report_ended(self, sequence: SequenceId, code: str, message: str) -> None:
@@ -142,15 +143,15 @@ class WorkerLoop:
         self.session.post(StepEvents(ended=(SequenceEnded(sequence, "error", code, message),)))
 
     def fail(self, error: InvariantError) -> None:
-        """A task beside the loops, a hand-over's, has met a bug of ours: `run` raises it."""
+        """Reports a bug found by a task outside the loops, such as a hand-over: `run` raises it."""
         self._failures.put_nowait(error)
 
     def leave(self, timeout_s: float) -> None:
-        """This process was asked to end: the coordinator is notified, and the worker drains."""
+        """Drains the worker, because this process is to exit, and notifies the coordinator."""
         self.session.leave(timeout_s)
         self._begin_drain(timeout_s)
 
-    # What the session asks for.
+    # Called by the session (SessionOwner).
 
     def join(self, run_id: str) -> Join:
         return replace(self._tier.join(run_id), token=self.token)
@@ -159,7 +160,7 @@ class WorkerLoop:
         return self._tier.load()
 
     def welcome(self, welcome: Welcome) -> None:
-        if welcome.handle_key != self.handle_key:  # another run: its sequences may have the names of aborted ones
+        if welcome.handle_key != self.handle_key:  # another run: its sequences may reuse ids of aborted ones
             self.tombstones.clear()
         self.handle_key = welcome.handle_key
         self._run_clock_ahead_ms = welcome.now_ms - time.monotonic() * 1000
@@ -176,7 +177,7 @@ class WorkerLoop:
             case _:
                 try:
                     self._tier.command(command)
-                except BatonError as e:  # nonsense from the coordinator costs a line, not the worker
+                except BatonError as e:  # an invalid command is logged and does not end the worker
                     log.error("%s refused: %s", type(command).__name__, e.message)
         self.wake()
 
@@ -243,5 +244,5 @@ class WorkerLoop:
         log.info("draining: %d sequences", len(self._tier.sequence_ids()))
         while self._tier.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
-        self.abandon("the drain timeout has passed")  # what the coordinator still follows it gives to others
+        self.abandon("the drain timeout has passed")  # the coordinator reschedules the sequences it still tracks
         await self.session.drained(DRAINED_ACK_S)

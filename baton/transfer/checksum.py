@@ -1,9 +1,9 @@
-"""The checksum of a section of KV: 64 bits over who it belongs to (`identity`) and its bytes.
+"""The checksum of a section of KV: 64 bits over its `identity` (part and layers) and its bytes.
 
-In host memory it is xxh3_64. On a GPU the bytes do not come to the host for it: each 32-bit word is mixed with its
-place by the finaliser of SplitMix64 (Steele, Lea, Flood 2014), and the results are added up modulo 2**64, which all
-programs of a kernel can do at once, in any order, with the same bits. Both ends of an edge have their buffers in one
-kind of memory, so they use the same one.
+In host memory it is xxh3_64. On a GPU it is computed there, without copying the bytes to the host: each 32-bit word is
+mixed with its index by the finaliser of SplitMix64 (Steele, Lea, Flood 2014), and the results are summed modulo 2**64,
+so all programs of a kernel can work in parallel, in any order, with the same result. Both ends of an edge have their
+buffers in the same kind of memory, so they use the same checksum.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SPLITMIX = (GOLDEN, MIX_1, MIX_2)
 
 
 def checksum(identity: bytes, buf: Tensor) -> int:
-    """xxh3_64 over the identity and the bytes of `buf` (uint8, 1-D, contiguous, in host memory)."""
+    """Returns xxh3_64 over the identity and the bytes of `buf` (uint8, 1-D, contiguous, in host memory)."""
     return checksum_parts(identity, (buf,))
 
 
 def checksum_parts(identity: bytes, parts: Iterable[Tensor]) -> int:
-    """The `checksum` of what the parts make one after the other."""
+    """Returns the `checksum` of the concatenated parts."""
     digest = xxhash.xxh3_64(struct.pack("<I", len(identity)) + identity)
     for part in parts:
         digest.update(part.cpu().numpy().data)
@@ -36,16 +36,16 @@ def checksum_parts(identity: bytes, parts: Iterable[Tensor]) -> int:
 
 
 def device_checksum(identity: bytes, buf: Tensor, out: Tensor) -> None:
-    """Puts the checksum of `buf` (uint8, 1-D, contiguous, a multiple of 4 bytes, on a GPU) into `out`, int64 [1] there;
+    """Writes the checksum of `buf` (uint8, 1-D, contiguous, a multiple of 4 bytes, on a GPU) to `out`, int64 [1] there;
     queued on the current stream. Raises HandoffError for another length."""
-    from baton.transfer.device_kernels import add_mixed_words  # Triton comes with torch's CUDA builds alone
+    from baton.transfer.device_kernels import add_mixed_words  # only torch's CUDA builds include Triton
 
     out.fill_(_seed(identity))
     add_mixed_words(_words(buf), out, *SPLITMIX)
 
 
 def plain_device_checksum(identity: bytes, buf: Tensor) -> int:
-    """The plain twin of `device_checksum`, as int64, on any device."""
+    """Returns the same as `device_checksum`, as int64, in plain torch on any device."""
     words = _words(buf).long() & 0xFFFFFFFF
     mixed = words + GOLDEN * torch.arange(1, len(words) + 1, device=buf.device)
     mixed = (mixed ^ (mixed >> 30 & (1 << 34) - 1)) * MIX_1
@@ -55,7 +55,7 @@ def plain_device_checksum(identity: bytes, buf: Tensor) -> int:
 
 
 def _seed(identity: bytes) -> int:
-    """As int64."""
+    """Returns the checksum of the identity alone, as int64."""
     return struct.unpack("<q", struct.pack("<Q", checksum_parts(identity, ())))[0]  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of hand-overs whose buffers lie on a GPU. Under TRITON_INTERPRET=1 also on CPU tensors."""
+"""Triton kernels for hand-overs with buffers on a GPU. With TRITON_INTERPRET=1 they also run on CPU tensors."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-_BLOCKS = 8  # of a program: fewer atomic additions
+_BLOCKS = 8  # per program: fewer atomic additions
 
 
 def add_mixed_words(words: Tensor, out: Tensor, golden: int, mix_1: int, mix_2: int) -> None:
-    """Adds the mixed words (int32 [n]) to `out`, int64 [1]; checksum.py has the constants and the plain twin."""
+    """Adds the mixed words (int32 [n]) to `out`, int64 [1]; checksum.py has the constants and a plain torch version."""
     count = words.numel()
     _mix[triton.cdiv(count, _BLOCK * _BLOCKS),](
         words, out, count, GOLDEN=golden, MIX_1=mix_1, MIX_2=mix_2, BLOCK=_BLOCK, BLOCKS=_BLOCKS

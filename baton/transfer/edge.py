@@ -1,8 +1,8 @@
-"""The seam of the byte mover: one edge between one prefill rank and one decode rank.
+"""The interface of the backends: one edge between one prefill rank and one decode rank.
 
 An edge is a private two-rank group; it belongs to one thread, which calls `connect`, then `send` or `recv` one at a
-time, then `close`. Only `abort` may be called from elsewhere. An edge that has failed once is dead: both ends build
-the next one under the next generation, so a late byte of the old one has nowhere to arrive.
+time, then `close`. Only `abort` may be called from elsewhere. An edge that has failed once is dead: both ends create a
+new one under the next generation, so a late byte of the old edge cannot arrive in the new one.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from baton.core.errors import HandoffError
 
 Side = Literal["prefill", "decode"]
 Word = int | Tensor
-"""64 bits that go with a section: an int, or, where buffers lie on a device, an int64 [1] there."""
+"""64 bits sent with a section: an int, or, when buffers lie on a device, an int64 [1] there."""
 Ready = Callable[[int], Word]
-"""Called before section i of a buffer is read for sending; its answer goes with the section."""
+"""Called before section i of a buffer is read for sending; returns the word to send with the section."""
 Arrived = Callable[[int, Word], None]
-"""Called in order with i and the word of section i, when that is there; others may still come."""
+"""Called in order with i and the word of section i, when section i has arrived; later ones may not have."""
 SENDER, RECEIVER = 0, 1  # ranks in the two-rank group
 
 
 def edge_prefix(nonce: str, prefill: str, prefill_rank: int, decode: str, decode_rank: int, generation: int) -> str:
-    """The name of one generation of one edge, and the prefix of its keys in the decode worker's store.
+    """Returns the name of one generation of one edge, which prefixes its keys in the decode worker's store.
 
-    `nonce` is the store's own (`EdgeStore.nonce`), so a restarted worker never meets the keys of its former self.
+    `nonce` is the store's own (`EdgeStore.nonce`), so a restarted worker never uses keys of its previous incarnation.
     """
     return f"{nonce}/{prefill}.{prefill_rank}/{decode}.{decode_rank}/g{generation}"
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeSpec:
-    """All one end needs to make its edge.
+    """Everything that one end needs to make its edge.
 
     `host` and `port` are the decode worker's `EdgeStore`; `bind_host` is this end's own address for the bytes;
     `generation` counts the rebuilds of the edge and is part of `prefix` already (see `edge_prefix`);
-    `operation_timeout_s` holds where a send or receive names none; `device` is where the buffers live.
+    `operation_timeout_s` applies when a send or receive names none; `device` is the device of the buffers.
     """
 
     host: str
@@ -61,20 +61,20 @@ class EdgeSpec:
         return 1 - self.rank
 
     def error(self, what: str) -> HandoffError:
-        """A HandoffError that says who (the side), where (the edge and its store) and what."""
+        """Returns a HandoffError that names the side, the edge, its store and the problem (`what`)."""
         return HandoffError(f"edge {self.prefix} ({self.side} side, store {self.host}:{self.port}): {what}")
 
 
 class Edge(Protocol):
-    """One end of an edge. Every method but `abort` blocks and belongs to the edge's thread; every wait has an end.
-    All raise HandoffError; after the first the edge is dead and every later call raises at once."""
+    """One end of an edge. Every method but `abort` blocks and belongs to the edge's thread; every wait is bounded. All
+    raise HandoffError; after the first error the edge is dead and every later call raises immediately."""
 
     def connect(self) -> None:
-        """Meets the peer within `connect_timeout_s`."""
+        """Connects to the peer within `connect_timeout_s`."""
 
     def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
-        """Sends `buf` (uint8, 1-D, contiguous, not empty), in sections that end at `ends` (none: in one), and returns
-        when it may be reused. What `ready` raises ends the edge."""
+        """Sends `buf` (uint8, 1-D, contiguous, not empty) in sections that end at `ends` (empty: as one section), and
+        returns when it may be reused. An exception of `ready` ends the edge."""
 
     def recv(
         self,
@@ -85,23 +85,23 @@ class Edge(Protocol):
         arrived: Arrived | None = None,
     ) -> None:
         """Fills `buf` (uint8, 1-D, contiguous, not empty; the sender's size and number of sections exactly).
-        `on_posted` is called once the receive is open to the peer, before the wait for it. What `arrived` raises ends
-        the edge."""
+        `on_posted` is called once the receive is open to the peer, before the wait for it. An exception of `arrived`
+        ends the edge."""
 
     def abort(self) -> None:
-        """From any thread, at any time, more than once: ends the edge and frees a blocked operation as far as the
-        backend can. Does not block and does not raise."""
+        """Ends the edge and unblocks an operation as far as the backend can. May be called from any thread, at any
+        time, more than once. Does not block and does not raise."""
 
     def close(self) -> None:
-        """Frees the group and its sockets; the peer then sees the edge as ended. Safe to call twice."""
+        """Frees the group and its sockets; the peer then detects the end of the edge. Safe to call twice."""
 
 
 MakeEdge = Callable[[EdgeSpec], Edge]
 
 
 def cut_buffer(spec: EdgeSpec, buf: Tensor, ends: Sequence[int]) -> list[Tensor]:
-    """`buf` as its sections. Raises HandoffError unless it is what an edge can move, each of `ends` lies behind the one
-    before it, and the last is the end."""
+    """Returns the sections of `buf`. Raises HandoffError unless `buf` suits an edge, `ends` rise strictly, and the last
+    of them is its size."""
     if str(buf.dtype) != "torch.uint8" or buf.dim() != 1 or not buf.is_contiguous() or buf.numel() == 0:
         raise spec.error(f"a buffer must be uint8, 1-D, contiguous, not empty: {buf.dtype} {tuple(buf.shape)}")
     if buf.device.type != spec.device.split(":")[0]:

@@ -1,9 +1,9 @@
-"""One end of an edge together with the KV behind it: what a hand-over works with, wherever the end's rank runs.
+"""One end of an edge together with the KV behind it: the interface that a hand-over uses, whichever rank has the end.
 
-`LocalEnd` is the end at this process; baton.edge_ranks has one that stands for the end at another rank of the worker.
-The prefill side calls `fill` and, once that has begun, `send`; the decode side `take`. Bytes go in sections
+`LocalEnd` is an end in this process; baton.edge_ranks has a class that represents an end at another rank of the worker.
+The prefill side calls `fill` and, once that has begun, `send`; the decode side calls `take`. Bytes are sent in sections
 (baton.transfer.sections), so that packing, sending, checking and storing overlap. An end that has failed once is dead;
-both sides build the next one under the next generation.
+both sides create a new one under the next generation.
 """
 
 from __future__ import annotations
@@ -43,34 +43,32 @@ class EdgeEnd(Protocol):
     def generation(self) -> int: ...
 
     async def connect(self) -> None:
-        """Meets the peer within the spec's `connect_timeout_s`."""
+        """Connects to the peer within the spec's `connect_timeout_s`."""
 
     async def fill(self, part: Part, after_step: int, on_begun: Callable[[], None] | None = None) -> None:
-        """Packs a part, complete once `after_step` is computed, into this end's staging buffer, or as much of it as is
-        packed when `send` is called. `on_begun` is called in the event loop as soon as that is allowed."""
+        """Packs a part, whose KV is complete once `after_step` is computed, into this end's staging buffer. `on_begun`
+        is called in the event loop as soon as `send` may be called; `send` packs what `fill` has not packed yet."""
 
     async def send(self) -> None:
-        """Sends what was packed last, with a checksum behind each section, and packs the rest of it meanwhile."""
+        """Sends the part of the last `fill`, with a checksum after each section, and packs the rest of it meanwhile."""
 
     def drop(self) -> None:
-        """What was packed last will not be sent."""
+        """Discards the part of the last `fill` without sending it."""
 
     async def take(self, part: Part, on_posted: Callable[[], None]) -> bool:
         """Receives a part and stores each section that matches its checksum; returns whether all did. `on_posted` is
-        called in the event loop once the receive is open. Whether it returns or raises, nothing is written
-        afterwards."""
+        called in the event loop once the receive is open. After it returns or raises, nothing is written."""
 
     def abort(self, reason: str) -> None:
-        """Ends it at once; what is under way raises soon. Does not block."""
+        """Ends the edge immediately; operations in progress raise soon. Does not block."""
 
     async def close(self, timeout_s: float) -> bool:
-        """Ends it in order. True when nothing of it is left."""
+        """Closes the edge in order. Returns True when its thread has ended."""
 
 
 class MakeEnd(Protocol):
-    """Makes the end of an edge at the rank that the plan names for `spec.side`. What the rank itself knows best
-    (`bind_host`, `device`) need not be in the spec. `kind` says how the ends move bytes; both sides of a link must
-    agree."""
+    """Makes the end of an edge at the rank that the plan names for `spec.side`. That rank itself sets `bind_host` and
+    `device` of the spec. `kind` is the backend that moves the bytes; both sides of a link must use the same one."""
 
     kind: str
     section_bytes: int
@@ -79,7 +77,7 @@ class MakeEnd(Protocol):
 
 
 def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
-    """The parts of one rank's (K, V) caches that an edge carries, in the order of its wire."""
+    """Returns the parts of one rank's (K, V) caches that an edge carries, in wire order."""
     views = []
     for s in plan.slices:
         start = s.source_start if side == "prefill" else s.destination_start
@@ -89,10 +87,11 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
 
 
 class LocalEnds:
-    """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`.
-    `expect` is called with the blocks that a sequence on its way takes. All its ends share `buffers`, None keeps none.
-    Both sides of an edge must have the same `section_bytes`; the first transfer fails where they do not.
-    `order_behind(step)` is called on an edge's thread before it reads KV: what it is given then follows that step."""
+    """Makes ends in this process: over its rank's `layers` in blocks of `block_size`, bound to its own address `host`.
+    `expect` is called with the blocks of a sequence that is being received. All ends share `buffers`; with None no
+    buffer is kept between transfers. Both sides of an edge must have the same `section_bytes`, or the first transfer
+    fails. `order_behind(step)` is called on an edge's thread before it reads KV and orders the thread's later work
+    after that step."""
 
     def __init__(
         self,
@@ -114,8 +113,8 @@ class LocalEnds:
             self._warm_up(device)
 
     def _warm_up(self, device: torch.device) -> None:
-        """Kernels are compiled and loaded before the first hand-over, which has limits of seconds. Block 0 gets the
-        bytes that it has."""
+        """Compiles and loads the kernels before the first hand-over, whose limits are seconds. Block 0 is overwritten
+        with its own bytes."""
         layers = PagedLayers.of(self._layers)
         with own_stream(device):
             slots = locate(layers, (0,), self.block_size, 0, 1)
@@ -131,7 +130,8 @@ class LocalEnds:
 
 
 def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBuffers:
-    """For the edges of a rank whose blocks are on `device`. What comes through host memory to a GPU is pinned there."""
+    """Makes the staging buffers for the edges of a rank whose blocks are on `device`. Host memory that is copied to or
+    from a GPU is pinned."""
     where, allocate = buffer_device(kind, device), allocator(kind)
     if where.type == "cpu" and device.type == "cuda":
         allocate = pinned_buffer
@@ -139,12 +139,11 @@ def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBu
 
 
 class LocalEnd:
-    """Complete state: the edge's thread, the part that is being packed or was and is not sent yet, and what it counts.
-    A buffer goes back to be used again only when its transfer has ended in order; after anything else a late byte may
-    still come."""
+    """Complete state: the edge's thread, the part that is being packed or is packed but not sent yet, and the counters.
+    A buffer is reused only when its transfer has ended in order; otherwise a late byte may still be written."""
 
     def __init__(self, spec: EdgeSpec, layers: Layers, rank: LocalEnds) -> None:
-        """Over the `layers` that the edge carries, of a rank that works with the settings and buffers of `rank`."""
+        """`layers` are those that the edge carries; `rank` has the settings and buffers of this rank."""
         self.generation = spec.generation
         self.packed_while_sending = 0  # sections
         self.worker = EdgeWorker(spec, make_edge(rank.kind), kv_device=layers[0][0].device)
@@ -167,8 +166,8 @@ class LocalEnd:
         if self._rank.order_behind is not None:
             packing.before = partial(self._rank.order_behind, after_step)
         try:
-            # An error ends the edge before a send that is queued behind it begins: Gloo never wakes a receive that has
-            # got part of a message.
+            # An error ends the edge before a send that is queued after it begins: Gloo never wakes a receive that has
+            # received part of a message.
             await self.worker.run(packing.begin)
         except BaseException:
             if self._packing is packing:
@@ -197,7 +196,7 @@ class LocalEnd:
         storing = self._staged(Storing, part)
         ended = False
         try:
-            if self._rank.expect is not None:  # of all its blocks, before more of them come
+            if self._rank.expect is not None:  # all blocks of the sequence, before its later chunks arrive
                 self._rank.expect(part.block_ids)
             arrived = storing.arrived
             await self.worker.recv(storing.buffer.view, on_posted=on_posted, ends=storing.ends, arrived=arrived)
@@ -205,7 +204,7 @@ class LocalEnd:
             return storing.result()
         finally:
             (self._buffers.give_back if ended else self._buffers.drop)(storing.buffer)
-            storing.stop()  # the thread of an edge that was torn down may still be at it
+            storing.stop()  # the thread of an aborted edge may still be storing
 
     def abort(self, reason: str) -> None:
         self.worker.abort(reason)
@@ -216,7 +215,8 @@ class LocalEnd:
         return await self.worker.close(timeout_s)
 
     def _staged(self, kind: type[_Staged], part: Part) -> _Staged:
-        """The part with a buffer for it. Raises HandoffError when its size is not what these layers have."""
+        """Returns the part with a staging buffer for it. Raises HandoffError when its size does not match these
+        layers."""
         buffer = self._buffers.take(part.num_bytes)
         try:
             return kind(self._layers, self._rank.block_size, part, buffer, self._rank.section_bytes)

@@ -1,4 +1,4 @@
-"""Which backend a worker's edges get, loaded by the name under which baton.core.edge_kinds has it."""
+"""Loads the backend of a worker's edges by its name in baton.core.edge_kinds."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def make_edge(kind: str) -> MakeEdge:
 
 
 def allocator(kind: str) -> Callable[[int, torch.device], Tensor]:
-    """(bytes, device) -> a buffer for packed KV."""
+    """Returns the function (bytes, device) -> staging buffer."""
     allocate: Callable[[int, torch.device], Tensor] = resolve_name(EDGE_KINDS[kind].allocate)
     return allocate
 
 
 def choose_edges(wanted: str, device: torch.device) -> str:
-    """ "auto" is NCCL for KV on a GPU, else Gloo, which takes KV on a GPU through host memory. Raises StartupError for
-    a kind that there is not, or one that needs a GPU without one."""
+    """Resolves "auto" to NCCL for KV on a GPU, else to Gloo, which copies KV on a GPU through host memory. Raises
+    StartupError for an unknown kind, or for one that needs a GPU when KV is not on one."""
     if wanted == "auto":
         return "nccl" if device.type == "cuda" else "gloo"
     if wanted not in EDGE_KINDS:
@@ -37,10 +37,10 @@ def choose_edges(wanted: str, device: torch.device) -> str:
 
 
 def edge_connect_s(kind: str, operation_timeout_s: float) -> float:
-    """A first communicator of NCCL loads its library and finds out about the machine, which takes seconds."""
+    """Returns the limit for connecting; the first NCCL communicator takes seconds to load and detect the topology."""
     return max(EDGE_KINDS[kind].connect_s, operation_timeout_s)
 
 
 def buffer_device(kind: str, device: torch.device) -> torch.device:
-    """Where packed and received KV lies before it is sent or scattered; `device` is where the blocks are."""
+    """Returns the device of staging buffers; `device` is that of the blocks."""
     return device if EDGE_KINDS[kind].beside_kv else torch.device("cpu")

@@ -1,15 +1,15 @@
-"""An edge as a coroutine sees it: one small thread per edge, awaited from the event loop.
+"""Asynchronous interface to an edge: one small thread per edge, awaited from the event loop.
 
-Life: `EdgeWorker(spec)` starts nothing. The first call starts the thread, which makes the edge and then runs jobs in
-order: connect, send, receive, and `run` for the packing, scattering and hashing that must not happen in the loop. So at
-most one operation is in flight; a call made while another is under way waits its turn, since the peer may act on the
-end of an operation before the event loop here knows of it. The first failed job, an overdue one, or
-`abort` makes the worker dead: every waiter gets the same HandoffError at once, the edge is aborted, and the thread
-closes the edge and ends when the backend lets go of it. A dead worker is replaced by a new one with the next
-generation's spec. `close` ends a living one in order.
+`EdgeWorker(spec)` starts nothing. The first call starts the thread, which creates the edge and then runs jobs in order:
+connect, send, receive, and `run` for packing, scattering and hashing, which must not block the event loop. At most one
+operation is in flight; a call made during another one is queued, since the peer may act on the end of an operation
+before this event loop has processed it. The first failed or overdue job, or `abort`, makes the EdgeWorker dead: every
+pending call immediately raises the same HandoffError, the edge is aborted, and the thread closes the edge and exits as
+soon as the backend returns. A new EdgeWorker with the spec of the next generation replaces a dead one. `close` ends a
+live one in order.
 
-A job holds its tensors until it has ended, whoever still waits for it: cancelling an await cancels the wait, not the
-operation (`in_flight` says so). The thread is a daemon, so nothing here keeps a process from exiting.
+A job holds its tensors until it has ended, even if its caller was cancelled: cancelling an await cancels the wait, not
+the operation (`in_flight` still names it). The thread is a daemon, so it never keeps the process from exiting.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FINISH_S = 1.0
 
 
 class _Job:
-    """One call for the thread and the future its caller waits on."""
+    """One call for the thread and the future that its caller awaits."""
 
     def __init__(self, name: str, call: Callable[[], Any]) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class _Job:
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
     def resolve(self, result: Any = None, error: BaseException | None = None) -> None:
-        """Wakes the caller from any thread, once; later calls and closed loops are ignored."""
+        """Completes the caller's future from any thread, once; later calls and closed loops are ignored."""
 
         def apply() -> None:
             if self.future.done():
@@ -54,9 +54,9 @@ class _Job:
                 self.future.set_result(result)
             else:
                 self.future.set_exception(error)
-                self.future.exception()  # marks it as seen: the waiter may be gone
+                self.future.exception()  # marks it as retrieved: the caller may have been cancelled
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is waiting
             self.loop.call_soon_threadsafe(apply)
 
 
@@ -64,7 +64,7 @@ class EdgeWorker:
     """One end of one generation of an edge. All coroutines run in one event loop; `abort` may come from any thread.
 
     `grace_s` is how long an operation may outlast its own timeout before the watchdog declares the edge dead.
-    `kv_device` is where the KV behind it lies: on a GPU all that the thread does goes to a stream of its own.
+    `kv_device` is the device of the KV: on a GPU, the thread queues all its work on a stream of its own.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class EdgeWorker:
         self.spec = spec
         self.dead: HandoffError | None = None
         self.connected = False
-        self.in_flight: str | None = None  # the job the thread is in now
+        self.in_flight: str | None = None  # the job that the thread is running
         self._make, self._grace_s = make, grace_s
         self._kv_device = kv_device or torch.device("cpu")
         self._edge: Edge | None = None
         self._thread: threading.Thread | None = None
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._pending: set[_Job] = set()
-        self._busy_until = 0.0  # by then all that is queued has ended, or the watchdog has spoken
+        self._busy_until = 0.0  # when the queued jobs have ended or timed out (monotonic)
         self._lock = threading.Lock()  # guards dead, _edge, _pending
         self._ended = threading.Event()
 
     async def connect(self) -> None:
-        """Makes the edge now rather than at the first transfer. Raises HandoffError."""
+        """Creates the edge now rather than at the first transfer. Raises HandoffError."""
         await self._edge_op("connect", lambda edge: None, 0.0)
 
     async def send(
@@ -96,7 +96,7 @@ class EdgeWorker:
         ready: Ready | None = None,
     ) -> None:
         """Sends `buf` and returns when it may be reused; `ready` is called on the edge's thread (see `Edge.send`).
-        Raises HandoffError; the worker is dead then."""
+        Raises HandoffError; the EdgeWorker is dead then."""
         limit_s = self.spec.operation_timeout_s if timeout_s is None else timeout_s
         await self._edge_op("send", lambda edge: edge.send(buf, limit_s, ends, ready), limit_s)
 
@@ -109,7 +109,7 @@ class EdgeWorker:
         arrived: Arrived | None = None,
     ) -> None:
         """Fills `buf`. `on_posted` is called in the event loop once the receive is open to the peer, `arrived` on the
-        edge's thread (see `Edge.recv`). Raises HandoffError; the worker is dead then."""
+        edge's thread (see `Edge.recv`). Raises HandoffError; the EdgeWorker is dead then."""
         limit_s = self.spec.operation_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
 
@@ -120,18 +120,18 @@ class EdgeWorker:
         await self._edge_op("recv", lambda edge: edge.recv(buf, limit_s, posted, ends, arrived), limit_s)
 
     async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S) -> T:
-        """Runs `fn` on the edge's thread, in order with the transfers, and returns its result. What it raises ends the
-        edge before the next job; so does outlasting `timeout_s`. Raises HandoffError."""
+        """Runs `fn` on the edge's thread, in order with the transfers, and returns its result. An exception of `fn`
+        ends the edge before the next job, as does exceeding `timeout_s`. Raises HandoffError."""
         result: T = await self._submit(_Job("run", fn), timeout_s)
         return result
 
     def abort(self, reason: str) -> None:
-        """Ends the edge at once, from any thread: every waiter gets HandoffError(reason). Does not block."""
+        """Ends the edge now, from any thread: every pending call raises HandoffError(reason). Does not block."""
         self._die(self.spec.error(f"aborted: {reason}"))
 
     async def close(self, timeout_s: float = 5.0) -> bool:
-        """Ends the thread after the jobs already queued, or aborts when `timeout_s` has passed.
-        True when the thread has ended; False when the backend still holds it (it then ends by itself)."""
+        """Ends the thread after the jobs already queued, or aborts when half of `timeout_s` has passed. Returns True
+        when the thread has ended; False when the backend still blocks it (it then ends by itself)."""
         if self._thread is None:
             self._die(self.spec.error("closed"))
             return True
@@ -141,7 +141,7 @@ class EdgeWorker:
             self._die(self.spec.error(f"closed with {self.in_flight or 'an operation'} in flight"))
             if not await self._thread_ended(half_s):
                 return False
-        self._thread.join(0.2)  # it has said its last word: this is microseconds
+        self._thread.join(0.2)  # `_ended` is set in its last statement: takes microseconds
         return not self._thread.is_alive()
 
     async def _edge_op(self, name: str, call: Callable[[Edge], None], limit_s: float) -> None:
@@ -165,14 +165,14 @@ class EdgeWorker:
             self._die(self.spec.error(f"{job.name} outlasted its limit of {limit_s:.1f} s and is stuck"))
             await asyncio.sleep(0)  # lets `_die` complete the future
         with self._lock:
-            if not self._pending:  # what ended early leaves nothing to those that come later
+            if not self._pending:  # later jobs do not inherit time that earlier ones left over
                 self._busy_until = 0.0
         return job.future.result()
 
     def _die(self, error: HandoffError) -> None:
         with self._lock:
             if self.dead is None:
-                self.dead = error.with_traceback(None)  # its frames hold what was on its way
+                self.dead = error.with_traceback(None)  # its frames would keep the transfer's tensors alive
                 self.dead.__cause__ = self.dead.__context__ = None
             edge, waiting = self._edge, list(self._pending)
             self._pending.clear()
@@ -225,7 +225,7 @@ class EdgeWorker:
         except BaseException as e:
             error = e
             with contextlib.suppress(HandoffError):
-                finish(self._kv_device, _FINISH_S)  # what was queued reads buffers that `call` keeps alive
+                finish(self._kv_device, _FINISH_S)  # queued device work uses buffers that `call` keeps alive
         del call
         self.in_flight = None
         if error is not None:
@@ -241,7 +241,7 @@ class EdgeWorker:
             with self._lock:
                 if self.dead is not None:
                     raise self.dead
-                self._edge = edge  # from here on `abort` reaches it
+                self._edge = edge  # from now on `_die` aborts it
         if not self.connected:
             self._edge.connect()
             self.connected = True

@@ -1,18 +1,18 @@
 """An edge over Gloo: two ranks, TCP, CPU memory.
 
-Measured facts this file stands on (torch 2.13):
+Measured facts on which this file relies (torch 2.13):
 - a point-to-point work cannot be polled: `is_completed()` stays False until `wait()`; so an edge waits on a thread;
-- a `wait` that times out closes the pair for good; so does any error: the edge is dead then;
-- a killed or closed peer is seen within 0.1 s, a stopped one only by the timeout; but an operation that has moved a
+- a `wait` that times out closes the pair permanently, as does any error: the edge is dead then;
+- a killed or closed peer is detected within 0.1 s, a stopped one only by the timeout; but an operation that has moved
   part of its bytes when the connection ends is never woken. So neither end waits for a payload: both wait for a small
-  message that can only follow it (its receive has moved nothing yet, and is woken);
+  message that can only follow it (its receive has moved no bytes yet, and is woken);
 - `ProcessGroup.abort` and `shutdown` do not free a blocked `wait`; shutting down its TCP connection does (`sockets`);
 - a message longer than the posted receive ends the *process* (std::terminate on Gloo's thread) and a shorter one
-  passes unnoticed; so every payload is announced by a header of fixed size, and received only if it fits.
-- its listener takes whoever comes, each a descriptor until the edge ends, and an error of that ends the *process*
-  (std::terminate): so it must neither be closed nor shut down, and is made deaf once the pair stands (`sockets`);
-- messages with one tag arrive in the order in which they were sent. So a payload may go in sections, each followed by
-  a small message of its own, and the receiver opens receives for all of them as soon as the header fits.
+  is not detected; so every payload is announced by a header of fixed size, and received only if it fits;
+- its listener accepts every connection, which holds a descriptor until the edge ends, and an error of accepting ends
+  the *process* (std::terminate): so it is neither closed nor shut down, but drops packets once the pair is connected;
+- messages with one tag arrive in the order in which they were sent. So a payload may be sent in sections, each followed
+  by a small message of its own, and the receiver posts receives for all of them as soon as the header fits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHATTER = re.compile(r"^\[[^\]]*\]\s*|\. This is typically.*")
 
 @dataclass(slots=True)
 class _Posted:
-    """A launched operation and what it must keep alive."""
+    """A launched operation and the buffer that it must keep alive."""
 
     buf: Tensor
     work: Any
@@ -55,12 +55,12 @@ class GlooEdge:
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
         self._group: Any = None
-        self._mine: Address | None = None  # where this rank of the group listens, and its peer
+        self._mine: Address | None = None  # where this rank of the group listens; next, where its peer does
         self._theirs: Address | None = None
         self._meeting = Meeting(spec)
         self._dead = False
         self._operations = 0
-        self._doing, self._since = "connect", 0.0  # for messages: the call under way and its start (monotonic)
+        self._doing, self._since = "connect", 0.0  # for messages: the current call and its start (monotonic)
         self._id = xxhash.xxh3_64_digest(spec.prefix.encode())
 
     def connect(self) -> None:
@@ -75,7 +75,7 @@ class GlooEdge:
             self._group = gloo(store, self.spec.rank, 2, options)
             self._mine = listener_address(store.get(f"0/{self.spec.rank}"))
             self._theirs = listener_address(store.get(f"0/{self.spec.peer_rank}"))
-            # One header each way: proves the edge in both directions, and that neither end needs the keys any more.
+            # One header each way tests both directions; after it neither end needs the store's keys.
             for sender in (0, 1):
                 if sender == self.spec.rank:
                     self._wait(self._post("send", self._header(0), _HEADER_TAG), deadline)
@@ -87,13 +87,13 @@ class GlooEdge:
         sections = cut_buffer(self.spec, buf, ends)
         deadline = self._begin("send", buf, timeout_s)
         header, done = self._header(buf.numel(), len(sections)), torch.empty(1, dtype=torch.uint8)
-        # All at once: Gloo holds each message back until the receiver asks for it, so none can overrun its buffer.
+        # All posted together: Gloo holds each message until the receiver requests it, so none can overrun its buffer.
         posted = [self._post("recv", done, _DONE_TAG), self._post("send", header, _HEADER_TAG)]
         for index, section in enumerate(sections):
             word = 0 if ready is None else int(ready(index))
             posted.append(self._post("send", section, _PAYLOAD_TAG))
             posted.append(self._post("send", _bytes(_WORD.pack(word)), _DONE_TAG))
-        for operation in posted:  # the first says that the receiver has it all; the others have ended then
+        for operation in posted:  # the first confirms that all has arrived; the others have ended then
             self._wait(operation, deadline)
 
     def recv(
@@ -115,7 +115,7 @@ class GlooEdge:
         for index, (payload, done) in enumerate(posted):
             self._wait(done, deadline)
             self._wait(payload, deadline)
-            if index + 1 == len(posted):  # at once: the sender waits for it, whatever is done with the bytes here
+            if index + 1 == len(posted):  # before `arrived`: the sender waits for it
                 closing = self._post("send", done.buf[:1], _DONE_TAG)
             if arrived is not None:
                 arrived(index, _WORD.unpack(bytes(done.buf.tolist()))[0])
@@ -128,11 +128,11 @@ class GlooEdge:
 
     def close(self) -> None:
         self._dead = True
-        hang_up(self._theirs, self._mine)  # at once: a work in some traceback would keep the group and its sockets open
+        hang_up(self._theirs, self._mine)  # now: a work in a traceback would keep the group and its sockets open
         self._group = None
 
     def _begin(self, name: str, buf: Tensor, timeout_s: float) -> float:
-        """Opens the next operation; its deadline (monotonic)."""
+        """Starts the next operation; returns its deadline (monotonic)."""
         self._operations += 1
         self._doing, self._since = f"{name} of {buf.numel()} bytes", time.monotonic()
         return self._since + timeout_s
@@ -147,7 +147,7 @@ class GlooEdge:
             raise self._failed(e) from e
 
     def _wait(self, posted: _Posted, deadline: float) -> None:
-        """Waits for it until `deadline` (monotonic). Raises HandoffError; the edge is dead then."""
+        """Waits for the operation until `deadline` (monotonic). Raises HandoffError; the edge is dead then."""
         try:
             posted.work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as e:

@@ -1,12 +1,12 @@
-"""An edge between two workers of one host: the receiver copies straight out of the sender's buffer.
+"""An edge between two workers on one host: the receiver copies directly from the sender's buffer.
 
-The sender exports its staging buffer (shared_buffers.py) and says over a Gloo edge, section by section, what is packed;
-the receiver maps the buffer, copies each section into its own, and says when it needs the sender's no more. Whoever is
-late reads: a sender that was given up never writes into memory that is somebody else's by then, and what a late
-receiver has read is worthless, since its edge has ended. Order, deadlines, aborts and the death of a peer are the Gloo
-edge's.
+The sender exports its staging buffer (shared_buffers.py) and announces over a Gloo edge, section by section, what is
+packed; the receiver maps the buffer, copies each section into its own, and reports when it no longer needs the
+sender's. Only the receiver copies, so a late copy is harmless: an aborted sender never writes into memory that is
+reused by then, and what a late receiver has copied is discarded, since its edge has ended. The Gloo edge provides
+order, deadlines, aborts and the detection of a dead peer.
 
-On GPUs memory is exported by CUDA's IPC handles. Where KV is in host memory, shared memory takes their place.
+On GPUs memory is exported by CUDA's IPC handles. When KV is in host memory, shared memory is used instead.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from baton.transfer.gloo import GlooEdge
 from baton.transfer.shared_buffers import export, host_identity, map_exported
 from baton.transfer.streams import finish
 
-_RECORD = 1024  # bytes: the handle of a buffer, with its length before it
+_RECORD = 1024  # bytes: the length of a buffer's handle, then the handle
 _IDENTITY = 512
 _CLOSE_S = 1.0
 
 
 class IpcEdge:
-    """One end of an edge within a host; see `Edge` for the contract. Complete state: the edge that carries its
-    messages, and the sender's buffer that was mapped last."""
+    """One end of an edge within a host; see `Edge` for the contract. Complete state: the Gloo edge that carries its
+    messages, and the most recently mapped buffer of the sender."""
 
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
@@ -65,7 +65,7 @@ class IpcEdge:
             word = 0 if ready is None else ready(index)
             if isinstance(word, Tensor):
                 word = torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(word, non_blocking=True)
-            finish(self._device, max(deadline - time.monotonic(), 0.01))  # the section is packed, its word is here
+            finish(self._device, max(deadline - time.monotonic(), 0.01))  # section packed, word on the host
             return int(word) & (1 << 64) - 1
 
         self._control.send(records, timeout_s, _ends(len(sections)), announce)
@@ -103,15 +103,15 @@ class IpcEdge:
 
     def close(self) -> None:
         with contextlib.suppress(HandoffError):
-            finish(self._device, _CLOSE_S)  # a copy may still read what is mapped
+            finish(self._device, _CLOSE_S)  # a copy may still read the mapped buffer
         self._mapped = None
         self._control.close()
 
     def _source(self, record: Tensor, num_bytes: int) -> Tensor:
-        """The sender's buffer, mapped once for as long as it stays the same one. Raises HandoffError."""
+        """Returns the sender's buffer, which stays mapped until a different one is used. Raises HandoffError."""
         handle = _content(record)
         if self._mapped is None or self._mapped[0] != handle:
-            self._mapped = None  # first: what it maps may be gone, and its place taken
+            self._mapped = None  # unmap first: the buffer may be freed and its memory reused
             self._mapped = (handle, map_exported(handle, self._device))
         mapped = self._mapped[1]
         if mapped.numel() != num_bytes:

@@ -1,13 +1,13 @@
 """An edge over NCCL: the same contract on GPU memory.
 
-Differences from Gloo: everything is queued on the stream of the edge's thread and on the group's own, so the engine's
-stream never waits for a peer. All sections of a buffer and one message with their checksums are queued at once; the
-host polls for the end of the last, so no thread sits in a wait that cannot be left. There is no size header (it would
-cost a device round trip): both ends take the sizes from the plan, and a mismatch ends in the timeout.
+Differences from Gloo: all work is queued on the stream of the edge's thread and on the group's own stream, so the
+engine's stream never waits for a peer. All sections of a buffer and one message with their checksums are queued
+together; the host polls for the end of the last one, so no thread is ever in a wait that cannot be interrupted. There
+is no size header (it would cost a device round trip): both ends take the sizes from the plan, and a mismatch times out.
 
-PyTorch's NCCL watchdog can end the process on an error or a timeout, and even where it may not, it sleeps for a minute
-with its lock held. `configure_nccl` turns off what can be turned off and must run before CUDA is used in the process;
-operations get a timeout that never comes, and the deadlines of `send`, `recv` and `EdgeWorker` take its place.
+PyTorch's NCCL watchdog can end the process on an error or a timeout; even when that is disabled, it sleeps for a minute
+with its lock held. `configure_nccl` disables what can be disabled and must run before CUDA is used in the process;
+operations get a timeout that never expires, and the deadlines of `send`, `recv` and `EdgeWorker` replace it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from baton.transfer.edge import Arrived, EdgeSpec, Ready, cut_buffer
 from baton.transfer.rendezvous import Meeting
 
 NEVER = timedelta(days=1)
-"""What an operation may take by PyTorch's own limit: its own timeout does more harm than the hang."""
+"""The operation timeout given to PyTorch: its handling of a timeout does more harm than the hang."""
 MAX_CTAS = 4
-"""Channels of one edge; each takes a few MB of buffers on both GPUs and one SM while it moves bytes."""
+"""Channels of one edge; each uses a few MB of buffers on both GPUs, and one SM while it moves bytes."""
 _POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.002
 _ABORT_GRACE_S = 0.2
 
 NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # errors are ours to read from the work; nothing is torn down
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no thread that kills a process whose watchdog seems stuck
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # errors are read from the work objects; nothing is torn down
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no thread that kills the process when its watchdog seems stuck
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "86400",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # the watchdog sleeps so long, with its lock held, after an error
-    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # one edge's error stays in that edge
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # how long the watchdog sleeps, with its lock held, after an error
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # an error of one edge does not reach other edges
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_FR_BUFFER_SIZE": "0",  # no traceback gathered for each operation, none printed after an error
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "8",  # seconds that making a communicator may hold a lock
+    "TORCH_FR_BUFFER_SIZE": "0",  # no traceback recorded for each operation or printed after an error
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "8",  # seconds that creating a communicator may hold a lock
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: streams that share one wait for each other
 }
 
 
 def configure_nccl() -> None:
-    """Sets what PyTorch's NCCL groups and CUDA read from the environment, for every group of the process."""
+    """Sets the environment variables that PyTorch's NCCL groups and CUDA read, for every group of the process."""
     os.environ.update(NCCL_ENVIRONMENT)
 
 
@@ -60,7 +60,7 @@ class NcclEdge:
         self._group: Any = None
         self._meeting = Meeting(spec)
         self._dead = False
-        self._ended = threading.Event()  # the communicator is gone, or was never there
+        self._ended = threading.Event()  # the communicator has ended, or was never created
 
     def connect(self) -> None:
         nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
@@ -69,7 +69,7 @@ class NcclEdge:
         device = torch.device(self.spec.device)
         with self._meeting.meet() as (store, deadline):
             self._group = nccl(store, self.spec.rank, 2, edge_options(nccl))
-            # A byte each way makes the communicator now, proves it, and ends the need for the store's keys.
+            # One byte each way creates and tests the communicator; after it the store's keys are no longer needed.
             probe = torch.zeros(1, dtype=torch.uint8, device=device)
             for sender in (0, 1):
                 name = "send" if sender == self.spec.rank else "recv"
@@ -106,17 +106,17 @@ class NcclEdge:
 
     def abort(self) -> None:
         self._meeting.abort()
-        # The edge's thread sees that at its next poll and ends the communicator itself: from here it could wait for a
-        # lock that this thread holds. Where the thread does not come to that, somebody else has to.
+        # The edge's thread detects this at its next poll and ends the communicator itself: ending it here could wait
+        # for a lock that the edge's thread holds. If that thread does not get there in time, `edge-abort` ends it.
         if self._group is not None and not self._ended.is_set():
             threading.Thread(target=self._abort_late, name="edge-abort", daemon=True).start()
 
     def close(self) -> None:
         self._dead = True
-        self._end()  # `shutdown` would wait for a peer that may be gone
+        self._end()  # `shutdown` would wait for a peer that may have exited
 
     def _launch(self, name: str, buf: Tensor) -> Any:
-        """Queues one operation behind what the thread's stream was given. Raises HandoffError."""
+        """Queues one operation after the work already on the thread's stream. Raises HandoffError."""
         if self._dead or self._group is None or self._meeting.aborted:
             raise self.spec.error(f"{name} on an edge that has ended")
         try:
@@ -125,17 +125,17 @@ class NcclEdge:
             raise self._failed(name, buf.numel(), 0.0, str(e)) from e
 
     def _wait(self, name: str, works: Sequence[Any], deadline: float, num_bytes: int) -> None:
-        """Polls the last operation, behind which all have ended. Raises HandoffError; the edge is dead then."""
+        """Polls the last operation; when it has ended, all have. Raises HandoffError; the edge is dead then."""
         start, pause_s, cause = time.monotonic(), _POLL_MIN_S, ""
         try:
             while True:
-                # First of all: to ask for completion takes a lock that an abort may hold, and Python's with it.
+                # Checked first: `is_completed` holds the GIL while it waits for a lock that an abort may hold.
                 if self._meeting.aborted or time.monotonic() > deadline:
                     cause = "aborted" if self._meeting.aborted else "timed out"
                     break
                 if works[-1].is_completed():
-                    # Raises what went wrong, with every torch: `exception` cannot before 2.13, `is_success` never can.
-                    # Else it orders the thread's stream behind the operation; nothing waits.
+                    # Raises the operation's error on every torch (`exception` only from 2.13, `is_success` never).
+                    # Otherwise it orders the thread's stream after the operation, without blocking.
                     for work in works:
                         work.wait()
                     break
@@ -148,7 +148,7 @@ class NcclEdge:
 
     def _failed(self, name: str, num_bytes: int, took_s: float, cause: str) -> Exception:
         self._dead = True
-        self._end()  # only then is the buffer free of the device
+        self._end()  # only now is the buffer no longer used by the device
         return self.spec.error(f"{name} of {num_bytes} bytes failed after {took_s:.2f} s: {cause.splitlines()[0]}")
 
     def _abort_late(self) -> None:
@@ -164,7 +164,7 @@ class NcclEdge:
 
 
 def edge_options(nccl: Any) -> Any:
-    """Of an edge's group: not blocking, since a blocking initialisation cannot be aborted."""
+    """Returns the options of an edge's group: non-blocking, since a blocking initialisation cannot be aborted."""
     options = nccl.Options(is_high_priority_stream=False)
     options._timeout = NEVER
     options.config.blocking = 0

@@ -1,12 +1,12 @@
-"""Where and how the two ends of an edge meet before a process group is built.
+"""How the two ends of an edge find each other, through a store, before a process group is built.
 
-Each decode worker keeps a store on one named address. The address is enforced with a listening socket of our own: a
-TCPStore that opens its own socket listens on every interface, whatever host it is given.
+Each decode worker hosts a store on one configured address. The address is enforced with a listening socket of our own:
+a TCPStore that opens its own socket listens on every interface, whatever host it is given.
 
-A group's constructor blocks until its peer has come and cannot be stopped from outside. So each end first leaves a
-key in the store and polls for the other's, which an abort ends within one poll; the constructor then takes
-milliseconds. A store that says nothing, since its process is stopped or its host has vanished, holds its caller for
-ever: an abort ends that by shutting down the connection that its thread waits for.
+A group's constructor cannot be interrupted and blocks until its peer has connected. So each end first sets a key in the
+store and polls for the other's, which an abort ends within one poll; the constructor then takes milliseconds. A store
+that does not reply, because its process is stopped or its host has vanished, blocks its caller without limit: an abort
+ends that by shutting down the connection on which the thread waits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _CALL_TIMEOUT_S = 5.0
 _DIAL_S = 1.0
 _POLL_MIN_S, _POLL_MAX_S = 0.001, 0.02
 _HERE = "here"
-_NAMES = (f"{_HERE}/0", f"{_HERE}/1", "0/0", "0/1", "0:1")  # ours, Gloo's, NCCL's (read in its source, not run)
+_NAMES = (f"{_HERE}/0", f"{_HERE}/1", "0/0", "0/1", "0:1")  # ours, Gloo's, NCCL's (from its source, not tested)
 
 
 class EdgeStore:
-    """Hosts the store. `host` is a numeric address or a name; `port` 0 takes a free one.
+    """Hosts the store. `host` is a numeric address or a name; `port` 0 binds a free port.
 
-    Both ends of an edge delete its keys once they have met, and the end that gives up deletes them too, so the number
-    of keys is bounded by the number of edges being made. An end that is killed meanwhile leaves its key: one, once.
+    Both ends of an edge delete its keys once they have connected, and an end that gives up deletes them too, so the
+    number of keys is bounded by the number of edges being made. An end that is killed meanwhile leaves only its own
+    key.
 
     Raises StartupError when the address cannot be bound.
     """
@@ -51,7 +52,7 @@ class EdgeStore:
             with socket.create_server(address, family=family, backlog=256) as listener:
                 self.port: int = listener.getsockname()[1]
                 timeout = timedelta(seconds=_CALL_TIMEOUT_S)
-                # The store's C++ server takes the descriptor over and closes it.
+                # The store's C++ server takes ownership of the descriptor and closes it.
                 self._store: TCPStore | None = TCPStore(
                     host, self.port, None, True, timeout, False, False, listener.fileno(), True
                 )
@@ -60,7 +61,7 @@ class EdgeStore:
             raise StartupError(f"edge store: cannot listen on {host}:{port}: {e}") from e
 
     def close(self) -> None:
-        """Stops listening and drops every connection to the store. Edges already made do not need it."""
+        """Stops listening and drops every connection to the store. Existing edges do not need it."""
         self._store = None
 
     def __repr__(self) -> str:
@@ -68,8 +69,8 @@ class EdgeStore:
 
 
 class Meeting:
-    """One end's meeting with its peer, once. Complete state: whether it was aborted, has begun, is over, and the thread
-    that it is on. `abort` may come from any thread; the rest is the edge's thread's."""
+    """The connecting of one end to its peer, once. Complete state: whether it was aborted, has begun, is over, and the
+    thread that runs it. `abort` may be called from any thread; all else belongs to the edge's thread."""
 
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
@@ -81,20 +82,19 @@ class Meeting:
         return self._aborted.is_set()
 
     def abort(self) -> None:
-        """Does not block. What is under way ends by itself and deletes its keys, or, where the store holds it for
-        longer than GRACE_S, without them."""
+        """Does not block. A `meet` in progress ends by itself and deletes its keys; if the store blocks it for longer
+        than GRACE_S, its connection is shut down and the keys remain."""
         self._aborted.set()
         if self._begun.is_set() and not self._over.is_set():
             Thread(target=self._free, name="edge-abort", daemon=True).start()
 
     @contextmanager
     def meet(self) -> Iterator[tuple[Store, float]]:
-        """Yields the edge's own store and the instant (monotonic) by which the edge must stand, once both ends are
-        there.
+        """Yields the edge's own store and the deadline (monotonic) for connecting the edge, once both ends are present.
 
-        What the body raises as RuntimeError becomes a HandoffError. Afterwards, or on failure, the keys of this
-        generation are deleted; the store's connection closes with the store object. Raises HandoffError when the store
-        does not answer, the peer does not come within `connect_timeout_s`, or on `abort`.
+        A RuntimeError of the body becomes a HandoffError. Afterwards, or on failure, the keys of this generation are
+        deleted; the store's connection closes with the store object. Raises HandoffError when the store does not reply,
+        the peer does not arrive within `connect_timeout_s`, or on `abort`.
         """
         spec = self.spec
         deadline = time.monotonic() + spec.connect_timeout_s
@@ -113,7 +113,7 @@ class Meeting:
             except (OSError, RuntimeError) as e:
                 raise spec.error(f"connecting failed: {str(e).splitlines()[0]}") from e
             finally:
-                # The store may have gone away with its worker, and its keys with it; or an abort could not wait for it.
+                # The store and its keys may have ended with its worker, or an abort has shut its connection down.
                 with contextlib.suppress(OSError, RuntimeError):
                     client.set_timeout(timedelta(seconds=1))
                     delete_keys(client, spec.prefix)
@@ -121,8 +121,8 @@ class Meeting:
             self._over.set()
 
     def _dial(self, deadline: float) -> TCPStore:
-        """A client of the store. A plain socket asks first: TCPStore's own connect retries and cannot be stopped
-        early. Raises HandoffError."""
+        """Returns a client of the store. A plain socket is tried first: TCPStore's own connect retries and cannot be
+        interrupted. Raises HandoffError."""
         spec = self.spec
         try:
             probe_s = min(_DIAL_S, spec.connect_timeout_s)
@@ -145,7 +145,7 @@ class Meeting:
             raise self.spec.error("aborted before it connected")
 
     def _free(self) -> None:
-        """On a thread of its own: more than once, since a client that is being made dials again for a while."""
+        """Runs on a thread of its own. Repeats, since the constructor of a store client redials for a while."""
         pause_s = GRACE_S
         while not self._over.wait(pause_s):
             free_from(self.spec.port, self._thread)
@@ -153,10 +153,9 @@ class Meeting:
 
 
 def delete_keys(client: Store, prefix: str) -> None:
-    """Deletes what the two ends of an edge leave under `prefix`: their own keys and those of the group.
+    """Deletes the keys of an edge under `prefix`: those of its two ends and those of the group.
 
-    By name: torch lists keys with the interpreter's lock held (measured), so that a store that is stopped would stop
-    this process too.
+    By name: torch lists keys while holding the GIL (measured), so a stopped store would block this process too.
     """
     for name in _NAMES:
         client.delete_key(f"{prefix}/{name}")

@@ -1,9 +1,9 @@
-"""One part of a chunk at one end of an edge, section by section (baton.core.sections): `Packing` where it is sent,
-`Storing` where it is received. Both work on the edge's thread, while the bytes of other sections move.
+"""One part of a chunk at one end of an edge, section by section (baton.core.sections): `Packing` at the sender,
+`Storing` at the receiver. Both run on the edge's thread, while the bytes of other sections are transferred.
 
-With buffers in host memory a section is checked and stored as soon as it is there. With buffers on a GPU nothing waits
-between sections: packing and checksums are queued on the edge's stream, the checksums stay on the device, and the
-receiver waits twice for a part: for the verdicts on all of its sections, and until the good ones are stored.
+With buffers in host memory a section is checked and stored as soon as it has arrived. With buffers on a GPU nothing
+waits between sections: packing and checksums are queued on the edge's stream, the checksums stay on the device, and the
+receiver waits twice per part: for the check of all its sections, and until the intact ones are stored.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from baton.transfer.staging_buffers import StagingBuffer
 from baton.transfer.streams import finish, used_here
 
 AHEAD_BYTES = 12 << 20
-"""Bytes that are packed before the first section is sent, where there are as many. On one core packing takes from
-sending: 11.8 MB were handed over 1.2 ms later with no more packed than there was time for until `Posted` (decision
-0033). Of longer parts the rest is packed beside sending."""
+"""Bytes to pack before the first section is sent, if the part has that many; the rest of a longer part is packed while
+sending. Both share one core: when only what could be packed before `Posted` arrived was packed ahead, the hand-over of
+11.8 MB took 1.2 ms longer (decision 0033)."""
 
 _LAYERS = struct.Struct("<II")
 _DEVICE_TIMEOUT_S = 5.0
-"""For the checks and copies of one part: milliseconds, unless the device hangs."""
+"""For the checks and copies of one part, which take milliseconds unless the device hangs."""
 
 
 class _Sections:
-    """What both have: the part, where it lies in the blocks (`layers`, of `block_size`) and in the staging buffer, and
-    its sections. Raises HandoffError when the layers have not as many bytes of its tokens as it says."""
+    """The common part of both: the part, where it lies in the blocks (`layers`, of `block_size`) and in the staging
+    buffer, and its sections. Raises HandoffError when the part's size does not match these layers."""
 
     def __init__(
         self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
@@ -59,7 +59,7 @@ class _Sections:
         return locate(self._layers, part.block_ids, self._block_size, part.start_token, part.end_token)
 
     def _device_checksum(self, section: Section) -> Tensor:
-        """int64 [1] on the device, queued."""
+        """Queues the computation of a section's checksum; returns it as int64 [1] on the device."""
         found = torch.empty(1, dtype=torch.int64, device=self.buffer.view.device)
         device_checksum(self.identity_of(section), self.bytes_of(section), found)
         return found
@@ -75,14 +75,14 @@ class _Sections:
         return self.buffer.view[section.start : section.end]
 
     def identity_of(self, section: Section) -> bytes:
-        """Those layers of that part."""
+        """Returns the identity of the part and of the section's layers."""
         return self.part.identity + _LAYERS.pack(section.first, section.last)
 
 
 class Packing(_Sections):
-    """A part that is packed before it is sent, and while it is sent. Complete state: the checksums of the sections that
-    are packed, whether somebody waits to send them (`wanted`, set by the event loop), and how many were packed after
-    their sending had begun."""
+    """A part that is packed before it is sent, and while it is sent. Complete state: the checksums of the packed
+    sections, whether `send` has been called (`wanted`, set by the event loop), and how many sections were packed after
+    sending had begun."""
 
     def __init__(
         self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
@@ -94,7 +94,7 @@ class Packing(_Sections):
         self._sums: list[Word] = []
 
     def begin(self) -> None:
-        """Packs until the sections are wanted, but one at least and AHEAD_BYTES if there are as many."""
+        """Packs all sections, but stops early once `wanted` is set and at least AHEAD_BYTES are packed."""
         if self.before is not None:
             self.before()
         if self.on_device:
@@ -105,7 +105,7 @@ class Packing(_Sections):
                 break
 
     def ready(self, index: int) -> Word:
-        """The checksum of that section, which is packed now; see `Edge.send`."""
+        """Returns the checksum of a section, packing it first if necessary; see `Edge.send`."""
         while len(self._sums) <= index:
             self._pack_next()
             self.packed_while_sending += 1
@@ -122,17 +122,17 @@ class Packing(_Sections):
         if view.device != layers.device:
             packed = (view.copy_(pack(layers, self._slots)),)  # one copy to the host, not one for each layer
         else:
-            packed = pack_layers(layers, self._slots, view)  # each is hashed while it lies in the cache
+            packed = pack_layers(layers, self._slots, view)  # each is hashed while it is in the CPU cache
         self._sums.append(checksum_parts(self.identity_of(section), packed))
 
 
 class Storing(_Sections):
-    """A part that arrives. Complete state: how many of its sections were stored, whether all that came matched their
-    checksums, what went wrong, whether the blocks may still be written, and, of a part on a device, the checksums that
-    came and those that were computed.
+    """A part that is received. Complete state: how many of its sections were stored, whether all that arrived matched
+    their checksums, the first error, whether the blocks may still be written, and, for a part on a device, the received
+    and the computed checksums.
 
-    A section goes into the blocks only when its bytes match its checksum. What goes wrong with that is kept for
-    `result`: the edge has done its own work.
+    A section is stored in the blocks only when its bytes match its checksum. An error in doing so is kept for `result`:
+    it does not end the edge, which has done its own work.
     """
 
     def __init__(
@@ -158,13 +158,13 @@ class Storing(_Sections):
             self._error = self._error or e
 
     def result(self) -> bool:
-        """When all have arrived: whether all matched. Raises what storing one of them raised."""
+        """Returns, after all sections have arrived, whether all matched. Raises the error of storing, if any."""
         if self._error is not None:
             raise self._error
         return self._intact
 
     def stop(self) -> None:
-        """From any thread: nothing is written once this returns. It waits for a section under way, milliseconds."""
+        """From any thread: stops all writing into the blocks; waits milliseconds for a section being stored."""
         with self._writing:
             self._writable = False
 
@@ -180,7 +180,7 @@ class Storing(_Sections):
                 self.stored += 1
 
     def _check_on_device(self, index: int, sum_: Tensor) -> None:
-        """Queues the check of a section; behind the last one, waits for all verdicts and stores what is good."""
+        """Queues the check of a section; after the last one, waits for all results and stores the intact sections."""
         if index == 0:
             used_here(self.buffer.whole)
         self._came.append(sum_)
@@ -203,8 +203,8 @@ class Storing(_Sections):
 
 
 def _finish_writing(device: torch.device) -> None:
-    """Raises InvariantError, which ends the worker: a device that does not get there would write later, into blocks
-    that belong to somebody else by then."""
+    """Raises InvariantError, which ends the worker, when the device does not finish: it would write later, into blocks
+    that belong to another sequence by then."""
     try:
         finish(device, _DEVICE_TIMEOUT_S)
     except HandoffError as error:

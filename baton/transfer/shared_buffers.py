@@ -1,5 +1,5 @@
 """Buffers that another process on the same host can map: device memory by CUDA's IPC handles, host memory by the file
-descriptor of an anonymous file, which ends with the processes that have it.
+descriptor of an anonymous file, which disappears with the processes that have it open.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from baton.core.errors import HandoffError
 from baton.transfer.streams import empty_beside_engine
 
 _NAME = "baton-kv"
-_FILES: dict[int, tuple[int, int, int]] = {}  # by the address of a host buffer: serial number, descriptor, size
-_SERIAL = itertools.count(1)  # in every handle: descriptors and addresses are used again, and a receiver keeps mappings
-_HANDLES: dict[int, list[Any]] = {}  # by the address of a device buffer that was exported: how it is found
+_FILES: dict[int, tuple[int, int, int]] = {}  # by address of a host buffer: serial number, descriptor, size
+_SERIAL = itertools.count(1)  # in every handle: descriptors and addresses are reused while receivers keep mappings
+_HANDLES: dict[int, list[Any]] = {}  # by address of an exported device buffer: serial number, IPC handle
 
 
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
-    """A buffer (uint8 [num_bytes]) that `export` takes."""
+    """Allocates a buffer (uint8 [num_bytes]) that `export` accepts."""
     if device.type == "cuda":
         buffer = empty_beside_engine(num_bytes, device)
         weakref.finalize(buffer, _HANDLES.pop, buffer.data_ptr(), None)
@@ -41,8 +41,8 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def export(buf: Tensor) -> bytes:
-    """How another process finds `buf`, the beginning of what `allocate_shared` gave or all of it. Raises
-    HandoffError."""
+    """Returns the handle by which another process maps `buf`, which is a buffer of `allocate_shared` or its beginning.
+    Raises HandoffError."""
     if buf.device.type == "cuda":
         address = buf.data_ptr()
         if address not in _HANDLES:
@@ -55,7 +55,7 @@ def export(buf: Tensor) -> bytes:
 
 
 def map_exported(handle: bytes, device: torch.device) -> Tensor:
-    """The buffer that another process exported. Raises HandoffError where this process cannot map it."""
+    """Maps the buffer that another process exported. Raises HandoffError when this process cannot map it."""
     try:
         size, *where = _decoded(handle)
         if device.type == "cuda":
@@ -71,15 +71,15 @@ def map_exported(handle: bytes, device: torch.device) -> Tensor:
 
 
 def host_identity(device: torch.device) -> bytes:
-    """The same for processes of one host, one PID name space, one user and one kind of memory."""
+    """Returns the same for all processes with one host, PID namespace, user and kind of memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     space = os.readlink("/proc/self/ns/pid")
     return f"{socket.gethostname()}, boot {boot}, {space}, user {os.getuid()}, KV on {device.type}".encode()
 
 
 def _share(buf: Tensor) -> list[Any]:
-    """Exports a device buffer, once: torch wraps its storage anew each time. torch would keep its memory until a
-    receiver says that it is done; here the edge's own messages say so, and that count is given back at once."""
+    """Exports a device buffer, once: torch wraps its storage anew at each call. torch would keep the memory until a
+    receiver decrements a counter; here the edge's own messages signal that, so the counter is released immediately."""
     storage: Any = buf.untyped_storage()
     storages: Any = torch.UntypedStorage
     handle: list[Any] = list(storage._share_cuda_()[1:])
@@ -89,7 +89,7 @@ def _share(buf: Tensor) -> list[Any]:
 
 
 def _map_file(path: str, size: int) -> Tensor:
-    """Nothing but a file of `allocate_shared`, and as long as it is said to be. Raises OSError or ValueError."""
+    """Maps a file of `allocate_shared` of exactly this size and no other. Raises OSError or ValueError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         name = os.readlink(f"/proc/self/fd/{descriptor}")

@@ -1,9 +1,9 @@
-"""Finding and shutting down TCP connections that torch does not show: under a Gloo pair, and to a store.
+"""Finds and shuts down TCP connections that torch does not expose: those of a Gloo pair, and those to a store.
 
-Gloo offers nothing that frees a blocked wait (measured: neither `abort` nor `shutdown` does). Its connection's end
-does, within milliseconds, at both ends. Each rank publishes the address it listens on as a `sockaddr` in the store,
-which tells the pair's connection from all others of the process. A call of a TCPStore waits without limit while its
-server says nothing; there, too, only the connection's end helps. It is the one that the caller waits for.
+Gloo offers no call that frees a blocked wait (measured: neither `abort` nor `shutdown` does). Closing its connection
+does, within milliseconds, at both ends. Each rank publishes its listening address as a `sockaddr` in the store, which
+distinguishes the pair's connection from all others of the process. A TCPStore call waits without limit while its server
+does not reply; there, too, only shutting down the connection helps: the one on which the calling thread waits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import struct
 from collections.abc import Callable, Iterator
 
 _IPV4 = re.compile(rb"\x02\x00(..)(....)\x00{8}", re.DOTALL)  # sockaddr_in: family, port, address, padding
-_SO_ATTACH_FILTER = 26  # which Python's socket module does not name
+_SO_ATTACH_FILTER = 26  # missing in Python's socket module
 
 Address = tuple[str, int]
 
 
 def listener_address(published: bytes) -> Address | None:
-    """Where a rank of Gloo listens, by what it put in the store: opaque but for the one sockaddr inside. None for IPv6,
-    or another Gloo; then nothing of it is found."""
+    """Returns the listening address of a Gloo rank from what it published in the store: opaque bytes with one sockaddr
+    inside. Returns None for IPv6 or another Gloo format; its sockets are then not found."""
     for match in _IPV4.finditer(published):
         port = int.from_bytes(match[1], "big")
         if port:
@@ -33,42 +33,43 @@ def listener_address(published: bytes) -> Address | None:
 
 
 def peer_of(sock: socket.socket) -> Address:
-    """Whom a socket is connected to, the same for IPv4 and for IPv4 in IPv6, which torch dials with. Raises OSError."""
+    """Returns the address of a socket's peer, as IPv4 for the IPv4-mapped IPv6 that torch dials with. Raises
+    OSError."""
     host, port = sock.getpeername()[:2]
     return host.removeprefix("::ffff:"), port
 
 
 def hang_up(dialled: Address | None, accepted: Address | None = None) -> None:
-    """Shuts down what this process has dialled at the one address or accepted at the other. Does not block or raise."""
+    """Shuts down the connections dialled to the one address or accepted at the other. Does not block or raise."""
     _to_each(lambda sock: peer_of(sock) == dialled or sock.getsockname() == accepted, _shut_down)
 
 
 def free_from(port: int, thread: int) -> None:
-    """Shuts down the connection to `port` of a peer that a thread of this process (its native id) waits for in a system
-    call. The kernel says what a thread waits for. Does not block or raise."""
+    """Shuts down the connection to `port` of a peer on which a thread of this process (its native id) waits in a system
+    call, as the kernel reports. Does not block or raise."""
     try:
         number = _awaited(thread)
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
             return
-        # A duplicate, looked at again: as long as the thread waits for it, nobody else can have got its number.
+        # Check again on a duplicate: while the thread waits on the socket, its number cannot have been reused.
         with socket.socket(fileno=os.dup(number)) as held:
             if held.getpeername()[1] == port and os.path.sameopenfile(_awaited(thread), held.fileno()):
                 held.shutdown(socket.SHUT_RDWR)
     except (OSError, ValueError, OverflowError, IndexError):
-        pass  # it waits for nothing of the kind, or does not any more
+        pass  # the thread does not (or no longer) wait on such a socket
 
 
 def _awaited(thread: int) -> int:
-    """The first argument of the system call that a thread is in: the descriptor, where it sends or receives."""
+    """Returns the first argument of a thread's current system call: the descriptor, if it sends or receives."""
     with open(f"/proc/self/task/{thread}/syscall", encoding="ascii") as call:
         return int(call.read().split()[1], 16)
 
 
 def deafen(listener: Address | None) -> None:
-    """Nobody is let in any more: the kernel drops what comes to the listener.
+    """Makes the kernel drop all packets to the listener, so that no further connection is accepted.
 
-    To close it or to shut it down would end the process, as running out of descriptors would: Gloo takes whoever
-    comes, and an error of that as fatal (measured). Does not raise.
+    Closing it or shutting it down would end the process, as running out of descriptors would: Gloo accepts every
+    connection and treats an error in accepting as fatal (measured). Does not raise.
     """
 
     def wanted(sock: socket.socket) -> bool:
@@ -78,7 +79,7 @@ def deafen(listener: Address | None) -> None:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """All TCP sockets of this process, to look at: they stay their owners', who may close them meanwhile."""
+    """Yields all TCP sockets of this process for inspection: their owners keep them and may close them meanwhile."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -94,11 +95,11 @@ def _sockets() -> Iterator[socket.socket]:
 
 
 def _to_each(wanted: Callable[[socket.socket], bool], act: Callable[[socket.socket], None]) -> None:
-    """Acts on those that are wanted. Does not raise."""
+    """Calls `act` on each socket that is wanted. Does not raise."""
     for sock in _sockets():
         try:
             if wanted(sock):
-                # A duplicate, looked at again: its number is nobody else's, and its close reaches no connection.
+                # Check again on a duplicate: its number cannot be reused, and closing it ends no connection.
                 with sock.dup() as held:
                     if wanted(held):
                         act(held)

@@ -1,8 +1,8 @@
-"""The wire format of a chunk of KV, and moving it between paged layers and one packed buffer.
+"""The wire format of a chunk of KV, and copying it between paged layers and one packed buffer.
 
 A chunk is tokens [start, end) of one sequence for a run of layers: for each layer K then V, token-major, each
-[n, num_kv_heads, head_dim] in the layer's own dtype, as raw bytes without padding. Block size and block ids do not
-appear in it, so the two ends may page as they like.
+[n, num_kv_heads, head_dim] in the layer's own dtype, as raw bytes without padding. It contains neither block size nor
+block ids, so the two ends may use different paging.
 
 A layer is a pair (K, V), each [num_blocks, block_size, num_kv_heads, head_dim], on one device: contiguous, or a run of
 the heads of such a cache (`cache[:, :, a:b]`). Token position p is in slot
@@ -24,26 +24,25 @@ from baton.core.errors import HandoffError
 Layers = Sequence[tuple[Tensor, Tensor]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_RUNS = 8
-"""Runs of neighbouring blocks that are copied as they lie, in CPU memory: with 16 of them for 512 tokens nothing is
-gained in packing any more, with 32 it takes longer than tokens one by one (135M shape,
-benchmarks/results/handover.md)."""
+"""The most runs of neighbouring blocks, in CPU memory, that are copied run by run: for 512 tokens, 16 runs pack no
+faster than single tokens, and 32 runs more slowly (135M shape, benchmarks/results/handover.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLayers:
-    """Layers as rows of words, one row for each slot of each K and V. Made once for many chunks: to look at 30 layers
-    so takes 0.6 ms, a third of the time of copying 512 tokens of them."""
+    """Layers as rows of words, one row for each slot of each K and V. Built once and reused for every chunk: building
+    it for 30 layers takes 0.6 ms, a third of the time needed to copy 512 tokens."""
 
     rows: tuple[tuple[Tensor, ...], ...]  # by layer: K and V, each [num_slots, words]
-    arrays: tuple[tuple[Any, ...], ...]  # the same memory for numpy; empty where it is not the CPU's
+    arrays: tuple[tuple[Any, ...], ...]  # the same memory as numpy arrays; empty unless on CPU
     num_blocks: int
     word: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, layers: Layers) -> PagedLayers:
-        """Words are the widest integers that divide every row: indexing copies words, and 16-bit ones cost twice the
-        time of 64-bit ones (measured)."""
+        """Words are the widest integers that divide every row: indexing copies words, and 16-bit words take twice as
+        long as 64-bit ones (measured)."""
         word = _WORDS[_word_bytes(layers)]
         rows = tuple(tuple(c.view(c.size(0) * c.size(1), -1).view(word) for c in layer) for layer in layers)
         num_blocks = min((cache.size(0) for layer in layers for cache in layer), default=0)
@@ -55,14 +54,14 @@ class PagedLayers:
         return replace(self, rows=self.rows[some], arrays=self.arrays[some])
 
     def layer_bytes(self, n: int) -> list[int]:
-        """Bytes of `n` tokens, by layer."""
+        """Returns the bytes of `n` tokens, by layer."""
         return [n * self.word.itemsize * sum(rows.size(1) for rows in layer) for layer in self.rows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """Where `count` tokens lie: `each` of their slots, int64 [count] on the layers' device, or where these are few (on
-    CPU) `runs` of neighbouring ones: (first slot, its token counted from the first of all, number of tokens)."""
+    """The slots of `count` tokens: `each` of them, int64 [count] on the layers' device, or, on CPU and where these are
+    few, `runs` of neighbouring slots: (first slot, index of its token in the range, number of tokens)."""
 
     count: int
     each: Tensor | None = None
@@ -70,8 +69,8 @@ class Slots:
 
 
 def pack(layers: PagedLayers, slots: Slots, out: Tensor | None = None) -> Tensor:
-    """Tokens as one uint8 tensor [bytes] on the layers' device: a new one, or `out` if given. Raises HandoffError when
-    `out` has another size."""
+    """Returns tokens as one uint8 tensor [bytes] on the layers' device: a new one, or `out` if given. Raises
+    HandoffError when `out` has another size."""
     if out is None:
         out = torch.empty(sum(layers.layer_bytes(slots.count)), dtype=torch.uint8, device=layers.device)
     for _ in pack_layers(layers, slots, out):
@@ -80,7 +79,7 @@ def pack(layers: PagedLayers, slots: Slots, out: Tensor | None = None) -> Tensor
 
 
 def pack_layers(layers: PagedLayers, slots: Slots, out: Tensor) -> Iterator[Tensor]:
-    """As `pack`, and yields each layer's part of `out` when it is there: who reads it at once finds it in the cache."""
+    """Like `pack`, but yields each layer's part of `out` as soon as it is packed, while it is in the CPU cache."""
     for pairs, packed in _parts(layers, out, slots):
         for rows, part in pairs:
             if slots.each is not None:
@@ -92,8 +91,8 @@ def pack_layers(layers: PagedLayers, slots: Slots, out: Tensor) -> Iterator[Tens
 
 
 def unpack(buf: Tensor, layers: PagedLayers, slots: Slots) -> None:
-    """Scatters what `pack` made into these slots of the layers; touches no other. Raises HandoffError, before anything
-    is written, as `pack` does."""
+    """Scatters the output of `pack` into these slots of the layers and writes no others. Raises HandoffError, before
+    anything is written, as `pack` does."""
     for pairs, _ in _parts(layers, buf, slots):
         for rows, part in pairs:
             if slots.each is not None:
@@ -104,13 +103,13 @@ def unpack(buf: Tensor, layers: PagedLayers, slots: Slots) -> None:
 
 
 def locate(layers: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> Slots:
-    """The slots of tokens [start, end). Raises HandoffError when the range or a block id lies outside."""
+    """Returns the slots of tokens [start, end). Raises HandoffError when the range or a block id is out of bounds."""
     if not layers.rows or not 0 <= start < end <= len(block_ids) * block_size:
         where = f"{len(layers.rows)} layers, {len(block_ids)} blocks of {block_size}"
         raise HandoffError(f"chunk: tokens [{start}, {end}) do not lie in {where}")
     first = start // block_size
     used = block_ids[first : -(-end // block_size)]
-    if min(used) < 0 or max(used) >= layers.num_blocks:  # on a GPU an index outside would end the process
+    if min(used) < 0 or max(used) >= layers.num_blocks:  # on a GPU an index out of range would end the process
         raise HandoffError(f"chunk: block ids {min(used)} to {max(used)} do not lie in a pool of {layers.num_blocks}")
     if layers.arrays and len(runs := _runs(block_ids, block_size, start, end)) <= _MOST_RUNS:
         return Slots(end - start, runs=runs)
@@ -118,12 +117,12 @@ def locate(layers: PagedLayers, block_ids: Sequence[int], block_size: int, start
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
     slots = slots[start - first * block_size : end - first * block_size]
     if layers.device.type == "cuda":
-        slots = slots.pin_memory()  # from pageable memory it would be waited for
+        slots = slots.pin_memory()  # a copy from pageable memory would block
     return Slots(end - start, slots.to(layers.device, non_blocking=True))
 
 
 def _runs(block_ids: Sequence[int], block_size: int, start: int, end: int) -> list[tuple[int, int, int]]:
-    """The slots of tokens [start, end) as runs (see Slots)."""
+    """Returns the slots of tokens [start, end) as runs (see Slots)."""
     runs: list[tuple[int, int, int]] = []
     position = start
     while position < end:
@@ -142,17 +141,17 @@ def _row_bytes(cache: Tensor) -> int:
 
 
 def _word_bytes(layers: Layers) -> int:
-    """The widest word that divides every row, and in a run of heads also the distance and the start of its rows."""
+    """Returns the widest word that divides every row and, in a run of heads, also the rows' stride and offset."""
     caches = [cache for layer in layers for cache in layer]
     places = (n * c.element_size() for c in caches for n in (c.stride(1), c.storage_offset()))
     return math.gcd(8, *map(_row_bytes, caches), *places)
 
 
 def _parts(layers: PagedLayers, buf: Tensor, slots: Slots) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
-    """For each layer: its K and V each with its part of `buf` as rows [count, words], and the layer's part of `buf`.
+    """Yields for each layer: K and V, each with its part of `buf` as rows [count, words]; the layer's part of `buf`.
 
-    Runs are copied with numpy, which takes a slice in a quarter of torch's time: with torch that was a quarter to a
-    third of the time of packing 512 tokens (measured).
+    Runs are copied with numpy, which slices in a quarter of torch's time: slicing with torch took a quarter to a third
+    of the time of packing 512 tokens (measured).
     """
     sizes = layers.layer_bytes(slots.count)
     if buf.numel() != sum(sizes) or buf.dtype != torch.uint8 or not buf.is_contiguous():

@@ -1,7 +1,7 @@
-"""Buffers for KV on its way, kept between chunks: pages of fresh memory cost as much time as the bytes themselves.
+"""Staging buffers, reused between chunks: page faults in fresh memory cost as much time as the bytes themselves.
 
-How much may be packed or received at once is bounded in baton.transfer.staging_room. Beyond it a rank holds at
-most `limit_bytes` here: buffers that nobody uses, and what a kept buffer has more than the chunk in it.
+baton.transfer.staging_room bounds how much may be packed or received at once. In addition a rank keeps at most
+`limit_bytes` idle here: unused buffers, and the bytes by which a reused buffer exceeds its chunk.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from baton.transfer.streams import empty_beside_engine
 
 KEPT_SHARE = 4
-MAX_KEPT = 64  # a shared buffer takes file descriptors
+MAX_KEPT = 64  # a shared buffer holds file descriptors
 
 
 def kept_limit(staging_bytes: int, ranks: int) -> int:
-    """Bytes that each of a worker's `ranks` may keep: together a quarter of what the worker may have on its way."""
+    """Returns the bytes that each of a worker's `ranks` may keep: together a quarter of the worker's staging memory."""
     return staging_bytes // (KEPT_SHARE * ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingBuffer:
-    """Room for one chunk. `view` (uint8 [bytes of the chunk]) is the beginning of `whole`."""
+    """Memory for one chunk. `view` (uint8 [bytes of the chunk]) is the beginning of `whole`."""
 
     whole: Tensor
     view: Tensor
@@ -37,14 +37,14 @@ class StagingBuffer:
 
 
 def pinned_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes] in host memory that a GPU copies to and from by itself."""
+    """Returns a uint8 [num_bytes] in pinned host memory, which a GPU copies to and from asynchronously."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=True)
 
 
 class StagingBuffers:
-    """Complete state: the kept buffers by size, what they and the unused ends of those in use have (`idle_bytes`), and
-    what was counted: `allocated`, `reused`. Belongs to one thread. `limit_bytes` 0 keeps none; `allocate` makes new
-    ones."""
+    """Complete state: the kept buffers by size, the bytes of these and of the unused ends of buffers in use
+    (`idle_bytes`), and the counters `allocated` and `reused`. Belongs to one thread. `limit_bytes` 0 keeps none;
+    `allocate` makes new ones."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class StagingBuffers:
         self._kept: list[Tensor] = []
 
     def take(self, num_bytes: int) -> StagingBuffer:
-        """The smallest kept buffer that is large enough, else a new one. Its bytes are whatever they were. It ends with
-        `give_back` or `drop`."""
+        """Returns the smallest kept buffer that is large enough, else a new one. Its content is undefined. The caller
+        ends its use with `give_back` or `drop`."""
         at = bisect_left(self._kept, num_bytes, key=Tensor.numel)
         if at < len(self._kept):
             whole = self._kept.pop(at)
@@ -71,8 +71,8 @@ class StagingBuffers:
         return StagingBuffer(whole, whole[:num_bytes])
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """Its transfer has ended in order: nobody reads or writes it any more. Where there is no room for it, smaller
-        ones go, since they serve fewer chunks; else it goes itself."""
+        """Keeps a buffer whose transfer has ended in order: nothing reads or writes it any more. If it exceeds the
+        limit, smaller buffers are freed, since they serve fewer chunks; if that is not enough, it is dropped."""
         size, used = buffer.whole.numel(), buffer.view.numel()
         smaller = bisect_left(self._kept, size, key=Tensor.numel)
         over = self.idle_bytes + used - self.limit_bytes
@@ -85,7 +85,7 @@ class StagingBuffers:
         insort(self._kept, buffer.whole, key=Tensor.numel)
 
     def drop(self, buffer: StagingBuffer) -> None:
-        """Its transfer failed or was given up: a late byte may still come, so nobody gets it again."""
+        """Does not keep a buffer whose transfer failed or was aborted: a late byte may still be written to it."""
         self.idle_bytes -= buffer.unused
 
     def __len__(self) -> int:

@@ -1,8 +1,7 @@
-"""How many bytes of KV a worker may have on their way at once, packed or received: a bound of its own beside the KV
-blocks (decision 0026).
+"""Bounds the bytes of KV that a worker packs or receives at once, separately from its KV blocks (decision 0026).
 
-Who holds bytes gives them back without waiting for anybody who waits here: a sender's wait ends with the receiver's, a
-receiver's with bytes that are being packed already. So a wait always ends, and never for lack of KV blocks.
+A holder of bytes never waits for a caller that waits here: a prefill worker's holder waits for room at a decode worker,
+and a decode worker's holder for bytes that are packed already. So every wait ends, and none depends on KV blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from baton.core.kv_layout import KVLayout
 
 
 def check_staging(limit_bytes: int, layout: KVLayout) -> None:
-    """Raises StartupError where not even one block of `layout`, of all ranks together, fits."""
+    """Raises StartupError when not even one block of `layout`, over all ranks, fits."""
     if limit_bytes < layout.bytes_per_block:
         raise StartupError(
             f"staging memory of {limit_bytes} bytes is too small: one KV block has {layout.bytes_per_block};"
@@ -25,22 +24,22 @@ def check_staging(limit_bytes: int, layout: KVLayout) -> None:
 
 
 class StagingRoom:
-    """The staging memory of one worker, all its ranks together. Complete state: the bytes taken, who is next, and
-    whether bytes have come back since the next one looked. Raises StartupError where not even one block of `layout`
-    fits."""
+    """The staging memory of one worker, over all its ranks. Complete state: the bytes in use, the queue of waiting
+    callers, and whether bytes were freed since the first of them last checked. Raises StartupError when not even one
+    block of `layout` fits."""
 
     def __init__(self, limit_bytes: int, layout: KVLayout) -> None:
         check_staging(limit_bytes, layout)
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
-        self._next = asyncio.Lock()  # first come, first served: small pieces do not overtake a large one for ever
+        self._next = asyncio.Lock()  # first come, first served: small requests must not starve a large one
         self._given_back = asyncio.Event()
 
     @asynccontextmanager
     async def hold(self, num_bytes: int, timeout_s: float) -> AsyncIterator[None]:
-        """Holds that many bytes for the block. Raises HandoffError when they are none, when there was no room within
-        `timeout_s`, or when there never will be."""
-        if num_bytes < 1:  # a peer says how many: less than none would lift the limit for others
+        """Reserves that many bytes while the context is open. Raises HandoffError for fewer than one byte, for more
+        than the limit, or when there is no room within `timeout_s`."""
+        if num_bytes < 1:  # the peer sends the number: a negative one would raise the limit
             raise HandoffError(f"{num_bytes} bytes of KV cannot be staged")
         if num_bytes > self.limit_bytes:
             raise HandoffError(f"{num_bytes} bytes of KV do not fit into {self.limit_bytes} of staging")

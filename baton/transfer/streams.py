@@ -1,5 +1,5 @@
-"""The stream of an edge on a GPU: everything that its thread packs, sends, checks and stores is queued there, so that
-it waits neither for the engine's steps nor makes them wait. On CPU all of it is done when the call returns.
+"""The CUDA stream of an edge: everything that the edge's thread packs, sends, checks and stores is queued there, so
+that it neither waits for the engine's steps nor delays them. On CPU all work is done when the call returns.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from baton.core.errors import HandoffError
 
 _STAGING: dict[torch.device, Any] = {}
-"""By device, the stream that staging buffers are allocated on."""
+"""By device, the stream on which staging buffers are allocated."""
 _POLL_MIN_S, _POLL_MAX_S = 0.00002, 0.001
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """The calling thread's work for `device` goes to a stream of its own, of normal priority."""
+    """Queues the calling thread's work for `device` on a new stream of normal priority."""
     if device.type != "cuda":
         yield
         return
@@ -30,8 +30,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def finish(device: torch.device, timeout_s: float) -> None:
-    """Waits until the device has done what the calling thread's stream was given. Raises HandoffError after
-    `timeout_s`. It polls: CUDA's own wait cannot be given up."""
+    """Waits until the device has done the work queued on the calling thread's stream. Raises HandoffError after
+    `timeout_s`. It polls, since CUDA's own wait cannot be interrupted."""
     if device.type != "cuda":
         return
     done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -45,9 +45,9 @@ def finish(device: torch.device, timeout_s: float) -> None:
 
 
 def empty_beside_engine(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes]. On a GPU its memory never was the engine's: torch gives freed memory away at once, for use on
-    the stream that it was used on, while kernels that write it may still be queued there; and an edge's stream does not
-    follow the engine's."""
+    """Returns an uninitialised uint8 [num_bytes]. On a GPU it never reuses the engine's memory: torch hands freed
+    memory out immediately, for use on the same stream, while kernels that write it may still be queued there; and an
+    edge's stream is not ordered after the engine's."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     stream = _STAGING.get(device)
@@ -58,7 +58,7 @@ def empty_beside_engine(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def used_here(buffer: Tensor) -> None:
-    """The calling thread's stream uses a buffer that was allocated on another one: its memory is not given to anybody
-    else before that is done, also when the transfer is given up and the buffer dropped."""
+    """Marks a buffer allocated on another stream as used by the calling thread's: its memory is not reused before that
+    work is done, even when the transfer is aborted and the buffer freed."""
     if buffer.device.type == "cuda":
         buffer.record_stream(torch.cuda.current_stream(buffer.device))

@@ -1,13 +1,13 @@
-"""Runs batches: their requests go through the same front as those of clients, behind all of these.
+"""Runs batches: their requests go through the same front as those of clients, at the lowest priority.
 
     validating -> in_progress -> finalizing -> completed
               \\-> failed      \\-> cancelling -> cancelled, or expired after a day
 
-MAX_RUNNING requests at once, of all batches in turn and of MAX_BATCHES at a time, whose owners take turns, too; with
-the lowest priority there is: a client's request never waits in the queue behind one of them. They count against the
-quota of the key that the batch was made with. A refusal for want of room or quota is tried again; any other answer is
-the line's answer. A coordinator that starts goes on with the batches that had not ended, and so does one whose disk
-failed.
+At most MAX_RUNNING requests run at once, over at most MAX_BATCHES batches, whose owners take turns. They have the
+lowest priority, so clients' requests leave the queue before them. They count against the quota of the key that created
+the batch. A line that is refused for lack of room or quota is retried, and one that fails with a cluster error is tried
+MAX_FAILURES times; any other response is the line's result. After a restart or a disk failure the coordinator resumes
+the batches that have not ended.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ MAX_BATCHES = 16
 MAX_LINES = 50_000
 MAX_ERRORS = 20
 INLINE_BYTES = 64 * 1024
-"""A longer line is parsed in a child: a JSON parser holds the interpreter, on a thread too (0.2 s for 4 MiB)."""
+"""A longer line is parsed in a child process: a JSON parser holds the GIL, on a thread too (0.2 s for 4 MiB)."""
 PARSE_S = 20.0
 RETRIES_S = 0.5, 30.0
-"""Between two tries of a line that found no room, in seconds: doubled with each, up to the second."""
+"""Initial and maximum pause in seconds between two tries of a line; the pause doubles with each try."""
 RETRIED = (408, 429, 500, 502, 503)
 MAX_FAILURES = 5
-"""Tries of a line that ended with an error of the cluster; refusals for want of room are tried until the batch ends."""
+"""Tries of a line that fail with a cluster error; refusals for lack of room are retried until the batch ends."""
 POLL_S = 1.0
 DISK_PAUSE_S = 5.0
 DISK_LIMIT_S = 120.0
-"""For one transaction: of the largest file all lines are checked and written in one."""
+"""For one transaction: all lines of the largest file are checked and written in one."""
 _T = TypeVar("_T")
 
 
@@ -57,7 +57,7 @@ class Answer:
 
 
 Ask = Callable[[str, bytes, Client], Awaitable[Answer]]
-"""Path, body and who asks."""
+"""Path, body and client."""
 
 
 class StorageFailed(Unavailable):
@@ -65,9 +65,9 @@ class StorageFailed(Unavailable):
 
 
 class BatchRunner:
-    """Complete state: the store, its thread, the child that parses long lines once one has come, what wakes the loop,
-    the task of each batch, and the requests that may run. `client_of` finds the client of a key by its name, None where
-    there is none any more."""
+    """Complete state: the store and its thread, the child that parses long lines (started by the first one), the event
+    that wakes the loop, the task of each batch, and the semaphore of running requests. `client_of` returns the client
+    of a key by its name, None if that key no longer exists."""
 
     def __init__(self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None]) -> None:
         self._store, self._ask, self._client_of = store, ask, client_of
@@ -79,7 +79,7 @@ class BatchRunner:
         self._room = asyncio.Semaphore(MAX_RUNNING)
 
     async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
-        """Runs a method of the store on its thread. Raises StorageFailed, besides what the method does."""
+        """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""
         try:
             async with asyncio.timeout(DISK_LIMIT_S):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, call, *what)
@@ -90,17 +90,17 @@ class BatchRunner:
             raise StorageFailed("files and batches cannot be read or written", retry_after_s=DISK_PAUSE_S) from None
 
     def wake(self) -> None:
-        """There is a new batch, or one to be cancelled."""
+        """Wakes the loop: there is a new batch, or one to be cancelled."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled. A disk that fails is tried again after a pause: batches go on where they were."""
+        """Runs until cancelled. Retries a failing disk after a pause: batches resume where they were."""
         try:
             while True:
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
                 try:
-                    # Those that run are among them, and so many others: those to be cancelled are the first.
+                    # The running batches and MAX_BATCHES others; those to be cancelled come first.
                     wanted = len(self._tasks) + MAX_BATCHES
                     self._start(await self.on_disk(self._store.unfinished, wanted))
                 except StorageFailed:
@@ -113,7 +113,7 @@ class BatchRunner:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _start(self, unfinished: list[dict[str, Any]]) -> None:
-        """What is not running, up to MAX_BATCHES; what only has to be ended, always."""
+        """Starts batches that are not running, up to MAX_BATCHES; those to be cancelled regardless of it."""
         for batch in unfinished:
             room = len(self._tasks) < MAX_BATCHES or batch["status"] == "cancelling"
             if room and batch["id"] not in self._tasks:
@@ -121,15 +121,15 @@ class BatchRunner:
                 task.add_done_callback(lambda _: self.wake())
 
     def close(self) -> None:
-        """Once `run` has ended. A file that is being checked is checked again by the next coordinator."""
+        """Called after `run` has ended. The next coordinator validates again a file that is being validated."""
         self._closing = True
-        self._child.close()  # the thread waits for it
+        self._child.close()  # the store's thread may wait for it
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._child.close()  # it may just have been starting
+        self._child.close()  # that thread may just have started another one
         self._store.close()
 
     async def _guarded(self, batch: dict[str, Any]) -> None:
-        """What goes wrong with one batch costs that batch; a failing disk costs it time."""
+        """Runs a batch so that an error fails only this batch, and a failing disk only delays it."""
         try:
             try:
                 await self._run_batch(batch)
@@ -144,7 +144,7 @@ class BatchRunner:
             await asyncio.sleep(DISK_PAUSE_S)
 
     async def _fail(self, batch_id: str, code: str, message: str) -> None:
-        """Ends it with this error, and with the answers that it has."""
+        """Ends a batch with this error, and with the responses that it has."""
         error = {"code": code, "line": None, "message": message, "param": None}
         await self.on_disk(self._store.end, batch_id, "failed", [error])
 
@@ -166,7 +166,7 @@ class BatchRunner:
         log.info("%s %s", batch_id, status)
 
     def _validate(self, batch: dict[str, Any]) -> bool:
-        """On the store's thread. Whether it goes on."""
+        """Validates the input file, on the store's thread. Returns whether the batch can proceed."""
         store, batch_id, errors = self._store, batch["id"], list[dict[str, Any]]()
         path = store.content(batch["owner"], batch["input_file_id"])
 
@@ -186,10 +186,10 @@ class BatchRunner:
         return not errors
 
     def _read_line(self, text: bytes, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
-        """`read_line`, on the store's thread.
+        """Calls `read_line` on the store's thread, or in the child for a long line.
 
         Raises:
-            Unavailable: the child has died, or did not answer for `PARSE_S`; or the coordinator ends.
+            Unavailable: the child died, or did not reply within `PARSE_S`; or the coordinator is shutting down.
         """
         if len(text) <= INLINE_BYTES:
             return read_line(text, number, batch_id, endpoint)
@@ -203,7 +203,7 @@ class BatchRunner:
             raise Unavailable(f"the process that parses long lines has died or hangs, at line {number}") from None
 
     async def _answer_all(self, batch_id: str, batch: dict[str, Any], client: Client) -> str:
-        """Asks for every line that has no answer; how the batch ends."""
+        """Runs every line that has no response; returns the batch's final status."""
         running: set[asyncio.Task[None]] = set()
         last, more = 0, True
         try:

@@ -4,10 +4,10 @@
     DIR/files/ID        the content of a file
     DIR/baton.lock      held by the one coordinator that uses the directory
 
-Rows belong to an owner (the tenant of an API key), and nobody finds those of another. Every method blocks for as long
-as the disk does: they are called on one thread of their own (`BatchRunner`). A transaction is one step of a batch, so a
-coordinator that dies goes on where it was: lines with an answer are not asked again. `max_bytes` holds for files and
-database together; answers of a batch that has begun are taken all the same.
+Rows belong to an owner (the tenant of an API key), and other owners cannot see them. Every method blocks on the disk,
+so all of them are called on one dedicated thread (`BatchRunner`). A transaction covers one step of a batch, so a
+restarted coordinator resumes where the last one stopped: lines with a response are not run again. `max_bytes` limits
+files and database together, but responses of a batch that has begun are always stored.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OUTPUT = "batch_output"
 MAX_UNFINISHED = 1000
 MAX_UNFINISHED_OF_OWNER = 250
 BUSY_S = 30.0
-"""After which a client that finds too many batches may try again."""
-MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default
+"""Seconds after which a client that reached the limit on unfinished batches may retry."""
+MAX_LINE_BYTES = 4 << 20  # the default limit of a request body
 _UNFINISHED = "status not in ('completed', 'failed', 'expired', 'cancelled')"
 _SCHEMA = f"""
 create table if not exists files (
@@ -56,7 +56,7 @@ create index if not exists unfinished on batches (owner, status) where {_UNFINIS
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch: where it goes, and its body."""
+    """One request of a batch: its place in the input file, and its body."""
 
     batch: str
     number: int
@@ -65,11 +65,11 @@ class Line:
 
 
 ReadLine = Callable[[bytes, int, str, str], Line | dict[str, Any]]
-"""What `read_line` takes and gives."""
+"""The signature of `read_line`."""
 
 
 class BatchStore:
-    """Complete state: what is in its directory, and the lock on it."""
+    """Complete state: the contents of its directory, and the lock on it."""
 
     def __init__(self, directory: str, max_bytes: int) -> None:
         """Raises StartupError: the directory cannot be used, or another process uses it."""
@@ -81,7 +81,7 @@ class BatchStore:
             self._files.mkdir(exist_ok=True, mode=0o700)
             self._lock = os.open(root / "baton.lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It holds prompts and answers. SQLite gives the files beside it the mode of the database.
+            # It holds prompts and responses. SQLite gives its side files the mode of the database.
             os.close(os.open(root / "baton.db", os.O_RDWR | os.O_CREAT, 0o600))
             (root / "baton.db").chmod(0o600)
             self._db = sqlite3.connect(root / "baton.db", check_same_thread=False, isolation_level=None)
@@ -102,16 +102,16 @@ class BatchStore:
     # Files.
 
     def new_part(self, declared_bytes: int) -> Path:
-        """Where the content of a new file is to be written.
+        """Returns the path to which the content of a new file is to be written.
 
         Raises:
-            QuotaExceeded: with it, all files together would be larger than they may.
+            QuotaExceeded: with it, all files together would exceed `max_bytes`.
         """
         self._check_room(declared_bytes)
         return self._files / f"{secrets.token_hex(8)}.part"
 
     def _check_room(self, more: int) -> None:
-        """Raises QuotaExceeded. Free pages of the database are used again, so they do not count."""
+        """Raises QuotaExceeded. Free pages of the database are reused, so they do not count."""
         held = self._db.execute("select coalesce(sum(bytes), 0) from files").fetchone()[0]
         size, count, free = (
             self._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
@@ -120,17 +120,17 @@ class BatchStore:
             raise QuotaExceeded(f"files may have {self._max_bytes} bytes together; delete some", code="storage_full")
 
     def add_file(self, owner: str, part: Path, filename: str, purpose: str) -> dict[str, Any]:
-        """The file object of OpenAI's API for content that was written to `part`, which it takes over.
+        """Moves content that was written to `part` into the store; returns the file object of OpenAI's API.
 
         Raises:
-            QuotaExceeded: there is no room for a client's file after all.
+            QuotaExceeded: a client's file does not fit after all.
         """
         file_id, size = f"file-{secrets.token_hex(12)}", part.stat().st_size
         if purpose != OUTPUT:
-            self._check_room(size)  # nobody may have said how large it is, and others came meanwhile
-        shown = filename.encode(errors="replace").decode()  # SQLite keeps no half of a surrogate pair
+            self._check_room(size)  # its size may not have been declared, and others were added meanwhile
+        shown = filename.encode(errors="replace").decode()  # SQLite cannot store half of a surrogate pair
         row = (file_id, owner, int(time.time()), size, shown, purpose)
-        with self._transaction():  # a file without a row would take room that nobody finds
+        with self._transaction():  # a file without a row would occupy space unnoticed
             self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)
             part.rename(self._files / file_id)
         return self.file(owner, file_id)
@@ -143,7 +143,7 @@ class BatchStore:
         return _file_object(row)
 
     def files(self, owner: str, limit: int, after: str | None, purpose: str | None) -> list[dict[str, Any]]:
-        """The latest first; `after` is the id of the last one that is known."""
+        """Returns files, the latest first; `after` is the id of the last one of the previous page."""
         query = "select * from files where owner = ? and (? is null or purpose = ?)"
         rows = self._page("files", query, [owner, purpose, purpose], owner, limit, after)
         return [_file_object(row) for row in rows]
@@ -154,7 +154,7 @@ class BatchStore:
         return self._files / file_id
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Raises NotFound. A batch that was made of it has its own copy of the lines."""
+        """Raises NotFound. A batch that was made from it has its own copy of the lines."""
         self.file(owner, file_id)
         self._db.execute("delete from files where id = ?", (file_id,))
         (self._files / file_id).unlink(missing_ok=True)
@@ -164,11 +164,11 @@ class BatchStore:
     def add_batch(
         self, owner: str, key: str, endpoint: str, input_file_id: str, metadata: dict[str, str]
     ) -> dict[str, Any]:
-        """`key` names the API key whose quota it counts against.
+        """Adds a batch. `key` names the API key whose quota it counts against.
 
         Raises:
             NotFound: there is no such file.
-            QuotaExceeded: too many batches of this owner have not ended, or there is no room for it and its lines.
+            QuotaExceeded: too many batches of this owner have not ended, or it does not fit with its lines.
             Unavailable: too many batches of all owners have not ended.
         """
         file = self.file(owner, input_file_id)
@@ -186,7 +186,7 @@ class BatchStore:
         return self.batch(owner, batch_id)
 
     def _check_unfinished(self, owner: str) -> None:
-        """Raises QuotaExceeded or Unavailable where one batch more would be too many."""
+        """Raises QuotaExceeded or Unavailable if one more batch would be too many."""
         query = f"select count(*), coalesce(sum(owner = ?), 0) from batches where {_UNFINISHED}"
         of_all, of_owner = self._db.execute(query, (owner,)).fetchone()
         if of_owner >= MAX_UNFINISHED_OF_OWNER:
@@ -208,7 +208,7 @@ class BatchStore:
         return [_batch_object(row) for row in rows]
 
     def cancel(self, owner: str, batch_id: str) -> dict[str, Any]:
-        """Raises NotFound. One that has ended stays as it is."""
+        """Raises NotFound. A batch that is finalizing or has ended is unchanged."""
         if self.batch(owner, batch_id)["status"] in ("validating", "in_progress"):
             self.set_status(batch_id, "cancelling")
         return self.batch(owner, batch_id)
@@ -216,8 +216,8 @@ class BatchStore:
     # For the runner.
 
     def unfinished(self, limit: int = MAX_UNFINISHED) -> list[dict[str, Any]]:
-        """Batches that have not ended, with `owner` and `key`: those to be cancelled, the oldest of each owner, then
-        the next of each."""
+        """Returns batches that have not ended, with `owner` and `key`: first those to be cancelled, then the oldest of
+        each owner, then the next of each."""
         rows = self._db.execute(
             "with chosen as materialized (select rowid as row, status <> 'cancelling' as later,"
             " row_number() over (partition by owner order by rowid) as turn"
@@ -236,7 +236,7 @@ class BatchStore:
         )
 
     def begin(self, batch_id: str, lines: Iterable[Line]) -> None:
-        """Takes the lines of a batch in; it is in progress then, unless it was cancelled meanwhile."""
+        """Stores the lines of a batch and sets it in progress, unless it was cancelled meanwhile."""
         with self._transaction():
             self._db.execute("delete from lines where batch = ?", (batch_id,))
             rows = ((line.batch, line.number, line.custom_id, line.body) for line in lines)
@@ -250,7 +250,7 @@ class BatchStore:
                 self.set_status(batch_id, "in_progress")
 
     def open_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """Lines without an answer behind number `after`, in order."""
+        """Returns lines without a response after number `after`, in order."""
         rows = self._db.execute(
             "select batch, number, custom_id, body from lines where batch = ? and number > ? and status is null"
             " order by number limit ?",
@@ -268,7 +268,7 @@ class BatchStore:
             self._db.execute(f"update batches set {column} = {column} + 1 where id = ?", (line.batch,))
 
     def end(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
-        """Writes the answers to an output file and an error file, drops the lines, and sets how it ended."""
+        """Writes the responses to an output file and an error file, deletes the lines, and sets the final status."""
         row = self._db.execute("select * from batches where id = ?", (batch_id,)).fetchone()
         made: dict[str, str | None] = {"output_file_id": None, "error_file_id": None}
         for column, wanted in (("output_file_id", "status = 200"), ("error_file_id", "status <> 200")):
@@ -306,7 +306,7 @@ class BatchStore:
 
 
 def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLine) -> Iterator[Line | dict[str, Any]]:
-    """The requests of an input file; for a line that is none an error object of OpenAI's API."""
+    """Yields the requests of an input file, and an error object of OpenAI's API for each invalid line."""
     seen: set[str] = set()
     with path.open("rb") as file:
         number = 0
@@ -331,7 +331,7 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLi
 
 
 def read_line(text: bytes, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
-    """The request of one line, or what is wrong with it. It holds the interpreter while it parses."""
+    """Returns the request of one line, or an error object. Holds the GIL while it parses."""
     try:
         given = parse_object(text)
     except InvalidRequest as error:
@@ -352,7 +352,7 @@ def read_line(text: bytes, number: int, batch_id: str, endpoint: str) -> Line | 
         return _error(number, "invalid_value", "an answer of a batch is not streamed", "body.stream")
     try:
         return Line(batch_id, number, custom_id, orjson.dumps(body))
-    except TypeError:  # orjson writes less deeply nested values than it reads, and integers of 64 bits
+    except TypeError:  # orjson writes less nesting than it reads, and only 64-bit integers
         return _error(number, "invalid_value", "body is nested too deeply, or has too large a number", "body")
 
 

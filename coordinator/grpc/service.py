@@ -57,21 +57,21 @@ _SCALARS = tuple(
     if f.has_presence and f.name in {option.name for option in fields(Options)}
 )
 SERVED_SAMPLING = frozenset(_SCALARS) | {*("logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "grammar")}
-# Fields this version does not serve, with the values that ask for nothing.
+# Fields that this version does not serve, with the values that have no effect.
 NEUTRAL: dict[str, tuple[object, ...]] = {"include_stop_str_in_output": (False,), "echo": (False,)}
 MAX_CONCURRENT_STREAMS = 256
-"""Of a connection. Many users may share a channel; what is over the limit waits at the client."""
+"""Per connection. Many users may share a channel; calls over the limit wait at the client."""
 MAX_MESSAGE_BYTES = 1 << 20
-TOKEN_BYTES = 8  # of a prompt: an id takes 4 at most, the text of a token 4 or so
+TOKEN_BYTES = 8  # per prompt token: an id takes 4 at most, its text about 4
 SEND_TIMEOUT_S = 30.0
 ABORT_S = 5.0
-IDLE_CONNECTION_S = 120  # clients dial again by themselves
-CONNECTION_AGE_S = 3600  # then as long again for what runs: the end of those that take nothing
+IDLE_CONNECTION_S = 120  # clients reconnect automatically
+CONNECTION_AGE_S = 3600  # then as long again for running calls: ends those whose client reads nothing
 
 
 class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """The service. A call that presents no key ends before its message is read; the messages are parsed here, since of
-    bytes that are none grpc would make UNKNOWN and a traceback in the log."""
+    """The service. A call without a valid key ends before its message is read. Messages are parsed here: for invalid
+    bytes grpc would reply UNKNOWN and log a traceback."""
 
     def __init__(self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys) -> None:
         self._generator = generator
@@ -80,7 +80,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._model = model
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """How one call is answered; None for other services."""
+        """Returns the handler of one call; None for other services."""
         of, _, method = handler_call_details.method[1:].partition("/")
         if of != SERVICE:
             return None
@@ -99,11 +99,11 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _generate(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
             await self._answer(client, content, context)
-        except Exception as e:  # what is not a BatonError has a row in the table too: our bug
+        except Exception as e:  # errors other than BatonError have a row in the table too: our bug
             if status.row(e).hide:
                 log.error("internal error: %s", type(e).__name__, exc_info=e)
             del content
-            with contextlib.suppress(TimeoutError):  # it waits behind what the client does not take
+            with contextlib.suppress(TimeoutError):  # it waits behind messages that the client does not read
                 async with asyncio.timeout(ABORT_S):
                     await _abort(e, context)
 
@@ -138,7 +138,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
 
     async def _write(self, context: grpc.aio.ServicerContext, message: serving_pb2.GenerateResponse) -> None:
-        """Raises Cancelled when the client takes nothing for too long."""
+        """Raises Cancelled if the client reads nothing for too long."""
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await context.write(message)
@@ -159,7 +159,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             case "text":
                 return await translate.from_text(request_id, request.text, options, deadline_s=remaining_s)
             case "token_ids":
-                ids = request.token_ids.ids  # no tuple: they are counted first
+                ids = request.token_ids.ids  # not a tuple: they are counted first
                 return await translate.from_token_ids(request_id, ids, options, deadline_s=remaining_s)
             case "messages":
                 check_count("messages", len(request.messages.messages), MAX_MESSAGES)
@@ -179,7 +179,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:
-    """A field that would change the answer and is not served is refused by name, never ignored."""
+    """Refuses, by name, a field that would change the output and is not served; it is never ignored."""
     for message, served in ((request.sampling, SERVED_SAMPLING), (request, SERVED)):
         for field, value in message.ListFields():
             if field.name in served or value in NEUTRAL.get(field.name, ()):
@@ -189,7 +189,7 @@ def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:
 
 def _options(request: serving_pb2.GenerateRequest, vocab_size: int) -> Options:
     s = request.sampling
-    check_count("stop", len(request.stop), MAX_STOPS)  # all before entries are looked at: there may be a million
+    check_count("stop", len(request.stop), MAX_STOPS)  # all before any entry is read: there may be a million
     check_count("logit_bias", len(s.logit_bias), MAX_BIASES)
     check_count("stop_token_ids", len(s.stop_token_ids), MAX_STOP_TOKENS)
     check_count("bad_words", len(s.bad_words), MAX_BAD_WORDS)
@@ -246,13 +246,13 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
 
 
 async def _refuse(error: Exception, _: object, context: grpc.aio.ServicerContext) -> None:
-    """The method of a call that is not to be served: its message is not read."""
+    """Handles a refused call: its message is not read."""
     await _abort(error, context)
 
 
 async def _abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
-    """Ends the call: `abort` raises. What it raises and the call refer to each other, so until a search for garbage all
-    stays that its traceback and the error behind it lead to. Callers let go of their message first."""
+    """Ends the call: `abort` raises. The exception and the call refer to each other, so everything reachable from its
+    traceback and its causes would stay until a garbage collection. Callers drop their message first."""
     context.set_trailing_metadata(status.grpc_trailing_metadata(error))
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = error.__context__ = error.__cause__ = None
@@ -260,14 +260,14 @@ async def _abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
 
 
 def _metadata(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:
-    """The one value under a name; empty where there is none, or several."""
+    """Returns the only value under a name; empty if there is none, or several."""
     sent = [value for key, value in metadata or () if key == name]
     return sent[0] if len(sent) == 1 else ""
 
 
 def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
-    """Reflection under its final name, which newer tools ask for. Its messages are those of v1alpha, all the library
-    has: names of packages are not on the wire."""
+    """Returns reflection under its final name, which newer tools request. It uses the v1alpha messages, the only ones
+    that the library has: package names are not on the wire."""
     servicer = reflection.aio.ReflectionServicer(names)
     info = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -278,12 +278,12 @@ def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
 
 
 def message_limit(max_body_bytes: int, max_model_len: int) -> int:
-    """The bytes of a request: a model of a long context has room for its prompts."""
+    """Returns the maximum bytes of a request: more for a model with a long context, whose prompts must fit."""
     return min(max_body_bytes, max(MAX_MESSAGE_BYTES, TOKEN_BYTES * max_model_len))
 
 
 class PublicServer:
-    """The public server and its health: SERVING while both pools are there."""
+    """The public server with health: SERVING while both pools have a ready worker and the cluster is not draining."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class PublicServer:
         self._server.add_generic_rpc_handlers((_reflection_v1(names),))
 
     async def start(self, host: str, port: int) -> int:
-        """Raises StartupError where it cannot listen."""
+        """Starts the server and returns its port. Raises StartupError if it cannot listen."""
         bound = open_port(self._server, host, port, "gRPC", "--grpc-port", self._tls)
         await self._server.start()
         return bound

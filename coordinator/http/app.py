@@ -1,8 +1,8 @@
-"""The HTTP front end: OpenAI's endpoints, and a few about the server under the names that vLLM and SGLang gave them,
-over the pipeline.
+"""The HTTP front end over the pipeline: OpenAI's endpoints, and endpoints about the server under the names that vLLM
+and SGLang use.
 
-A request: Guard -> route -> BodyReader -> parse_* by BodyParser -> Translator -> GenerationResponse. Whatever is
-wrong with it is raised on the way and becomes an answer in one place, `error_response`.
+A request: Guard -> route -> BodyReader -> parse_* by BodyParser -> Translator -> GenerationResponse. Every fault in a
+request is raised as an exception, and one function, `error_response`, turns it into an answer.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ _PAGE_HEADERS = {
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
     """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds.
-    `routes`: whether what clients ask is answered here, what operators ask, or both. `local_names_only`: see
-    `guard.Names`."""
+    `routes`: serve the routes for clients, those for operators, or both. `local_names_only`: see `guard.Names`."""
 
     model_name: str
     version: str = field(default_factory=lambda: _installed_version())
@@ -82,9 +81,9 @@ class HttpSettings:
 def create_app(
     generator: Pipeline, text_model: TextModel, settings: HttpSettings, store: BatchStore | None = None
 ) -> FastAPI:
-    """The application. With a `store` files and batches are served, and `app.state.batches` is the runner to be run. It
-    owns nothing but the process that parses large bodies, which `app.state.close()` ends: generator and text model
-    outlive it."""
+    """Builds the application. With a `store` it serves files and batches, and the caller must run the runner in
+    `app.state.batches`. The application owns only the process that parses large bodies, which `app.state.close()` ends:
+    generator and text model outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings)
     app.state.close = front.parser.close
@@ -173,7 +172,7 @@ class _Front:
             submit = self._translator.from_text if isinstance(prompt, str) else self._translator.from_token_ids
             submission = await submit(name, prompt, options, params=params)  # type: ignore[arg-type]
             submissions.append(_owned(submission, request))
-            await asyncio.sleep(0)  # 128 short ones are encoded where they stand
+            await asyncio.sleep(0)  # up to 128 short prompts are encoded on the event loop
         echos = None
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
@@ -195,7 +194,7 @@ class _Front:
     async def _conversation(
         self, request: Request, body: schema.ChatBody | ResponsesBody
     ) -> tuple[Submission, dict[str, Any]]:
-        """The submission, and what the head says of calls and reasoning in its text."""
+        """Returns the submission, and the arguments of `Head` for calls and reasoning in its text."""
         text, tools, options = self._text, body.tooling(), body.options()
         if tools.may_be_called:
             if text.tool_format is None:
@@ -205,7 +204,7 @@ class _Front:
         request_id, how = _unique_id(request), body.rendering()
         submission = await self._translator.from_messages(request_id, body.chat(), options, how=how)
         submission = _owned(submission, request)
-        free = options.constraint is None  # what has to match a grammar has no reasoning before it
+        free = options.constraint is None  # output that must match a grammar has no reasoning before it
         new_parser = partial(
             make_parser,
             text.tool_format,
@@ -278,7 +277,7 @@ class _Front:
         )
 
     async def model_info(self) -> Response:
-        # As SGLang has it.
+        # As in SGLang.
         return json_response(
             {
                 "model_path": self._settings.model_name,
@@ -291,7 +290,7 @@ class _Front:
         )
 
     async def loads(self) -> Response:
-        # As SGLang has it: one entry, since who asks has one address to send to.
+        # As in SGLang: one entry, because the caller has one address to send requests to.
         cluster = self._generator.workers()
         own = cluster["coordinator"]
         decode = [w for w in cluster["workers"] if w["role"] == "decode" and w["state"] != "lost"]
@@ -307,7 +306,7 @@ class _Front:
         return json_response([load])
 
     async def tokenizer_info(self) -> Response:
-        # What a client needs beside /tokenize to write prompts itself.
+        # What a client needs besides /tokenize to render prompts itself.
         names = self._text.special_tokens
         return json_response(
             {
@@ -344,7 +343,7 @@ class _Front:
         return body
 
     def _check_model(self, name: str | None) -> None:
-        """One model is served: it need not be named."""
+        """Raises NotFound for another model's name. A request need not name the model: only one is served."""
         if name is not None and name != self._settings.model_name:
             raise NotFound(f"the model '{printable(name, 100)}' does not exist", code="model_not_found", param="model")
 
@@ -365,7 +364,7 @@ class _Front:
         render: type[Render],
         **more: Any,
     ) -> Response:
-        """`more` is what the head has besides."""
+        """Builds the answer; `more` holds further arguments of `Head`."""
         wanted = body.stream_options
         echo_only = isinstance(body, schema.CompletionBody) and body.echo_only
         generator = EchoOnly(self._generator) if echo_only else self._generator
@@ -397,7 +396,7 @@ class _Front:
 
 
 def _owned(submission: Submission, request: Request) -> Submission:
-    """With what the request's head says of who asks."""
+    """Returns the submission with the client and the traceparent of the request."""
     traceparent = request.headers.get("traceparent", "")[:MAX_TRACEPARENT]
     return replace(submission.of(request.scope[CLIENT]), traceparent=traceparent)
 
@@ -407,7 +406,7 @@ def _as_json(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _unique_id(request: Request) -> str:
-    """What the request is called inside. A client's own id need not be the only one of its kind: gateways repeat it in
-    a retry, while the first try is still ending."""
+    """Returns the internal id of the request. A client's own id may not be unique: gateways reuse it for a retry while
+    the first try is still ending."""
     name: str = request.scope[REQUEST_ID]
     return f"{name}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else name

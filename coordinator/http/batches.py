@@ -1,4 +1,4 @@
-"""`/v1/files` and `/v1/batches`, as OpenAI has them, over a `BatchRunner`."""
+"""`/v1/files` and `/v1/batches`, as in OpenAI's API, over a `BatchRunner`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from coordinator.policy.quotas import Client
 
 UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
 UPLOAD_GRACE_S, UPLOAD_BYTES_S = 60.0, 16 * 1024
-"""So long an upload may wait for its client in all, and a second more for each UPLOAD_BYTES_S that have come."""
+"""An upload may wait for its client for UPLOAD_GRACE_S in total, and a second more for each UPLOAD_BYTES_S received."""
 MAX_FIELDS = 4
-MAX_UPLOADS, MAX_UPLOADS_OF_OWNER = 8, 2  # each may take the room of the largest file on the disk
-MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER = 64, 16  # each has a file open beside its connection
-MAX_BODY_BYTES = 64 * 1024  # of a new batch, whose metadata has some 10 KB; it is parsed on the event loop
+MAX_UPLOADS, MAX_UPLOADS_OF_OWNER = 8, 2  # each may need disk space for the largest file
+MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER = 64, 16  # each has an open file besides its connection
+MAX_BODY_BYTES = 64 * 1024  # of a new batch, with up to 10 KB of metadata; parsed on the event loop
 _PIECE, _READ_BYTES = 1 << 20, 1 << 18
 RETRY_S = 5.0
 _MAX_NAME = 256
-_OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
+_OVERHEAD_BYTES = 1 << 16  # of a form, besides the file in it
 
 
 class Slots:
-    """How many of something that takes long may go on at once, so that those who are slow leave room for others:
-    `most`, and `of_owner` of one owner where clients have API keys; `what` they are, for messages. State: how many go
-    on of each owner."""
+    """Limits how many transfers run at the same time, so that slow clients leave room for others: `most` in total, and
+    `of_owner` per owner if the client has an API key. `what` describes the transfers in messages. State: the running
+    transfers of each owner."""
 
     def __init__(self, what: str, most: int, of_owner: int) -> None:
         self._what, self._most, self._of_owner = what, most, of_owner
@@ -56,11 +56,11 @@ class Slots:
 
     @contextmanager
     def one(self, client: Client) -> Iterator[None]:
-        """Takes a slot meanwhile.
+        """Holds a slot for the duration of the `with` block.
 
         Raises:
-            QuotaExceeded: the owner has as many as one may have.
-            Unavailable: all are taken.
+            QuotaExceeded: the owner has reached its limit.
+            Unavailable: all slots are in use.
         """
         owner = client.tenant
         if client.key and self.taken[owner] >= self._of_owner:
@@ -77,8 +77,7 @@ class Slots:
 
 
 class BatchRoutes:
-    """Complete state: the store and its runner, how large one file may be, and how many files are being read and given
-    out."""
+    """Complete state: the store and its runner, the maximum size of a file, and the running uploads and downloads."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class BatchRoutes:
             part.unlink(missing_ok=True)
 
     async def _receive(self, request: Request, part: Path) -> tuple[str, str]:
-        """Writes the file of a form to `part`; its name and purpose."""
+        """Writes the file of a form to `part`; returns its name and purpose."""
         pieces = _bounded(request.stream(), self._max_file_bytes + _OVERHEAD_BYTES, self._max_file_bytes)
         head = _form_head(request.headers.get("content-type", ""))
         try:
@@ -211,7 +210,8 @@ class BatchRoutes:
 
 
 def limit_of(request: Request, most: int) -> int:
-    """How many entries of a list are asked for. Raises InvalidRequest for what is no number, or more than `most`."""
+    """Returns how many entries of a list the client requests. Raises InvalidRequest unless it is a number from 1 to
+    `most`."""
     text = request.query_params.get("limit", "100")
     if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= most):
         raise InvalidRequest(f"limit must be a number from 1 to {most}", param="limit")
@@ -219,7 +219,7 @@ def limit_of(request: Request, most: int) -> int:
 
 
 def check_origin(request: Request, allowed: Collection[str]) -> None:
-    """Refuses a form that a page of another origin sends: browsers ask nobody whether it may.
+    """Refuses a form sent by a page of another origin: browsers send forms without a CORS preflight.
 
     Raises:
         HttpProblem: 403.
@@ -232,7 +232,7 @@ def check_origin(request: Request, allowed: Collection[str]) -> None:
 
 
 class FileAnswer(Response):
-    """The content of a file, while it has `slot`."""
+    """The content of a file; holds `slot` while it is sent."""
 
     def __init__(self, path: Path, slot: AbstractContextManager[None]) -> None:
         super().__init__()
@@ -254,14 +254,14 @@ class FileAnswer(Response):
             left = size
             while left and (piece := await asyncio.to_thread(file.read, min(left, _READ_BYTES))):
                 left -= len(piece)
-                for at in range(0, len(piece), SLICE_BYTES):  # what a client does not read, its connection holds
+                for at in range(0, len(piece), SLICE_BYTES):  # the connection buffers what its client has not read
                     body = piece[at : at + SLICE_BYTES]
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
-    """One request to a route of `app`, as if it had come from `client`, without a socket."""
+    """Sends one request to a route of `app` without a socket, as if it came from `client`."""
     request_id = f"batch-{uuid4().hex}"
     headers = {"host": "batch", "content-type": "application/json", "x-request-id": request_id}
     scope: dict[str, Any] = {
@@ -284,7 +284,7 @@ async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
     async def receive() -> Message:
         nonlocal sent
         if sent:
-            await asyncio.Event().wait()  # this client does not leave; whoever waits for it is cancelled
+            await asyncio.Event().wait()  # this client never disconnects; the task that waits for it is cancelled
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -301,8 +301,8 @@ async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
 
 
 async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> AsyncGenerator[bytes, None]:
-    """The pieces of a body that has at most so many bytes, each within UPLOAD_IDLE_S of the one before, and all at
-    UPLOAD_BYTES_S or faster; the time that the disk takes does not count."""
+    """Yields the pieces of a body. Raises HttpProblem if it has over `most` bytes, a piece takes over UPLOAD_IDLE_S, or
+    the body is slower than UPLOAD_BYTES_S on average; the time that the disk takes does not count."""
     size, waited_s, clock = 0, 0.0, asyncio.get_running_loop().time
     while True:
         left_s, asked_at = UPLOAD_GRACE_S + size / UPLOAD_BYTES_S - waited_s, clock()
@@ -323,8 +323,8 @@ async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> Async
 
 
 def _form_head(kind: str) -> Headers:
-    """The head that the parser of a form gets: the boundary alone. By another charset than UTF-8 it would decode names
-    and fields on the event loop, by some in quadratic time.
+    """Returns the header for the form parser, with the boundary alone: given another charset than UTF-8, the parser
+    would decode names and fields with it on the event loop, with some charsets in quadratic time.
 
     Raises:
         InvalidRequest: the content-type names another charset.

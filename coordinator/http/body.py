@@ -1,5 +1,5 @@
-"""The body of a JSON request: its type checked, its size capped while it is read, its slowness bounded, and parsed
-without blocking the event loop."""
+"""The body of a JSON request: checks its type, limits its size and its duration while it is read, and parses it without
+blocking the event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coordinator.http.errors import HttpProblem
 from coordinator.openai.validation import count_values
 
 INLINE_BYTES = 64 * 1024
-SMALL_BYTES = 16 * 1024  # of each connection, so 256 MiB of all
+SMALL_BYTES = 16 * 1024  # per connection, so 256 MiB in total
 PARSE_S = 20.0
 MAX_VALUES = 100_000
 MAX_WAITING_BYTES = 32 * 1024 * 1024
@@ -28,19 +28,19 @@ _JSON = re.compile(r'application/json\s*(;\s*charset\s*=\s*"?utf-8"?\s*)?', re.I
 
 
 class BodyReader:
-    """Reads bodies. Its state: how many bytes of bodies that are not complete are held, of all clients together."""
+    """Reads bodies. State: the bytes held of incomplete bodies, over all clients."""
 
     def __init__(self, max_bytes: int, timeout_s: float) -> None:
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._reading = 0
 
     async def read(self, request: Request) -> bytes:
-        """The whole body, declared as JSON.
+        """Returns the whole body, which must be declared as JSON.
 
         Raises:
             HttpProblem: 415 not declared as JSON, 413 too large, 408 not complete in time.
-            Unavailable: too much of other bodies is held.
-            Cancelled: the client left before it was complete.
+            Unavailable: too many bytes of other bodies are held.
+            Cancelled: the client disconnected before the body was complete.
         """
         check_declared(request, self._max_bytes)
         pieces: list[bytes] = []
@@ -52,7 +52,7 @@ class BodyReader:
                     self._reading += len(piece)
                     if size > self._max_bytes:
                         raise _too_large(self._max_bytes)
-                    # Small ones are bounded by the number of connections: who holds large ones stops no others.
+                    # Small bodies are bounded by the number of connections: large bodies never block them.
                     if size > SMALL_BYTES and size < self._reading > MAX_READING_BYTES:
                         raise Unavailable("too many bodies are being read", code="overloaded", retry_after_s=1)
                     pieces.append(piece)
@@ -67,7 +67,7 @@ class BodyReader:
 
 
 def check_declared(request: Request, max_bytes: int) -> None:
-    """Raises HttpProblem for what the head says of the body: 415 not JSON, 413 over `max_bytes`."""
+    """Checks what the head declares of the body. Raises HttpProblem: 415 not JSON or encoded, 413 over `max_bytes`."""
     kinds = request.headers.getlist("content-type")
     if len(kinds) != 1 or _JSON.fullmatch(kinds[0].strip()) is None:
         raise HttpProblem(
@@ -83,22 +83,22 @@ def check_declared(request: Request, max_bytes: int) -> None:
 
 
 class BodyParser(Child):
-    """Parses small bodies at once and large ones in a child process, one after the other: a JSON parser holds the
-    interpreter, so a thread would block the event loop (0.1 to 0.4 s for 4 MiB).
+    """Parses small bodies inline and large ones in a child process, one at a time: a JSON parser holds the GIL, so a
+    thread would block the event loop (0.1 to 0.4 s for 4 MiB).
 
-    Its state: the child, once a large body has come, and the bytes of large bodies that wait for it or are in it."""
+    State: the child, once a large body has come, and the bytes of large bodies waiting for it or in it."""
 
     def __init__(self, start: Callable[[], Executor] | None = None) -> None:
         super().__init__(start or (lambda: start_child()))
         self._bytes = 0
 
     async def parse(self, parse: Callable[[bytes], _T], body: bytes) -> _T:
-        """`parse(body)`, a function of a module, with what it raises.
+        """Returns `parse(body)` or raises its errors; `parse` must be picklable.
 
         Raises:
-            InvalidRequest: it has over `MAX_VALUES` values.
-            Unavailable: other large bodies wait, and with this one they would have over `MAX_WAITING_BYTES`; or the
-                child has died, or did not answer for `PARSE_S`.
+            InvalidRequest: a large body has over `MAX_VALUES` values.
+            Unavailable: other large bodies wait, and together with this one they exceed `MAX_WAITING_BYTES`; or the
+                child died, or did not finish within `PARSE_S`.
         """
         if len(body) <= INLINE_BYTES:
             return parse(body)
@@ -118,7 +118,7 @@ class BodyParser(Child):
 
 
 def _few_values(parse: Callable[[bytes], _T], body: bytes) -> _T:
-    """In the child: what it makes is unpickled by the coordinator, whose event loop waits meanwhile."""
+    """Runs in the child. Limits the values, because unpickling the result blocks the coordinator's event loop."""
     found = parse(body)
     if count_values(found, MAX_VALUES) > MAX_VALUES:
         raise InvalidRequest(f"the body has more than {MAX_VALUES:,} values")

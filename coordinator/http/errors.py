@@ -1,5 +1,5 @@
-"""Every answer that is not a success, in OpenAI's shape. What is wrong with the request as HTTP is an `HttpProblem`;
-what is wrong with its content or the cluster is a `BatonError` and looked up in the one error table."""
+"""Every answer that is not a success, in OpenAI's format. An `HttpProblem` is a fault of the request as HTTP; a
+`BatonError` is a fault of its content or of the cluster, and the one error table maps it to a status."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REASONS = {
 
 
 class HttpProblem(Exception):
-    """Refused before it is a request to a model. `close` ends the connection with the answer."""
+    """A request refused before it reaches the model. `close` closes the connection after the answer."""
 
     def __init__(self, http: int, code: str, message: str, *, param: str | None = None, close: bool = False) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ def json_response(content: Any, *, http: int = 200, headers: Mapping[str, str] |
 
 
 def error_response(error: BaseException) -> Response:
-    """The answer to any exception. What is not ours to explain is logged and stays inside."""
+    """Returns the answer to any exception. Internal errors are logged, and their details are not sent to the client."""
     if isinstance(error, HttpProblem):
         return json_response(error.body, http=error.http, headers=error.headers)
     if isinstance(error, HTTPException):
@@ -51,7 +51,7 @@ def error_response(error: BaseException) -> Response:
 
 
 def note(error: BaseException) -> None:
-    """Logs our own bugs, with their traceback."""
+    """Logs internal errors, with their traceback."""
     if status.row(error).hide:
         expected = isinstance(error, BatonError) and error.__traceback__ is None
         log.error("internal error: %s", type(error).__name__, exc_info=None if expected else error)

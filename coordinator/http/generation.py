@@ -1,12 +1,12 @@
-"""One request as an HTTP answer: the choices of its prompt, or of its prompts, which are as many generations.
+"""One request as an HTTP answer: the choices of its prompt, or of its prompts, with one generation per prompt.
 
-    wait for the first delta -> status line (200, or the error it turned out to be) -> events, or one object at the end
+    wait for the first delta -> status line (200, or that of an error) -> events, or one object at the end
 
-The answer runs as a task beside a task that waits for the client to leave; whichever ends first ends the other, so a
-client that goes away closes the generator at once, streaming or not. The generator is asked for its next delta only
-when the socket has taken the one before: a slow reader holds back its own stream and no memory (the server ends the
-connection of one that takes nothing). While it waits for one, what comes is written at once (`_Stream.take`), without a
-switch to the answer's task.
+The answer runs as one task, and another task waits for the client to disconnect; whichever ends first cancels the
+other, so a disconnect closes the generator immediately, streaming or not. The next delta is requested from the
+generator only when the socket has accepted the previous one: a slow reader delays only its own stream and uses no extra
+memory (the server closes the connection of a client that reads nothing). While the answer waits for a delta, arriving
+deltas are written directly (`_Stream.take`), without a switch to its task.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
 MAX_LARGE_BYTES = 256 << 20
-"""Of whole answers over LARGE_ANSWER_BYTES, together: one of 1 KB of request may have 80 MB of log-probabilities."""
+"""Limit on all whole answers over LARGE_ANSWER_BYTES: a 1 KB request may cause 80 MB of log-probabilities."""
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -49,8 +49,8 @@ log = logging.getLogger("baton.http")
 
 
 class EchoOnly:
-    """A generator whose answers end with their prompt: of `echo` with no tokens to generate. One is generated all the
-    same, since the prompt's log-probabilities come with it, and thrown away."""
+    """A generator whose answers end with their prompt, for `echo` with no tokens to generate. One token is generated
+    anyway, because the prompt's log-probabilities come with it, and is discarded."""
 
     def __init__(self, generator: Pipeline) -> None:
         self._generator = generator
@@ -66,7 +66,7 @@ class EchoOnly:
 
 
 class _Counted:
-    """What an answer has used so far. A prompt counts once; each choice has the last word about its own tokens."""
+    """The usage of an answer so far. A prompt counts once; a choice's last delta has the final count of its tokens."""
 
     def __init__(self, submissions: Sequence[Submission]) -> None:
         self._n = submissions[0].n
@@ -76,7 +76,7 @@ class _Counted:
         self._speculation: SpeculationCounters | None = None
 
     def add(self, delta: Delta) -> bool:
-        """Whether more is to come."""
+        """Counts a delta; returns whether more are to come."""
         self._completion[delta.choice] += len(delta.token_ids)
         if delta.usage is not None:
             self._completion[delta.choice] = delta.usage.completion_tokens
@@ -94,7 +94,7 @@ class _Counted:
 
 
 class _Whole:
-    """One choice of an answer that is not streamed: its deltas in one, put together as they come."""
+    """One choice of an answer that is not streamed: merges its deltas into one as they arrive."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -119,7 +119,7 @@ class _Whole:
 
 
 class _Stream:
-    """The sink of a stream of one choice: its events go straight to the connection once the answer has begun."""
+    """The sink of a stream of one choice: writes its events directly to the connection once the answer has begun."""
 
     def __init__(self, render: Renderer, counted: _Counted, writer: ChunkWriter) -> None:
         self._render, self._counted, self._writer = render, counted, writer
@@ -130,7 +130,7 @@ class _Stream:
 
     def take(self, delta: Delta) -> None:
         render, usage = self._render, _NOT_SHOWN
-        if render.continuous_usage:  # otherwise the last delta, which is none of these, says what there was in all
+        if render.continuous_usage:  # otherwise the last delta, which never comes here, has the total
             self._counted.add(delta)
             usage = self._counted.usage
         if render.tells(delta):
@@ -138,14 +138,14 @@ class _Stream:
 
 
 class _LargeAnswers:
-    """The whole answers over LARGE_ANSWER_BYTES that are being sent. State: their bytes."""
+    """Limits the whole answers over LARGE_ANSWER_BYTES that are being sent. State: their total bytes."""
 
     def __init__(self) -> None:
         self._bytes = 0
 
     @contextmanager
     def sent(self, response: Response) -> Iterator[Response]:
-        """Yields the answer to send: 503 where with a large one it would be too much."""
+        """Yields the answer to send: a 503 if it is large and would exceed MAX_LARGE_BYTES together with others."""
         size = len(response.body)
         if size <= LARGE_ANSWER_BYTES:
             size = 0
@@ -163,8 +163,8 @@ _LARGE = _LargeAnswers()
 
 
 class GenerationResponse(Response):
-    """Runs `submissions`, one for each prompt, when it is sent. They have equally many choices; those of the second
-    prompt are numbered behind those of the first."""
+    """Runs `submissions`, one per prompt, when it is sent. All have the same number of choices; those of the second
+    prompt are numbered after those of the first."""
 
     def __init__(
         self, generator: Pipeline | EchoOnly, submissions: Sequence[Submission], render: Renderer, *, stream: bool
@@ -267,7 +267,7 @@ class GenerationResponse(Response):
         await self._write(send, body, more=False)
 
     async def _next(self, deltas: AsyncGenerator[Delta, None]) -> Delta:
-        """The next delta. Raises what the generator raises, and if it ends without a finish reason."""
+        """Returns the next delta. Raises the generator's errors, also if it was aborted or ended too early."""
         try:
             delta = await anext(deltas)
         except StopAsyncIteration:
@@ -279,8 +279,8 @@ class GenerationResponse(Response):
         return delta
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Returns when the socket has taken enough; the server ends the connection of a client that takes nothing. What
-        is long goes in slices."""
+        """Sends in slices and returns when the socket has accepted enough; the server closes the connection of a client
+        that reads nothing."""
         rest = memoryview(body)
         while True:
             part, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
@@ -290,6 +290,6 @@ class GenerationResponse(Response):
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has left."""
+    """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

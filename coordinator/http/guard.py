@@ -1,7 +1,7 @@
-"""What every request passes before it is routed, as plain ASGI: size of the head, Host, and its id.
+"""The checks of every request before routing, as plain ASGI middleware: size of the head, Host, API key and request id.
 
-The server's protocol (server.py) stops an endless head while it is read; here is what can be judged once it is
-complete, so that any server in front of the app gives the same answers.
+The server's protocol (server.py) refuses an endless head while it is read; the checks here need the complete head, so
+that any server in front of the app gives the same answers.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ MAX_HEADER_BYTES = 8 * 1024
 MAX_HEAD_BYTES = 16 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 MAX_ID_CHARS = 128
-OPEN_PATHS = ("/", "/live", "/health", "/ready")  # the page, which says nothing by itself, and what is polled
+OPEN_PATHS = ("/", "/live", "/health", "/ready")  # the page, which has no data of its own, and the health checks
 REQUEST_ID = "baton.request_id"
 CLIENT = "baton.client"
-"""Who asks; set already in what the coordinator asks itself."""
+"""The scope key of the client; already set in requests that the coordinator sends to itself."""
 IGNORED = "baton.ignored"
-"""Where a route leaves the names of fields that it ignores, for the header."""
+"""The scope key under which a route stores the names of the fields that it ignores, for the header."""
 
 _LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
-"""Names that no public DNS server answers for."""
+"""Names that no public DNS server resolves."""
 _HOST = re.compile(rb"[A-Za-z0-9._~-]+(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 _ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
 
 
 class Guard:
-    """Refuses bad heads and clients without a key, gives each request an id and each answer an `x-request-id`, and lets
-    no exception out."""
+    """Refuses bad heads and clients without a key, sets the id of each request and the `x-request-id` of each answer,
+    and lets no exception escape."""
 
     def __init__(
         self,
@@ -101,8 +101,9 @@ class Guard:
 
 
 class Names:
-    """The names by which a server on loopback is asked. A page may give its own name this machine's address (DNS
-    rebinding) and is then, to a browser, of the same origin as the server; but the Host header is still its name."""
+    """The Host names that a server on loopback accepts. A web page may resolve its own name to this machine's address
+    (DNS rebinding) and then has, for the browser, the server's origin; but the Host header still contains the page's
+    name."""
 
     def __init__(self, allowed_origins: Collection[str]) -> None:
         self._any = "*" in allowed_origins
@@ -110,7 +111,7 @@ class Names:
         self._known = {name.lower() for name in (*own, socket.gethostname())}
 
     def known(self, host: str) -> bool:
-        """`host` is a Host header, with or without a port; empty where there is none."""
+        """Returns whether `host` is accepted: a Host header, with or without a port, or empty if there is none."""
         name = re.sub(r":\d*$", "", host.lower()).strip("[]").removesuffix(".")
         if self._any or "." not in name or name in self._known or name.endswith(_LOCAL_SUFFIXES):
             return True
@@ -122,10 +123,10 @@ class Names:
 
 
 def check_head(scope: Scope) -> str:
-    """The Host header, empty where there is none.
+    """Checks the head; returns the Host header, empty if there is none.
 
     Raises:
-        HttpProblem: the head is too large, or its Host is not one.
+        HttpProblem: the head is too large, or its Host header is missing, repeated or malformed.
     """
     headers = scope["headers"]
     sizes = [len(name) + len(value) + 4 for name, value in headers]

@@ -1,9 +1,9 @@
-"""Routes, and what `/openapi.json` says of them: the bodies that the strict models accept, and what is answered. They
-read their bodies and write their answers themselves, which FastAPI cannot see.
+"""Routes, and their description in `/openapi.json`: the bodies that the strict models accept, and the answers. Routes
+read their bodies and write their answers themselves, so FastAPI cannot derive the description.
 
-Objects of answers are closed: a field that is not here is a fault, which the tests find. Open are `Response` (the tests
-hold it against OpenAI's own types), `TokenizerInfo` (a file of the checkpoint) and `Workers` (what `baton ps` reads,
-which changes)."""
+Objects of answers are closed: a field that is missing here is a fault that the tests detect. Open are `Response` (the
+tests check it against OpenAI's own types), `TokenizerInfo` (a file of the checkpoint) and `Workers` (for `baton ps`,
+subject to change)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ANY: Schema = {"type": "object"}
 
 
 def _object(**fields: Schema) -> Schema:
-    """Fields whose name ends in `_` (left out then) need not be there."""
+    """Returns the schema of a closed object. Fields whose name ends in `_` (removed from the name) are optional."""
     names = {name.rstrip("_"): schema for name, schema in fields.items()}
     required = [name for name in fields if not name.endswith("_")]
     return {"type": "object", "properties": names, "required": required, "additionalProperties": False}
 
 
 def _each(schema: Schema, *names: str) -> dict[str, Schema]:
-    """Fields of the same kind."""
+    """Returns fields with the same schema."""
     return dict.fromkeys(names, schema)
 
 
@@ -224,8 +224,8 @@ _UPLOAD = {
 def add_route(
     app: FastAPI, method: str, path: str, endpoint: Callable[..., Any], answer: str, body: type[BaseModel] | None = None
 ) -> None:
-    """A route and what is said of it: `answer` names the schema of its JSON, or is the content type of what is none;
-    with `body`, the model of the request's, comes that of a stream, where it may ask for one."""
+    """Adds a route and its description. `answer` names the schema of a JSON answer, or is the content type of any
+    other; `body` is the model of the request body; if it has a field `stream`, a stream of events is described too."""
     more: dict[str, Any] = {"parameters": QUERIES[path]} if method == "GET" and path in QUERIES else {}
     if answer == "File" and method == "POST":
         more["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
@@ -248,7 +248,7 @@ def add_route(
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of `app`, made once."""
+    """Returns the OpenAPI document of `app`, built once."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bodies: Any = [(model, "validation") for model in getattr(app.state, "bodies", ())]

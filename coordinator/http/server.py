@@ -1,12 +1,12 @@
 """The listening socket and the server under the app: uvicorn with httptools, without its signal handlers.
 
-    bind(host, port)         at once: a port in use is a StartupError of one line
-    await server.serve()     accepts until shutdown, returns when running answers have ended or the grace is over
+    bind(host, port)         immediately: a port in use raises a one-line StartupError
+    await server.serve()     accepts until shutdown, returns when running answers or the grace period have ended
     server.stop()            stop accepting, close idle connections, let running answers end
 
-What uvicorn leaves open is closed in `GuardedProtocol`: an endless or dripping head, a body that goes on after its
-answer or never comes, endless trailers, answers that are not read, whatever else would keep a connection open without a
-request, more connections than there is room for, refusals that are not JSON.
+`GuardedProtocol` handles what uvicorn does not: an endless or slow head, a body that continues after its answer or
+never arrives, endless trailers, answers that are not read, any other way to keep a connection open without a request,
+more connections than the limit, refusals that are not JSON.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from coordinator.http.errors import error_response
 
 log = logging.getLogger("baton.http")
 SEND = "baton.send"
-"""The server's own `send`. What stands between it and an answer looks only at how the answer starts."""
+"""The server's own `send`. Middleware between it and an answer only inspects the start of the answer."""
 WRITER = "baton.writer"
-"""The server's ChunkWriter for this answer, where it has one."""
-MAX_HEAD_BYTES = 25 * 1024  # of a head that is not complete, or of trailers; more than `guard` takes of a whole head
+"""The server's ChunkWriter for this answer, if it has one."""
+MAX_HEAD_BYTES = 25 * 1024  # of an incomplete head, or of trailers; above the limit of `guard` for a complete head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
 READ_BYTES = 32 * 1024
-"""At once, of a connection: it has room for 5,000 chunks of one byte, each of them a callback."""
+"""Bytes read at once from a connection: they may hold 5,000 chunks of one byte, each of which is a callback."""
 CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
 SEND_TIMEOUT_S = 30.0
-"""How long a client may take nothing, or less than LEAST_TAKEN_BYTES, of what was written."""
+"""How long a client may read nothing, or less than LEAST_TAKEN_BYTES, of the buffered output."""
 LEAST_TAKEN_BYTES = 32 * 1024
 COUNT_FILES_S = 1.0
 BACKLOG = 1_024
-ACCEPTS_PER_TURN = 16  # so that a burst is refused before it takes the files that are reserved
+ACCEPTS_PER_TURN = 16  # so that a burst is refused before it uses up the reserved files
 SEND_BUFFER_BYTES = 64 * 1024
 
 _Refusal = tuple[int, str, str]
@@ -60,13 +60,14 @@ _FULL: _Refusal = (503, "overloaded", "too many connections")
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Its own state: whether a head is expected or incomplete, the bytes that came since a head was
-    complete or a part of a body came, the timer that ends it where no request is being answered, the one that ends it
-    where nothing is read, the requests that are not answered yet, and how much of a body was dropped after its answer.
+    """One connection. Its own state: whether a head is expected or incomplete, the bytes received since the last
+    complete head or part of a body, the timer that closes the connection while no request is being answered, the timer
+    that closes it while the client reads nothing, the requests that are not answered yet, and how many bytes of bodies
+    were dropped after their answer.
 
     The first timer runs from the connection to the first head, while a head is incomplete, and from each answer to the
-    end of the next head, whatever else is sent meanwhile; uvicorn's own is cancelled by any byte. The second runs while
-    so much waits to be read that nothing more is written. Reading a body has a limit of its own.
+    end of the next head, whatever else is sent meanwhile; any byte cancels uvicorn's own timer. The second runs while
+    writing is paused because of unread output. Reading a body has its own limit.
     """
 
     def __init__(self, limit: ConnectionLimit, **settings: Any) -> None:
@@ -81,10 +82,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._answering: dict[RequestResponseCycle, asyncio.Task[None]] = {}
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
         self._unread_timer: asyncio.TimerHandle | None = None
-        if hasattr(transport, "max_size"):  # TLS has its own, see `HttpServer`
+        if hasattr(transport, "max_size"):  # TLS transports have their own, see `HttpServer`
             transport.max_size = READ_BYTES
         sock = transport.get_extra_info("socket")
-        if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
+        if sock is not None:  # by default, the kernel would buffer megabytes for a client that reads nothing
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._address = str((transport.get_extra_info("peername") or ("",))[0])
         if not self._connection_limit.opened(self._address):
@@ -94,7 +95,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer.cancel()
         self._cancel_unread_timer()
         self._connection_limit.closed(self._address)
-        for cycle in self._cycles:  # uvicorn tells the last one only
+        for cycle in self._cycles:  # uvicorn marks only the last one as disconnected
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -104,8 +105,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 task.cancel()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """As uvicorn does; and it ends with its connection as long as its answer has not begun: what waits to be
-        parsed, rendered or encoded would keep others waiting."""
+        """Does the same as uvicorn, and the task is cancelled with the connection while its answer has not begun: a
+        request that still waits to be parsed, rendered or encoded would delay others."""
         task = self.loop.create_task(cycle.run_asgi(app))
         self.tasks.add(task)
         self._answering[cycle] = task
@@ -121,7 +122,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(_HEAD_TOO_LARGE)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # nobody asks for trailers
+        if self._in_head:  # trailers are not used
             super().on_header(name, value)
 
     def on_message_begin(self) -> None:
@@ -136,9 +137,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if len(self._cycles) > MAX_PIPELINED:
             self.transport.abort()
-            raise ValueError("too many pipelined requests")  # or the parser would go on with what it has
+            raise ValueError("too many pipelined requests")  # stops the parser, which would process its buffered data
         if len(self._cycles) > 1:
-            self.flow.resume_reading()  # else nobody would see the client leave
+            self.flow.resume_reading()  # otherwise a disconnect would not be detected
         cast(dict[str, Any], self.scope)[WRITER] = ChunkWriter(self.cycle)
 
     def on_response_complete(self) -> None:
@@ -191,16 +192,16 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._in_head and self._other_bytes:
             self._refuse(_HEAD_TOO_SLOW)
         else:
-            self._close()  # uvicorn may have begun to
+            self._close()  # uvicorn may have begun to close it already
 
     def _close(self) -> None:
-        """In order, if the client takes what is left of its answer within CLOSE_S."""
+        """Closes gracefully; aborts if the client does not read the rest of its answer within CLOSE_S."""
         self.transport.close()
         self._timer.cancel()
         self._timer = self.loop.call_later(CLOSE_S, self.transport.abort)
 
     def _refuse(self, refusal: _Refusal) -> None:
-        """Answers without the app, unless an answer is already under way, and closes."""
+        """Sends an error without the app, unless an answer has already begun, and closes."""
         http, code, message = refusal
         if self.transport.is_closing():
             return
@@ -213,28 +214,27 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class ChunkWriter:
-    """Writes parts of a chunked body that has begun, as the cycle's own `send` does, past everything between the server
-    and its answer."""
+    """Writes parts of a chunked body that has begun, as the cycle's own `send` does, bypassing all middleware."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
     @property
     def ready(self) -> bool:
-        """Whether the client has taken enough of what was written before."""
+        """Whether the client has read enough of the previous output."""
         cycle = self._cycle
         gone = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
         return bool(cycle.chunked_encoding) and not gone and not cycle.flow.write_paused
 
     def write(self, body: bytes) -> None:
-        if body:  # an empty chunk would end the whole
+        if body:  # an empty chunk would end the body
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class HttpServer(uvicorn.Server):
-    """A bound server; `address` is where it listens. Signals belong to the process, not to one of its servers; and it
-    listens itself. asyncio takes one number for the queue of the kernel and for how many connections it accepts in one
-    turn of the loop: here they differ. And of a TLS handshake uvicorn sets no limit; asyncio's is a minute."""
+    """A bound server; `address` is where it listens. It handles no signals, which belong to the process. It creates its
+    own listener: asyncio uses one number for the kernel's backlog and for the connections accepted per turn of the
+    loop, but here they differ. And uvicorn sets no limit on a TLS handshake; asyncio's default is a minute."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket, *, grace_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._sock, self._tls = sock, tls
@@ -273,13 +273,13 @@ class HttpServer(uvicorn.Server):
             await asyncio.sleep(COUNT_FILES_S)
 
     def stop(self) -> None:
-        """Begins the end; `serve` returns when it is over."""
+        """Begins the shutdown; `serve` returns when it is complete."""
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         config, secure = self.config, self._tls is not None
-        if secure:  # of each connection asyncio would take 256 KiB for it
+        if secure:  # asyncio would read 256 KiB at once from each connection
             sslproto.SSLProtocol.max_size = READ_BYTES
         server = await asyncio.get_running_loop().create_server(
             lambda: config.http_protocol_class(  # type: ignore[call-arg]
@@ -303,7 +303,7 @@ class HttpServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket, so that a second server on the port fails now and not later."""
+    """Returns a listening TCP socket, so that a second server on the port fails now and not later."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -321,8 +321,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Ending:
-    """Answers whose grace is over: 503 where none was begun, else the connection just ends, which no client takes for
-    a finished stream. A connection that is gone needs neither."""
+    """Ends answers that outlast the grace period: with 503 if they have not begun; otherwise the connection closes,
+    which no client mistakes for a finished stream. A closed connection needs neither."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

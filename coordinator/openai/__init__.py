@@ -1,1 +1,1 @@
-"""What OpenAI's API says: bodies in, answers out. No I/O."""
+"""OpenAI's API: parses request bodies and renders answers. No I/O."""

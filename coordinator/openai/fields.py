@@ -1,9 +1,9 @@
-"""Every field of the public requests that is not served, as data, and what the error says of it.
+"""Every field of the public requests that is not served, as data.
 
-`null` always counts as not given, whatever the name. Three kinds of fields besides the served ones:
-- inert: they change nothing about the answer; accepted, and named in the answer's `x-ignored-fields`;
-- not served yet: accepted at a value that means "as if it were not given", refused by name at any other;
-- unknown: refused by name, with the nearest known name; in a message accepted and named.
+`null` always counts as not given, also for an unknown name. There are three kinds of fields besides the served ones:
+- inert: they do not change the answer; accepted, and listed in the answer's `x-ignored-fields`;
+- not served yet: accepted with a value that has the same effect as omitting the field, else refused by name;
+- unknown: refused by name, with the nearest known one; in messages, calls and input items accepted and listed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ INERT = frozenset(
         *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
     }
 )
-"""Of a request. Some are in the models too, which bound their size."""
-MAX_NAMED = 20  # in the header; a body has room for half a million
+"""Inert fields of a request. Some are also in the models, which limit their size."""
+MAX_NAMED = 20  # in the header; a body may have half a million names
 
 _BOTH: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
@@ -47,12 +47,12 @@ CHAT: Neutral = _BOTH | {
 }
 MESSAGE: Neutral = {
     "function_call": (),
-    "partial": (False,),  # elsewhere: go on with this message
+    "partial": (False,),  # in other APIs: continue this message
     "prefix": (False,),
 }
 
 
 def as_header(names: Iterable[str]) -> str:
-    """The names of ignored fields as the value of a header: printable, and MAX_NAMED at most."""
+    """Returns the names of ignored fields as a header value: printable, and at most MAX_NAMED."""
     shown = sorted({re.sub(r"[^!-+\--~]", "?", name) for name in names})
     return ", ".join(shown[:MAX_NAMED] + (["..."] if len(shown) > MAX_NAMED else []))

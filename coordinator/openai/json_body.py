@@ -1,7 +1,7 @@
-"""Bytes of a request body to a JSON object, strictly.
+"""Strict parsing of a request body into a JSON object.
 
-Refused: what is not UTF-8 (a byte order mark too), not JSON, followed by something, not an object at the top, too
-deep; NaN and infinities; a key given twice (a proxy in front might read the other one); NUL and lone surrogates.
+Refused: bytes that are not UTF-8 (also a byte order mark), invalid JSON, trailing data, a top level that is no object,
+deep nesting, NaN and infinities, a duplicate key (a proxy in front might use the other value), NUL and lone surrogates.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 from baton.core.errors import InvalidRequest
 
-# Where a value is: the place of what it is in, and its key or index there.
+# The position of a value: the position of its container, and its key or index there.
 _Place = tuple[Any, "str | int"]
 _SUSPECT = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest, with `param` where a field is at fault."""
+    """Parses a body. Raises InvalidRequest, with `param` if a field is at fault."""
     if not body:
         raise _not_json("the body is empty")
     try:
@@ -42,8 +42,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _loads(text: str) -> Any:
-    """Without collecting garbage: JSON has no cycles, and a million lists would be searched again and again while no
-    other thread can run. Two threads may be here; only who switches it off switches it on, so it is on in the end."""
+    """Parses without garbage collection: JSON has no cycles, and scanning a million lists repeatedly would block all
+    other threads. Of two threads here, only the one that disabled it enables it again, so it ends up enabled."""
     collecting = gc.isenabled()
     if collecting:
         gc.disable()
@@ -89,7 +89,7 @@ def check_strings(value: Any, place: _Place | None = None) -> None:
 
 
 def _path(place: _Place | None) -> str:
-    """As `a.b[2]`: made for the one place that is named, since a key may have megabytes and a list a million places."""
+    """Returns a position as `a.b[2]`. Built only for the position in the error, because keys and lists may be huge."""
     names: list[str] = []
     while place is not None:
         place, name = place

@@ -1,7 +1,7 @@
-"""Deltas to the bytes of OpenAI's responses: one JSON object, or the events of a stream.
+"""Renders deltas as the bytes of OpenAI's responses: one JSON object, or the events of a stream.
 
-A stream's event is put together from a prefix made once and the text, the only part that changes: a tenth of the cost
-of building and dumping an object per token.
+A stream event is concatenated from a prefix built once and the text, the only part that changes: a tenth of the cost of
+building and serializing an object per token.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u202
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is the same in every part of one answer. `request_id` may be the client's, `unique_id` is nobody else's.
-    `logprobs`, `prompt_logprobs`, `token_ids` and `timeline` say that the client wants them, `prompts` are the ids of
-    each prompt, with `n` choices each in their order, and `echos` their texts where it wants them in front.
-    `new_parser` makes what finds tool calls and reasoning in the text of a choice; `named_tool` says that the client
-    chose the tool."""
+    """The values common to all parts of one answer. `request_id` may be the client's, `unique_id` is unique.
+    `logprobs`, `prompt_logprobs`, `token_ids` and `timeline`: the client requests them. `prompts` has the ids of each
+    prompt, each with `n` choices, in order; `echos` their texts if the client wants them before the output.
+    `new_parser` makes a parser of tool calls and reasoning for the text of one choice; `named_tool`: the client chose
+    the tool."""
 
     request_id: str
     unique_id: str
@@ -53,12 +53,12 @@ class Head:
 
 
 class Render:
-    """One answer. Subclasses name the object and put a choice together."""
+    """Renders one answer. Subclasses name the object and format a choice."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
-    before_text: bytes  # behind the index
+    before_text: bytes  # after the index
     after_text: bytes
     scores_in_choice: bool
     end = DONE
@@ -66,58 +66,58 @@ class Render:
     def __init__(self, head: Head) -> None:
         self._head = head
         self.continuous_usage = head.continuous_usage
-        """Whether every event shows the usage so far; else what it is given as such does not matter."""
+        """Whether every event shows the usage so far; otherwise the `usage` passed with an event is ignored."""
         self._prefix = b"data: " + json_line(self._base(self.chunk_object))[:-1] + b',"choices":['
         self._open_usage = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 
     def tells(self, delta: Delta) -> bool:
-        """Whether a delta is worth an event: one without text is, when the client wants to know of every token."""
+        """Returns whether a delta needs an event; without text only if the client requested token ids or logprobs."""
         return bool(delta.text) or ((self._head.token_ids or self._head.logprobs) and bool(delta.token_ids))
 
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
-        """The one object of an answer that is not streamed, from all deltas of each choice in one; the first has what
-        is to be said of the prompt."""
+        """Returns the object of an answer that is not streamed. `answers` has one merged delta per choice; the first
+        choice of each prompt has the prompt's log-probabilities."""
         choices = [self._end(answer) | self._whole_choice(answer) for answer in answers]
         value = self._base(self.whole_object) | {"choices": choices, "usage": usage_object(usage)}
         if self._head.token_ids:
             for choice, answer in zip(choices, answers, strict=True):
                 choice["token_ids"] = list(answer.token_ids)
         if self._head.prompt_logprobs:
-            firsts = answers[:: self._head.n]  # the first choice of each prompt has its scores
+            firsts = answers[:: self._head.n]  # only the first choice of each prompt has them
             scores = [prompt_logprobs(self._head.vocabulary, first.prompt_logprobs or ()) for first in firsts]
             for index, place in enumerate(choices if self.scores_in_choice else [value]):
                 place["prompt_logprobs"] = scores[index // self._head.n]
-        # One by one: a call of orjson keeps the interpreter, and the event loop waits for it, 0.3 s for 60 MB.
+        # One by one: a call of orjson holds the GIL, which blocks the event loop, for 0.3 s per 60 MB.
         value["choices"] = [orjson.Fragment(orjson.dumps(choice)) for choice in choices]
         return orjson.dumps(value)
 
     has_large_opening = False
-    """Whether what goes out before the text of each choice is known to be large."""
+    """Whether the opening of each choice is known to be large."""
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
-        """What goes out with the first token of a choice, before any text."""
+        """Returns the event that precedes any text of a choice; it is sent with the first delta."""
         return b""
 
     def text(self, delta: Delta, usage: Usage) -> bytes:
-        """An event with new text; `usage` counts so far."""
+        """Returns an event with new text; `usage` is the usage so far."""
         choice = self._before(delta) + _json_text(delta.text) + self.after_text + self._ids(delta)
         scores = self._scores(delta)
         return self._prefix + choice + b',"logprobs":' + scores + b',"finish_reason":null}' + self._tail(usage)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
-        """The event with a choice's finish reason and what text is left of it."""
+        """Returns the event with a choice's finish reason and its remaining text."""
         choice = self._before(delta) + _json_text(delta.text) + self.after_text + self._ids(delta)
         end = b',"logprobs":' + self._scores(delta) + b"," + json_line(self._end(delta))[1:]
         return self._prefix + choice + end + self._tail(usage)
 
     def closing(self, usage: Usage) -> bytes:
-        """What goes out behind the last choice: the usage, if asked for."""
+        """Returns the event after the last choice: the usage, if requested."""
         if not self._head.include_usage:
             return b""
         return self._prefix + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n"
 
     def failed(self, error: BaseException) -> bytes:
-        """The last event of a stream that breaks off, and its end."""
+        """Returns the last event of a failed stream, and its end marker."""
         return b"data: " + json_line(status.http_body(error)) + b"\n\n" + self.end
 
     def _end(self, delta: Delta) -> dict[str, Any]:
@@ -167,10 +167,10 @@ class CompletionRender(Render):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._scored: dict[int, CompletionLogprobs] = {}
-        self._prompts: dict[int, tuple[dict[str, Any], int]] = {}  # scores of each, and where the text behind it begins
+        self._prompts: dict[int, tuple[dict[str, Any], int]] = {}  # scores of each, and the offset of the text after it
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
-        """The echo."""
+        """Returns the echo."""
         if self._head.echos is None:
             return b""
         scores = json_line(self._echoed(delta)) if self._head.logprobs else b"null"
@@ -180,7 +180,7 @@ class CompletionRender(Render):
 
     def _echoed(self, delta: Delta) -> dict[str, Any]:
         scores, number = self._scores_of(delta), delta.choice // self._head.n
-        if number not in self._prompts:  # they come with the first choice alone, and are the same for all
+        if number not in self._prompts:  # only the first choice's delta has them; the same for all choices
             found = scores.of_prompt(self._head.prompts[number], delta.prompt_logprobs or ())
             self._prompts[number] = found, scores.offset
             self.has_large_opening = self.has_large_opening or is_large([delta])
@@ -259,7 +259,7 @@ class ChatRender(Render):
         return self._parsers[choice]
 
     def _parsed(self, delta: Delta, events: list[Event], usage: Usage) -> bytes:
-        """The events of a stream for what a delta has brought; its ids and scores are with the first."""
+        """Returns the stream events for one delta; the first of them carries its token ids and log-probabilities."""
         parts = [self._part(event, delta.choice) for event in events]
         if not parts and delta.token_ids and (self._head.token_ids or self._head.logprobs):
             parts = [{}]
@@ -304,13 +304,13 @@ class ChatRender(Render):
         return found | ({"tool_calls": calls} if calls else {})
 
     def _finish(self, delta: Delta, *, calls: bool) -> str | None:
-        """As OpenAI has it: a call that the client chose itself ends with `stop`."""
+        """As in OpenAI's API: a call of the tool that the client chose by name ends with `stop`."""
         if calls and delta.finish_reason == "stop" and not self._head.named_tool:
             return "tool_calls"
         return delta.finish_reason
 
     def _call_id(self, choice: int, index: int) -> str:
-        """Nine letters and digits: Mistral's templates take no other."""
+        """Returns nine letters and digits: Mistral's templates accept no other id."""
         return xxhash.xxh3_64_hexdigest(f"{self._head.unique_id}/{choice}/{index}".encode())[:9]
 
 
@@ -341,7 +341,7 @@ def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> di
 
 
 class CompletionLogprobs:
-    """State: `offset`, where the next token begins in the text. Tokens that are no part of it have no width."""
+    """State: `offset`, where the next token begins in the text. Tokens that are not part of the text have no width."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -374,12 +374,12 @@ class CompletionLogprobs:
 
 
 def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Two objects of completions as one."""
+    """Concatenates two log-probability objects of a completion."""
     return {name: first[name] + then[name] for name in first}
 
 
 def prompt_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> list[Any]:
-    """One object per prompt token, by token id, and null for the first."""
+    """Returns one object per prompt token, keyed by token id, and null for the first."""
 
     def one(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": vocabulary.spelling(token_id)[0]}
@@ -393,7 +393,7 @@ def prompt_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> 
 
 
 def server_timing(timeline: Timeline | None) -> dict[str, str]:
-    """The stages a request went through, as a header that browsers' tools understand."""
+    """Returns the duration of each stage of a request, as a header that browser tools display."""
     if timeline is None:
         return {}
     stages = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
@@ -405,8 +405,8 @@ def _json_text(text: str) -> bytes:
 
 
 def json_line(value: Any) -> bytes:
-    """JSON on one line for every notion of a line: some clients split at U+0085, U+2028 and U+2029."""
+    """Serializes on one line by any definition of a line: some clients split at U+0085, U+2028 and U+2029."""
     data = orjson.dumps(value)
     for character, escaped in _LINE_BREAKS.items():
-        data = data.replace(character, escaped)  # outside of strings there are none
+        data = data.replace(character, escaped)  # they occur only in strings
     return data

@@ -41,7 +41,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 class _Item(Strict):
-    """Items of an earlier answer come back as they were, with ids and states."""
+    """The client sends the items of an earlier answer back unchanged, with ids and states."""
 
     ignored_as = "input."
 
@@ -177,12 +177,12 @@ class ResponsesBody(ModelBody):
 
     @model_validator(mode="after")
     def _served(self) -> Self:
-        """Raises InvalidRequest for what is not, or does not go together."""
+        """Raises InvalidRequest for fields that are not served or cannot be combined."""
         if self.top_logprobs:
             raise InvalidRequest("'top_logprobs' is not served by /v1/responses", param="top_logprobs")
         self.options()
         self.tooling().check()
-        json_text([tool.parameters for tool in self.tools or ()], "tools")  # the answer shows them
+        json_text([tool.parameters for tool in self.tools or ()], "tools")  # the answer repeats them
         return self
 
     def options(self) -> Options:
@@ -203,7 +203,7 @@ class ResponsesBody(ModelBody):
         )
 
     def chat(self) -> list[ChatMessage]:
-        """The conversation; calls that follow each other are one message of the assistant, with what it said before."""
+        """Returns the conversation; merges consecutive calls into one assistant message, with the text before them."""
         found = [ChatMessage("system", self.instructions)] if self.instructions else []
         for item in self.input:
             message, last = item.message(), found[-1] if found else None
@@ -224,7 +224,7 @@ class ResponsesBody(ModelBody):
 
 
 def shown_tools(tools: Tools) -> list[dict[str, Any]]:
-    """The tools as an answer repeats them."""
+    """Returns the tools in the form in which an answer repeats them."""
     functions = [tool.function for tool in tools.tools]
     return [{"type": "function", **function.model_dump(), "strict": bool(function.strict)} for function in functions]
 

@@ -1,4 +1,4 @@
-"""Deltas to the answer of `/v1/responses`: one object, or a stream of typed events that build it up item by item."""
+"""Renders deltas as the answer of `/v1/responses`: one object, or typed events that build it up item by item."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, 
 
 
 class ResponsesRender:
-    """State: the number of the next event, the items that are complete and the one that is open with its text, and why
-    the answer ended."""
+    """State: the number of the next event, the complete items, the open item with its text, and the finish reason."""
 
     continuous_usage = False
     has_large_opening = False
-    end = b""  # the last event is the end
+    end = b""  # the last event ends the stream
 
     def __init__(self, head: Head, body: ResponsesBody) -> None:
         self._head, self._body = head, body
@@ -63,7 +62,7 @@ class ResponsesRender:
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: BaseException) -> bytes:
-        """The last event of a stream that breaks off."""
+        """Returns the last event of a failed stream."""
         shown = status.http_body(error)["error"]
         return self._event("error", code=shown["code"], message=shown["message"], param=shown["param"])
 
@@ -147,7 +146,7 @@ class ResponsesRender:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     def _response(self, usage: Usage | None) -> dict[str, Any]:
-        """The whole answer as far as it is; `usage` where it has ended."""
+        """Returns the whole answer so far; `usage` is given only once it has ended."""
         head, body, tools = self._head, self._body, self._body.tooling()
         cut = self._finish == "length"
         choice = {"type": "function", "name": tools.named} if tools.named else tools.choice

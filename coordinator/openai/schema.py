@@ -1,7 +1,7 @@
-"""The public request bodies as strict models, and the plain values they stand for.
+"""The public request bodies as strict models, and their conversion to plain values.
 
-A body is bytes until here: `parse` (validation.py: JSON, fields that are unknown or not served, types and sizes)
--> `Options`, a prompt or messages. Ranges of the sampling fields are checked by translate.py, for gRPC too.
+A body passes from bytes through `parse` (validation.py: JSON, fields that are unknown or not served, types and sizes)
+to `Options` and a prompt or messages. translate.py checks the ranges of the sampling fields, for gRPC too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MAX_METADATA = 16
 
 
 def _ids(value: list[int]) -> array[int]:
-    """Token ids as they pass from the process that parses bodies: a million of them as a list would hold the event loop
-    for 30 ms, as an array for 1."""
+    """Returns token ids in the form that passes from the process that parses bodies: a million of them as a list would
+    block the event loop for 30 ms, as an array for 1 ms."""
     try:
         return array("q", value)
     except OverflowError:
@@ -45,7 +45,7 @@ def _ids(value: list[int]) -> array[int]:
 
 
 def _prompt(value: Any) -> list[str | array[int]]:
-    """The prompts: a text or token ids, or a list of these."""
+    """Returns the prompts, from a text or token ids, or a list of these."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -62,7 +62,7 @@ def _prompt(value: Any) -> list[str | array[int]]:
 
 
 def _content(value: Any) -> str:
-    """A text, or the texts of its parts, one line break between two."""
+    """Returns a text, or the texts of its parts joined by line breaks."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -123,7 +123,7 @@ _Prompts = Annotated[
     PlainValidator(_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
 ]
 _Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
-_Ids = Annotated[list[int], Field(fail_fast=True), AfterValidator(_ids)]  # of a million wrong ones the first is enough
+_Ids = Annotated[list[int], Field(fail_fast=True), AfterValidator(_ids)]  # only the first wrong id is reported
 Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata), at_most(MAX_METADATA)]
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
@@ -135,7 +135,7 @@ class StreamOptions(Strict):
 
 
 class GenerationBody(ModelBody):
-    """What completions and chat share. The last block is inert."""
+    """The fields that completions and chat share. The last block is inert."""
 
     inert = INERT
 
@@ -180,7 +180,7 @@ class GenerationBody(ModelBody):
     metadata: Metadata | None = None
 
     def options(self) -> Options:
-        """The fields that `Options` has under the same name, and those that need translating."""
+        """Returns the fields that `Options` has under the same name, and the fields that need translating."""
         given: dict[str, Any] = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list | array)}
         return Options(
@@ -193,7 +193,7 @@ class GenerationBody(ModelBody):
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
-        """Raises InvalidRequest for fields that do not."""
+        """Raises InvalidRequest for fields that cannot be combined."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -224,11 +224,11 @@ class CompletionBody(GenerationBody):
 
     @property
     def echo_only(self) -> bool:
-        """Whether nothing is to be generated: evaluations score a text like that."""
+        """Whether nothing is to be generated: evaluations use this to score a text."""
         return bool(self.echo) and self.max_tokens == 0
 
     def options(self) -> Options:
-        """As for chat; echoed tokens are scored like the output."""
+        """Returns the options; echoed tokens get log-probabilities like the output."""
         options = replace(super().options(), logprobs=self.logprobs)
         if self.prompt_logprobs is None and self.echo:
             options = replace(options, prompt_logprobs=self.logprobs, prompt_logprobs_param="logprobs")
@@ -249,7 +249,7 @@ class MessageBody(Strict):
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """An assistant that called tools may have said nothing."""
+        """Adds an empty `content` to an assistant's message that has none: it may have called tools only."""
         return {"content": ""} | given if given.get("role") == "assistant" else given
 
     def message(self) -> ChatMessage:
@@ -284,7 +284,7 @@ class ChatBody(GenerationBody):
         return self
 
     def options(self) -> Options:
-        """As for completions; `max_completion_tokens` goes before its older name."""
+        """Returns the options; `max_completion_tokens` takes precedence over `max_tokens`, its older name."""
         options = replace(super().options(), logprobs=(self.top_logprobs or 0) if self.logprobs else None)
         if self.max_completion_tokens is None:
             return options
@@ -295,7 +295,7 @@ class ChatBody(GenerationBody):
         return [message.message() for message in self.messages]
 
     def rendering(self) -> Rendering:
-        """Raises InvalidRequest for what cannot go together."""
+        """Returns how to render the messages. Raises InvalidRequest for fields that cannot be combined."""
         goes_on = bool(self.continue_final_message)
         if goes_on and self.add_generation_prompt:
             what = "add_generation_prompt and continue_final_message exclude each other"

@@ -1,5 +1,5 @@
-"""`response_format` as OpenAI has it, `structured_outputs` and the older `guided_*` as vLLM has them: all of them name
-what the output has to match, and a request has one of them at most."""
+"""`response_format` as in OpenAI's API, `structured_outputs` and the older `guided_*` as in vLLM: each of them
+specifies what the output must match, and a request may have at most one."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def constraint_of(
     guided: dict[str, Any],
     whitespace_pattern: str | None,
 ) -> Constraint | None:
-    """What a request asks for; `guided` are its fields of vLLM's older names, without those that are None.
+    """Returns the constraint of a request; `guided` are its fields with vLLM's older names that are not None.
 
     Raises:
-        InvalidRequest: two of them at once, or none of the alternatives of one.
+        InvalidRequest: two constraints at once, or `structured_outputs` without one.
     """
     found: list[Constraint] = []
     if response_format is not None and (wanted := _of_response_format(response_format)) is not None:

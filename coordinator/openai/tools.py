@@ -1,4 +1,4 @@
-"""Tools of a chat request: which functions the model may call, which it must, and the grammar of calls it must make."""
+"""Tools of a chat request: the functions that the model may call or must call, and the grammar of forced calls."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from coordinator.openai.validation import Strict, count_values
 from coordinator.structured_output import Constraint, json_text, lark_string
 
 MAX_TOOLS = 128
-MAX_VALUES = 20_000  # of tools, and of further variables of a template
+MAX_VALUES = 20_000  # of tools, and of additional template variables
 MAX_CALLS = 16
-"""Of one answer, where calls are forced."""
+"""In one answer, if calls are forced."""
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -63,7 +63,7 @@ ToolChoice = Annotated[
 
 
 def few_values(param: str) -> BeforeValidator:
-    """As many values as a chat template takes: more would hold the event loop on their way to it."""
+    """Returns a validator of the number of values for a chat template: more would block the event loop on their way."""
 
     def check(given: Any) -> Any:
         check_count(param, count_values(given, MAX_VALUES), MAX_VALUES, "values")
@@ -85,7 +85,7 @@ def _arguments(value: Any) -> dict[str, Any]:
 
 
 Arguments = Annotated[dict[str, Any], PlainValidator(_arguments, json_schema_input_type=str)]
-"""Of a call in the history: parsed with its body, since the event loop is not the place for a million values."""
+"""The arguments of a call in the history, parsed with the body: a million values would block the event loop."""
 
 
 class CalledFunction(Strict):
@@ -110,20 +110,20 @@ class ToolCall(Strict):
 
 
 def template_call(name: str, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call as chat templates expect it: the arguments as an object."""
+    """Returns a call as chat templates expect it: the arguments as an object."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a request says of tools, checked as a whole. `forced` are the functions of which the model must call one."""
+    """The fields of a request about tools, checked as a whole. `forced`: the model must call one of these functions."""
 
     tools: Sequence[Tool] = ()
     choice: str | ChosenTool = "auto"
     parallel: bool = True
 
     def check(self) -> None:
-        """Raises InvalidRequest for a choice that these tools do not have, or a name that comes twice."""
+        """Raises InvalidRequest for a `tool_choice` that these tools do not have, or a duplicate name."""
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise InvalidRequest("two tools have the same name", param="tools")
@@ -145,11 +145,11 @@ class Tools:
 
     @property
     def functions(self) -> frozenset[str]:
-        """Names of those that may be called."""
+        """The names of the functions that may be called."""
         return frozenset(tool.function.name for tool in self.tools if self.may_be_called)
 
     def template_values(self) -> list[dict[str, Any]]:
-        """The tools as chat templates get them; none where none may be called."""
+        """Returns the tools for the chat template, empty if none may be called."""
         if not self.may_be_called:
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
@@ -159,11 +159,11 @@ class Tools:
         return bool(self.tools) and self.choice != "none"
 
     def constraint(self, form: str, token_ids: Mapping[str, int], output: Constraint | None) -> Constraint | None:
-        """What the output has to match: `output`, calls where they are forced, or either. `token_ids` are the form's
+        """Returns what the output must match: `output`, the forced calls, or either of them. `token_ids` are the form's
         markers that are special tokens.
 
         Raises:
-            InvalidRequest: the request asks for both, or for what cannot be combined with calls.
+            InvalidRequest: the request has forced calls and an `output`, or one that cannot be combined with calls.
         """
         if not self.may_be_called or (output is None and not self.forced):
             return output
@@ -181,7 +181,7 @@ class Tools:
 
 
 def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[str, int], most: int) -> list[str]:
-    """Lines of a Lark grammar of 1 to `most` calls, the first of them its start."""
+    """Returns the lines of a Lark grammar of 1 to `most` calls, beginning with the start rule."""
 
     def marker(text: str) -> str:
         return f"<[{token_ids[text]}]>" if text in token_ids else lark_string(text)

@@ -1,4 +1,4 @@
-"""Request bodies as strict models: nothing is coerced, nothing unknown is taken, and what is refused is named."""
+"""Request bodies as strict models: values are not coerced, unknown fields are refused, and errors name the field."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from coordinator.openai.fields import MAX_NAMED, Neutral
 from coordinator.openai.json_body import parse_object
 
 MODEL_VALUES = 10
-"""What an object of a model takes to unpickle, in values of about 0.2 us."""
+"""The cost of unpickling a model object, in values of about 0.2 us."""
 
 
 class Strict(BaseModel):
-    """The base of every body and of the objects in it. `null` counts as not given, whatever the name. Of fields that
-    are not served, `inert` ones are accepted and named in `ignored`, `neutral` ones accepted at the values that ask for
-    nothing, and others refused; with `ignored_as`, the prefix for their names, any other is accepted and named."""
+    """The base of every body and of the objects in it. `null` counts as not given, for any field name. Fields that are
+    not served: `inert` ones are accepted and listed in `ignored`; `neutral` ones are accepted only with the values that
+    have no effect; unknown ones are refused, or, with `ignored_as`, the prefix for their names, accepted and listed."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
     inert: ClassVar[Set[str]] = frozenset()
@@ -39,18 +39,18 @@ class Strict(BaseModel):
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Of a whole body: names of fields that were given and change nothing, MAX_NAMED and one at most."""
+        """Of a whole body: the names of given fields that have no effect, at most MAX_NAMED + 1."""
         return self._ignored
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """`given` with what follows from other fields."""
+        """Returns `given` with the values that follow from other fields."""
         return given
 
     @model_validator(mode="before")
     @classmethod
     def _sift(cls, given: Any, info: ValidationInfo) -> Any:
-        """The served fields of an object."""
+        """Returns the served fields of an object; refuses or lists the others."""
         if not isinstance(given, dict):
             return given
         served = _names(cls)
@@ -75,7 +75,7 @@ class Strict(BaseModel):
 
 
 class ModelBody(Strict):
-    """The body of a request to the model, which it need not name: one is served."""
+    """The body of a request to the model. It need not name the model: only one is served."""
 
     model: str | None = None
 
@@ -89,15 +89,15 @@ _Body = TypeVar("_Body", bound=Strict)
 
 
 def counted(most: int, value: Any) -> Any:
-    """The same value, counted before an entry is looked at: a body has room for a million."""
+    """Returns `value` if it has at most `most` entries; runs before they are validated: a body may have a million."""
     if isinstance(value, list | dict) and len(value) > most:
         raise PydanticCustomError("too_many", f"at most {most} entries, not {len(value)}")
     return value
 
 
 def count_values(value: Any, most: int) -> int:
-    """Values within a JSON value or a body, with itself, and MODEL_VALUES more for each object of a model; those behind
-    `most` are not looked at."""
+    """Counts the values within a JSON value or a body, including itself, and MODEL_VALUES more for each model object;
+    stops counting after `most`."""
     left, count = [value], 0
     while left and count <= most:
         found = left.pop()
@@ -117,13 +117,13 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def parse(model: type[_Body], body: bytes) -> _Body:
-    """The body, or InvalidRequest that names its field."""
+    """Parses a body. Raises InvalidRequest that names the field at fault."""
     return validate(model, parse_object(body))
 
 
 def validate(model: type[_Body], given: Mapping[str, Any], ignored: set[str] | None = None, *, path: str = "") -> _Body:
-    """An object, or InvalidRequest that names its field, as part of `path`. Names of ignored fields are added to
-    `ignored`."""
+    """Validates an object, and adds the names of ignored fields to `ignored`. Raises InvalidRequest that names the
+    field at fault, as part of `path`."""
     names = set() if ignored is None else ignored
     try:
         body = model.model_validate(given, context=names)
@@ -146,7 +146,7 @@ _MUST_BE = {
 
 
 def _refusal(error: ValidationError, path: str) -> InvalidRequest:
-    """The first thing at fault, without a word of the input but the name of the field."""
+    """Returns the error of the first fault, which repeats nothing of the input but the field's name."""
     first = error.errors(include_url=False, include_input=False)[0]
     kind, message = first["type"], first["msg"]
     param = path

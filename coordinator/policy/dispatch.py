@@ -1,16 +1,16 @@
 """Admission and routing: which request goes to which pair of workers, and when.
 
-The coordinator holds the queue (late dispatch): a prefill worker has at most two step budgets of uncomputed tokens, so
-what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
-for its prompt and for an output of expected length, beside the expected growth of the sequences there, and not many
-more than run there at once; and could hold all its output alone: what is accepted can finish. Lower priority first,
-then first come, first served, by the age of the request, so that a rescheduled one keeps its place; the head waits for
-blocks rather than being overtaken, so a long request is not starved by short ones. Only a request that no present
-worker can hold is passed over.
+The coordinator holds the queue (late dispatch): a prefill worker has a backlog of at most two step budgets of tokens,
+or one longer prompt, so queued requests can still go to any worker. A request is dispatched when a prefill worker has
+room and a decode worker has blocks for its prompt and an output of expected length, beyond the expected growth of its
+own sequences, and at most slightly more sequences than it runs at once. The decode worker must also be able to hold the
+whole output of the request alone, so every accepted request can finish. Lower `priority` goes first, then lower age
+(first come, first served), so a rescheduled request keeps its place. The head of the queue waits for blocks and is not
+overtaken, so short requests cannot starve a long one. Only a request that no present worker can hold is skipped.
 
-Of several prefill workers the one is chosen that would have computed the prompt first: the fewest tokens to compute, in
-its backlog and of this prompt, of which it may hold a prefix already. Of decode workers the one that holds the longest
-prefix, unless PREFIX_SLACK more sequences run there than on the emptiest.
+The chosen prefill worker is the one that would compute the prompt first: it has the fewest tokens to compute, counting
+its backlog and the part of this prompt that it has not cached. The chosen decode worker is the one that holds the
+longest prefix, unless more than PREFIX_SLACK more sequences run there than on the emptiest one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Prefix, Wor
 from coordinator.policy.workers import WorkerTable
 
 PREFIX_SLACK = 4
-START_TOKENS = 128.0  # of an answer, before any has been seen
-_WEIGHT = 0.05  # of one more answer
+START_TOKENS = 128.0  # expected output length before any output has ended
+_WEIGHT = 0.05  # of each new output in the moving average
 _Place = tuple[int, int, int]
-"""In the queue: priority, age, and the number of the submission."""
+"""Position in the queue: priority, age, and submission number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What one choice of a request needs: `prefill_tokens` are computed by prefill unless it holds them, `total_tokens`
-    is the most the sequence can ever hold. `prefix` names the full blocks that a worker may hold already. Lower
-    `priority` goes first, of one priority lower `age`."""
+    """What one choice of a request needs: prefill computes `prefill_tokens`, except those that it has cached;
+    `total_tokens` is the most that the sequence can ever hold. `prefix` names the full blocks that a worker may already
+    hold. Lower `priority` goes first; within one priority, lower `age`."""
 
     name: ChoiceId
     prefill_tokens: int
@@ -58,16 +58,16 @@ class Placement:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The decode workers that may take the KV, in order of preference."""
+        """The decode workers to which the KV is offered, in order of preference."""
         return tuple(worker for worker in (self.decode, self.spare) if worker is not None)
 
 
 @dataclass(slots=True)
 class _Active:
-    """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone. `to_compute`
-    tokens were expected to be computed there. While it is `arriving`, its decode worker may not count its blocks.
-    `produced` tokens of it are known; more than `room` need another block of its decode worker, and `growth` more
-    blocks are expected to be needed."""
+    """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is lost. `to_compute`
+    is how many tokens it was expected to compute there. While it is `arriving`, its decode worker may not yet count its
+    blocks. `produced` is the number of its known tokens; once that exceeds `room`, it needs another block at its decode
+    worker. `growth` is how many further blocks it is expected to need."""
 
     ticket: Ticket
     prefill: str | None
@@ -81,37 +81,38 @@ class _Active:
 
 
 class OutputExpectation:
-    """How many blocks a sequence will probably take: its prompt's, and those of as much output as answers had of late.
+    """Estimates how many blocks a sequence will need: those of its prompt and of an output of recent average length.
 
-    `max_tokens` is a bad estimate: most answers end long before it, and a plan by it leaves most of the memory idle.
-    The prompt alone is another: sequences that were let in with nothing to grow into preempt each other, and what is
-    preempted is computed again.
+    `max_tokens` is a bad estimate: most outputs end long before it, so reserving for it leaves most of the memory idle.
+    The prompt alone is a bad estimate too: sequences admitted without room to grow preempt each other, and preempted
+    ones are recomputed.
 
-    Complete state: `mean_tokens`, a moving average of the lengths of answers that have ended.
+    Complete state: `mean_tokens`, a moving average of the lengths of ended outputs.
     """
 
     def __init__(self) -> None:
         self.mean_tokens = START_TOKENS
 
     def ended(self, produced: int) -> None:
-        """An answer of that many tokens has ended, however it did."""
+        """Records that an output of `produced` tokens has ended, for any reason."""
         if produced > 0:
             self.mean_tokens += _WEIGHT * (produced - self.mean_tokens)
 
     def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
-        """All that a sequence is expected to take: never more than its `total_tokens` need."""
+        """Returns all blocks that a sequence is expected to need, at most those of `total_tokens`."""
         return _blocks(min(total_tokens, prefill_tokens + round(self.mean_tokens)), block_size)
 
     def growth(self, prefill_tokens: int, total_tokens: int, produced: int, block_size: int) -> int:
-        """What one that is there is expected to take yet, at least one block: decode keeps that free for each."""
+        """Returns the further blocks that a placed sequence is expected to need, at least the one that decode keeps
+        free."""
         expected = self.blocks(prefill_tokens, total_tokens, block_size)
         return max(1, expected - _blocks(prefill_tokens + produced, block_size))
 
 
 class Dispatcher:
     """Complete state: the queue (`_order` sorts it by priority, age and arrival), how many choices of each request are
-    still to come, the active requests with what they hold, the counters of its placements in the worker table, how long
-    outputs are expected to be, and what `place` found no room for when it looked last, with the pool that had none."""
+    still to be queued, the active requests with what they hold, the counters of its placements in the worker table, the
+    expected output length, and the request for which `place` last found no room, with the pool that lacked it."""
 
     def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._workers = workers
@@ -120,7 +121,7 @@ class Dispatcher:
         self._queue: dict[ChoiceId, tuple[_Place, Ticket]] = {}
         self._order: list[tuple[_Place, ChoiceId]] = []
         self._queued_tokens = 0
-        self._to_come: Counter[ChoiceId] = Counter()  # by the first one's name
+        self._to_come: Counter[ChoiceId] = Counter()  # by the name of the first choice
         self._submitted = 0
         self._active: dict[ChoiceId, _Active] = {}
         self._blocked: tuple[object, Pool] | None = None
@@ -139,12 +140,12 @@ class Dispatcher:
         return len(self._active)
 
     def missing_role(self) -> Role | None:
-        """The role that no ready worker has, if any."""
+        """Returns a role that has no ready worker, if any."""
         pools = self._workers.prefill, self._workers.decode
         return next((pool.role for pool in pools if not any(w.ready for w in pool.workers)), None)
 
     def forget_worker(self, worker_id: str) -> None:
-        """A worker is gone, and its counters with it. What requests hold elsewhere stays until `finish`."""
+        """Drops references to a lost worker and its counters. What requests hold elsewhere stays until `finish`."""
         for active in self._active.values():
             if active.prefill == worker_id:
                 active.prefill, active.prefilling = None, False
@@ -153,13 +154,13 @@ class Dispatcher:
 
     @property
     def held_block_sizes(self) -> set[int]:
-        """Block sizes of the workers that hold anything: for these a request's prefix is worth computing."""
+        """Block sizes in pools with cached blocks: for these a request's prefix is worth computing."""
         pools = self._workers.prefill, self._workers.decode
         return {size for pool in pools if pool.index for size in pool.block_sizes}
 
     def submit(self, ticket: Ticket, choices: int = 1) -> None:
-        """Queues a request, or refuses it before any work was done. Room is taken for all its `choices`: the later ones
-        are queued with `submit_later`, until `forget` says that none comes any more.
+        """Queues a request, or refuses it before any work is done. Reserves queue room for all its `choices`:
+        `submit_later` queues the later ones, and `forget` releases the room of those that are never queued.
 
         Raises:
             DuplicateRequest: the id is in flight.
@@ -171,7 +172,7 @@ class Dispatcher:
         missing = self.missing_role()
         if missing is not None:
             raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
-        # Later choices have the same prompt; what could never fit is let into an empty queue.
+        # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
         full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
             raise Unavailable(
@@ -182,13 +183,13 @@ class Dispatcher:
         unservable = self.unservable(ticket, self.capacity())
         if unservable is not None:
             message, code = unservable
-            raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry is in vain
+            raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry cannot succeed
         self.resubmit(ticket)
         if choices > 1:
             self._to_come[ticket.name] = choices - 1
 
     def submit_later(self, ticket: Ticket, first: ChoiceId) -> None:
-        """Queues a later choice of the request whose first one has that name."""
+        """Queues a later choice of the request whose first choice is `first`."""
         if self._to_come[first] > 1:
             self._to_come[first] -= 1
         else:
@@ -197,15 +198,15 @@ class Dispatcher:
 
     @property
     def incomplete(self) -> set[ChoiceId]:
-        """The first choices of requests of which others are still to come."""
+        """The first choices of requests with later choices still to be queued."""
         return set(self._to_come)
 
     def forget(self, first: ChoiceId) -> None:
-        """No more choices of that request will come."""
+        """Releases the queue room of a request's choices that were never queued."""
         del self._to_come[first]
 
     def resubmit(self, ticket: Ticket) -> None:
-        """Queues a request that was accepted before, at the place of its priority and age whatever the limits."""
+        """Queues a request that was accepted before, by its priority and age, regardless of the limits."""
         self._submitted += 1
         key = (ticket.priority, ticket.age, self._submitted)
         self._queue[ticket.name] = key, ticket
@@ -213,7 +214,7 @@ class Dispatcher:
         self._queued_tokens += ticket.prefill_tokens
 
     def place(self) -> list[Placement]:
-        """Takes from the queue what can start now, in order."""
+        """Dequeues the requests that can start now, in order, and returns their placements."""
         placed: list[Placement] = []
         position = 0
         while position < len(self._order):
@@ -227,7 +228,7 @@ class Dispatcher:
                     pool = self._workers.prefill if prefill is None else self._workers.decode
                     pool.grown, self._blocked = False, (self._wanted(ticket), pool)
                     break
-                position += 1  # it waits for another worker, and nobody waits for it
+                position += 1  # it waits for another worker and does not block the queue
                 continue
             to_compute = self._to_compute(prefill, ticket)
             prefill.count(backlog=to_compute)
@@ -238,15 +239,15 @@ class Dispatcher:
         return placed
 
     def _still_blocked(self, ticket: Ticket) -> bool:
-        """Whether it found no room when `place` looked last, and neither what it needs nor the room has changed."""
+        """Returns whether `place` last found no room for it, and neither its needs nor the room have changed since."""
         return self._blocked is not None and not self._blocked[1].grown and self._blocked[0] == self._wanted(ticket)
 
     def _wanted(self, ticket: Ticket) -> object:
-        """Which submission it is, and all but the room of workers that decides whether it is placed."""
+        """Returns its submission and everything that decides about its placement except the room of workers."""
         return self._queue[ticket.name][0], round(self.expectation.mean_tokens), self.capacity()
 
     def reassign(self, name: ChoiceId) -> Placement | None:
-        """Names another decode worker for parked KV, or None when none has room now."""
+        """Reserves a decode worker for parked KV; returns None if none has room now."""
         active = self._active.get(name)
         if active is None or active.prefill is None:
             return None
@@ -258,16 +259,16 @@ class Dispatcher:
         return Placement(name, active.prefill, decode, spare)
 
     def moved(self, name: ChoiceId, decode: str) -> None:
-        """The spare took the sequence instead of the worker it was meant for."""
+        """Records that the spare accepted the sequence instead of the preferred decode worker."""
         active = self._active.get(name)
         if active is None or active.decode == decode:
             return
         self._release_decode(active)
-        if self._workers.get(decode) is not None:  # else it is gone, and a later one of that name is another
+        if self._workers.get(decode) is not None:  # else it is lost; a later one of that name is a new one
             self._take_decode(active, decode)
 
     def prefilled(self, name: ChoiceId) -> None:
-        """Its first token is there: prefill has nothing more to compute for it."""
+        """Records that its first token is known: prefill has nothing left to compute for it."""
         active = self._active.get(name)
         if active is not None and active.prefilling:
             active.prefilling = False
@@ -276,7 +277,7 @@ class Dispatcher:
                 worker.count(backlog=-active.to_compute)
 
     def handed_over(self, name: ChoiceId) -> None:
-        """Decode has all KV: the prefill worker is no longer needed."""
+        """Records that decode has all KV: the prefill worker is no longer needed."""
         self.prefilled(name)
         active = self._active.get(name)
         if active is None:
@@ -288,7 +289,7 @@ class Dispatcher:
         active.arriving = False
 
     def produced(self, name: ChoiceId, tokens: int) -> None:
-        """So many tokens of an active request are known, of this dispatch."""
+        """Records that `tokens` tokens of an active request are known since this dispatch."""
         active = self._active.get(name)
         if active is None:
             return
@@ -297,7 +298,7 @@ class Dispatcher:
             self._expect_growth(active, worker)
 
     def finish(self, name: ChoiceId) -> None:
-        """The request has ended, well or not: everything it held is free."""
+        """Frees everything that a request held: it has ended or is rescheduled."""
         self._dequeue(name)
         self.prefilled(name)
         active = self._active.pop(name, None)
@@ -307,7 +308,7 @@ class Dispatcher:
                 self.expectation.ended(active.produced)
 
     def check(self) -> None:
-        """Raises InvariantError when the counters of the worker table are not what active requests hold."""
+        """Raises InvariantError if the counters of the worker table do not match what active requests hold."""
         at_prefill: dict[str, list[_Active]] = {}
         at_decode: dict[str, list[_Active]] = {}
         for active in self._active.values():
@@ -329,14 +330,14 @@ class Dispatcher:
             raise InvariantError("the order of the queue is not that of its requests")
 
     def capacity(self) -> Mapping[Role, int]:
-        """Tokens of the longest sequence that each role can hold, without draining workers: they take nothing."""
+        """Returns the tokens of the longest sequence that each role can hold; draining workers do not count."""
         return {pool.role: pool.capacity for pool in (self._workers.prefill, self._workers.decode) if pool.capacity}
 
     def unservable(
         self, ticket: Ticket, capacity: Mapping[Role, int], *, parked: bool = False
     ) -> tuple[str, str] | None:
-        """Why no worker can ever serve a request, and the code of that error; None where one can. When `parked` it
-        needs a decode worker only."""
+        """Returns why no present worker can ever serve a request, with an error code; None if one can. When `parked`,
+        it needs only a decode worker."""
         needs: list[tuple[Role, int]] = [] if parked else [("prefill", ticket.prefill_tokens)]
         if ticket.needs_decode:
             needs.append(("decode", ticket.total_tokens))
@@ -352,18 +353,18 @@ class Dispatcher:
         return None
 
     def _to_compute(self, worker: Worker, ticket: Ticket) -> int:
-        """At least the last token always is."""
+        """Returns how many tokens the worker has to compute: at least the last one."""
         held = worker.held.count(ticket.prefix.get(worker.block_size, ())) * worker.block_size
         return max(1, ticket.prefill_tokens - held)
 
     def _pick_prefill(self, ticket: Ticket) -> Worker | None:
-        """The one with the least to compute under its cap; an idle one takes a prompt of any length."""
+        """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length."""
         pool, tokens = self._workers.prefill, ticket.prefill_tokens
         best: tuple[int, int] | None = None
         for held, workers in itertools.chain(pool.holders(ticket.prefix), ((0, pool.workers),)):
             need = max(1, tokens - held)
             if best is not None and best[0] < need:
-                break  # whoever holds less has more to compute, even without a backlog
+                break  # workers that hold less have more to compute, even without a backlog
             rank = min(pool.fitting(workers, tokens, dict.fromkeys(pool.block_sizes, need)), default=None)
             if rank is not None:
                 score = (rank >> ORDER_BITS) + need, rank
@@ -371,7 +372,7 @@ class Dispatcher:
         return None if best is None else pool.ranked(best[1])
 
     def _pick_decode(self, ticket: Ticket) -> tuple[str | None, str | None]:
-        """Among those with room the one that holds most of the prefix and is not much fuller than others, and a
+        """Returns the worker with room that holds the longest prefix and is not much fuller than others, and a
         spare."""
         pool, prefill, total = self._workers.decode, ticket.prefill_tokens, ticket.total_tokens
         room = {size: self.expectation.blocks(prefill, total, size) for size in pool.block_sizes}
@@ -396,8 +397,8 @@ class Dispatcher:
         return first, spare[0] if spare else None
 
     def _expect_growth(self, active: _Active, worker: Worker) -> None:
-        """Blocks that a sequence on its decode worker, or on its way there, is expected to need beyond those of its
-        prompt and of its output so far. It is computed anew when the sequence has taken one of them."""
+        """Updates how many blocks a sequence on its decode worker, or on its way there, is expected to need beyond
+        those of its prompt and output so far. Called again when the sequence has started to fill one of them."""
         ticket = active.ticket
         before, size = active.growth, worker.block_size
         active.room = _blocks(ticket.prefill_tokens + active.produced, size) * size - ticket.prefill_tokens
@@ -425,7 +426,7 @@ class Dispatcher:
             self._queued_tokens -= ticket.prefill_tokens
 
     def _drain_estimate_s(self) -> float:
-        """When the queue may have half drained, in seconds: one step a tenth of a second."""
+        """Estimates in how many seconds half of the queue has drained, at 0.1 s per step."""
         budget = sum(w.step_tokens for w in self._workers.present() if w.ready and w.role == "prefill") or 1
         return max(1.0, round(self._queued_tokens / budget * 0.05))
 

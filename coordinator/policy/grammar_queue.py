@@ -1,10 +1,10 @@
-"""Whose grammar is compiled next, and whose has to wait outside. Pure.
+"""Decides whose grammar is compiled next, and whose is refused. Pure.
 
-A client has one grammar at a time compiled, in the order of their arrival; between clients it goes by the seconds that
-compiling has cost them so far (start-time fair queueing): next is the client that used the least. A client that comes
-anew begins level with the last turn: it has saved nothing up, and what others have waiting does not delay it. So a
-client's flood delays its own grammars alone, as long as no more clients than there are compilers flood at once; then
-another waits for one of them to end what it compiles, and comes next.
+Each client has at most one grammar compiling at a time, in order of arrival. Between clients the order is start-time
+fair queueing over compile time: the next client is the one that has used the fewest seconds so far. A client that was
+idle starts level with the latest turn: it has accumulated no credit, and other clients' backlogs do not delay it. So a
+client's flood delays only its own grammars, as long as fewer clients flood at once than there are compilers. If more
+do, another client waits until one grammar in progress ends, and is next.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 from baton.core.errors import QuotaExceeded
 
 MAX_WAITING = 64
-"""Different grammars of one client."""
+"""Different grammars that one client may have waiting."""
 G = TypeVar("G", bound=Hashable)
 
 
 class GrammarQueue(Generic[G]):
-    """Complete state: for each client that waits its grammars, in order, with how many of its requests want each; the
-    grammar that is being compiled for a client; the seconds that each client has used; and the most that the client of
-    any turn had used when it began (`_level_s`)."""
+    """Complete state: for each waiting client its grammars, in order, with how many of its requests want each; the
+    grammar that is being compiled for each client; the seconds that each client has used; and the most that any client
+    had used when its turn began (`_level_s`)."""
 
     def __init__(self, most: int = MAX_WAITING) -> None:
         self._most = most
@@ -32,10 +32,10 @@ class GrammarQueue(Generic[G]):
         self._level_s = 0.0
 
     def add(self, client: str, grammar: G) -> None:
-        """A request wants a grammar. `client` is a name; the empty one stands for all without an API key.
+        """Adds a request for a grammar. `client` is a name; the empty one stands for all clients without an API key.
 
         Raises:
-            QuotaExceeded: too many others of this client wait; nothing has changed then.
+            QuotaExceeded: too many other grammars of this client wait; the state is unchanged.
         """
         if grammar in self._running.values():
             return
@@ -49,8 +49,8 @@ class GrammarQueue(Generic[G]):
         wanted[grammar] = wanted.get(grammar, 0) + 1
 
     def leave(self, client: str, grammar: G) -> bool:
-        """A request that `add` was called for has no use for its grammar any more. Whether nobody else waits for it
-        either, so that it will not be compiled; False for one that is being compiled."""
+        """Withdraws a request that `add` was called for. Returns whether no other request waits for its grammar, so
+        that it will not be compiled; False for a grammar that is being compiled."""
         wanted = self._waiting.get(client, {})
         if grammar not in wanted:
             return False
@@ -60,8 +60,8 @@ class GrammarQueue(Generic[G]):
         return not any(grammar in grammars for grammars in self._waiting.values())
 
     def begin(self) -> tuple[str, G] | None:
-        """Whose turn it is and the grammar to compile now; None where nobody waits who is not being served. It has to
-        be followed by `ended`."""
+        """Returns the next client and the grammar to compile; None if every waiting client is being served. Must be
+        followed by `ended`."""
         client = min((c for c in self._waiting if c not in self._running), key=self._used_s.__getitem__, default=None)
         if client is None:
             return None
@@ -73,7 +73,7 @@ class GrammarQueue(Generic[G]):
         return client, grammar
 
     def ended(self, client: str, took_s: float) -> None:
-        """The client's grammar has been compiled, or refused, in so many seconds."""
+        """Records that the client's grammar was compiled, or refused, in `took_s` seconds."""
         del self._running[client]
         self._used_s[client] += took_s
 

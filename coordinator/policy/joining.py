@@ -1,6 +1,6 @@
-"""Whether a worker may join: its facts are possible, and fit the coordinator's model and the other workers.
+"""Decides whether a worker may join: its facts must be possible and match the coordinator's model and other workers.
 
-A join carries no config.json, only its digest; the KV layout and the vocabulary size say how two models differ.
+A join carries no config.json, only its digest; the KV layout and the vocabulary size show how two models differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OwnModel:
     config: ModelConfig
 
     def difference(self, facts: WorkerFacts) -> str | None:
-        """How a worker's model differs from this one, beginning with the name of the field; None if it does not."""
+        """Returns how a worker's model differs from this one, starting with the field's name; None if it does not."""
         if facts.config_digest == self.config_digest:
             return None
         digests = f"{short_digest(self.config_digest)} here and {short_digest(facts.config_digest)}"
@@ -67,7 +67,7 @@ def refused(join: Join, difference: str) -> JoinRefused:
 
 
 def _check_possible(join: Join) -> None:
-    """Raises JoinRefused for values that no worker of this project reports."""
+    """Raises JoinRefused for values that no valid worker reports."""
     if wrong := name_error(join.worker_id):
         raise JoinRefused(f"{join.role} worker refused: worker_id: {wrong}", param="worker_id")
     for name, size, least in (
@@ -91,7 +91,7 @@ def _check_possible(join: Join) -> None:
 
 
 def _owner_of_value(difference: str, join: Join, other: Join) -> str:
-    """Which worker has the other value: a digest or a number alone does not say."""
+    """Names the worker that has the other value: a digest or a number alone does not identify it."""
     if not difference.startswith("model_digest: "):
         return f"; the first is that of {other.worker_id}"
     what = "weights" if join.facts.config_digest == other.facts.config_digest else "config.json"

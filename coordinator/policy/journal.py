@@ -1,7 +1,8 @@
 """The journal of one choice: the tokens that count, each once, in order, whichever worker sent them.
 
-Only the current attempt counts. A repeat must be equal and is ignored; a gap is held until it is filled (token 1 comes
-from prefill and token 2 from decode, on different streams). Text, usage and the end derive from `tokens`.
+Only the current attempt counts. A repeated token must be equal and is ignored; tokens after a gap are held until it is
+filled (token 1 comes from prefill and token 2 from decode, on different streams). Text, usage and end derive from
+`tokens`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Verdict = Literal["appended", "stale", "repeat", "held"]
 
 
 class Journal:
-    """Complete state: `tokens` and, where the request asks for them, as many `logprobs` (those of tokens that came with
-    the request are not known: `logprobs` belongs to the last ones); `prompt_logprobs` once they are there; `attempt`,
-    `finish`, and what is `_held`, by output index."""
+    """Complete state: `tokens` and, if the request asks for them, their `logprobs` (for the last tokens only: those of
+    tokens that came with the request are unknown); `prompt_logprobs` once received; `attempt`, `finish`, and the tokens
+    `_held`, by output index."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -37,10 +38,10 @@ class Journal:
         return len(self.tokens)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Only `attempt` counts from now on; what was held of earlier ones is dropped.
+        """Makes `attempt` the only one that counts; drops the held tokens of earlier ones.
 
         Raises:
-            InvariantError: attempts only rise.
+            InvariantError: `attempt` is not higher than the current one.
         """
         if attempt <= self.attempt:
             raise InvariantError(f"attempt {attempt} after {self.attempt}")
@@ -48,14 +49,14 @@ class Journal:
         self._held.clear()
 
     def resume(self, attempt: int) -> None:
-        """The request begins anew as `attempt`, with all tokens so far as its output: the next one counts.
+        """Restarts the request as `attempt`, with all tokens so far as its output; generation continues after them.
 
         Raises:
-            InvariantError: attempts only rise.
+            InvariantError: `attempt` is not higher than the current one.
         """
         self.begin_attempt(attempt)
         sampling = self.request.sampling
-        if self.prompt_logprobs is not None:  # they are known: the prompt may come from a prefix cache
+        if self.prompt_logprobs is not None:  # already known; without it the prompt may come from a prefix cache
             sampling = replace(sampling, prompt_logprobs=None)
         self.request = replace(self.request, output=tuple(self.tokens), attempt=attempt, sampling=sampling)
 
@@ -67,9 +68,9 @@ class Journal:
         logprobs: tuple[TokenLogprob, ...] = (),
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Verdict:
-        """Takes in tokens that a worker sent, and log-probabilities where the request asks for them.
+        """Adds tokens that a worker sent, and log-probabilities if the request asks for them.
 
-        What comes after the end is not kept.
+        Tokens after the end are dropped.
 
         Raises:
             InvariantError: a repeat that differs, an index below 0, a gap too large to hold, or tokens without the
@@ -112,7 +113,7 @@ class Journal:
         return "appended"
 
     def _append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> Verdict:
-        """What `accept` does with tokens that are all next, as nearly all are."""
+        """The fast path of `accept`: all tokens are the next ones, as nearly always."""
         start = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)

@@ -1,8 +1,8 @@
-"""The workers of one role and what routing knows of each. Pure.
+"""The workers of one role and the routing state of each. Pure.
 
-A placement looks at every worker, so each keeps what decides it as two plain values: `room`, what it may still take,
-and `rank`, by which equal ones are chosen. They follow its state, its load and what is placed on it. Who holds how much
-of a prefix is found from the blocks' hints, not by asking each worker.
+A placement scans every worker, so each worker keeps the deciding state as two plain values: `room`, how much more it
+can accept, and `rank`, the order of preference among suitable workers. Both are derived from its state, its load and
+what is placed on it. An index of block hints finds the workers that hold a prefix without asking each one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ AHEAD_SHARE = 8
 _NO_LIMIT = 1 << 30
 _FEW = 16
 ORDER_BITS, RUNNING_SHIFT = 24, 72
-"""Of a rank: where it ends with the place by name, and where the running sequences of a decode worker begin."""
+"""Layout of a rank: the low ORDER_BITS are the position by name; running sequences (decode) start at RUNNING_SHIFT."""
 _BITS = bytes.maketrans(b"01", b"\0\1")
-# Hints (baton.core.prefix_keys) of a request's full blocks, by block size: the two pools may differ in it.
+# Hints (baton.core.prefix_keys) of a request's full blocks, by block size, which may differ between the two pools.
 Prefix = Mapping[int, tuple[bytes, ...]]
 
 
@@ -47,7 +47,7 @@ class HeldIndex:
             self._masks.pop(hint, None)
 
     def holders(self, prefix: tuple[bytes, ...]) -> list[tuple[int, int]]:
-        """(blocks, mask of the workers that hold just that many of the first ones), the longest first."""
+        """Returns (blocks, mask of the workers that hold exactly that many of the first blocks), the longest first."""
         found, so_far = [], 0
         for count, hint in enumerate(prefix):
             mask = self._masks.get(hint, 0)
@@ -65,9 +65,9 @@ class HeldIndex:
 
 class HeldBlocks:
     """Complete state: the hints of the blocks that one worker can reuse, at most `limit`, the size of its pool; the
-    same under its `bit` of the index.
+    index has them too, under the worker's `bit`.
 
-    Events take time to arrive and a block may be evicted before a request arrives, so this is advice to routing only.
+    Events take time to arrive and a block may be evicted before a request arrives, so routing uses this only as a hint.
     """
 
     def __init__(self, limit: int, index: HeldIndex | None = None, bit: int = 1) -> None:
@@ -95,7 +95,7 @@ class HeldBlocks:
         self._hints.clear()
 
     def count(self, prefix: tuple[bytes, ...]) -> int:
-        """Length in blocks of the longest prefix, given by its hints in order, that the worker holds."""
+        """Returns how many leading blocks of `prefix` (hints in order) the worker holds."""
         for count, hint in enumerate(prefix):
             if hint not in self._hints:
                 return count
@@ -103,16 +103,16 @@ class HeldBlocks:
 
 
 class Worker:
-    """One incarnation of a worker. Times are seconds on the caller's lease clock; `drain_by` is when a draining worker
-    gives back what it still has. `load` is what it reported last.
+    """One incarnation of a worker. Times are seconds on the caller's lease clock, except `drain_by`, the time on its
+    monotonic clock at which a draining worker gives back what it still has. `load` is its latest report.
 
-    `reserved_blocks`, `backlog_tokens`, `running` and `growth` count what the dispatcher has placed here: blocks only
-    until the KV has arrived, from then on they are part of the worker's own report; growth in blocks that the sequences
-    are expected to need yet.
+    `reserved_blocks`, `backlog_tokens`, `running` and `growth` count what the dispatcher has placed here: reserved
+    blocks only until the KV has arrived, after which the worker's own report includes them; growth in further blocks
+    that the sequences are expected to need.
 
-    `room` follows from all of these: tokens that a prefill worker may still take, blocks of a decode worker; negative
-    while it takes nothing. `rank` orders workers that would do, the lowest first: by backlog, or by running sequences
-    and reserved blocks, then by name; one number, since it is compared with a thousand others.
+    `room` is derived from all of these: the tokens that a prefill worker, or the blocks that a decode worker, can still
+    accept; negative while it accepts nothing. `rank` orders suitable workers, the lowest first: by backlog, or by
+    running sequences and reserved blocks, then by name. It is one number, since it is compared with a thousand others.
     """
 
     def __init__(self, join: Join, since: float, lease_until: float, pool: Pool) -> None:
@@ -149,8 +149,8 @@ class Worker:
         """The longest sequence that an idle worker can hold."""
         running = join.max_running
         self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
-        """Sequences that may be placed here: those that run at once, and some whose prompts compute meanwhile, so that
-        no place stays empty. The others wait in the queue, where any worker can take them."""
+        """Sequences that may be placed here: those that run at once, and some whose prompts are computed meanwhile, so
+        that no slot stays empty. Further ones wait in the queue, from which any worker can take them."""
         self._pool.block_sizes.add(self.block_size)
         self._pool.changed()
         self._recount()
@@ -185,7 +185,7 @@ class Worker:
         return self._state == "lost"
 
     def count(self, *, backlog: int = 0, running: int = 0, reserved: int = 0, growth: int = 0) -> None:
-        """Adds to what is placed here; negative numbers take away."""
+        """Adds to the counters of what is placed here; negative numbers subtract."""
         self.backlog_tokens += backlog
         self.running += running
         self.reserved_blocks += reserved
@@ -193,19 +193,19 @@ class Worker:
         self._recount()
 
     def take_order(self, order: int) -> None:
-        """Its place among the workers of its pool."""
+        """Sets its position by name among the workers of its pool."""
         if order != self._order:
             self._order = order
             self._recount()
 
     def update_held(self, events: KVCacheEvents) -> None:
         self.held.update(events)
-        if self.role == "prefill":  # less may be left to compute of what found no room
+        if self.role == "prefill":  # a request that found no room may now have less to compute
             self._pool.grown = True
 
     def _recount(self) -> None:
         if self.role == "prefill":
-            # An idle one takes a prompt of any length.
+            # An idle worker accepts a prompt of any length.
             room = BACKLOG_STEPS * self.step_tokens - self.backlog_tokens if self.backlog_tokens else _NO_LIMIT
             self.rank = self.backlog_tokens << ORDER_BITS | self._order
         else:
@@ -218,7 +218,7 @@ class Worker:
         self.room = room
 
     def _blocks_left(self) -> int:
-        """Blocks for one more sequence; 0 while preempted sequences wait for blocks."""
+        """Returns the blocks for one more sequence; 0 while preempted sequences wait for blocks."""
         if self.running == 0:
             return self._join.blocks_total
         load = self._load
@@ -227,7 +227,7 @@ class Worker:
         return 0 if load.preempted else load.blocks_free - self.reserved_blocks - self.growth
 
     def row(self, now: float) -> dict[str, object]:
-        """One row of `/workers`."""
+        """Returns one row of `/workers`."""
         load = self.load or Load()
         return {
             "id": self.worker_id,
@@ -252,12 +252,13 @@ class Worker:
 
 _NOT_COLUMNS = {"blocks_total", "backlog_tokens", "leases", "preempted", "speculation"}
 LOAD_COLUMNS = tuple(field.name for field in fields(Load) if field.name not in _NOT_COLUMNS)
-"""Of a row of `/workers`: what a worker reports of itself."""
+"""The columns of a `/workers` row that a worker reports itself."""
 
 
 class Pool:
-    """The present workers of one role, by name. Complete state: they, each at its slot of the index; `grown`, set when
-    one has more room than before, or when there is one more or less; and the capacity, as far as it is known."""
+    """The present workers of one role, sorted by name. Complete state: the workers, each with its slot in the index;
+    `grown`, set when a request that found no room may find it now (a worker gained room or blocks, joined, left or
+    changed state); and cached limits."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -270,7 +271,7 @@ class Pool:
         self._least_tokens: int | None = None
 
     def add(self, worker: Worker) -> int:
-        """Its slot. By `Worker` alone."""
+        """Adds a worker and returns its slot. Called only by `Worker`."""
         slot = self._slots.index(None) if None in self._slots else len(self._slots)
         self._slots[slot : slot + 1] = [worker]
         self.workers.append(worker)
@@ -286,28 +287,28 @@ class Pool:
             self.changed()
 
     def sort(self) -> None:
-        """By name: of equal workers the first one is chosen."""
+        """Sorts the workers by name, which breaks ties between equal ones."""
         self.workers.sort(key=attrgetter("worker_id"))
         for order, worker in enumerate(self.workers):
             worker.take_order(order)
 
     def changed(self) -> None:
-        """Who is here, or the state of one."""
+        """Drops the cached limits: a worker joined, left or changed state."""
         self.grown, self._capacity, self._least_tokens = True, None, None
 
     def ranked(self, rank: int) -> Worker:
-        """The worker that has it."""
+        """Returns the worker that has this rank."""
         return self.workers[rank & (1 << ORDER_BITS) - 1]
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that one can hold, without draining ones: they take nothing. 0 for none."""
+        """Tokens of the longest sequence that one worker can hold, ignoring draining workers; 0 for none."""
         if self._capacity is None:
             self._capacity = max((w.max_tokens for w in self.workers if w.state != "draining"), default=0)
         return self._capacity
 
     def fitting(self, workers: list[Worker], tokens: int, room: Mapping[int, int]) -> list[int]:
-        """The ranks of those of its workers that can hold so many tokens and have the room, by block size, left."""
+        """Returns the ranks of those `workers` that can hold `tokens` tokens and have `room`, by block size, left."""
         if tokens > self._smallest():
             workers = [w for w in workers if w.max_tokens >= tokens]
         if len(room) > 1:
@@ -316,7 +317,7 @@ class Pool:
         return [w.rank for w in workers if w.room >= least]
 
     def holders(self, prefix: Prefix) -> Iterator[tuple[int, list[Worker]]]:
-        """(tokens, the workers that hold just that many of the prefix), the longest first."""
+        """Yields (tokens, the workers that hold exactly that many of the prefix), the longest first."""
         if len(self.block_sizes) == 1:
             (size,) = self.block_sizes
             for blocks, mask in self.index.holders(prefix.get(size, ())):
@@ -334,7 +335,7 @@ class Pool:
         return self._least_tokens
 
     def _at(self, mask: int) -> list[Worker]:
-        """Those at the slots of a mask. A bit of a slot that is empty is never set."""
+        """Returns the workers at the slots of a mask. The bit of an empty slot is never set."""
         if mask.bit_count() > _FEW:
             return list(compress(self._slots, f"{mask:b}".encode().translate(_BITS)[::-1]))  # type: ignore[arg-type]
         found = []

@@ -1,8 +1,8 @@
-"""Who asks, what they may take, and whether they have taken it. Pure.
+"""Clients, their limits, and how much of them they have used. Pure.
 
-Requests and tokens per minute are token buckets (the network's, as in RFC 2697) of one minute's worth. A request pays
-one request when it begins, and its tokens when it ends, since nobody knows them before: prompt tokens that no cache
-had, and generated ones. It may begin while any token is left; what it overdraws, the next one waits for.
+Requests and tokens per minute are token buckets (the network's, as in RFC 2697) of one minute's worth. A request is
+charged as one request when it begins, and for its tokens (uncached prompt tokens and generated ones) when it ends,
+since they are unknown before. It may begin while any token is left; if it overdraws the bucket, the next one waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one key may take; 0: as much as it likes."""
+    """Limits of one key; 0 means unlimited."""
 
     requests_at_once: int = 0
     requests_per_minute: int = 0
@@ -25,8 +25,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who asks: `key` names an API key in logs and metrics, `tenant` whom it belongs to. `priority`: its requests go
-    first where that is lower, and none of them may ask for a lower one."""
+    """A client: `key` names its API key in logs and metrics, `tenant` the owner of the key. Requests with a lower
+    `priority` go first; a request cannot have a lower one than its client."""
 
     key: str = ""
     tenant: str = ""
@@ -49,7 +49,7 @@ class _Bucket:
         self.at = now
 
     def wait_s(self, wanted: float) -> float:
-        """Until so much is there; 0 where it is."""
+        """Returns the seconds until the bucket holds `wanted`; 0 if it does."""
         return max(0.0, (wanted - self.level) / self.rate)
 
 
@@ -67,11 +67,11 @@ class Quotas:
         self._accounts: dict[str, _Account] = {}
 
     def admit(self, client: Client, now: float, choices: int = 1) -> None:
-        """Counts a request that begins; it has to be followed by `ended`. Each of its `choices` counts as running;
-        more than a key may have at once need that nothing else of it runs.
+        """Counts a request that begins; must be followed by `ended`. Each of its `choices` counts as running; a request
+        with more choices than its key may run at once needs the key to have nothing else running.
 
         Raises:
-            QuotaExceeded: not now; nothing was counted.
+            QuotaExceeded: a limit is reached; nothing was counted.
         """
         limits = client.limits
         if limits == Limits():
@@ -98,7 +98,7 @@ class Quotas:
             account.requests.level -= 1
 
     def ended(self, client: Client, tokens: int, now: float, choices: int = 1) -> None:
-        """A request is over and has used so many tokens."""
+        """Records the end of a request that used `tokens` tokens."""
         if client.limits == Limits():
             return
         account = self._accounts[client.key]

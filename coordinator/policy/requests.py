@@ -1,17 +1,17 @@
-"""The life of every request, as the coordinator decides it. Pure: events and `now` in, actions out.
+"""The state machine of every request. Pure: it receives events and `now`, and returns actions.
 
     QUEUED    waits for a prefill worker and a decode worker (policy.dispatch)
     PREFILL   at a prefill worker; its first token is not known yet
     HANDOVER  the first token is known; the KV is on its way to a decode worker
-    PARKED    no decode worker took the KV: it stays at prefill until another one can be named
+    PARKED    no decode worker accepted the KV: it stays at the prefill worker until one has room
     DECODE    a decode worker has all KV and generates
-    ENDED     finished, failed, or its client has left
+    ENDED     finished, failed, or its client disconnected
 
-A request survives its workers. When the one that runs it is lost, gives it back, or cannot hand it over, it is
-rescheduled: back to QUEUED under the next attempt, with the journal as output so far, and it goes on at the next index.
-KV that is still at prefill is offered to another decode worker first. Events of earlier attempts are stale. A request
-that has lost MAX_DEATHS workers while they ran it ends with an error, since it may be what kills them; one that no
-present worker can serve ends after `hold_s`.
+A request survives the loss of its workers. When the worker that runs it is lost, gives it back, or cannot hand it over,
+the request is rescheduled: it returns to QUEUED under the next attempt, with the journal as its output so far, and
+generation continues at the next index. KV that is still at the prefill worker is offered to another decode worker
+first. Events of earlier attempts are stale. A request that was running on MAX_DEATHS workers when they were lost ends
+with an error, since it may be the cause; a request that no present worker can serve ends after `hold_s`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from coordinator.policy.workers import WorkerTable
 
 MAX_DEATHS = 2
 MAX_TIMES_PARKED = 30
-OFFER_AGAIN_S = 0.1, 1.0  # after the second refusal, doubled with each up to the second
+OFFER_AGAIN_S = 0.1, 1.0  # delay after the second refusal, and its maximum; doubled with each refusal
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
-# The decode worker has begun, yet prefill saw the hand-over fail and has had it end the sequence.
+# The decode worker has started, but the prefill worker saw the hand-over fail and made it end the sequence.
 _LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
 
 
@@ -78,7 +78,7 @@ LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
 AT_PREFILL = (Stage.PREFILL, Stage.HANDOVER, Stage.PARKED)
 WAITING = (Stage.QUEUED, Stage.PARKED)
 
-# What an error code of a worker means to the client; any other is a bug of this project.
+# The error that a client receives for an error code of a worker; any other code is a bug of this project.
 _WORKER_ERRORS: dict[str, type[BatonError]] = {
     "deadline_exceeded": DeadlineExceeded,
     "kv_corrupt": KVCorrupt,
@@ -91,7 +91,7 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
 }
 
 
-# Actions. The caller executes them in order, and signs the handles of the decode workers named.
+# Actions. The caller executes them in order and signs the handles for the named decode workers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class AssignTargets:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a command to a worker if its session is open; else it is dropped, for the redial makes up for it."""
+    """Send a command to a worker if its session is open; otherwise drop it, since a redial reconciles the state."""
 
     worker: str
     command: Command
@@ -125,7 +125,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """The reader of this choice has something to look at."""
+    """Notify the reader of this choice that its state has changed."""
 
     name: ChoiceId
 
@@ -139,7 +139,7 @@ Action = StartPrefill | AssignTargets | Send | Notify | Log
 
 
 class Entered(NamedTuple):
-    """From `at` on a request was in `stage`, at `worker` where the stage has one."""
+    """A request entered `stage` at time `at`, on `worker` if the stage has one."""
 
     stage: Stage
     at: float
@@ -153,14 +153,14 @@ class Target(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 where something has not happened.
+    """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 if an event has not happened.
 
-    `targets` are the decode workers named under the present attempt: each may hold the sequence. `refused`: all targets
-    refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` are the workers
-    lost while they ran it, with the reason. `history` has the stages it went through; `stamps` are what workers
-    measured of them since it was queued last, `earlier_stamps` each time before. `prefixes` names the full blocks of
-    its prompt by block size: for later choices, which have the same prompt. `unservable_since` is when the last worker
-    that could serve it went, `unservable` why, with an error code.
+    `targets` are the decode workers named for the current attempt; each may hold the sequence. `refused` is set when
+    all targets refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` lists
+    the workers that were lost while they ran it, with the reason. `history` lists the stages it went through; `stamps`
+    are the times that workers measured for them since it was last queued, `earlier_stamps` those of each earlier run.
+    `prefixes` caches the hints of the prompt's full blocks by block size for later choices, which have the same prompt.
+    `unservable_since` is when the last worker that could serve it left, `unservable` the reason and error code.
     """
 
     journal: Journal
@@ -190,7 +190,7 @@ class Request:
     speculation: SpeculationCounters | None = None
     earlier_speculation: SpeculationCounters | None = None
     name: ChoiceId = field(init=False)
-    notify: Notify = field(init=False)  # made once: it is needed for every token
+    notify: Notify = field(init=False)  # built once: it is returned for every token
 
     def __post_init__(self) -> None:
         self.name = self.journal.request.choice_id
@@ -199,12 +199,12 @@ class Request:
 
     @property
     def request(self) -> GenerateRequest:
-        """As of the last prefill: with the output so far of that time."""
+        """The request as it was last queued, with the output so far at that time."""
         return self.journal.request
 
     @property
     def sequence(self) -> SequenceId:
-        """Its name on the workers under the present attempt."""
+        """Its id on the workers under the current attempt."""
         request = self.journal.request
         return SequenceId(request.request_id, request.choice, self.journal.attempt)
 
@@ -213,11 +213,11 @@ class Request:
         return self.stage is Stage.ENDED
 
     def runs_at(self, worker: str) -> bool:
-        """Whether that worker has the sequence, as far as is known."""
+        """Returns whether that worker has the sequence, as far as the coordinator knows."""
         return worker == (self.decode_worker if self.stage is Stage.DECODE else self.prefill_worker)
 
     def workers(self) -> set[str]:
-        """Every worker that may hold something of it."""
+        """Returns every worker that may hold state of this request."""
         return {w for w in (self.prefill_worker, self.decode_worker, *(t.worker for t in self.targets)) if w}
 
     def late(self) -> DeadlineExceeded:
@@ -225,15 +225,15 @@ class Request:
         return DeadlineExceeded(f"the request did not finish within its {limit_s:.1f} s (stage {stage})")
 
     def all_stamps(self) -> StageStamps:
-        """Seconds in each stage, over all attempts."""
+        """Returns the seconds spent in each stage, over all attempts."""
         return sum(self.earlier_stamps, self.stamps)
 
 
 class Requests:
-    """Complete state: the requests by choice, those of them that wait for a worker, a time before which no deadline of
-    theirs passes, the dispatcher and the worker table under it, the numbers given last (`_attempt` is global: no two
-    requests share one, so that a request id may be used again at once), whether the cluster drains, and counters. Every
-    method returns actions, to be executed in order."""
+    """Complete state: the requests by choice; those that wait for a worker; a time before which no deadline of any
+    request passes; the dispatcher and its worker table; the last numbers assigned (`_attempt` is global: no two
+    requests share a value, so a request id can be reused immediately); whether the cluster is draining; and counters.
+    Methods return actions, which the caller executes in order."""
 
     def __init__(
         self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int, hold_s: float = 30.0
@@ -267,15 +267,15 @@ class Requests:
     # From the front.
 
     def admit(self, request: GenerateRequest, now: float, choices: int = 1) -> tuple[Request, list[Action]]:
-        """Queues one choice and dispatches what can start. Choice 0 stands for its request: it may be refused for want
-        of room for all `choices`, and stays known until the others have ended, which have its age.
+        """Queues one choice and dispatches what can start. Choice 0 represents its request: it is refused if the queue
+        has no room for all `choices`, and stays registered until the other choices, which have its age, have ended.
 
         Raises:
-            BatonError: refused; nothing was done for it.
+            BatonError: the request is refused, and was not queued.
         """
         if self.draining and not (request.choice and ChoiceId(request.request_id) in self._requests):
             raise Unavailable("the cluster is draining", code="draining", retry_after_s=5)
-        if request.choice_id in self._requests:  # perhaps ended, and not yet read to its end
+        if request.choice_id in self._requests:  # it may have ended with output still unread
             raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
         first = self._requests.get(ChoiceId(request.request_id)) if request.choice else None
         self._age += first is None
@@ -298,11 +298,11 @@ class Requests:
         return r, self._place(now)
 
     def end(self, r: Request, reason: str, now: float) -> list[Action]:
-        """The front has all it needs of a choice: both pools are informed at once."""
+        """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
         return [*self._end(r, reason, now), *self._place(now)]
 
     def forget(self, r: Request) -> None:
-        """Its request id may be used again."""
+        """Removes a request, so that its id can be reused."""
         if self._requests.get(r.name) is r:
             del self._requests[r.name]
             self.dispatcher.forget(r.name)
@@ -323,7 +323,7 @@ class Requests:
         known = self.workers.get(worker)
         if events.kv_cache_events is not None and known is not None:
             known.update_held(events.kv_cache_events)
-        # Tokens of decode make room for nobody; that blocks are free there after all is seen at the next tick.
+        # Tokens from decode free no room; blocks that are free there nevertheless are found at the next tick.
         prefilled = events.tokens and known is not None and known.role == "prefill"
         rescheduled = self.dispatcher.num_queued > queued
         if prefilled or rescheduled or events.ended or events.handed_over or events.parked:
@@ -331,12 +331,13 @@ class Requests:
         return actions
 
     def worker_joined(self, now: float) -> list[Action]:
-        """A worker has joined or has come back."""
+        """Dispatches what can start now that a worker has joined or redialled."""
         return self._place(now)
 
     def worker_gone(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:
-        """Handles the loss of a worker: reschedules every request that it ran. One whose KV is only on its way to it
-        stays where it is: prefill parks the KV. A worker that has drained gave its requests back; that is no death."""
+        """Handles the loss of a worker: reschedules the requests that depend on it. A request whose KV is still on its
+        way to that worker is left alone: the prefill worker parks the KV. A drained worker gave its requests back,
+        which is not a death."""
         self.dispatcher.forget_worker(worker)
         actions: list[Action] = []
         for r in list(self._requests.values()):
@@ -357,11 +358,11 @@ class Requests:
         return actions + self._place(now)
 
     def oldest_queued_s(self, now: float) -> float:
-        """How long the oldest request in the queue waits; 0.0 where none does."""
+        """Returns how long the oldest queued request has waited; 0.0 if none is queued."""
         return now - min((r.queued_at for r in self._waiting.values() if r.stage is Stage.QUEUED), default=now)
 
     def following(self, worker: str) -> tuple[Following, ...]:
-        """The sequences that this coordinator expects at a worker, with the next output index of each."""
+        """Returns the sequences that this coordinator expects at a worker, with the next output index of each."""
         here = (r for r in self._requests.values() if r.stage not in (Stage.QUEUED, Stage.ENDED))
         return tuple(
             Following(r.sequence, r.journal.next_index, r.runs_at(worker)) for r in here if worker in r.workers()
@@ -370,10 +371,10 @@ class Requests:
     # Time.
 
     def tick(self, now: float) -> list[Action]:
-        """Deadlines, requests that nobody can serve, parked KV, the queue. To be called every 0.1 s or so."""
+        """Handles deadlines, unservable requests, parked KV and the queue. Called about every 0.1 s."""
         actions: list[Action] = []
         self._update_servable(now)
-        if now >= self._no_deadline_before:  # to look at 10,000 requests holds the loop for 4 ms
+        if now >= self._no_deadline_before:  # scanning 10,000 requests blocks the loop for 4 ms
             for r in [r for r in self._requests.values() if now >= r.deadline_at and not r.ended]:
                 actions += self._fail(r, r.late(), now)
             open_deadlines = (r.deadline_at for r in self._requests.values() if not r.ended)
@@ -387,12 +388,12 @@ class Requests:
         return actions + self._place(now)
 
     def drain(self, now: float) -> list[Action]:
-        """Ends what has not finished by the end of a drain."""
+        """Fails the requests that have not finished by the end of a drain."""
         error = Unavailable("the cluster stops and the request did not finish in time", code="draining")
         return [action for r in list(self._requests.values()) for action in self._fail(r, error, now)]
 
     def check(self) -> None:
-        """Raises InvariantError when the dispatcher, or what waits, holds other requests than those in flight."""
+        """Raises InvariantError if the dispatcher or `_waiting` does not match the requests in flight."""
         self.dispatcher.check()
         if self._waiting != {name: r for name, r in self._requests.items() if r.stage in WAITING}:
             raise InvariantError(f"{self!r} does not fit what waits: {[*self._waiting]}")
@@ -406,7 +407,7 @@ class Requests:
     # Events, one by one.
 
     def _on_tokens(self, worker: str, event: TokenEvent, now: float, actions: list[Action]) -> None:
-        """The one event that comes for every sequence in every step: it adds its actions to those of the step."""
+        """Handles the only event that arrives for every sequence in every step; it appends to the step's `actions`."""
         r = self._find(event.sequence)
         if r is None or r.ended:
             actions += self._stale(worker, event.sequence)
@@ -439,7 +440,7 @@ class Requests:
                 r.speculation = event.speculation if before is None else before + event.speculation
             self._decoding(r, worker, now)
         if journal.finish is not None:
-            if not self._awaits_prompt_logprobs(r):  # which come from prefill, perhaps later than decode's last token
+            if not self._awaits_prompt_logprobs(r):  # prefill sends them, maybe after decode's last token
                 actions += self._end(r, "its answer is complete" if was_parked else "", now)
         elif r.stage is Stage.PARKED:
             actions += self._assign(r, now)
@@ -463,7 +464,7 @@ class Requests:
         return [r.notify]
 
     def _decoding(self, r: Request, worker: str, now: float) -> None:
-        """A decode worker has all KV, whoever said so first."""
+        """Records that a decode worker has all KV; either worker may report it first."""
         if r.stage is Stage.DECODE and r.decode_worker == worker:
             return
         r.decode_worker = worker
@@ -475,7 +476,7 @@ class Requests:
     def _on_parked(self, worker: str, parked: Parked, now: float) -> list[Action]:
         r = self._find(parked.sequence)
         if parked.sequence.choice_id not in self._requests or (r is not None and r.ended):
-            # The worker keeps the KV until then. Not for an earlier attempt: it may be on offer under the present one.
+            # The worker keeps the KV until aborted. An earlier attempt is not: the current one may be offering its KV.
             drop = Abort(parked.sequence, "nobody waits for its KV", tombstone_s=0.0)
             return [Send(worker, drop), *self._stale(worker, parked.sequence)]
         if r is None:
@@ -492,11 +493,11 @@ class Requests:
             what = f"KV could not be handed over in {MAX_TIMES_PARKED} tries: {parked.reason}"
             return actions + self._fail(r, HandoffError(what, retry_after_s=1), now)
         if r.stage is Stage.PREFILL:
-            r.refused = True  # the first token is still to come, under this attempt
+            r.refused = True  # the first token is still to arrive under this attempt
             return actions
         self._move(r, Stage.PARKED, now)
         if r.journal.attempt == r.request.attempt:
-            actions += self._assign(r, now)  # later times wait for `offer_at`: who refused just now would refuse again
+            actions += self._assign(r, now)  # later offers wait for `offer_at`, since the workers have just refused
         return actions
 
     def _on_ended(self, worker: str, ended: SequenceEnded, now: float) -> list[Action]:
@@ -512,19 +513,19 @@ class Requests:
             return self._reschedule(r, f"{worker} ended it early: {ended.reason}", now)
         targets_unchanged = all(self.workers.incarnation(t.worker) == t.incarnation for t in r.targets)
         if ended.code == "unknown_sequence" and here and r.stage is Stage.PREFILL and targets_unchanged:
-            return [self._start(r, now)]  # its session broke before the command had arrived
+            return [self._start(r, now)]  # its session broke before the command arrived
         if ended.code in ("draining", "abandoned") or (ended.code == "unknown_sequence" and here):
             return self._reschedule(r, ended.message, now)
         if ended.code in (KVCorrupt.code, HandoffError.code) and not r.recomputed:
             r.recomputed = True
-            return self._reschedule(r, ended.message, now)  # computed once more, in blocks that nobody shares
+            return self._reschedule(r, ended.message, now)  # recomputed once; a second failure ends the request
         if not here and ended.code in ("unknown_sequence", "worker_lost"):
-            return []  # the KV is at prefill, which parks it; if that one is lost too, `worker_gone` follows
+            return []  # the prefill worker has the KV and parks it; if it is lost too, `worker_gone` follows
         kind = _WORKER_ERRORS.get(ended.code, BatonError)
         return self._fail(r, kind(f"{ended.message} (stage {r.stage.value})", code=ended.code), now)
 
     def _find(self, sequence: SequenceId) -> Request | None:
-        """The request that a worker's event is about, unless the event is of an attempt that is over."""
+        """Returns the request of a worker's event; None if it is unknown or the event is of an earlier attempt."""
         r = self._requests.get(sequence[:2])
         return None if r is None or r.journal.attempt != sequence.attempt or r.stage is Stage.QUEUED else r
 
@@ -562,14 +563,14 @@ class Requests:
         return incarnation
 
     def _assign(self, r: Request, now: float) -> list[Action]:
-        """Names new decode workers for parked KV under the next attempt, when one has room and prefill is connected."""
+        """Offers parked KV to new decode workers under the next attempt, if one has room and prefill is connected."""
         if not self.workers.connected(r.prefill_worker):
             return []
         placement = self.dispatcher.reassign(r.name)
         if placement is None:
             return []
         old = r.sequence
-        # One of the old targets may have all KV and run, if only its last acknowledgement was lost.
+        # An old target may have all KV and be running: only its last acknowledgement may have been lost.
         actions: list[Action] = [
             Send(t.worker, Abort(old, "its KV is offered to another worker", tombstone_s=0.0)) for t in r.targets
         ]
@@ -583,8 +584,8 @@ class Requests:
         return [*actions, AssignTargets(r.prefill_worker, old, names, r.journal.attempt, r.deadline_at)]
 
     def _reschedule(self, r: Request, why: str, now: float) -> list[Action]:
-        """Queues a request again under the next attempt: prompt and journal are prefilled on whichever workers are
-        chosen next, and it goes on at the next index."""
+        """Queues a request again under the next attempt: newly chosen workers prefill its prompt and journal, and
+        generation continues at the next index."""
         if len(r.deaths) >= MAX_DEATHS:
             what = f"{len(r.deaths)} workers were lost while they ran the request: {', '.join(r.deaths)}"
             return self._fail(r, WorkerLost(what, retry_after_s=1), now)
@@ -611,8 +612,8 @@ class Requests:
         return [*self._end(r, error.code, now), r.notify]
 
     def _end(self, r: Request, reason: str, now: float) -> list[Action]:
-        """Both pools are notified, and what the request held is free: now, however slowly its client reads. Without a
-        reason the workers know that it has ended."""
+        """Notifies both pools and frees what the request held, without waiting for a slow client. An empty `reason`
+        means that the workers already know that it has ended."""
         if r.ended:
             return []
         actions = self._withdraw(r, reason, now)
@@ -621,7 +622,7 @@ class Requests:
         return actions
 
     def _withdraw(self, r: Request, reason: str, now: float) -> list[Action]:
-        """The workers of the present attempt forget it; with a reason they end it."""
+        """Releases the sequence of the current attempt on its workers; with a reason, aborts it first."""
         tombstone_s = max(r.deadline_at - now, 1.0)
         actions: list[Action] = []
         for worker in sorted(r.workers()):
@@ -631,8 +632,8 @@ class Requests:
         return actions
 
     def _update_servable(self, now: float) -> None:
-        """Whether any worker that stays can serve what waits: the clock of `hold_s` starts when the last one has gone.
-        Parked KV needs a decode worker only; its prefill worker may drain and still hand it over."""
+        """Updates whether any worker that is not draining can serve each waiting request: the `hold_s` timer starts
+        when none is left. Parked KV needs only a decode worker; its prefill worker can hand it over while draining."""
         capacity = self.dispatcher.capacity()
         for r in self._waiting.values():
             why = self.dispatcher.unservable(self._size(r), capacity, parked=r.stage is Stage.PARKED)
@@ -644,7 +645,7 @@ class Requests:
         return r.request.sampling.prompt_logprobs is not None and r.journal.prompt_logprobs is None
 
     def _move(self, r: Request, stage: Stage, now: float) -> None:
-        """Raises InvariantError: the table does not allow it."""
+        """Moves a request to a stage. Raises InvariantError if LEGAL_MOVES does not allow it."""
         if stage not in LEGAL_MOVES[r.stage]:
             raise InvariantError(f"{r.sequence} cannot go from {r.stage.value} to {stage.value}")
         r.stage, r.unservable = stage, None
@@ -665,7 +666,7 @@ class Requests:
         return Ticket(r.name, *sizes, needs_decode, age=r.age, priority=request.priority)
 
     def _prefix(self, r: Request) -> Prefix:
-        """The blocks that a worker may hold already; the last token is computed in any case."""
+        """Returns the hints of the blocks that a worker may already hold; the last token is always computed."""
         request, facts = r.request, self.workers.facts()
         tokens = request.prompt + request.output
         first = self._requests.get(ChoiceId(request.request_id), r)
@@ -683,11 +684,11 @@ class Requests:
         return prefix
 
     def _next_attempt(self, r: Request | None = None) -> int:
-        """A number that no request uses, and higher than the last one of this request, also where the count wraps."""
+        """Returns an unused attempt that exceeds this request's last one, even if the counter wraps."""
         self._attempt = self._attempt % _MAX_ATTEMPT + 1
         return self._attempt if r is None else max(self._attempt, r.journal.attempt + 1)
 
 
 def _add_stamps(r: Request, stamps: StageStamps) -> None:
-    """Each worker knows its own stages; the larger value is the one that was measured."""
+    """Merges a worker's stamps: a worker measures only its own stages, so the larger value is the measured one."""
     r.stamps = r.stamps.largest(stamps)

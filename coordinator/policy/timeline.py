@@ -2,16 +2,16 @@
 
     queue          waits in the coordinator for a pair of workers
     prefill_queue  waits at the prefill worker
-    prefill        its prompt is computed, up to the arrival of the first token here
-    reserve        the first token is there, and no decode worker has accepted the KV yet
-    transfer       what is left of the hand-over: most of it happens under `prefill`, where it costs nothing
-    parked         no decode worker took the KV
+    prefill        its prompt is computed, until the first token arrives at the coordinator
+    reserve        the first token is known, and no decode worker has accepted the KV yet
+    transfer       the rest of the hand-over: most of it overlaps `prefill`, where it costs no time
+    parked         no decode worker accepted the KV
     decode_queue   waits at the decode worker for its first step
     decode         up to its last token
-    detokenise     from there to the last text handed to the front
+    detokenise     from the last token to the last text handed to the front
 
-The borders are moments on the coordinator's clock (`Request.history`). Within PREFILL, HANDOVER and DECODE the parts
-are as long as the workers measured them, at most as long as the stage: nobody compares the clocks of two hosts.
+The stages are delimited on the coordinator's clock (`Request.history`). Within PREFILL, HANDOVER and DECODE the parts
+have the lengths that the workers measured, at most the stage's: clocks of two hosts are never compared.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline(StageStamps):
-    """Seconds a request spent in each stage as workers measured them, which overlap; 0 where a stage did not happen.
-    `spans` add up to the whole."""
+    """Seconds that a request spent in each stage as workers measured them; these overlap and are 0 if a stage did not
+    happen. The `spans` add up to the total."""
 
     first_token_s: float = 0.0
     prefill_worker: str = ""
@@ -54,7 +54,7 @@ class Timeline(StageStamps):
         return self.spans[-1].end_s if self.spans else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """The spans, in milliseconds from the admission."""
+        """Returns the timeline with times in milliseconds from the admission."""
         return {
             "total_ms": _ms(self.total_s),
             "first_token_ms": _ms(self.first_token_s),
@@ -68,7 +68,7 @@ class Timeline(StageStamps):
 
 
 def timeline(r: Request, now: float) -> Timeline:
-    """Of the request up to `now`."""
+    """Returns the timeline of a request up to `now`."""
     s = r.all_stamps()
     return Timeline(
         *(r.queued_s + s.queue_s, s.prefill_s, s.reserve_s, s.transfer_s, s.decode_queue_s, s.decode_s),
@@ -80,7 +80,7 @@ def timeline(r: Request, now: float) -> Timeline:
 
 
 def spans(request: Request, now: float) -> tuple[Span, ...]:
-    """The request up to `now`: without gap or overlap from its admission on. A span of no length is left out."""
+    """Returns the spans of a request up to `now`, contiguous from its admission; empty ones are left out."""
     began, stamps = request.started_at, [*request.earlier_stamps, request.stamps]
     found: list[Span] = []
     run = -1
@@ -95,7 +95,7 @@ def spans(request: Request, now: float) -> tuple[Span, ...]:
 
 
 def _parts(stage: Stage, whole: float, stamps: StageStamps) -> Iterator[tuple[str, float]]:
-    """The spans of a stage that took `whole` seconds, with their lengths."""
+    """Yields the spans of a stage that took `whole` seconds, with their lengths."""
     match stage:
         case Stage.QUEUED:
             yield "queue", whole

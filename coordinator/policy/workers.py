@@ -1,15 +1,16 @@
-"""The worker table: which workers exist, their state and lease. Pure; what routing knows of each is in pool.py.
+"""The worker table: which workers exist, their state and lease. Pure; the routing state of each is in pool.py.
 
 States of a worker:
 
     ready     its session is open and it takes new work
-    joining   its session broke; it may redial for REDIAL_S, or until its lease ends, and keeps its sequences
+    joining   its session broke; it keeps its sequences and may redial for REDIAL_S, or until its lease ends
     draining  it takes no new work, finishes or gives back what it has, and leaves
-    lost      its lease ended, or a newer incarnation replaced it; an entry stays for `/workers` for a while
+    lost      its lease ended, or a newer incarnation replaced it; its entry stays in `/workers` for KEEP_LOST_S
 
-A lease belongs to the session of worker and coordinator and is renewed by each message. A worker whose lease has ended
+A lease belongs to the session between worker and coordinator, renewed by each message. A worker whose lease has ended
 is fenced: its messages are refused until it joins again. While a worker holds its lease, an older incarnation of its
-name is refused; numbers are times, so that one that follows a dead worker may be lower where a clock was set back.
+name is refused. Incarnations are timestamps: after a clock was set back, a lost worker's successor may have a lower
+one.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from coordinator.policy.pool import Pool, Worker
 
 KEEP_LOST_S = 300.0
 REDIAL_S = 1.5
-"""Within which a worker whose session broke is back, if it is alive: longer than it ever waits between two dials. What
-has died closes its connections at once, and its requests need not wait for the whole lease."""
+"""A live worker whose session broke redials within this time: it is longer than its longest pause between two dials. A
+dead worker's connections close immediately, so its requests need not wait for the whole lease."""
 
 
 class Joined(NamedTuple):
-    """`replaced`: another incarnation that was still present."""
+    """`replaced`: an earlier incarnation that was still present."""
 
     worker: Worker
     replaced: Worker | None
 
 
 class WorkerTable:
-    """Complete state: `_workers` by name, the present ones in the pool of their role too; `_left`, the incarnation that
-    drained last under each name. `own` is the coordinator's model."""
+    """Complete state: `_workers` by name, with the present ones also in the pool of their role; `_left`, the last
+    incarnation that drained under each name. `own` is the coordinator's model."""
 
     def __init__(self, lease_s: float, own: OwnModel | None = None) -> None:
         if not lease_s > 0:
@@ -51,7 +52,7 @@ class WorkerTable:
         self.prefill, self.decode = Pool("prefill"), Pool("decode")
 
     def get(self, worker_id: str) -> Worker | None:
-        """The present worker of that name."""
+        """Returns the present worker of that name, if any."""
         worker = self._workers.get(worker_id)
         return None if worker is None or worker.lost else worker
 
@@ -70,20 +71,20 @@ class WorkerTable:
         return self.prefill if role == "prefill" else self.decode
 
     def all(self) -> Iterable[Worker]:
-        """Lost ones too, prefill first."""
+        """Returns all workers, lost ones too, prefill first."""
         return sorted(self._workers.values(), key=lambda w: (w.role != "prefill", w.worker_id))
 
     def facts(self) -> WorkerFacts | None:
-        """What the present workers have in common, if there are any."""
+        """Returns the facts that the present workers share, if there are any."""
         return next((w.join.facts for pool in (self.prefill, self.decode) for w in pool.workers), None)
 
     def join(self, join: Join, now: float) -> Joined:
-        """Takes a worker in.
+        """Adds a worker, or reconnects one that redialled.
 
         Raises:
             JoinRefused: it does not fit; the message names the field and both values.
         """
-        # Equal facts are one object here, so that a join is not compared with each of a thousand workers.
+        # Equal facts share one object, so that a join is not compared with each of a thousand workers.
         others = {id(w.join.facts): w.join for w in self.present() if w.worker_id != join.worker_id}.values()
         check_join(join, others, self._own)
         join = replace(join, facts=next((o.facts for o in others if o.facts == join.facts), join.facts))
@@ -99,11 +100,11 @@ class WorkerTable:
             known.join, known.connected, known.lease_until = join, True, now + self.lease_s
             if known.state == "joining":
                 known.state, known.since = "ready", now
-            return Joined(known, replaced=None)  # it has redialled, and keeps its sequences
+            return Joined(known, replaced=None)  # it redialled and keeps its sequences
         return Joined(self.add(join, now, now + self.lease_s), replaced=known)
 
     def add(self, join: Join, now: float, lease_until: float) -> Worker:
-        """Takes it in, whatever the others are, in the place of an earlier incarnation."""
+        """Adds a worker without comparing it with the others; replaces an earlier incarnation."""
         earlier = self.get(join.worker_id)
         if earlier is not None:
             self.pool(earlier.role).remove(earlier)
@@ -111,7 +112,7 @@ class WorkerTable:
         return worker
 
     def renew_lease(self, worker_id: str, incarnation: int, load: Load | None, now: float) -> bool:
-        """False when the worker is fenced: its lease has ended or a newer incarnation is here."""
+        """Renews a lease. Returns False if the worker is fenced: its lease ended or a newer incarnation is present."""
         worker = self.get(worker_id)
         if worker is None or worker.incarnation != incarnation or worker.lease_until <= now:
             return False
@@ -125,8 +126,8 @@ class WorkerTable:
             worker.gpu = gpu
 
     def disconnected(self, worker_id: str, incarnation: int, now: float) -> bool:
-        """Its session broke; what is left of its lease is REDIAL_S at most. False when it is not the present
-        incarnation."""
+        """Records that a session broke: the lease now ends within REDIAL_S. Returns False if the worker is not the
+        present incarnation."""
         worker = self.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             return False
@@ -137,7 +138,7 @@ class WorkerTable:
         return True
 
     def drain(self, worker_id: str, by: float, now: float) -> None:
-        """It takes no new work from now on, and gives back what it has at `by` at the latest.
+        """Makes a worker draining: it accepts no new work and gives back what it has at `by` at the latest.
 
         Raises:
             NotFound: no such worker is present.
@@ -150,7 +151,7 @@ class WorkerTable:
             worker.state, worker.since = "draining", now
 
     def left(self, worker_id: str, incarnation: int) -> None:
-        """It has drained: it is removed, and this incarnation does not come back."""
+        """Removes a worker that has drained; this incarnation may not join again."""
         if self.incarnation(worker_id) == incarnation:
             worker = self._workers.pop(worker_id)
             self.pool(worker.role).remove(worker)
@@ -160,7 +161,7 @@ class WorkerTable:
         return incarnation is not None and self._left.get(worker_id) == incarnation
 
     def expire(self, now: float) -> list[tuple[Worker, str]]:
-        """Marks as lost, and returns with the reason, those whose lease has ended; removes those lost long ago."""
+        """Marks workers whose lease has ended as lost and returns them with the reason; drops those lost long ago."""
         expired = []
         for worker in self._workers.values():
             if not worker.lost and worker.lease_until <= now:

@@ -1,11 +1,11 @@
-"""Messages to token ids, such that nothing a client writes can become a control token.
+"""Converts messages to token ids so that no text of a client can become a control token.
 
     messages -> guard (mark what spells a control token) -> template -> alias (the template's own control tokens get
     names no client can write) -> unmark -> one encoding, by a tokenizer that knows only the aliases
 
-A client's `<|im_end|>` is thereby encoded as the plain text it is, in its place in the text, and a conversation without
-such text gets exactly the ids that transformers would give it. Marks and aliases are made of two Unicode
-noncharacters, which exist for internal use; text that contains them is refused.
+A client's `<|im_end|>` is therefore encoded as plain text, in its position, and a conversation without such text gets
+exactly the same ids as in transformers. Marks and aliases are made of two Unicode noncharacters, which exist for
+internal use; text that contains them is refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"
 MAX_DEPTH = 100
 SLICE = 64 * 1024
-"""Characters or ids that one call looks at: other threads run between two calls, so the event loop waits some 2 ms."""
-# Keys and constants of tools and calls. None of them is a control token, alone or with what JSON has beside it.
+"""Characters or ids processed per call: other threads run between two calls, so the event loop waits about 2 ms."""
+# Keys and constants of tools and calls. None of them is a control token, alone or with the JSON syntax around it.
 SCHEMA_WORDS = frozenset(
     [
         *("type", "function", "name", "description", "parameters", "strict", "id", "arguments", "properties", "items"),
@@ -49,8 +49,9 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """How messages become a prompt: the `tools` the template gets, whether the beginning of an answer is put behind the
-    messages, or the last message is left open for the model to go on with, and further `variables` of the template."""
+    """How messages become a prompt: the `tools` for the template, whether the beginning of an answer is appended to the
+    messages, whether instead the last message stays open for the model to continue, and additional template
+    `variables`."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
@@ -63,8 +64,8 @@ RESERVED_VARIABLES = frozenset(["add_generation_prompt", "documents", "messages"
 
 
 class ChatEncoder:
-    """A chat template with its tokenizer. Control tokens are the special ones and those the template can write.
-    `parts` is the tokenizer's JSON, where the caller has it parsed."""
+    """A chat template with its tokenizer. Control tokens are the special tokens and the added tokens that the template
+    can write. `parts` is the tokenizer's parsed JSON, if the caller has it."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, parts: Mapping[str, Any] | None = None) -> None:
         self.template = template
@@ -75,10 +76,10 @@ class ChatEncoder:
         self._controls = ControlTokens(tokenizer, parts or orjson.loads(tokenizer.to_str()), controls)
 
     def render(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN, *, guard: bool = False) -> str:
-        """The prompt as text; with `guard` what spells control tokens carries marks.
+        """Returns the prompt as text; with `guard`, text that spells control tokens is marked.
 
         Raises:
-            InvalidRequest: the template refused, or the last message cannot be gone on with.
+            InvalidRequest: the template refused the messages, or the last message cannot be continued.
         """
         clean = self._controls.guard if guard else str
         values: list[dict[str, Any]] = []
@@ -103,22 +104,22 @@ class ChatEncoder:
         if not how.continue_final_message:
             return rendered
         final = values[-1]["content"].strip()
-        behind = rendered[::-1].find(final[::-1])  # forwards: `rfind` may take the product of the lengths
+        behind = rendered[::-1].find(final[::-1])  # reversed: `rfind` may take the product of the lengths
         if not final or behind < 0:
             what = "continue_final_message: the chat template does not show the last message as it is"
             raise InvalidRequest(what, param="continue_final_message")
         return rendered[: len(rendered) - behind]
 
     def encode_rendered(self, guarded: str) -> list[int]:
-        """The ids of what `render` made with `guard`. Blocks: call it from a thread."""
+        """Returns the ids of a text that `render` made with `guard`. Blocks: call it from a thread."""
         return self._controls.encode(guarded)
 
 
 def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0) -> Any:
-    """A JSON value with every text in it cleaned; within objects all but the words that templates compare with.
+    """Returns a JSON value with every string cleaned, except nested SCHEMA_WORDS, which templates compare with.
 
     Raises:
-        InvalidRequest: a noncharacter that serves as a mark, or too deep a value.
+        InvalidRequest: a noncharacter that is used as a mark, or a value nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"'{param}' is nested more than {MAX_DEPTH} deep", param=param)
@@ -137,7 +138,7 @@ def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0
 
 
 class ControlTokens:
-    """Keeps a template's control tokens and a client's text that spells them apart, through one encoding."""
+    """Distinguishes a template's control tokens from client text that spells them, within one encoding."""
 
     def __init__(self, tokenizer: Tokenizer, parts: Mapping[str, Any], controls: Iterable[str]) -> None:
         longest_first = sorted({c for c in controls if c}, key=lambda c: (-len(c), c))
@@ -156,22 +157,22 @@ class ControlTokens:
         self._forbidden = {i for i in own if i is not None} - set(self._ids)
 
     def guard(self, text: str) -> str:
-        """`text` with a mark inside all that spells a control token, and at its edges where what the template puts
-        beside it could complete one (also after trimming)."""
+        """Returns `text` with a mark inside everything that spells a control token, and at each edge where the
+        template's adjacent text could complete one (also after trimming)."""
         core = text.strip()
         lead, tail = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :] if core else ""
         lengths = range(1, min(self._longest, len(core) + 1))
         ends = [len(core) - n + 1 for n in lengths if core[-n:] in self._beginnings]
         continues = any(core[:n] in self._endings for n in lengths)
         continues = continues or (len(core) < self._longest and any(core in c for c in self._aliases))
-        for end in ends:  # from the last one to the first: earlier places stay right
+        for end in ends:  # from the last to the first: earlier positions stay valid
             core = core[:end] + _MARK + core[end:]
         core = self._replaced(self._spelled, core, self._to_mark)
         return lead + (_MARK if continues and core else "") + core + tail
 
     def encode(self, rendered: str) -> list[int]:
         aliased = self._replaced(self._written, rendered, self._to_alias).replace(_MARK, "")
-        ids = self._tokenizer.encode_batch_fast([aliased], add_special_tokens=False)[0].ids  # lets other threads run
+        ids = self._tokenizer.encode_batch_fast([aliased], add_special_tokens=False)[0].ids  # releases the GIL
         forbidden = self._forbidden
         if forbidden and not all(forbidden.isdisjoint(ids[at : at + SLICE]) for at in range(0, len(ids), SLICE)):
             raise InvalidRequest(
@@ -181,8 +182,8 @@ class ControlTokens:
         return [ids_of.get(i, i) for i in ids]
 
     def _replaced(self, pattern: re.Pattern[str], text: str, by: Mapping[str, tuple[int, str]]) -> str:
-        """`text` with each match replaced; `by` says how many of its characters, and by what. Searches slice by slice:
-        what begins in a slice may end behind it."""
+        """Returns `text` with each match replaced; `by` has how many of its characters to replace, and the new text.
+        Searches slice by slice; a match may end after the slice in which it begins."""
         whole: list[str] = []
         at = 0
         for end in range(SLICE, len(text) + SLICE, SLICE):
@@ -201,7 +202,7 @@ class ControlTokens:
         return Tokenizer.from_buffer(orjson.dumps({**parts, "added_tokens": added, "post_processor": None}))
 
     def _translation(self, tokenizer: Tokenizer) -> dict[int, int]:
-        """From the ids of the tokenizer with aliases to the model's, where they differ or stand for an alias."""
+        """Maps the ids of all added tokens, also aliases, in the tokenizer with aliases to the model's ids."""
         names = {alias: content for content, alias in self._aliases.items()}
         added = self._tokenizer.get_added_tokens_decoder().items()
         pairs = ((ours, tokenizer.token_to_id(names.get(token.content, token.content))) for ours, token in added)

@@ -1,8 +1,8 @@
-"""What a Hugging Face model directory says about text, read once at start.
+"""The text files of a Hugging Face model directory, read once at start.
 
-tokenizer.json is needed; generation_config.json, tokenizer_config.json (or the older special_tokens_map.json) and a
-chat template (chat_template.jinja, or in tokenizer_config.json) are read where present. Anything damaged ends in a
-StartupError of one line that names the file.
+config.json and tokenizer.json are required; generation_config.json, tokenizer_config.json (or the older
+special_tokens_map.json) and a chat template (chat_template.jinja, or in tokenizer_config.json) are read if present. A
+damaged file raises a one-line StartupError that names it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _NOT_SERVED = {"typical_p": (None, 1, 1.0), "no_repeat_ngram_size": (None, 0), "
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """`parts` is tokenizer.json, parsed; `sampling` holds what generation_config names of the sampling fields that are
-    served; `ignored` its other sampling fields that would change the output and are not served."""
+    """`parts` is the parsed tokenizer.json; `sampling` has generation_config's values of the sampling fields that are
+    served; `ignored` names its other sampling fields that would change the output."""
 
     tokenizer: Tokenizer
     parts: dict[str, Any]
@@ -47,7 +47,7 @@ class TextFiles:
 
 
 def read_text_files(directory: Path) -> TextFiles:
-    """Raises StartupError."""
+    """Reads the files. Raises StartupError."""
     config = parse_model_config(parse_config_json(_read(directory / "config.json")))
     tokenizer, parts = _tokenizer(directory / "tokenizer.json")
     settings = _object(directory / "tokenizer_config.json")
@@ -128,7 +128,7 @@ def _ids(value: Any, vocab_size: int) -> list[int]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in an optional JSON file."""
+    """Returns the object in an optional JSON file, empty if there is no file."""
     if not path.exists():
         return {}
     try:

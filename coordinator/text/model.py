@@ -1,18 +1,17 @@
-"""Text in and out of token ids for one model.
+"""Encoding and decoding of text for one model.
 
-Encoding may take long, so the async forms run it on threads of their own (by the batch calls of `tokenizers`, which,
-unlike the single ones, let other threads run meanwhile), bound what waits for them, and refuse beforehand what cannot
-fit: no token stands for more than `max_token_bytes` bytes, so a text of more than that times the context is too long
-whatever its tokens are.
+Encoding may take long, so the async methods run it on dedicated threads (with the batch calls of `tokenizers`, which,
+unlike the single ones, release the GIL), limit what may wait for them, and refuse early what cannot fit: a token stands
+for `max_token_bytes` bytes at most, so a text of more than that times the context never fits.
 
 How special tokens in text are read:
 - chat: a client's text never becomes a control token (see chat.py);
-- a plain completion prompt is read as `tokenizers` and transformers read it: text that spells a special token is that
-  token. The client may send any token ids anyway, and people write templates by hand here. BOS is put in front by the
-  tokenizer's own rule, and not a second time where the text already begins with it.
+- a plain completion prompt is read as in `tokenizers` and transformers: text that spells a special token becomes that
+  token. The client may send any token ids anyway, and users of this endpoint write templates by hand. The tokenizer
+  adds BOS by its own rule, but a text that already begins with BOS gets no second one.
 
 Sampling defaults are generation_config's temperature, top_p, top_k, min_p and repetition_penalty, else 1, 1 and off.
-`do_sample` is not looked at: a server's client expects sampling unless it asks for temperature 0.
+`do_sample` is ignored: a server's client expects sampling unless it requests temperature 0.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ INLINE_CHARS = 2_000
 SMALL_BYTES = 64 * 1024
 MESSAGE_BYTES = 64
 MAX_WAITING_BYTES = 32 * 1024 * 1024
-"""Of prompts that wait to be rendered or encoded, or are. One of up to SMALL_BYTES may always wait: the number of
-connections bounds those."""
+"""Limit on all prompts that are rendered or encoded or wait for it. A prompt of up to SMALL_BYTES may always wait: the
+number of connections bounds those."""
 LONG_AT_ONCE = 2
-"""Long prompts that are encoded at the same time; a thread more is left to the short ones."""
+"""Long prompts encoded at the same time; one more thread is reserved for short ones."""
 SLICE = 16 * 1024
-"""Tokens of a list that are written at once."""
+"""Tokens of a list that are serialized per call."""
 VALUES_AT_ONCE = 4_096
-"""Values that are looked at before the event loop gets its turn: some 0.5 ms."""
+"""Values visited before yielding to the event loop: about 0.5 ms."""
 _T = TypeVar("_T")
 
 
 class TextModel:
-    """The text side of a model. Nothing in it changes after construction but the threads it uses and what waits for
-    them. `tool_format` is how it writes calls, None where its template knows none, `thinks` whether it may begin with
-    reasoning, and `marker_ids` are the special tokens that these are written with."""
+    """The text side of a model. Immutable after construction, except for its threads and the work that waits for them.
+    `tool_format` is the form of its tool calls, None if its template has no tools; `thinks`: its output may begin with
+    reasoning; `marker_ids` are the special tokens that mark calls and reasoning."""
 
     def __init__(self, files: TextFiles, *, max_model_len: int | None = None, tool_parser: str = "auto") -> None:
         self.tokenizer: Tokenizer = files.tokenizer
@@ -78,7 +77,7 @@ class TextModel:
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _special_markers(files.tokenizer, self.tool_format, self.thinks)
         self._threads = ThreadPoolExecutor(max_workers=LONG_AT_ONCE + 1, thread_name_prefix="tokenize")
-        self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")  # it waits for the one child
+        self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")  # there is one child
         self._long = {self._threads: asyncio.Semaphore(LONG_AT_ONCE), self._rendering: asyncio.Semaphore(1)}
         self._waiting_bytes = 0
 
@@ -99,17 +98,18 @@ class TextModel:
         return ids
 
     def bad_word(self, text: str) -> list[tuple[int, ...]]:
-        """The token sequences that write a word: at the beginning of a line, and after a space. None is empty."""
+        """Returns the token sequences that spell a word, at the beginning of a line and after a space; none is
+        empty."""
         alone = self.encode(text, add_special_tokens=False)
         spaced = self.encode(" " + text.lstrip(), add_special_tokens=False)
         return [tuple(ids) for ids in (alone, spaced) if ids]
 
     async def encode_soon(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`encode` without holding up the event loop.
+        """Encodes a text without blocking the event loop.
 
         Raises:
             ContextLengthExceeded: the text cannot fit.
-            Unavailable: too much waits already.
+            Unavailable: too many bytes of prompts wait already.
         """
         size = _utf8_length(text)
         self._check_bytes(size, param="prompt")
@@ -120,10 +120,10 @@ class TextModel:
             return await self._in_turn(self._threads, size, work)
 
     async def encode_chat_soon(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
-        """The ids of a conversation through the model's template, without holding up the event loop.
+        """Returns the ids of a conversation, rendered by the model's template, without blocking the event loop.
 
         Raises:
-            InvalidRequest: the model has no template, or it refuses these messages.
+            InvalidRequest: the model has no template, or the template refuses these messages.
             ContextLengthExceeded, Unavailable: as `encode_soon`.
         """
         size = sum(_utf8_length(message.content) for message in messages)
@@ -134,17 +134,17 @@ class TextModel:
             self._check_bytes(size, param=param)
         if (chat := self._chat) is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        size += MESSAGE_BYTES * len(messages)  # one without text takes as long as one of so many
+        size += MESSAGE_BYTES * len(messages)  # a message without text takes as long as this many bytes
         with self._waiting(size):
             rendered = await self._in_turn(self._rendering, size, partial(chat.render, messages, how, guard=True))
             return await self._in_turn(self._threads, size, partial(chat.encode_rendered, rendered))
 
     def thinks_already(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends within the model's reasoning: some templates begin it."""
+        """Returns whether a prompt ends within the model's reasoning: some templates begin it."""
         return self.thinks and self.decode(prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK[0])
 
     def _check_bytes(self, size: int, *, param: str) -> None:
-        """Refuses texts of which the length alone shows that they do not fit the context."""
+        """Refuses texts whose length alone shows that they do not fit the context."""
         if self.max_token_bytes is None:
             return
         least = -(-size // self.max_token_bytes)
@@ -155,7 +155,7 @@ class TextModel:
 
     @contextmanager
     def _waiting(self, size: int) -> Iterator[None]:
-        """While a prompt of `size` bytes waits. Raises Unavailable where with a long one too much would."""
+        """Counts a prompt of `size` bytes as waiting. Raises Unavailable if a long one would exceed the limit."""
         if size > SMALL_BYTES and self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
             raise Unavailable("too many long prompts wait to be encoded", code="overloaded", retry_after_s=1)
         self._waiting_bytes += size
@@ -165,7 +165,8 @@ class TextModel:
             self._waiting_bytes -= size
 
     async def _in_turn(self, threads: ThreadPoolExecutor, size: int, work: Callable[[], _T]) -> _T:
-        """`work` for a prompt of `size` bytes: long ones wait here, so that a short one is not behind all of them."""
+        """Runs `work` for a prompt of `size` bytes on a thread: long ones wait here, so that a short one does not queue
+        behind all of them."""
         loop = asyncio.get_running_loop()
         if size <= SMALL_BYTES:
             return await loop.run_in_executor(threads, work)
@@ -177,19 +178,19 @@ class TextModel:
         return texts[0]
 
     async def decode_soon(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """`decode` without holding up the event loop."""
+        """Decodes token ids without blocking the event loop."""
         if len(token_ids) <= INLINE_CHARS:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         work = partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._in_turn(self._threads, 4 * len(token_ids), work)
 
     def start(self) -> None:
-        """Begins what else the first conversation would wait for."""
+        """Starts the child that renders templates, so that the first conversation need not wait for it."""
         if self._chat is not None:
             self._chat.template.renderer.start()
 
     def check(self) -> None:
-        """Raises StartupError where the chat template does not compile. Blocks, longest behind `start`."""
+        """Raises StartupError if the chat template does not compile. Blocks, longest right after `start`."""
         if self._chat is not None:
             self._chat.template.check()
 
@@ -201,8 +202,8 @@ class TextModel:
 
 
 def tokens_json(tokenizer: Tokenizer, ids: Sequence[int], max_model_len: int, names: bool) -> bytes:
-    """The answer of /tokenize, with the tokens as texts where `names`; made slice by slice: JSON of millions in one
-    call would stop every other thread."""
+    """Returns the answer of /tokenize, with the tokens as text if `names`; built slice by slice: serializing millions
+    in one call would block all other threads."""
     head = orjson.dumps({"count": len(ids), "max_model_len": max_model_len})[:-1]
     shown = _json_list(ids, tokenizer.id_to_token) if names else b"null"
     return b"".join((head, b',"tokens":', _json_list(ids, int), b',"token_strs":', shown, b"}"))
@@ -224,7 +225,7 @@ def _utf8_length(text: str) -> int:
 
 
 async def _text_bytes(value: Any) -> int:
-    """UTF-8 bytes of the texts within a JSON value. Gives way to the event loop."""
+    """Counts the UTF-8 bytes of the strings within a JSON value, except SCHEMA_WORDS. Yields to the event loop."""
     left, size, count = [value], 0, 0
     while left:
         found = left.pop()
@@ -251,8 +252,8 @@ def _check_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> None:
 
 
 def _max_token_bytes(parts: Mapping[str, Any], vocabulary: Vocabulary) -> int | None:
-    """The most UTF-8 bytes of text one token can stand for, None where there is no such bound (a whole word or run of
-    unknown characters as one token)."""
+    """Returns the most UTF-8 bytes of text that one token can stand for, None if unbounded (one token may stand for a
+    whole word or a run of unknown characters)."""
     model = parts["model"]
     if "merges" not in model or (model.get("fuse_unk") and not model.get("byte_fallback")):
         return None
@@ -262,7 +263,7 @@ def _max_token_bytes(parts: Mapping[str, Any], vocabulary: Vocabulary) -> int | 
 
 
 def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
-    """Whether normalising never makes a text shorter."""
+    """Returns whether normalising never makes a text shorter."""
     if normalizer is None or normalizer["type"] == "Prepend":
         return True
     if normalizer["type"] == "Replace":

@@ -1,15 +1,15 @@
-"""Token ids in, text out, a little at a time.
+"""Incremental decoding of token ids to text.
 
     ids -> drop what decodes to nothing -> text that later ids cannot change -> hold back a possible stop string -> out
 
-What is given out, joined, is the beginning of `tokenizer.decode(all ids, skip_special_tokens=True)`, and all of it
-with `finish()`. Two decoders:
+The concatenated output is a prefix of `tokenizer.decode(all ids, skip_special_tokens=True)`, and equals it after
+`finish()`. There are two decoders:
 
-- byte-level (GPT-2, Llama 3, Qwen): a token is a string of bytes; an incremental UTF-8 decoder gives exactly what
-  decoding everything at once gives, and keeps back at most three bytes of an unfinished code point.
-- any other: groups of tokens through the tokenizer itself, each after the group before it, so that rules about the
-  beginning of a text apply once. A group ends where later tokens cannot change it. With byte fallback (Llama 2) a run
-  of `<0x..>` tokens is decoded as a whole, one bad byte spoils all of it, so the run is given out when it has ended.
+- byte-level (GPT-2, Llama 3, Qwen): a token is a string of bytes; an incremental UTF-8 decoder returns exactly the same
+  text as decoding everything together, and holds back at most three bytes of an incomplete code point.
+- any other: the tokenizer decodes each group of tokens together with the previous one, so that rules about the start of
+  a text apply once. A group ends where later tokens cannot change it. With byte fallback (Llama 2) a run of `<0x..>`
+  tokens is decoded as a whole and one bad byte corrupts all of it, so its text is emitted when the run has ended.
 
 The result does not depend on how the ids were split over calls, and each token is decoded a bounded number of times.
 """
@@ -28,8 +28,8 @@ _MAX_UNSETTLED = 16
 
 
 class Vocabulary:
-    """What decoding needs to know of a tokenizer, found out once and shared by every stream of a model. `parts` is its
-    tokenizer.json, parsed, where the caller has it: of a large tokenizer it is costly to get again."""
+    """The properties of a tokenizer that decoding needs, computed once and shared by all streams of a model. `parts` is
+    its parsed tokenizer.json, if the caller has it: it is costly to parse again for a large tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, parts: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
@@ -46,14 +46,14 @@ class Vocabulary:
         self._from_char = _byte_level_alphabet()
 
     def token(self, token_id: int) -> str | None:
-        """The token as the decoder sees it, None if it decodes to nothing: special, or past the vocabulary."""
+        """Returns the token in the decoder's form, None if it decodes to nothing: special, or beyond the vocabulary."""
         if token_id >= self.size or token_id < 0 or token_id in self.special_ids:
             return None
         token: str | None = self.tokenizer.id_to_token(token_id)
         return token
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a byte-level token."""
+        """Returns the bytes of a byte-level token."""
         if not 0 <= token_id < self.size:
             return b""
         known = self._bytes[token_id]
@@ -61,14 +61,14 @@ class Vocabulary:
             token = self.token(token_id) or ""
             try:
                 known = bytes(self._from_char[c] for c in token)
-            except KeyError:  # an added token spelled with characters that stand for no byte
+            except KeyError:  # an added token with characters that represent no byte
                 known = token.encode()
             self._bytes[token_id] = known
         return known
 
     def spelling(self, token_id: int) -> tuple[str, bytes]:
-        """A token by itself, as text for a reader and as the bytes it stands for. A special token is spelled out; an
-        id past the vocabulary is empty."""
+        """Returns a single token as readable text and as the bytes it stands for. A special token is spelled out; an id
+        beyond the vocabulary is empty."""
         token: str | None = self.tokenizer.id_to_token(token_id)
         if token is None:
             return "", b""
@@ -96,9 +96,9 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """The text of one choice. Modified by `push` and `finish`; after a stop string it takes nothing more. In the text
-    of the first `min_tokens` ids no stop string is looked for. Special tokens are left out, but for `shown_ids`, and so
-    is the stop string, unless it is to be included."""
+    """The text of one choice, modified by `push` and `finish`; after a stop string it accepts no more ids. The text of
+    the first `min_tokens` ids is not searched for stop strings. Special tokens are omitted, except `shown_ids`, and so
+    is the stop string, unless `include_stop` is set."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class TextStream:
         self.stopped: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
-        """The text that these ids complete, without a stop string and what follows it."""
+        """Returns the text that these ids complete, up to a stop string."""
         if self.stopped is not None:
             return TextPiece("", self.stopped, 0)
         push = self._decoder.push
@@ -136,7 +136,7 @@ class TextStream:
         return TextPiece("".join(out), None, len(token_ids))
 
     def finish(self) -> str:
-        """What was held back, at the end of the ids. It may still complete a stop string: see `stopped`."""
+        """Returns the text held back, after the last id. It may still complete a stop string: see `stopped`."""
         if self.stopped is not None:
             return ""
         rest = self._release(self._decoder.flush())
@@ -145,7 +145,7 @@ class TextStream:
         return rest
 
     def _release(self, fresh: str) -> str:
-        """Adds text and takes what can go out: up to a stop string, else all but a tail that may begin one."""
+        """Appends text and returns what can be emitted: up to a stop string, else all but a tail that may begin one."""
         text = self._held + fresh
         found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
@@ -158,7 +158,7 @@ class TextStream:
 
 
 def _longest_tail(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that is a proper beginning of a stop string."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of a stop string."""
     best = 0
     for stop in stops:
         for length in range(min(len(stop) - 1, len(text)), best, -1):
@@ -169,7 +169,7 @@ def _longest_tail(text: str, stops: tuple[str, ...]) -> int:
 
 
 class _Showing:
-    """Another decoder, and some special tokens spelled out."""
+    """Wraps a decoder and spells out some special tokens."""
 
     def __init__(self, vocabulary: Vocabulary, decoder: Decoder, shown_ids: frozenset[int]) -> None:
         self._vocabulary, self._decoder, self._shown_ids = vocabulary, decoder, shown_ids
@@ -196,7 +196,7 @@ class _ByteLevel:
 
 
 class _Grouped:
-    """State: `_before`, the last group given out, whose text is known; `_group`, ids not given out yet."""
+    """State: `_before`, the last group emitted, whose text is known; `_group`, ids not emitted yet."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -229,7 +229,7 @@ class _Grouped:
 
 
 Decoder = _Showing | _ByteLevel | _Grouped
-"""One text in the making. `push` gives the text that one more token completes, `flush` what is left at the end."""
+"""Decodes one text. `push` returns the text that one more token completes, `flush` the rest at the end."""
 
 
 def _is_byte(token: str) -> bool:
@@ -244,7 +244,7 @@ def _decoder_kinds(decoder: Mapping[str, Any]) -> list[str]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies write a byte as itself where it prints in Latin-1, else as a character from U+0100 on."""
+    """Returns the byte of each character: a byte is written as itself if printable in Latin-1, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

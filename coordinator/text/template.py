@@ -1,8 +1,8 @@
 """A model's chat template, rendered by Jinja's sandbox in a child process.
 
-The sandbox keeps a template from Python's insides, and the kernel limits what it takes: the child has CHILD_BYTES of
-memory and a timer of its own processor time, so a busy machine does not make a good template fail. One that hangs in a
-single operation, where no signal is handled, is killed with the child, and the next rendering starts another.
+The sandbox denies a template access to Python internals, and the kernel limits its resources: the child has CHILD_BYTES
+of memory and a timer of its own CPU time, so a busy machine does not make a good template fail. A template that hangs
+in a single operation, where no signal is handled, is killed with the child, and the next rendering starts another.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ MAX_EXTRA_CHARS = 1 << 18
 
 
 class Renderer(Child):
-    """State: the child, once it is needed, and what is done when it has begun. Renderings wait for each other, for
-    KILL_S each at most."""
+    """State: the child, once it is needed, and a future that is done when it has started. Renderings run one at a time,
+    for KILL_S each at most."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: start_child(_begin, nice=0))  # every chat waits for it
+        super().__init__(lambda: start_child(_begin, nice=0))  # every chat request waits for it
         self._begun: Future[None] = Future()
         self._lock = threading.Lock()
 
     def start(self) -> Executor:
-        """The child; one that is new takes some tenths of a second to begin, which are not waited for here."""
+        """Returns the child. A new one takes some tenths of a second to start; this call does not wait for it."""
         is_new, child = self.executor is None, self.started()
         if is_new:
             self._begun = child.submit(ready)
         return child
 
     def render(self, source: str, variables: Mapping[str, Any], max_chars: int) -> str:
-        """Raises as ChatTemplate.render."""
+        """Returns the text. Raises as ChatTemplate.render."""
         with self._lock:
-            # A child may have died while it had nothing to do: then the next one renders.
+            # A child may have died while it was idle: then a new one renders.
             text, refusal = (
                 self._call(_render, source, variables, max_chars)
                 or self._call(_render, source, variables, max_chars)
@@ -65,13 +65,13 @@ class Renderer(Child):
         return text
 
     def check(self, source: str) -> str:
-        """What is wrong with a template; empty where it compiles."""
+        """Returns the compile error of a template, empty if it compiles."""
         with self._lock:
             found: str | None = self._call(_compile_error, source)
         return "compiling it ends the process" if found is None else found
 
     def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What the child makes of it; None where it has died of that, or before. Raises as ChatTemplate.render."""
+        """Returns the child's result; None if the child died of the work, or before. Raises as ChatTemplate.render."""
         try:
             child = self.start()
             try:
@@ -92,7 +92,7 @@ class Renderer(Child):
 class ChatTemplate:
     """`special_tokens` are the template's variables `bos_token`, `eos_token` and the like.
 
-    Raises StartupError where `source` cannot be parsed. The child compiles it, which computes constants: `check`.
+    Raises StartupError if `source` cannot be parsed. `check` compiles it in the child: compiling evaluates constants.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class ChatTemplate:
                     raise StartupError(f"chat template, line {used.lineno}: there is no {used.name[:100]!r}")
 
     def check(self) -> None:
-        """Raises StartupError where the template does not compile. Blocks while the child begins."""
+        """Raises StartupError if the template does not compile. Blocks while the child starts."""
         if found := self.renderer.check(self.source):
             raise StartupError(f"chat template, {found}")
 
     def literals(self) -> str:
-        """All text that the template itself can write, NUL between the pieces."""
+        """Returns all text that the template itself can write, with NUL between the pieces."""
         texts = {node.data for node in self._tree.find_all(nodes.TemplateData)}
         texts |= {node.value for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)}
         return "\0".join(sorted(texts))
@@ -132,10 +132,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. Blocks its thread for about TIME_LIMIT_S as a rule, and KILL_S at most.
+        """Returns the prompt. Besides waiting for the child, blocks for up to TIME_LIMIT_S normally, KILL_S at most.
 
         Raises:
-            InvalidRequest: the template refused the messages, failed, or went over a limit.
+            InvalidRequest: the template refused the messages, failed, or exceeded a limit.
             Unavailable: the child did not start.
         """
         given = {
@@ -149,8 +149,8 @@ class ChatTemplate:
 
 
 def _json_chars(value: Any) -> int:
-    """Characters of a value as JSON, but those that escapes add. JSON itself would be made in one call, in which no
-    other thread runs."""
+    """Counts the characters of a value as JSON, without those that escapes add. Serializing it would take one call,
+    during which no other thread runs."""
     left, chars = [value], 0
     while left:
         found = left.pop()
@@ -174,7 +174,7 @@ def _begin() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _out_of_time)
-    gc.disable()  # searches take most of the time of a large conversation; what a rendering leaves is no cycle
+    gc.disable()  # collections would take most of the time of a large conversation; rendering leaves no cycles
 
 
 def _compile_error(source: str) -> str:
@@ -191,7 +191,7 @@ def _compile_error(source: str) -> str:
 
 
 def _render(source: str, variables: Mapping[str, Any], max_chars: int) -> tuple[str, str]:
-    """The text, and why it is refused, if it is."""
+    """Returns the text, and why it is refused, if it is."""
     try:
         template = _compiled(source)
         signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
@@ -218,7 +218,7 @@ def _compiled(source: str) -> Template:
 
 
 def _sandbox() -> ImmutableSandboxedEnvironment:
-    """With what transformers gives a chat template."""
+    """Returns a sandbox with what transformers provides to a chat template."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise_exception
@@ -227,7 +227,7 @@ def _sandbox() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote, for training; here it is plain text."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text, for training; here it is plain text."""
 
     tags = frozenset(["generation"])  # type: ignore[assignment]
 

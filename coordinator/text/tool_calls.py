@@ -1,14 +1,14 @@
-"""Tool calls and reasoning in what a model writes: found in the text as it comes, whatever the pieces.
+"""Incremental parsing of tool calls and reasoning in the text of a model, however the text is split.
 
-Each family of models writes calls in its own form, which its chat template teaches it:
+Each family of models writes calls in its own form, as specified in its chat template:
 
     hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>     Qwen 2.5 and 3, Hermes
     llama3    {"name": "f", "parameters": {...}}; {...}                    Llama 3.1 and later
     mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], newer: [TOOL_CALLS]f[ARGS]{...}
     harmony   <|channel|>commentary to=functions.f<|message|>{...}<|call|>  gpt-oss
 
-Reasoning stands between <think> and </think>, in harmony in the analysis channel. What is no call after all, because it
-breaks off or is no JSON, is text.
+Reasoning is between <think> and </think>, in harmony in the analysis channel. An apparent call that ends before its
+name is recognized, or turns out not to be one, is text.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
 }
-"""The forms by name, with their markers: where these are special tokens, they are kept in the text."""
+"""The forms by name, with their markers; markers that are special tokens are kept in the text."""
 THINK = ("<think>", "</think>")
 
 
 def detect_format(template: str) -> str | None:
-    """The form that a chat template teaches, None where it knows no tools."""
+    """Returns the form of calls in a chat template, None if it has no tools or an unknown form."""
     if "tools" not in template:
         return None
     if "<|channel|>" in template and "<|start|>" in template:
         return "harmony"
     if "[TOOL_CALLS]" in template:
         return "mistral"
-    if "<tool_call>" in template:  # GLM and Qwen3-Coder do not put JSON behind it
+    if "<tool_call>" in template:  # GLM and Qwen3-Coder do not write JSON after it
         return None if "<arg_key>" in template or "<function=" in template else "hermes"
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and "parameters" in template):
         return "llama3"
@@ -75,8 +75,8 @@ def detect_format(template: str) -> str | None:
 
 
 def make_parser(form: str | None, functions: frozenset[str], *, thinks: bool, thinking: bool = False) -> Parser | None:
-    """A parser of calls in this form, where there are functions to call, and of reasoning where the model `thinks`;
-    `thinking`: the prompt ends within its reasoning. None where nothing is to be found."""
+    """Returns a parser of calls in this form, if there are functions to call, and of reasoning, if the model `thinks`;
+    `thinking`: the prompt ends within its reasoning. None if there is nothing to parse."""
     parser: Parser | None = None
     match form if functions else None:
         case "hermes":
@@ -91,7 +91,7 @@ def make_parser(form: str | None, functions: frozenset[str], *, thinks: bool, th
 
 
 class _Braces:
-    """Reads any JSON object; only where it ends is of interest."""
+    """Finds the end of any JSON object."""
 
     def __init__(self) -> None:
         self.state = "reading"  # done, failed
@@ -99,7 +99,7 @@ class _Braces:
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> int:
-        """Takes characters until the object ends or turns out to be none; returns how many."""
+        """Consumes characters until the object ends or turns out not to be one; returns how many."""
         for count, c in enumerate(text):
             if self._depth == 0 and c != "{":
                 if c.isspace():
@@ -124,9 +124,10 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:ar
 
 
 class _Object:
-    """Reads a JSON object that is a call: it has a "name" and "arguments" or "parameters". Written in this order, as
-    all models are taught, it is known as a call before its arguments, which go out as they come; otherwise at its end.
-    State: its name, its text as long as it has none, and where the whole and the arguments end."""
+    """Parses a JSON object that is a call: it has a "name" and "arguments" or "parameters". In this order, which all
+    models are trained to write, it is recognized as a call before its arguments, which are emitted as they arrive;
+    otherwise at its end. State: its name, its text until the name is known, and the ends of the object and its
+    arguments."""
 
     def __init__(self, functions: frozenset[str] = frozenset()) -> None:
         self.name: str | None = None
@@ -136,11 +137,11 @@ class _Object:
 
     @property
     def state(self) -> str:
-        """`reading`; `done`, with a name; `failed`: it is no call."""
+        """`reading`; `done`, with a name; `failed`: it is not a call."""
         return "failed" if self._whole.state == "done" and self.name is None else self._whole.state
 
     def feed(self, text: str) -> tuple[int, str]:
-        """How many characters it takes, and what is new of the arguments."""
+        """Returns the number of characters consumed, and the new part of the arguments."""
         taken = self._whole.feed(text)
         if self.name is not None:
             return taken, self._of_arguments(text[:taken])
@@ -167,12 +168,12 @@ class _Object:
 
 
 def _whole(text: str) -> str:
-    """Without halves of surrogate pairs, which no UTF-8 has: JSON may spell them."""
+    """Replaces lone surrogates, which UTF-8 cannot represent but JSON can spell."""
     return _HALVES.sub("\ufffd", text)
 
 
 def _json(text: str) -> Any:
-    """The value, None where it is no JSON."""
+    """Returns the value, None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -180,9 +181,9 @@ def _json(text: str) -> Any:
 
 
 class Parser:
-    """Takes the text of one choice piece by piece; this one finds nothing in it. State: text that is not understood
-    yet, events that are to go out, the number of the last call, and `_state`, which goes on by a piece and returns
-    False when it needs more text."""
+    """Parses the text of one choice piece by piece; this base class finds only text. State: text that is not parsed
+    yet, events to return, the number of the last call, and `_state`, which parses one piece and returns False when it
+    needs more text."""
 
     def __init__(self) -> None:
         self._pending = ""
@@ -197,7 +198,7 @@ class Parser:
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """What is left at the end of the text."""
+        """Returns the remaining events at the end of the text."""
         self._as_text()
         return self._taken()
 
@@ -227,13 +228,13 @@ class Parser:
             self._events.append(Arguments(self._index, text))
 
     def _go(self, state: Callable[[], bool]) -> bool:
-        """Goes on in that state."""
+        """Continues in `state`."""
         self._state = state
         return True
 
     def _up_to(self, *markers: str) -> tuple[str, str]:
-        """Takes the pending text up to the first of the markers, and the marker; without one, up to what may begin one,
-        and an empty marker."""
+        """Consumes the pending text up to the first of the markers; returns it and the marker. Without a marker,
+        consumes the text up to a possible beginning of one, and returns an empty marker."""
         found = [(at, marker) for marker in markers if (at := self._pending.find(marker)) >= 0]
         if found:
             at, marker = min(found)
@@ -245,13 +246,13 @@ class Parser:
         return text, ""
 
     def _skip(self, characters: str = " \t\r\n") -> bool:
-        """Whether there is a character behind these, which are dropped."""
+        """Drops leading `characters`; returns whether any text is left."""
         self._pending = self._pending.lstrip(characters)
         return bool(self._pending)
 
 
 class _ObjectParser(Parser):
-    """Calls that are objects. State: the one that is being read, and what is to be said before it if it is none."""
+    """Parses calls that are objects. State: the current object, and the text to emit before it if it is not a call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ class _ObjectParser(Parser):
         self._behind: Callable[[], bool] = self._as_text
 
     def _open(self, raw: str, behind: Callable[[], bool], functions: frozenset[str] = frozenset()) -> bool:
-        """Begins to read an object; `raw` is what to say before it where it is no call, `behind` what follows it,
+        """Starts parsing an object; `raw` is the text to emit before it if it is not a call, `behind` the next state,
         `functions` the only names that it may have, if there are any."""
         self._object, self._raw = _Object(functions), raw
         self._state, self._behind = self._read, behind
@@ -304,7 +305,7 @@ class HermesParser(_ObjectParser):
         return bool(marker) and self._go(self._behind_call)
 
     def _behind_call(self) -> bool:
-        """Blanks, before another call or the end."""
+        """Skips whitespace before another call or the end."""
         return self._skip() and self._go(self._outside)
 
     def finish(self) -> list[Event]:
@@ -314,8 +315,8 @@ class HermesParser(_ObjectParser):
 
 
 class LlamaParser(_ObjectParser):
-    """A call stands behind <|python_tag|>, or is the whole text: then it is one of the functions there are, since any
-    JSON with a name looks the same."""
+    """A call follows <|python_tag|>, or is the whole text: then it must name one of the given functions, since any JSON
+    with a name looks the same."""
 
     def __init__(self, functions: frozenset[str]) -> None:
         super().__init__()
@@ -357,7 +358,7 @@ class MistralParser(_ObjectParser):
         return bool(marker) and self._go(self._inside)
 
     def _inside(self) -> bool:
-        """An array of objects, or a name and its arguments."""
+        """Parses the start of an array of objects, or of a name and its arguments."""
         if not self._skip():
             return False
         if self._pending[0] == "[":
@@ -395,8 +396,8 @@ class MistralParser(_ObjectParser):
 
 
 class HarmonyParser(Parser):
-    """Messages one after the other: a head, which names the channel and perhaps a tool, and a body. State: what to do
-    with the body that is being read."""
+    """Parses consecutive messages: a head, which names the channel and perhaps a tool, and a body. State: the method
+    that receives the current body."""
 
     def __init__(self, *, calls: bool) -> None:
         super().__init__()
@@ -405,7 +406,7 @@ class HarmonyParser(Parser):
         self._state = self._begin
 
     def _begin(self) -> bool:
-        """Messages, or text that a grammar has forced."""
+        """Detects messages, or text that a grammar forced."""
         if not self._pending:
             return False
         heads = ("<|channel|>", "<|start|>")
@@ -445,7 +446,7 @@ class HarmonyParser(Parser):
 
 
 class ThinkParser(Parser):
-    """Splits the reasoning off, and leaves the rest to another parser."""
+    """Separates the reasoning, and passes the rest to another parser."""
 
     def __init__(self, behind: Parser | None, thinking: bool) -> None:
         super().__init__()
@@ -467,7 +468,7 @@ class ThinkParser(Parser):
         return bool(marker) and self._go(self._behind_think)
 
     def _behind_think(self) -> bool:
-        """The blank lines that stand between."""
+        """Skips the blank lines after the reasoning."""
         return self._skip() and self._go(self._outside)
 
     def _outside(self) -> bool:

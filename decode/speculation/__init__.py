@@ -1,1 +1,1 @@
-"""Speculative decoding: drafters, how many draft tokens pay (pure), and the step that drafts and verifies."""
+"""Speculative decoding: drafters, how many draft tokens pay off (pure), and the step that drafts and verifies."""

@@ -1,12 +1,13 @@
 """How many tokens to draft for each sequence in the next step: pure.
 
-A draft pays while the tokens it is expected to win take longer to make without it. With probability p that a draft
-token is right when all before it were, the d-th draft of a sequence wins p^d tokens. What it costs is one token more in
-the target's step and its part of a draft step. `choose_lengths` takes the surest sequences, 1, 2, 4, ... of them,
-deepens their draft tokens while tokens per second rise, and keeps the fastest of all that.
+Drafting pays off while the tokens it is expected to gain would take longer to generate without it. With probability p
+that a draft token is accepted if all before it were, the d-th draft token of a sequence gains p^d tokens. It costs one
+more token in the target's step and its share of a draft pass. `choose_lengths` selects the sequences with the highest
+p, 1, 2, 4, ... of them, lengthens their drafts while tokens per second rise, and keeps the fastest of these choices.
 
-p is measured for each sequence, and the less was seen of it lately the more it is taken to be like all others. So while
-nothing is drafted for a sequence its p goes back to the worker's: what was seen grows old, and text turns easy again.
+p is estimated per sequence; the fewer recent observations it has, the more it is weighted towards the average of all
+sequences. So while a sequence is not drafted for, its p returns to the worker's average: observations become outdated,
+and the text may become easier to predict.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 8
 
-_KEPT = 0.98  # of what was seen, at each draft token of a sequence
-_KEPT_SHARED = 0.995  # and of the worker
-_KEPT_IDLE = 0.985  # and at each step without a draft token for a sequence
-_PRIOR = 16.0  # draft tokens that the worker's average counts as in a sequence's
-_START, _START_PRIOR = 0.6, 24.0  # what is believed before there is any, and what it counts as
+_KEPT = 0.98  # decay of a sequence's observations per draft token
+_KEPT_SHARED = 0.995  # decay of the worker's observations per draft token
+_KEPT_IDLE = 0.985  # decay of a sequence's observations per step without a draft token for it
+_PRIOR = 16.0  # weight of the worker's average in a sequence's estimate, in draft tokens
+_START, _START_PRIOR = 0.6, 24.0  # the worker's initial average, and its weight in draft tokens
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How draft tokens have fared whose turn came: `right` of `seen`. Both fade, so that neither need be whole."""
+    """Verified draft tokens, up to the first rejected one: `right` of `seen` were accepted. Both decay."""
 
     right: float = 0.0
     seen: float = 0.0
 
     def observe(self, drafted: int, accepted: int, kept: float) -> None:
-        """`accepted` of `drafted` were right; those behind the first wrong one say nothing."""
+        """Records that `accepted` of `drafted` were accepted; those after the first rejected one do not count."""
         for index in range(min(accepted + 1, drafted)):
             self.right = self.right * kept + (index < accepted)
             self.seen = self.seen * kept + 1.0
@@ -41,15 +42,15 @@ class Acceptance:
         self.seen *= kept
 
     def rate(self, prior: float, weight: float) -> float:
-        """p, if `prior` is what was believed before, as firmly as after `weight` draft tokens."""
+        """Returns p, with `prior` weighted like `weight` observed draft tokens."""
         return (self.right + prior * weight) / (self.seen + weight)
 
 
 class AcceptanceEstimates:
-    """Complete state: how draft tokens for all sequences have fared. Each one's own Acceptance is with its owner."""
+    """Complete state: the acceptance over all sequences. The caller keeps each sequence's own Acceptance."""
 
     def __init__(self) -> None:
-        self._all = Acceptance(_START * _START_PRIOR, _START_PRIOR)  # fades like what was seen
+        self._all = Acceptance(_START * _START_PRIOR, _START_PRIOR)  # decays like observations
 
     @property
     def shared(self) -> float:
@@ -57,11 +58,11 @@ class AcceptanceEstimates:
         return self._all.right / self._all.seen
 
     def rate(self, acceptance: Acceptance) -> float:
-        """p of a sequence."""
+        """Returns p of a sequence."""
         return acceptance.rate(self.shared, _PRIOR)
 
     def observe(self, acceptance: Acceptance, drafted: int, accepted: int) -> None:
-        """A step with `drafted` draft tokens for a sequence is over, `accepted` of which were right."""
+        """Records a step with `drafted` draft tokens for a sequence, `accepted` of which were accepted."""
         if drafted:
             acceptance.observe(drafted, accepted, _KEPT)
             self._all.observe(drafted, accepted, _KEPT_SHARED)
@@ -71,9 +72,9 @@ class AcceptanceEstimates:
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """What a step costs. `target(tokens)`, `draft(rows)` and `draft_next(rows)` are seconds of one pass, the last of
-    those behind a draft's first; `fixed_s` is what surrounds them, `any_draft_s` what a step takes more because there
-    are draft tokens in it, however many; `tokens` is what the step computes without any draft."""
+    """The cost of a step. `target(tokens)`, `draft(rows)` and `draft_next(rows)` are seconds of one pass: the target's,
+    the first draft pass, and each later one. `fixed_s` is the overhead around them, `any_draft_s` the extra time of a
+    step with draft tokens, however many; `tokens` is what the step computes without draft tokens."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
@@ -84,17 +85,17 @@ class StepPrice:
 
     @property
     def plain_s(self) -> float:
-        """Seconds of the step without any draft."""
+        """Seconds of the step without draft tokens."""
         return max(self.target(self.tokens) + self.fixed_s, 1e-9)
 
     def draft_token_s(self, rows: int) -> float:
-        """Seconds that one draft token for one of `rows` sequences costs when all of them get one."""
+        """Returns the seconds that one draft token for one of `rows` sequences costs if all of them get one."""
         more = self.target(self.tokens + rows) - self.target(self.tokens)
         return max(more + self.draft(rows) + self.any_draft_s, 0.0) / max(rows, 1)
 
 
 def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
-    """Seconds that drafting saves for each token of a sequence, when all `rows` draft as it does; 0 if none."""
+    """Returns the seconds that drafting saves per token of a sequence if all `rows` draft as it does; 0 if none."""
     token_s = max(price.target(price.tokens + rows) - price.target(price.tokens), 0.0) / rows
     step_s, cost_s, gained, chance, best = price.plain_s / rows, price.any_draft_s / rows, 1.0, 1.0, 0.0
     for depth in range(1, MAX_DRAFT_TOKENS + 1):
@@ -106,13 +107,13 @@ def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
 
 
 def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPrice) -> list[int]:
-    """Draft tokens for each of n sequences, at most `limits[i]`: the choice where n sequences together are fastest.
+    """Returns the draft lengths of n sequences, at most `limits[i]`, that give the most tokens per second overall.
 
     `rates` are the probabilities p. O(n * longest limit).
     """
     speed = len(rates) / price.plain_s
     token_s = max(price.target(price.tokens + 1) - price.target(price.tokens), 0.0)
-    # A draft wins at most p + p^2 + ... tokens, and pays at least its own place in the target's step.
+    # Drafting gains at most p + p^2 + ... tokens, and costs at least its own token in the target's step.
     able = [i for i, rate in enumerate(rates) if limits[i] > 0 and rate > speed * token_s * (1.0 - min(rate, 0.99))]
     able.sort(key=lambda i: -rates[i])
     best = [0] * len(rates)
@@ -127,8 +128,8 @@ def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPri
 
 
 def choose_length(rate: float, limit: int, plain_s: float, first_s: float, next_s: float) -> int:
-    """`choose_lengths` of a sequence alone, whose first draft token adds `first_s` to a step of `plain_s` and each
-    further one `next_s`: the same in a fifth of the time, which is part of what draft tokens cost."""
+    """`choose_lengths` for a single sequence, whose first draft token adds `first_s` to a step of `plain_s` and each
+    further one `next_s`: the same result in a fifth of the time, which is part of the cost of draft tokens."""
     speed, best, gained, chance, step_s = 1.0 / plain_s, 0, 1.0, 1.0, plain_s + first_s
     for depth in range(1, limit + 1):
         chance *= rate
@@ -145,7 +146,7 @@ def choose_length(rate: float, limit: int, plain_s: float, first_s: float, next_
 def _deepen(
     chosen: list[int], rates: Sequence[float], limits: Sequence[int], price: StepPrice, speed: float
 ) -> tuple[float, list[int] | None]:
-    """The best that comes of drafting for the `chosen`, if it is faster than `speed`, and how fast it is."""
+    """Returns the highest speed of drafting for `chosen` and the lengths for it; `speed` and None if none is faster."""
     lengths, chances, best = [0] * len(rates), dict.fromkeys(chosen, 1.0), None
     computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s + price.any_draft_s
     target_s = price.target(computed)
@@ -153,7 +154,7 @@ def _deepen(
         one_pass = price.draft if depth == 1 else price.draft_next
         for i in chosen:
             chances[i] *= rates[i]
-        if depth > 1:  # the choice of the first level is the caller's
+        if depth > 1:  # at depth 1 the caller has chosen
             more_s = max(price.target(computed + len(chosen)) - target_s, 0.0) + one_pass(len(chosen))
             least = speed * more_s / len(chosen)
             chosen = [i for i in chosen if limits[i] >= depth and chances[i] > least]

@@ -1,5 +1,4 @@
-"""Speculation at start: which source of draft tokens, the draft model loaded beside the target, what steps cost
-here."""
+"""Sets up speculation at startup: chooses the source of draft tokens, loads the draft model, measures step costs."""
 
 from __future__ import annotations
 
@@ -32,26 +31,26 @@ from decode.speculation.step_cost import StepModel
 log = logging.getLogger("baton.worker")
 
 MEASURING_S = 1.5
-"""Longest that each of the measurements here may take at start; longer steps are extrapolated."""
+"""Time limit of each measurement here at startup; larger steps are extrapolated."""
 
 _CONTEXT = 256
 _ROW = 8
-_SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow model has no time for all of them
+_SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow model does not get through all of them
 _REPEATS = 5
-_MANY = 6  # draft tokens in the longer of the two calls that a pass is timed by
+_MANY = 6  # draft tokens in the longer of the two calls whose difference gives the time of a later pass
 _PASS_ROWS = (1, 4, 16, 64)
-_TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: a difference of two is soon lost in noise
-_PLANNED_TOKENS = 24  # of the sequence that planning is timed with
-_IN_A_ROW, _SHORT_ROWS = 3, 4  # times that a step of so many rows at most is timed at once
-_SWITCHES = 24  # from the draft to the target, to time what they cost
-_DRAFT_TOKENS = 4  # in each row of the longer of the two steps that the price of a draft token is taken from
+_TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: their difference is easily lost in noise
+_PLANNED_TOKENS = 24  # output length of the sequence that planning is timed with
+_IN_A_ROW, _SHORT_ROWS = 3, 4  # consecutive timings of a step with at most _SHORT_ROWS rows
+_SWITCHES = 24  # timed switches from the draft model to the target
+_DRAFT_TOKENS = 4  # per row, in the longer of the two steps whose difference gives the price of a draft token
 
 
 def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
-    """What a decode worker drafts with, as its options say.
+    """Sets up what a decode worker drafts with, according to its options.
 
     Raises:
-        StartupError: the draft is not there, has another vocabulary, or does not fit.
+        StartupError: the draft model is missing, has another vocabulary, or does not fit.
     """
     draft = load_draft(config, runner)
     drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
@@ -59,7 +58,7 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
     if draft is not None:
         drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
         costs, (first, later) = measure_fills(draft, config.step_tokens), measure_passes(draft)
-        if not first:  # each draft token is a step
+        if not first:  # each draft token takes a step of the draft model
             first = later = measure_steps(draft, config.step_tokens)
     if drafts is not None:
         rows, per_draft_token = measure_rows(runner)
@@ -86,8 +85,8 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
 
 
 def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
-    """The draft model, or None where none drafts. It computes on the leader alone, with the worker's threads,
-    and has a pool of as many blocks as sequences can use of the target's."""
+    """Loads the draft model; returns None if no model drafts. It runs on the leader only, with the worker's threads,
+    and its pool has as many blocks as sequences can use of the target's pool."""
     directory = resolve_draft(config.draft, resolve_model(config.model))
     if directory is None:
         return None
@@ -119,8 +118,8 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
 
 
 def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
-    """Seconds of steps by their number of tokens, in short rows at a middling context. Leaves KV in blocks that nobody
-    owns yet."""
+    """Measures the seconds of steps by number of tokens, in short rows at a medium context length. Writes KV into
+    blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - _ROW - 1)
     if context < 1:
         return [(1, 1e-3)]
@@ -129,8 +128,8 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
 
 
 def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
-    """Seconds of steps that bring a draft nearer to its sequence, by their number of tokens: one row of which nothing
-    is sampled. Steps that sample at every token take three times as long. Leaves KV in blocks that nobody owns yet."""
+    """Measures the seconds of steps that fill draft KV, by number of tokens: one row without sampling. Steps that
+    sample at every token take three times as long. Writes KV into blocks that are not in use yet."""
     longest = min(draft.max_model_len, draft.num_blocks * draft.layout.block_size)
     most = min(max(most, 9), longest)
     start = min(_CONTEXT // 2, longest - most)
@@ -139,13 +138,13 @@ def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
     def plan(tokens: int) -> StepPlan:
         return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
 
-    return _by_size(draft.step, most, plan)  # which waits on a GPU, too, where nothing is sampled
+    return _by_size(draft.step, most, plan)  # on a GPU it waits even if nothing is sampled
 
 
 def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
     found: dict[int, float] = {}
     deadline = time.perf_counter() + MEASURING_S
-    for _ in range(_REPEATS):  # all sizes in turn: what disturbs the machine for a while disturbs them alike
+    for _ in range(_REPEATS):  # all sizes in turn: a temporary load of the machine affects them alike
         for tokens in (n for n in _SIZES if n <= most):
             if len(found) >= 2 and time.perf_counter() + found.get(tokens, max(found.values())) > deadline:
                 return sorted(found.items())
@@ -154,8 +153,8 @@ def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int]
 
 
 def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Seconds of steps by their number of rows of one token, and what one draft token more in each of them costs. Of a
-    slow model few rows only. Leaves KV in blocks that nobody owns yet."""
+    """Measures the seconds of steps by number of one-token rows, and the cost of one more draft token in each of them.
+    A slow model is measured with few rows only. Writes KV into blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - _DRAFT_TOKENS - 1)
     if context < 1:
         return [], []
@@ -168,7 +167,7 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
                 break
             row = Row(SequenceId("measure"), context, (0,) * tokens, blocks, SamplingParams(temperature=0.0), tokens)
             plan = StepPlan(0, (row,) * rows)
-            # In work a step follows others of its kind; behind one of another size it finds less in the caches.
+            # In operation a step follows steps like it; after one of another size less is in the processor's caches.
             for _ in range(_IN_A_ROW if rows <= _SHORT_ROWS else 1):
                 found[rows, tokens] = min(found.get((rows, tokens), math.inf), _took(partial(step, plan)))
     sizes = [n for n in _PASS_ROWS if (n, 1 + _DRAFT_TOKENS) in found]
@@ -177,8 +176,8 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
 
 
 def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Seconds of a first pass of draft tokens and of one behind it, by number of rows, where draft tokens are made at
-    once; else none. A slow draft is timed for few rows only. Leaves KV in blocks that nobody owns yet."""
+    """Measures the seconds of a first draft pass and of a later one, by number of rows, if the draft model makes draft
+    tokens in one call; else returns none. A slow one is timed for few rows. Writes KV into blocks not in use yet."""
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
     if not draft.drafts_at_once or context < 1:
         return [], []
@@ -189,7 +188,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     deadline = time.perf_counter() + MEASURING_S
     for rows in _PASS_ROWS:
         plan = StepPlan(0, (row,) * rows)
-        if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape makes its graphs
+        if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape captures its graphs
             draft.propose(plan, [_MANY] * rows)
         one = many = math.inf
         for _ in range(_REPEATS):
@@ -205,9 +204,9 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
 
 
 def measure_planning(runner: Runner) -> float:
-    """Seconds that planning draft tokens and accounting for them takes beyond a step without any: a scheduler of one
-    sequence that drafts (always wrong) beside one that never does, each with the model's own step between plan and
-    outcome, which drives their code out of the caches as it does in work. Of a slow model few steps only."""
+    """Measures the seconds that planning and accounting for draft tokens adds to a step: a scheduler of one sequence
+    that drafts (always wrong) against one that never does, each with the model's own step between plan and outcome,
+    which evicts their code from the caches as in operation. A slow model runs few steps only."""
     context = min(_CONTEXT // 2, runner.max_model_len - _PLANNED_TOKENS)
     if context < 1:
         return 0.0
@@ -237,8 +236,8 @@ def measure_planning(runner: Runner) -> float:
 
 
 def measure_switching(draft: Runner, runner: Runner) -> float:
-    """Seconds that a step of one row with a draft token takes more after a pass of the draft than after a step: on a
-    processor both models' weights take turns in its caches. Leaves KV in blocks that nobody owns yet."""
+    """Measures how much longer a step of one row with a draft token takes after a draft pass than after a step: on a
+    CPU the weights of both models compete for its caches. Writes KV into blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - 2, draft.max_model_len - 2)
     if draft.draft_tokens_stay or not draft.drafts_at_once or context < 1:
         return 0.0
@@ -259,7 +258,7 @@ def measure_switching(draft: Runner, runner: Runner) -> float:
 
 
 def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: bool) -> DecodeScheduler:
-    """A decode scheduler with one sequence whose KV is there; draft tokens cost it nothing."""
+    """Returns a decode scheduler with one sequence whose KV has arrived; draft tokens are almost free to it."""
     most = layout.blocks_for(request.max_total_tokens)
     drafts = ModelDrafts(layout, most, request.max_total_tokens) if draft_tokens else None
     model = StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),), rows=((1, 1e-3),), per_draft_token=((1, 1e-6),))
@@ -284,8 +283,8 @@ def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:
 
 
 def _drafting_took(draft: Runner, plan: StepPlan, count: int) -> float:
-    """Seconds of one call for `count` draft tokens behind each row. Where they stay on a device it says how long, as
-    it does of draft tokens in work."""
+    """Times one call for `count` draft tokens after each row. If they stay on a device, the device's own timing counts,
+    as in operation."""
     counts = [count] * len(plan.rows)
     if not draft.draft_tokens_stay:
         return _took(partial(draft.propose, plan, counts))

@@ -1,8 +1,8 @@
-"""Where draft tokens come from, as the scheduler sees it: pure. A draft model with KV of its own, or the text itself.
+"""Sources of draft tokens as the scheduler sees them: pure. A draft model with KV of its own, or the text itself.
 
-A draft model's KV follows its sequence: prompt and output are computed there in chunks, from the hand-over on, where
-that is expected to pay, and a step of drafting first computes what was accepted since. The KV of a wrong draft token is
-written over by the next. Its blocks are few bytes each and their own pool; where they run out, a sequence goes without.
+A draft model's KV follows its sequence: prompt and output are computed in chunks, from the hand-over on, if that is
+expected to pay off, and a drafting step first computes the tokens accepted since. The KV of a rejected draft token is
+overwritten by the next token. Its blocks are small, in a pool of their own; a sequence without one is not drafted for.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow
 
-CATCH_UP = 16  # tokens that a draft may be behind and still draft in the same step
-LONGEST, SHORTEST = 4, 2  # n-grams that are looked up
+CATCH_UP = 16  # tokens that draft KV may lag behind, and the draft model still drafts in the same step
+LONGEST, SHORTEST = 4, 2  # lengths of the n-grams that are looked up
 
 
 class NgramIndex:
-    """Prompt lookup: the last few tokens are looked up in what came before; what followed them there is the draft
-    token. Longer matches first. Complete state: the tokens of one sequence, and for each n-gram in them the position
-    behind its latest occurrence but for the one at the very end, which is entered when the next token comes."""
+    """Prompt lookup: the last few tokens are looked up in the text before them; the tokens that followed there are the
+    draft tokens. Longer matches take precedence. Complete state: the tokens of one sequence, and for each n-gram in
+    them the position after its latest occurrence; the one at the very end is added with the next token."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -42,20 +42,20 @@ class NgramIndex:
             self._tokens.append(token)
 
     def propose(self, count: int) -> tuple[int, ...]:
-        """Up to `count` tokens that may come next; none where nothing like the end came before."""
+        """Returns `count` tokens that may come next, or none if the last tokens have not occurred before."""
         end = len(self._tokens)
         for length in range(min(LONGEST, end), SHORTEST - 1, -1):
             start = self._after.get(tuple(self._tokens[end - length :]))
             if start is not None:
                 found = self._tokens[start : start + count]
-                while len(found) < count:  # it ran into the end: the text repeats itself with that period
+                while len(found) < count:  # it reached the end: assume that the text repeats with that period
                     found.append(found[start - end])
                 return tuple(found)
         return ()
 
 
 class NgramDrafts:
-    """Complete state: an index for each sequence, made when first asked for."""
+    """Complete state: an index for each open sequence, extended when it is used."""
 
     def __init__(self) -> None:
         self._indexes: dict[SequenceId, NgramIndex] = {}
@@ -101,8 +101,8 @@ class _Draft:
 
 
 class ModelDrafts:
-    """Complete state: `blocks` of the draft's pool, and for each sequence its blocks there and how many positions of
-    it are `computed`. Positions beyond `max_positions` the draft does not know."""
+    """Complete state: `blocks` of the draft model's pool, and for each sequence its blocks there and how many of its
+    positions are `computed`. The draft model supports `max_positions` positions."""
 
     def __init__(self, layout: KVLayout, num_blocks: int, max_positions: int) -> None:
         self.layout = layout
@@ -119,42 +119,42 @@ class ModelDrafts:
             self.blocks.release(draft.block_ids, Holder("sequence", sequence_id))
 
     def behind(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that would have to be computed before a draft token at what follows."""
+        """Returns how many tokens of a sequence the draft model has to compute before it drafts the next one."""
         return sequence.num_tokens - self._drafts[sequence.id].computed
 
     def room(self, sequence: Sequence, count: int) -> int:
-        """Of `count` draft tokens at the tokens after the last, how many can be made in this step."""
+        """Returns how many of `count` draft tokens after the last token can be drafted in this step."""
         draft, end = self._drafts[sequence.id], sequence.num_tokens
         if end - draft.computed > CATCH_UP:
             return 0
-        # The last draft token is never computed by the draft.
+        # The draft model never computes the KV of the last draft token.
         return max(0, min(count, self._reach(sequence.id, end + count - 1) - end + 1))
 
     def propose(self, sequence: Sequence, row: int, count: int) -> DraftRow:
-        """What makes at most `count` draft tokens, no more than there is room for, for row `row` of the plan. (Of the
-        text they are known already.)"""
+        """Returns the draft row that makes `count` draft tokens, at most what `room` returned, for row `row` of the
+        plan. (`NgramDrafts` returns the tokens themselves.)"""
         draft = self._drafts[sequence.id]
         tokens = sequence.tokens(draft.computed, sequence.num_tokens)
         return DraftRow(sequence.id, draft.computed, tokens, draft.block_ids, count, row)
 
     def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Draft tokens behind the tokens that `sequence` has still were verified."""
+        """Records the verification of draft tokens; `sequence` does not have the accepted ones yet."""
         if drafted:
             self._drafts[sequence.id].computed = sequence.num_tokens + min(accepted, drafted - 1)
 
     def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
-        """A row of at most `tokens` that brings the draft's KV of a sequence nearer to its end, if one can."""
+        """Returns a row of at most `tokens` tokens that extends the draft KV of a sequence; None if none can."""
         draft = self._drafts[sequence.id]
         start = draft.computed
-        # The last token is left for the row that drafts what follows it: that one needs a token to compute.
+        # The last token is left for the row that drafts what follows it, which needs a token to compute.
         end = self._reach(sequence.id, min(sequence.num_tokens - 1, start + tokens))
         if end <= start:
             return None
-        draft.computed = end  # a step that was planned is computed, before any that is planned later
+        draft.computed = end  # planned steps are always computed, in the order of their planning
         return DraftRow(sequence.id, start, sequence.tokens(start, end), draft.block_ids)
 
     def check_idle(self) -> None:
-        """Raises InvariantError, in constant time, when something of a sequence is left."""
+        """Raises InvariantError, in constant time, if state of any sequence is left."""
         self._check_drafts(set())
         self.blocks.check_idle()
 
@@ -169,7 +169,7 @@ class ModelDrafts:
             raise InvariantError(f"drafts of {set(self._drafts) ^ sequence_ids}")
 
     def _reach(self, sequence_id: SequenceId, end: int) -> int:
-        """Takes blocks of positions [0, end), as far as there are any; returns how far they reach, at most `end`."""
+        """Allocates blocks for positions [0, end) while any are free; returns how many are covered, at most `end`."""
         draft, size = self._drafts[sequence_id], self.layout.block_size
         end = min(end, self.max_positions)
         needed = min(self.layout.blocks_for(end) - len(draft.block_ids), self.blocks.num_free)

@@ -1,10 +1,10 @@
-"""One engine step with draft tokens: the draft model's passes, then the target's, on the same thread in one go.
+"""One engine step with draft tokens: the draft model's passes, then the target's, on the same thread in one call.
 
-Between the passes nothing goes back to the event loop. The target's plan is an ordinary one, rows of 1 + k tokens, so
-that tensor-parallel followers replay it like any other; the draft runs on the leader alone.
+The event loop does not run between the passes. The target's plan is an ordinary one, rows of 1 + k tokens, so
+tensor-parallel followers replay it like any other; the draft model runs on the leader only.
 
-On a GPU the draft tokens do not come to the host before they are verified: all passes of both models are launched, and
-then there is one wait, for draft tokens and tokens together (decision 0041), but where the host holds them against a
+On a GPU the draft tokens are not copied to the host before they are verified: all passes of both models are launched,
+followed by one wait for draft tokens and tokens together (decision 0041), unless the host checks draft tokens against a
 grammar or bad words. On CPU a pass is computed when it is launched, and its draft tokens are in the plan.
 """
 
@@ -22,16 +22,16 @@ from baton.engine.runner import Runner
 
 
 class SpeculativeEngine:
-    """`draft` is None where no model drafts. It belongs to the compute thread and has no state. Where steps are
-    launched (`Runner.launches_ahead`) the host waits for the device once in each, and once more where a draw was
-    undecided."""
+    """Runs on the compute thread and has no state. `draft` is None if no model drafts. With a runner that launches
+    steps (`Runner.launches_ahead`) the host waits for the device once per step, and once more if a sample was undecided
+    on the device."""
 
     def __init__(self, target: Runner, draft: Runner | None) -> None:
         self._target = target
         self._draft = draft
 
     def step(self, plan: StepPlan) -> StepOutcome:
-        """Computes a plan and its draft rows. `draft_tokens` of the outcome are what was verified."""
+        """Computes a plan and its draft rows. `draft_tokens` of the outcome are the draft tokens that were verified."""
         if not plan.drafts:
             return self._target.step(plan)
         draft = self._draft
@@ -48,7 +48,7 @@ class SpeculativeEngine:
 
     def _with_one_wait(self, draft: Runner, plan: StepPlan) -> StepOutcome:
         started = time.perf_counter()
-        # Draft tokens lie in the order of the rows that they are for; what is only filled comes behind.
+        # Draft tokens are in the order of the rows that they are for; draft rows that only fill KV come last.
         drafts = sorted(plan.drafts, key=lambda d: d.row if d.num_draft_tokens else len(plan.rows))
         rows = tuple(_first_row(drafted, plan) for drafted in drafts)
         draft_tokens = draft.queue_draft_tokens(
@@ -63,7 +63,7 @@ class SpeculativeEngine:
         return replace(made, elapsed_s=time.perf_counter() - started)
 
     def _draft_tokens(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """The draft tokens for each row of the plan: in one call where the draft can do that."""
+        """Returns the draft tokens for each row of the plan, made in one call if the draft model supports that."""
         if self._draft is None:
             raise InvariantError(f"step {plan.step_id} has draft rows and this worker no draft model")
         made: dict[int, tuple[int, ...]] = {}
@@ -74,7 +74,7 @@ class SpeculativeEngine:
             possible = self._draft.drafts_at_once and not (draft.num_draft_tokens and changes_logits(row))
             (at_once if possible else by_pass).append((draft, row))
         if not any(draft.num_draft_tokens for draft, _ in at_once):
-            by_pass += at_once  # a step that only fills
+            by_pass += at_once  # only KV is filled: a plain step
         else:
             rows, counts = tuple(row for _, row in at_once), [draft.num_draft_tokens for draft, _ in at_once]
             found = self._draft.propose(StepPlan(plan.step_id, rows), counts)
@@ -88,8 +88,8 @@ class SpeculativeEngine:
 def propose_pass_by_pass(
     model: Runner, step_id: int, first: Sequence[tuple[DraftRow, Row]]
 ) -> dict[int, tuple[int, ...]]:
-    """The draft tokens of draft rows by the plan's row that they are for. The first pass computes every draft row,
-    later ones those that go on drafting."""
+    """Returns the draft tokens by the index of their row in the plan. The first pass computes every draft row, later
+    ones those that draft further tokens."""
     made: dict[int, list[int]] = {draft.row: [] for draft, _ in first if draft.num_draft_tokens}
     left = list(first)
     while left:
@@ -98,7 +98,7 @@ def propose_pass_by_pass(
         for (draft, row), sampled in zip(left, outcome.sampled, strict=True):
             if draft.num_draft_tokens:
                 draft_tokens = made[draft.row]
-                # Without a mask in time nothing is known to be likely: 0 stands in.
+                # If a mask was late, nothing was sampled: fill up with token 0.
                 draft_tokens += sampled or (0,) * (draft.num_draft_tokens - len(draft_tokens))
                 if len(draft_tokens) < draft.num_draft_tokens:
                     going.append((draft, _next_row(row, sampled[0])))
@@ -107,7 +107,7 @@ def propose_pass_by_pass(
 
 
 def _host_masks(plan: StepPlan) -> bool:
-    """Whether draft tokens are held against a grammar or bad words, on the host."""
+    """Whether the host checks draft tokens against a grammar or bad words."""
     return any(draft.num_draft_tokens and masks_by_draft_tokens(plan.rows[draft.row].sampling) for draft in plan.drafts)
 
 
@@ -116,7 +116,7 @@ def _first_row(draft: DraftRow, plan: StepPlan) -> Row:
         return Row(draft.sequence_id, draft.start, draft.tokens, draft.block_ids, SamplingParams())
     row = plan.rows[draft.row]
     sampling = row.sampling
-    if sampling.logprobs is not None and not sampling.grammar:  # an automaton is known by its parameters
+    if sampling.logprobs is not None and not sampling.grammar:  # a grammar's automaton is found by its parameters
         sampling = replace(sampling, logprobs=None)
     return Row(
         draft.sequence_id, draft.start, draft.tokens, draft.block_ids, sampling, 1, row.output_index, row.history
@@ -124,7 +124,7 @@ def _first_row(draft: DraftRow, plan: StepPlan) -> Row:
 
 
 def _next_row(row: Row, draft_token: int) -> Row:
-    """Goes on behind a draft token, as if it were output."""
+    """Returns the row after a draft token, which counts as output."""
     history = row.history
     if history is not None and row.sampling.depends_on_history:
         history = History(history.prompt, (*history.output, draft_token), history.end_token_ids)

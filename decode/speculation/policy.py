@@ -1,7 +1,7 @@
-"""Speculation as the scheduler sees it: pure. Which rows get draft tokens and how many, and what became of them.
+"""Speculation as the scheduler sees it: pure. Which rows get draft tokens and how many, and which were accepted.
 
-A draft model that is to draft must have computed the text so far, and on a processor that costs as much as many draft
-tokens: a sequence's draft is brought up to date where that will be paid back, or for a trial.
+A draft model that is to draft must have computed the text so far, which on a CPU costs as much as many draft tokens: a
+sequence's draft KV is brought up to date only if that is expected to pay off, or for a trial.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from decode.speculation.step_cost import StepModel
 from decode.speculation.trials import DRAFT_TOKENS as TRIAL_DRAFT_TOKENS
 from decode.speculation.trials import Trials
 
-_MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save
-_LOOKS = 8  # steps between two looks at a sequence alone for which nothing is drafted
-_USUAL_TOKENS = 128.0  # of an answer, until some have ended
-_USUAL_WEIGHT = 0.1  # of one in their average
+_MARGIN = 1.5  # filling draft KV must be expected to save this many times its cost
+_LOOKS = 8  # steps between two checks of a lone sequence for which nothing is drafted
+_USUAL_TOKENS = 128.0  # estimated length of an answer, until some have ended
+_USUAL_WEIGHT = 0.1  # weight of one answer in the moving average
 _MODULUS = 1 << 16  # of `forced_length`
 
-# Of so many positions after its last token, how many the sequence has blocks for.
+# Allocates blocks for up to this many positions after the last token of a sequence; returns how many have blocks.
 Room = Callable[[Sequence, int], int]
 
 
 class Speculation:
-    """Complete state: `model`, the source of draft tokens, the estimates of how they fare, each sequence with its
-    acceptance, those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be
-    looked at (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`.
-    Without `drafts` nothing is ever drafted.
+    """Complete state: `model`, the source of draft tokens, the acceptance estimates, each sequence with its acceptance,
+    the sequences whose draft KV is to be filled (`_wanted`), `trials`, the average answer length (`_usual_tokens`), the
+    index of the sequence that was checked last (`_looked_at`), the number of `_steps`, how many of the last ones chose
+    nothing (`_skipped`), and `counters`. Without `drafts` nothing is drafted.
 
-    `fixed_length` draft tokens each time (0: chosen adaptively). `forced_rate` is for benchmarks alone: draft tokens
-    count as right with that probability, and the output is not real.
+    `fixed_length` draft tokens per step (0: chosen adaptively). `forced_rate` is for benchmarks only: draft tokens
+    count as accepted with that probability, and the output is not real.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Speculation:
         self._looked_at = self._steps = self._skipped = 0
 
     def open(self, sequence: Sequence) -> None:
-        """A sequence whose KV is to come."""
+        """Registers a sequence whose KV is about to arrive."""
         if self.drafts is not None:
             self.drafts.open(sequence)
             self._open[sequence.id] = sequence, Acceptance()
@@ -78,13 +78,13 @@ class Speculation:
         if self.drafts is not None:
             self.drafts.close(sequence_id)
             sequence, _ = self._open.pop(sequence_id)
-            if sequence.output:  # one that never came says nothing
+            if sequence.output:  # a sequence that never arrived does not count
                 self._usual_tokens += _USUAL_WEIGHT * (len(sequence.output) - self._usual_tokens)
             self._wanted.pop(sequence_id, None)
             self.trials.close(sequence_id)
 
     def extend(self, plan: StepPlan, sequences: list[Sequence], room: Room) -> StepPlan:
-        """The plan with draft tokens, or with the draft rows that will make them. `sequences[i]` is that of row i."""
+        """Returns the plan with draft tokens, or draft rows that will make them. `sequences[i]` is that of row i."""
         if self.drafts is None:
             return plan
         rows, drafts = list(plan.rows), list[DraftRow]()
@@ -111,7 +111,8 @@ class Speculation:
     def verify(
         self, sequence: Sequence, row: Row, sampled: tuple[int, ...], counters: SpeculationCounters
     ) -> tuple[tuple[int, ...], SpeculationCounters]:
-        """What a row's samples add to its sequence, which has not got them yet, and its counters with them."""
+        """Returns the tokens that a row's samples add to its sequence, which the caller appends, and the new
+        counters."""
         drafted = row.num_sampled - 1
         if self.drafts is None or drafted < 0:
             return sampled, counters
@@ -129,13 +130,13 @@ class Speculation:
         return taken, counters.plus(drafted, accepted, forced=self.forced_rate is not None)
 
     def check_idle(self) -> None:
-        """Raises InvariantError, in constant time, when something of a sequence is left."""
+        """Raises InvariantError, in constant time, if state of any sequence is left."""
         if self.drafts is not None:
             self.drafts.check_idle()
             self._check_open(set())
 
     def check(self, sequence_ids: set[SequenceId]) -> None:
-        """Raises InvariantError when the state here is of other sequences."""
+        """Raises InvariantError unless there is state of exactly these sequences."""
         if self.drafts is not None:
             self.drafts.check(sequence_ids)
             self._check_open(sequence_ids)
@@ -145,7 +146,7 @@ class Speculation:
             raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
 
     def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
-        """How many tokens to draft for each sequence of the plan that samples one; wants drafts of others."""
+        """Returns the draft length of each sequence of the plan that samples; adds to `_wanted`."""
         most = [min(MAX_DRAFT_TOKENS, s.request.max_tokens - len(s.output) - 1) for s in sequences]
         behind = [self.drafts.behind(s) if self.drafts is not None else 0 for s in sequences]
         if self.fixed_length:
@@ -154,7 +155,7 @@ class Speculation:
         if not sequences:
             return []
         self._steps += 1
-        # A sequence alone that cannot be drafted for, and nothing is tried: then there is nothing to choose.
+        # A lone sequence that cannot be drafted for, and no trial runs: there is nothing to choose.
         far_off = len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
         if far_off and self._steps % _LOOKS:
             self._skipped += 1
@@ -180,11 +181,11 @@ class Speculation:
         return lengths
 
     def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
-        """Wants the draft of one of the `rows` sequences, for which nothing is drafted, where that will be paid back,
-        or for a trial."""
+        """Adds one of the `rows` sequences, for which nothing is drafted, to `_wanted` if filling its draft KV pays
+        off, or for a trial."""
         price = self._price(len(plan.rows), plan.num_tokens)
         each_s = price.draft_token_s(1)
-        if behind <= CATCH_UP:  # it could go on at once: near the edge that is as good as free
+        if behind <= CATCH_UP:  # it can draft immediately: if that almost pays off, it is nearly free
             each_s = max(each_s - self._rate(sequence) * price.plain_s / rows, 0.0)
         cost_s = self._fill_s(behind) + TRIAL_DRAFT_TOKENS * each_s
         if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s, alone=len(self._open) == 1):
@@ -200,12 +201,12 @@ class Speculation:
         return StepPrice(target, draft, draft_next, tokens, model.fixed_s, model.any_draft_s)
 
     def _fill_s(self, behind: int) -> float:
-        """What it costs to bring a draft so near to its sequence that it can draft."""
+        """Returns the seconds needed to fill draft KV up to where the draft model can draft."""
         return self.model.draft.seconds(behind) if behind > CATCH_UP else 0.0
 
     def _pays_back(self, sequence: Sequence) -> bool:
-        """Whether draft tokens are expected to save more in what is left of an answer than its draft has to catch up,
-        when all sequences that are here decode."""
+        """Whether draft tokens are expected to save more over the rest of an answer than filling its draft KV costs, if
+        all sequences that are here decode."""
         if self.drafts is None:
             return False
         rows, done = len(self._open), len(sequence.output)
@@ -214,7 +215,7 @@ class Speculation:
         return saved_s > _MARGIN * self._fill_s(self.drafts.behind(sequence))
 
     def _fills(self, idle: bool) -> list[DraftRow]:
-        """Brings drafts up to date that are wanted, where that pays."""
+        """Returns the draft rows that fill the draft KV of `_wanted` sequences, where that pays off."""
         rows: list[DraftRow] = []
         tokens = self.model.fill_tokens(idle) if self._wanted else 0
         for sequence_id, sequence in list(self._wanted.items()):
@@ -232,11 +233,11 @@ class Speculation:
 
 
 def accepted_length(draft_tokens: tuple[int, ...], own: tuple[int, ...]) -> int:
-    """How many of the draft tokens are the target's own tokens, from the first on. `own` has one token more.
+    """Returns how many draft tokens equal the target's own tokens, from the first on. `own` has one token more.
 
     The own token at each position was sampled as if the draft tokens before it were output, with the same noise as
-    without any draft (docs/numerics.md). So while draft and own token are equal, the own token is exactly what plain
-    decoding would have sampled; the first own token that differs still is, and nothing behind it is.
+    without drafting (docs/numerics.md). So while draft and own tokens are equal, the own token is exactly what plain
+    decoding would have sampled; so is the first own token that differs, but none after it.
     """
     for index, draft_token in enumerate(draft_tokens):
         if draft_token != own[index]:
@@ -245,8 +246,8 @@ def accepted_length(draft_tokens: tuple[int, ...], own: tuple[int, ...]) -> int:
 
 
 def forced_length(count: int, output_index: int, seed: int, rate: float) -> int:
-    """For benchmarks alone: how many of `count` draft tokens count as right when each does with probability `rate`,
-    whatever the target says. A pure function of the place, so that runs can be repeated."""
+    """For benchmarks only: returns how many of `count` draft tokens count as accepted if each does with probability
+    `rate`, regardless of the target. A pure function of its arguments, so that runs can be repeated."""
     for index in range(count):
         word = ((output_index + index + 1) * 0x9E3779B97F4A7C15 ^ (seed + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         word = (word ^ word >> 30) * 0x94D049BB133111EB & (2**64 - 1)

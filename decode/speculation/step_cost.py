@@ -1,13 +1,13 @@
-"""How long a step will take: a curve over its number of tokens, measured at start, and what steps take now. Pure.
+"""How long a step will take: a curve over its number of tokens, measured at startup, and its current scale. Pure.
 
-The curve gives the shape (a few tokens more are nearly free while reading the weights is what takes time), the scale
-follows the load of the machine and the length of contexts. One object knows one kind of step.
+The curve gives the shape (a few more tokens are nearly free while reading the weights dominates), the scale follows the
+load of the machine and the length of contexts. One StepCost covers one kind of step.
 
 A token that is verified costs less than one of another sequence, whose context has to be read. So steps without long
-rows have a price by rows and one for each draft token in them, and the second follows what is seen on its own account,
-too: it was measured while other processes started.
+rows have a price by rows and a price per draft token in them. The second is also corrected separately, because it was
+measured while other processes started.
 
-Everything that prices are compared of is followed in the same way, so that noise shifts all of it alike.
+All prices that are compared with each other are followed in the same way, so that noise shifts all of them alike.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ LEAST_LONG_TOKENS = 16
 FILL_SHARE = 0.2
 
 _WEIGHT = 0.1  # of a new observation in the scale
-_MORE_WEIGHT = 3.0  # times that in the price of a draft token, for the part that draft tokens have in the step
-_FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # of one that took so much less: noise seldom does that, the end of a load does
+_MORE_WEIGHT = 3.0  # multiple of that weight for the price of a draft token, times the draft tokens' share of a step
+_FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # ratio below which this is the weight: rarely noise, usually the end of a load
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
-_LEAST_PER_DRAFT_TOKEN = 0.03  # of a step, that a token more in each of its rows costs at first, whatever was measured
-_LEAST_AROUND = 0.5  # of what surrounds a step with draft tokens, that would surround one without
-_KNOWN = 4096  # points that a curve remembers
-_FIRST_STEPS = 4  # whose least is where following what surrounds a step begins
+_LEAST_PER_DRAFT_TOKEN = 0.03  # of a step: least initial cost of one more token in each row
+_LEAST_AROUND = 0.5  # of the overhead of a step with draft tokens, that a step without them has at least
+_KNOWN = 4096  # points of a curve that are cached
+_FIRST_STEPS = 4  # the least overhead of these is the initial `fixed_s`
 
 
 def followed(expected: float, seconds: float) -> float:
-    """What to expect where `expected` was and `seconds` have been seen."""
+    """Returns the new expectation after `seconds` were observed instead of `expected`."""
     ratio = min(seconds / expected, _OUTLIER)
     return expected * (1.0 + (_FAR_LESS_WEIGHT if ratio < _FAR_LESS else _WEIGHT) * (ratio - 1.0))
 
@@ -45,7 +45,7 @@ class StepCost:
         self._seconds: list[float] = []
         for _, seconds in points:  # noise may make a longer step look faster
             self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0, 1e-6))
-        self._known: dict[int, float] = {}  # of the curve, what was asked for: steps ask for the same again and again
+        self._known: dict[int, float] = {}  # cached points of the curve: steps request the same ones again and again
         self.scale = 1.0
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class StepCost:
         return f"<StepCost {curve} ms | scale {self.scale:.2f}>"
 
     def seconds(self, tokens: int) -> float:
-        """What a step of that many tokens is expected to take; 0 for an empty one."""
+        """Returns the seconds that a step of `tokens` tokens is expected to take; 0 for an empty one."""
         if tokens <= 0:
             return 0.0
         curve = self._known.get(tokens)
@@ -64,17 +64,17 @@ class StepCost:
         return curve * self.scale
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step has taken that long."""
+        """Records that a step of `tokens` tokens took `seconds`."""
         if tokens > 0:
             self.correct(seconds, self.seconds(tokens))
 
     def correct(self, seconds: float, expected: float) -> None:
-        """What was expected to take `expected` seconds took `seconds`."""
+        """Corrects the scale: work that was expected to take `expected` seconds took `seconds`."""
         if seconds > 0.0 and expected > 0.0:
             self.scale = followed(self.scale, self.scale * seconds / expected)
 
     def tokens_within(self, seconds: float, limit: int) -> int:
-        """The most tokens, up to `limit`, that a step of that length computes; 0 if not even one."""
+        """Returns the most tokens, up to `limit`, that a step computes within `seconds`; 0 if not even one."""
         return bisect_right(range(1, limit + 1), seconds, key=self.seconds)
 
     def _curve(self, tokens: int) -> float:
@@ -84,17 +84,17 @@ class StepCost:
         if index == len(self._tokens):
             if index == 1:
                 return self._seconds[0] * tokens / self._tokens[0]
-            index -= 1  # beyond the last point as along the last segment
+            index -= 1  # beyond the last point, extrapolates the last segment
         x0, x1 = self._tokens[index - 1], self._tokens[index]
         y0, y1 = self._seconds[index - 1], self._seconds[index]
         return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
 
 
 class StepModel:
-    """What steps of this worker cost, and how much of a step long rows may take. Steps with and without long rows have
-    curves of their own, and so have a draft's long rows, its first pass of draft tokens by their tokens (`draft_first`)
-    and those behind it (`draft_next`), both by default like the long rows. Complete state: these, `more`, how much more
-    a draft token to be verified costs than was measured, and `fixed_s`, what surrounds the two models' passes."""
+    """The cost of this worker's steps, and how much of a step long rows may take. There are curves for steps with and
+    without long rows, and for the draft model's long rows, its first pass of draft tokens by its tokens (`draft_first`)
+    and its later passes (`draft_next`), both by default like its long rows. Complete state: these, `more`, the cost of
+    verifying a draft token relative to the measured one, and `fixed_s`, the overhead around both models' passes."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class StepModel:
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
-        """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same),
-        `per_draft_token` what one token more in each of so many rows costs (by default as the curve of rows goes on),
-        `planning_s` what planning and verifying draft tokens adds to what surrounds a step, `switching_s` what a short
-        pass takes more after one of the draft, which leaves less in the caches."""
+        """Points of curves: `target` by tokens of long rows, `rows` by one-token rows (by default the same),
+        `per_draft_token` the cost of one more token in each of so many rows (by default from the curve of rows).
+        `planning_s` is what planning and verifying draft tokens adds to the overhead of a step, `switching_s` what a
+        short pass takes longer after a draft pass, which evicts its data from the caches."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
-        # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
+        # On a busy machine the measured difference of two steps may be zero, which `more` could not correct.
         least = [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
         self._per_draft_token = StepCost(least) if per_draft_token else None
         self.more = 1.0
@@ -134,19 +134,19 @@ class StepModel:
         )
 
     def short_s(self, rows: int, tokens: int) -> float:
-        """What a target pass over `rows` rows is expected to take, whose tokens behind the first are draft tokens."""
+        """Returns the expected seconds of a target pass over `rows` rows; `tokens` beyond that are draft tokens."""
         return self.short.seconds(rows) + self._draft_tokens_s(rows, tokens)
 
     def short_by_tokens(self, rows: int) -> Callable[[int], float]:
-        """`short_s` of these rows, for many numbers of tokens at once."""
+        """Returns `short_s` of these rows as a function of the number of tokens."""
         if self._per_draft_token is None:
             return partial(self.short_s, rows)
         first, each = self.short.seconds(rows), self._draft_tokens_s(rows, rows + 1)
         return lambda tokens: first + each * (tokens - rows)
 
     def of_one_row(self) -> tuple[float, float, float] | None:
-        """Seconds of a step of one row: all of one without a draft token, what the first adds, and what each behind it
-        does. None where draft tokens have no price of their own."""
+        """Returns the seconds of a one-row step without draft tokens, those that the first draft token adds, and
+        those that each later one adds. None if draft tokens have no curve of their own."""
         if self._per_draft_token is None:
             return None
         each_s = self._draft_tokens_s(1, 2)
@@ -159,34 +159,33 @@ class StepModel:
         return self.more * self.short.scale * self._per_draft_token.seconds(rows) * (tokens - rows) / max(rows, 1)
 
     def long_tokens(self, running: int) -> int:
-        """Tokens of long rows for which the next step has time beside `running` short ones; never fewer than
-        LEAST_LONG_TOKENS."""
+        """Returns how many tokens of long rows fit beside `running` short rows: LEAST_LONG_TOKENS at least."""
         fits = self.long.tokens_within(self.budget_s, self.step_tokens)
         return max(min(fits, self.step_tokens) - running, LEAST_LONG_TOKENS)
 
     @property
     def planning_s(self) -> float:
-        """What planning draft tokens and accounting for them takes now. It follows the load as short steps do, and
-        nothing that is seen of itself: beside what surrounds a step it is less than noise."""
+        """Seconds that planning and accounting for draft tokens takes now. It is scaled with short steps, not by its
+        own observations: compared with the overhead of a step it is less than noise."""
         return self._planning_s * self.short.scale
 
     @property
     def any_draft_s(self) -> float:
-        """What a step takes now because there are draft tokens in it, however many."""
+        """Seconds that a step takes longer now because it has draft tokens, however many."""
         return (self._planning_s + self._switching_s) * self.short.scale
 
     def again_s(self) -> float:
-        """What a token of a long row adds to a step, where that has as many as its time allows."""
+        """Returns the seconds that a token of a long row adds to a step with as many as its time budget allows."""
         tokens = max(self.long.tokens_within(self.budget_s, self.step_tokens), LEAST_LONG_TOKENS)
         return (self.long.seconds(tokens) - self.long.seconds(1)) / (tokens - 1)
 
     def fill_tokens(self, idle: bool) -> int:
-        """Tokens of prompts for which the draft has time in the next step, all of it when nothing else runs."""
+        """Returns how many tokens the draft may fill in the next step: in FILL_SHARE of its time, or all if `idle`."""
         share = 1.0 if idle else FILL_SHARE
         return max(self.draft.tokens_within(self.budget_s * share, self.step_tokens), LEAST_LONG_TOKENS)
 
     def draft_s(self, plan: StepPlan) -> float:
-        """What the draft's passes of a plan that drafts in each of its rows are expected to take."""
+        """Returns the expected seconds of the draft passes of a plan whose draft rows all draft."""
         if len(plan.drafts) == 1:
             (row,) = plan.drafts
             first_s = self.draft_first.seconds(len(row.tokens))
@@ -197,12 +196,12 @@ class StepModel:
         return expected
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
-        """A step has been computed; `wall_s` from its plan to its outcome's arrival."""
+        """Records a computed step; `wall_s` from its plan, or the end of an older step, to its outcome's arrival."""
         target_s = outcome.elapsed_s - outcome.draft_s
         long = any(len(row.tokens) > max(row.num_sampled, 1) for row in plan.rows)
         if long:
             self.long.observe(plan.num_tokens, target_s)
-        elif plan.rows and target_s > 0.0:  # both follow the same moves, or noise would part them
+        elif plan.rows and target_s > 0.0:  # both are corrected alike, or noise would drive them apart
             rows, tokens = len(plan.rows), plan.num_tokens
             draft_tokens_s = self._draft_tokens_s(rows, tokens)
             expected = self.short.seconds(rows) + draft_tokens_s
@@ -220,7 +219,7 @@ class StepModel:
         around_s = max(wall_s - outcome.elapsed_s, 1e-6)
         if any(
             row.num_draft_tokens for row in plan.drafts
-        ):  # what they add has a price of its own, and may be mismeasured
+        ):  # their overhead has a price of its own, and may be mismeasured
             around_s = max(around_s - self.planning_s, around_s * _LEAST_AROUND)
         self._steps += 1
         if self._steps <= _FIRST_STEPS:

@@ -1,11 +1,11 @@
-"""Draft tokens for sequences that are not worth one by what is known, so that it stays known: pure.
+"""Trials: draft tokens for sequences whose estimate says that they do not pay off, to keep the estimate current. Pure.
 
-They cost time and seldom win any, so they have an allowance: a two-hundredth of the time of steps. A trial is a few
-draft tokens in a row for one sequence, one in each step, since its draft may first have to compute what it has missed.
-It begins when the allowance pays for all that it is expected to lose; so what trials can cost is bounded whatever a
-draft token costs, and however many sequences run. The first trial needs none, and while the worker is new (FIRST draft
-tokens, FIRST_STEPS) no trial of a sequence alone does: what is believed then is from nowhere, and a draft that is
-better than that would go unused for thousands of steps. Beside others a trial costs all of them.
+They cost time and rarely gain any, so they have an allowance: a two-hundredth of the time of steps. A trial is a few
+draft tokens in succession for one sequence, one per step, because its draft KV may have to catch up first. It begins
+when the allowance covers its expected loss, so the cost of trials is bounded whatever a draft token costs, and however
+many sequences run. The first trial needs no allowance, and while the worker is new (FIRST draft tokens, FIRST_STEPS) no
+trial of a lone sequence does: the initial estimate is arbitrary, and a draft model better than it would go unused for
+thousands of steps. Beside other sequences a trial slows all of them down.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 from baton.core.request import SequenceId
 
 SHARE = 0.005  # of the time of steps
-DRAFT_TOKENS = 8  # of a trial, each alone in its step
-FIRST, FIRST_STEPS = 48, 512  # draft tokens and steps of a worker
-_SAVED_STEPS = 2000  # steps whose allowance is kept at most
-_LONGEST = 64  # steps that a trial may take, filling its draft
+DRAFT_TOKENS = 8  # of a trial, one per step
+FIRST, FIRST_STEPS = 48, 512  # draft tokens and steps during which a worker is new
+_SAVED_STEPS = 2000  # steps whose allowance can accumulate
+_LONGEST = 64  # steps that a trial may take, including filling its draft KV
 
 
 class Trials:
-    """Complete state: the allowance, and the running trial: its sequence, draft tokens to come and steps left; how
-    many of the worker's first draft tokens and steps are still to come."""
+    """Complete state: the allowance; the sequence of the running trial, its remaining draft tokens and steps; how many
+    of the worker's first draft tokens and steps remain."""
 
     def __init__(self) -> None:
         self.allowance_s = 0.0
@@ -31,7 +31,7 @@ class Trials:
         self.begun = 0
 
     def stepped(self, step_s: float, steps: int = 1) -> None:
-        """A step that takes `step_s` is planned; several at once only while nothing is tried."""
+        """Records `steps` planned steps of `step_s` seconds each; more than one only while no trial runs."""
         self._first_steps -= steps
         self.allowance_s = min(self.allowance_s + SHARE * step_s * steps, SHARE * _SAVED_STEPS * step_s)
         if self.sequence_id is not None:
@@ -40,7 +40,7 @@ class Trials:
                 self.sequence_id = None
 
     def begin(self, sequence_id: SequenceId, cost_s: float, *, alone: bool = False) -> bool:
-        """Tries a sequence if none is tried and there is enough to pay for it."""
+        """Starts a trial of a sequence if none runs and the allowance covers it; returns whether it did."""
         free = not self.begun or (alone and min(self._first, self._first_steps) > 0)
         if self.sequence_id is not None or not (free or cost_s <= self.allowance_s):
             return False
@@ -50,7 +50,7 @@ class Trials:
         return True
 
     def drafted(self, sequence_id: SequenceId) -> None:
-        """There was a draft token for that sequence."""
+        """Records that a step has draft tokens for a sequence."""
         self._first -= 1
         if sequence_id == self.sequence_id:
             self._draft_tokens -= 1

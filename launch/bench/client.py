@@ -1,7 +1,7 @@
 """Requests to an OpenAI-compatible server, in a closed loop (each of `concurrency` clients sends its next request when
-the last one has ended) or an open one (each is sent when it is due, however the server keeps up). Bytes arrive when
-they are read from their socket, before any is parsed, and a closed loop's request counts from when it is written to its
-open connection: 64 clients that start at one moment would otherwise count each other's work."""
+its last one has ended) or an open loop (each request is sent when it is due, whether or not the server keeps up). An
+arrival is timed when it is read from its socket, before any parsing, and a request of a closed loop when it is written
+to its open connection: 64 clients that start together would otherwise count each other's work."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from launch.cluster_api import request_json
 
 CONNECT_TIMEOUT_S = 10.0
 _MAX_SHOWN = 200
-"""Characters of a server's own text in a report."""
+"""Most characters of a server's text that a report shows."""
 _MAX_EVENT_BYTES = 16 << 20
 _MAX_REFUSAL_BYTES = 64 << 10
 _MAX_COUNT = 1 << 40
-"""Tokens, and milliseconds, beyond which a server's number is taken for nonsense."""
+"""Limit of tokens, and of milliseconds: a larger number from a server is rejected."""
 _read_at: dict[int, float] = {}
 """When each descriptor was last read (perf_counter). asyncio reads all ready sockets before it runs a task."""
 
@@ -61,10 +61,10 @@ class Target:
 
 
 def base_url(url: str) -> str:
-    """`host:port`, `http://host:port` and `http://host:port/v1` all mean the same.
+    """Returns the same URL, which ends in /v1, for `host:port`, `http://host:port` and `http://host:port/v1`.
 
     Raises:
-        ValueError: it has a password in it, which every report would show.
+        ValueError: the URL contains a user or a password, which every report would show.
     """
     url = (url if "//" in url else f"http://{url}").rstrip("/")
     if "@" in urlsplit(url).netloc:
@@ -73,10 +73,10 @@ def base_url(url: str) -> str:
 
 
 def first_model(base: str, api_key: str) -> str:
-    """The first of GET /v1/models.
+    """Returns the first model of GET /v1/models.
 
     Raises:
-        OSError: no usable answer.
+        OSError: no usable response.
     """
     document = _get(f"{base}/models", api_key)
     try:
@@ -88,18 +88,18 @@ def first_model(base: str, api_key: str) -> str:
 
 
 def speaks_baton(base: str, api_key: str) -> bool:
-    """Whether the server says where the time of a request went (`return_timeline`)."""
+    """Whether the server can report where the time of a request went (`return_timeline`)."""
     return "return_timeline" in json.dumps(_about(base, "openapi.json", api_key))
 
 
 def server_version(base: str, api_key: str) -> str:
-    """What GET /version says; empty where there is none."""
+    """Returns the version that GET /version reports; empty without one."""
     document = _about(base, "version", api_key)
     return printable(str(document.get("version", "")), _MAX_SHOWN) if isinstance(document, dict) else ""
 
 
 def _about(base: str, path: str, api_key: str) -> Any:
-    """None where the server does not answer that."""
+    """Returns the JSON document at `path`, outside /v1; None if the server does not serve it."""
     try:
         return _get(f"{base.removesuffix('/v1')}/{path}", api_key)
     except OSError:
@@ -118,8 +118,8 @@ def _get(url: str, api_key: str) -> Any:
 
 
 def client_session(target: Target) -> aiohttp.ClientSession:
-    """For any number of requests at once; `send` limits their time. It costs two fifths of the processor time for each
-    event that httpx takes, and client and server often share their cores."""
+    """Creates a session for any number of concurrent requests; `send` limits their time. aiohttp uses two fifths of the
+    processor time per event that httpx uses, and client and server often share their cores."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     trace = aiohttp.TraceConfig()
     trace.on_request_chunk_sent.append(_written)
@@ -128,7 +128,7 @@ def client_session(target: Target) -> aiohttp.ClientSession:
 
 
 async def _written(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestChunkSentParams) -> None:
-    """aiohttp calls it as it writes a request's head and body."""
+    """Records when a request is written; aiohttp calls it as it writes the head and the body."""
     stream: _Stream = context.trace_request_ctx
     stream.written_at = stream.written_at or time.perf_counter()
 
@@ -136,8 +136,8 @@ async def _written(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequ
 async def run_load(
     target: Target, sessions: Iterable[Session], concurrency: int, done: Callable[[Record], None]
 ) -> list[Record]:
-    """In a closed loop of `concurrency` clients; 0: in an open one. `done` is called after each request. Failures are
-    records too."""
+    """Sends the requests in a closed loop of `concurrency` clients, or in an open loop if it is 0. Calls `done` after
+    each request. A failed request is a record too."""
     records: list[Record] = []
 
     async def run(http: aiohttp.ClientSession, session: Session, due: float | None = None) -> None:
@@ -169,8 +169,8 @@ async def run_load(
 
 
 async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: float | None = None) -> Record:
-    """One request. A failure is a record too. Where it was `due` (perf_counter) its times count from then: a client
-    that is late hides nothing."""
+    """Sends one request; a failure is a record too. If it was `due` (perf_counter), its times count from then, so that
+    a late client hides no delay."""
     body = {
         "model": target.model,
         "temperature": 0,
@@ -195,7 +195,7 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
                 async for chunk in answer.content.iter_any():
                     stream.feed(_read_at.get(descriptor) or time.perf_counter(), chunk)
         return stream.record(sent, time.perf_counter())
-    except aiohttp.ClientError as error:  # first: no connection in time is one of these and a TimeoutError too
+    except aiohttp.ClientError as error:  # before TimeoutError: a connect timeout is both
         return Record(sent, error=describe(error))
     except TimeoutError:
         return Record(sent, error=f"no end within {target.timeout_s:g} s", timed_out=True)
@@ -204,7 +204,7 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
 
 
 def _descriptor(answer: aiohttp.ClientResponse) -> int:
-    """Of its socket; -1 where all of the answer has come and its connection serves others."""
+    """Returns the descriptor of its socket; -1 if the whole response has arrived and its connection was released."""
     transport = answer.connection.transport if answer.connection else None
     return transport.get_extra_info("socket").fileno() if transport else -1
 
@@ -214,7 +214,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.written_at: float | None = None
-        self._partial = bytearray()  # of a line that has no end yet
+        self._partial = bytearray()  # an incomplete line
         self._text: list[float] = []
         self._choices: list[float] = []
         self._finished_at: float | None = None
@@ -226,7 +226,7 @@ class _Stream:
 
     def feed(self, now: float, chunk: bytes) -> None:
         """Raises:
-        ValueError: an event that is not one of a completion, or that does not end.
+        ValueError: an event is not one of a completion, or exceeds _MAX_EVENT_BYTES.
         """
         first, *lines = chunk.split(b"\n")
         self._partial += first
@@ -246,8 +246,8 @@ class _Stream:
     def record(self, sent: float, ended: float) -> Record:
         if self._error is None and not self._done:
             self._error = "stream ended without [DONE]"
-        # Tokens that decode to nothing (half a character, ids past the vocabulary) carry no text; without any text at
-        # all the events themselves are what arrived.
+        # Tokens that decode to nothing (half a character, ids beyond the vocabulary) carry no text; if no event carries
+        # text, the arrivals of all events count.
         arrivals = self._text or self._choices
         if self._error is None and not arrivals:
             self._error = "stream without a token"
@@ -277,7 +277,7 @@ class _Stream:
             self._output_tokens = _tokens(usage, "completion_tokens")
         for choice in itertools.islice(event.get("choices") or (), 1):
             self._choices.append(now)
-            delta = choice.get("delta") or {}  # of a chat: text, reasoning, or a part of a call
+            delta = choice.get("delta") or {}  # in a chat: text, reasoning, or part of a tool call
             if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
                 self._text.append(now)
             if isinstance(timeline := choice.get("timeline"), dict):
@@ -291,7 +291,7 @@ class _Stream:
 
 
 def _tokens(usage: dict[str, Any], name: str) -> int | None:
-    """None where the server does not count."""
+    """Returns a token count of `usage`; None if the server does not report it."""
     count = usage.get(name)
     if count is not None and not (isinstance(count, int) and 0 <= count < _MAX_COUNT):
         raise ValueError(f"usage: {name} is {str(count)[:50]}")

@@ -18,7 +18,7 @@ DEFAULT_REPEATS = 3
 
 
 class _Parsed(click.ParamType[Any]):
-    """What `parse` makes of the text; `form` says how it is written where it makes nothing of it."""
+    """An option that `parse` converts; `form` is the expected form, for the error message."""
 
     def __init__(self, name: str, parse: Callable[[str], object], form: str) -> None:
         self.name, self._parse, self._form = name, parse, form
@@ -98,7 +98,7 @@ def bench_command(
     json_path: str | None,
     markdown_path: str | None,
     html_path: str | None,
-    **work: Any,  # the fields of Load that are options by themselves
+    **work: Any,  # the options that are fields of Load
 ) -> int:
     """Measure TTFT, TPOT, ITL and throughput of any OpenAI-compatible server at URL."""
     from launch.bench.run import Options, bench

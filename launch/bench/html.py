@@ -1,4 +1,4 @@
-"""A benchmark as a page of its own: tables, and plots as inline SVG. It asks nothing of any other host."""
+"""A benchmark as a self-contained page: tables, and plots as inline SVG. It loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_html(report: Report) -> str:
 
 
 def _time_plots(report: Report) -> str:
-    """The share of values below each time, one curve for each server."""
+    """Plots the share of values below each time, one curve for each server."""
     kinds: tuple[tuple[str, Callable[[Record], Iterable[float | None]]], ...] = (
         ("TTFT", lambda record: (record.ttft_s,)),
         ("TPOT", lambda record: (record.tpot_s,)),
@@ -68,7 +68,7 @@ def _time_plots(report: Report) -> str:
 
 
 def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
-    """At most 200 points of it."""
+    """Returns at most 400 points of the cumulative distribution."""
     step = max(1, len(values) // 200)
     chosen = [*range(0, len(values), step), len(values) - 1] if values else []
     return [(values[i] * 1e3, (i + 1) / len(values) * 100) for i in chosen]
@@ -119,7 +119,7 @@ def _plot(title: str, across: str, up: str, series: Sequence[Series]) -> str:
 
 
 def _stacked(stages: Mapping[str, Summary]) -> str:
-    """A bar of the mean request, divided as its time was."""
+    """Draws the mean request as a bar, divided by stage."""
     means = {name: max(0.0, stage.mean) for name, stage in stages.items()}
     total, x, drawn = sum(means.values()) or 1.0, 0.0, []
     for name, seconds in means.items():
@@ -139,7 +139,7 @@ def _table(headings: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
 
 
 def _ceiling(value: float) -> float:
-    """A round number not below it."""
+    """Returns a round number not below `value`."""
     if value <= 0:
         return 1.0
     unit: float = 10.0 ** math.floor(math.log10(value))

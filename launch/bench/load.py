@@ -1,4 +1,4 @@
-"""What is sent: prompts, lengths and when each request is due, the same for the same seed. Pure."""
+"""The requests to send: prompts, lengths and due times, the same for the same seed. Pure, except for `read_trace`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE_BLOCK = 512
 """Tokens of a prefix block in Mooncake's traces."""
 MOST_ROWS = 100_000
 MOST_TOKENS = 10_000_000
-"""Of one request of a trace."""
+"""Limit of the prompt, and of the output, of one request of a trace."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -44,7 +44,7 @@ _SCHEMA = {"type": "json_schema", "json_schema": {"name": "table", "schema": _TO
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """One length, or uniform between two, both included."""
+    """A fixed length, or a uniform distribution between two, both included."""
 
     low: int
     high: int
@@ -58,7 +58,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: which path of the API, and what of its body the workload decides."""
+    """One request: the path of the API, and the part of its body that the workload determines."""
 
     path: str
     body: dict[str, Any]
@@ -66,8 +66,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Requests that one client sends one after the other, the first one `at_s` seconds after the run began (in an open
-    loop), each of the others when the one before it has ended."""
+    """Requests that one client sends one after the other. In an open loop the first is sent `at_s` seconds after the
+    run began; each later one is sent when its predecessor has ended."""
 
     jobs: tuple[Job, ...]
     at_s: float = 0.0
@@ -75,7 +75,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request of a recorded trace. `blocks` name its prefix blocks: equal ids are equal tokens."""
+    """One request of a recorded trace. `blocks` are the ids of its prefix blocks: equal ids mean equal tokens."""
 
     at_s: float
     input_len: int
@@ -88,14 +88,14 @@ class Load:
     """All requests of a run.
 
     tokens  random token ids, so that every server counts the same
-    text    as many words
-    turns   conversations of `turns` requests: each prompt is the one before it, an answer and `input_len` new tokens,
-            behind `shared_len` tokens that all conversations begin with
-    tools   a chat that has to call a function
-    schema  a chat whose answer has to fit a JSON schema
+    text    random words, as many as the length
+    turns   conversations of `turns` requests: each prompt is the previous one, random tokens for the answer and
+            `input_len` new tokens, after `shared_len` tokens that all conversations start with
+    tools   a chat that must call a function
+    schema  a chat whose answer must match a JSON schema
 
-    With `rate` sessions begin at random moments, so many a second on average (a Poisson process); with a `trace` when
-    and as long as it says, `scale` times as fast.
+    With `rate`, sessions start at random times, `rate` per second on average (a Poisson process). With a `trace`, its
+    rows determine the times and lengths, replayed `scale` times as fast.
     """
 
     seed: int
@@ -111,12 +111,12 @@ class Load:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are sent when they are due, whatever has become of those before."""
+        """Whether requests are sent when they are due, regardless of earlier ones."""
         return self.rate > 0 or bool(self.trace)
 
     def sessions(self, first: int, requests: int) -> Iterator[Session]:
-        """Sessions of as many requests in all, from number `first` on. Prompts of different sessions differ from their
-        first token on, but for what they are meant to share: no prefix cache helps by chance."""
+        """Yields sessions with `requests` requests in all, from number `first` on. Prompts of different sessions differ
+        from their first token on, except for prefixes that they share by design: no prefix cache helps by chance."""
         due = random.Random(f"{self.seed}/arrivals/{first}")
         at_s, left, number = 0.0, requests, first
         origin = self.trace[0].at_s if self.trace else 0.0
@@ -135,7 +135,7 @@ class Load:
             number += 1
 
     def job(self, number: int) -> Job:
-        """The first request of session `number`."""
+        """Returns the first request of session `number`."""
         return self._jobs(number)[0]
 
     def _jobs(self, number: int) -> tuple[Job, ...]:
@@ -159,7 +159,7 @@ class Load:
             prompt = prompt + self._ids(source, self.input_len.draw(source))
             max_tokens = self.output_len.draw(source)
             yield completion(prompt, max_tokens)
-            prompt = prompt + self._ids(source, max_tokens)  # in the place of an answer, which nobody knows yet
+            prompt = prompt + self._ids(source, max_tokens)  # in place of the answer, which is not known yet
 
     def _traced(self, row: TraceRow) -> Job:
         ids: list[int] = []
@@ -174,15 +174,15 @@ class Load:
 
 
 def completion(prompt: list[int] | str, max_tokens: int) -> Job:
-    """So many tokens behind a prompt, whatever the model would end with."""
+    """Returns a request for exactly `max_tokens` tokens: the model's end-of-sequence token is ignored."""
     return Job("/completions", {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})
 
 
 def parse_lengths(text: str) -> Lengths:
-    """`512`, or `128-1024`.
+    """Parses `512` or `128-1024`.
 
     Raises:
-        ValueError: neither.
+        ValueError: the text has neither form.
     """
     low, dash, high = text.partition("-")
     lengths = Lengths(int(low), int(high) if dash else int(low))
@@ -192,11 +192,11 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """The first MOST_ROWS of a trace in the form of Mooncake's (JSON lines) or Azure's (CSV), in order of time.
+    """Reads the first MOST_ROWS rows of a trace in Mooncake's format (JSON lines) or Azure's (CSV), sorted by time.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is neither; the message names the line.
+        OSError: the file cannot be read.
+        ValueError: it has neither format; the message names the row.
     """
     with path.open(encoding="utf-8") as file:
         if path.suffix == ".csv":

@@ -1,4 +1,4 @@
-"""A benchmark's numbers: the tables that the terminal, Markdown and the page show alike, and all of it as JSON."""
+"""A benchmark's results: the tables, the same in the terminal, Markdown and the HTML page, and all data as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEADINGS = ("p50", "p95", "p99", "max", "samples")
 _SWEEP = ("requests/s", "goodput", "within", "kept", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "failed")
 _NOTE = "n: output tokens by the server's own count (usage); percentiles are linear between the nearest ranks"
 PACKAGES = ("baton-serve", "aiohttp")
-"""Those of the client whose versions a report names."""
+"""The client's packages whose versions a report lists."""
 COMPARED: tuple[tuple[str, Callable[[Statistics], float], str], ...] = (
     ("TTFT p50 ms", lambda s: s.ttft.p50 * 1e3, "{:.2f}"),
     ("TTFT p99 ms", lambda s: s.ttft.p99 * 1e3, "{:.2f}"),
@@ -40,7 +40,7 @@ COMPARED: tuple[tuple[str, Callable[[Statistics], float], str], ...] = (
 
 @dataclass
 class Run:
-    """One measurement of one server; `rate` of an open loop, 0.0 of a closed one."""
+    """One measurement of one server. `rate` is that of random arrivals, 0.0 in a closed loop or with a trace."""
 
     base: str
     records: list[Record]
@@ -49,7 +49,7 @@ class Run:
 
 @dataclass
 class Report:
-    """All runs of one command. `best_rate` is what a sweep has found, None without one."""
+    """All runs of one command. `best_rate` is the result of a sweep, None without one."""
 
     settings: dict[str, Any]
     slo: Slo | None = None
@@ -58,28 +58,29 @@ class Report:
 
     @property
     def servers(self) -> list[str]:
-        """By the order of the command line."""
+        """The servers in the order of the command line."""
         return list(dict.fromkeys(run.base for run in self.runs))
 
     def records(self, base: str) -> list[Record]:
         return [record for run in self.runs if run.base == base for record in run.records]
 
     def each(self, base: str) -> list[Statistics]:
-        """Of each run of a server."""
+        """Returns the statistics of each run of a server."""
         return [statistics(run.records, self.slo) for run in self.runs if run.base == base]
 
     def whole(self, base: str) -> Statistics:
-        """Of all runs of a server together; rates are means over the runs, since there is time between them."""
+        """Returns the statistics of all runs of a server. Rates are over the sum of the runs' durations, without the
+        time between."""
         return statistics(self.records(base), self.slo, sum(one.duration_s for one in self.each(base)))
 
     def by_rate(self) -> list[tuple[float, Statistics]]:
-        """The runs of a sweep, rising."""
+        """Returns the runs of a sweep, by ascending rate."""
         return sorted(((run.rate, statistics(run.records, self.slo)) for run in self.runs), key=lambda run: run[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of numbers behind a name each, and below them what is no row. The last column is text where `has_text`."""
+    """Rows of a name and numbers, and `notes` below them. The last column is text if `has_text`."""
 
     title: str
     headings: tuple[str, ...]
@@ -89,7 +90,7 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """What a sweep has found; or the times of each server, where they went, and how the servers compare."""
+    """Returns the result of a sweep; or the times of each server, their stages, and how runs and servers compare."""
     if report.best_rate is not None:
         return [Table("", _SWEEP, _sweep_rows(report), (best(report), "times in ms"))]
     found = []
@@ -109,8 +110,8 @@ def tables(report: Report) -> list[Table]:
 
 
 def stage_times(report: Report, base: str) -> dict[str, Summary]:
-    """Of each part of the server's own timeline, and of what of a request's time is in none: the way there and back,
-    and parsing."""
+    """Returns the times of each stage of the server's own timeline, and of the rest of a request (network, parsing) as
+    `outside`."""
     stages = report.whole(base).stages
     order = [name for name in SPANS if name in stages]
     traced = [record for record in report.records(base) if record.stages and record.error is None]
@@ -119,7 +120,7 @@ def stage_times(report: Report, base: str) -> dict[str, Summary]:
 
 
 def best(report: Report) -> str:
-    """What a sweep has found, in a sentence."""
+    """Returns the result of a sweep in one sentence."""
     share = 0.9 if report.slo is None else report.slo.share
     kept = f"at which {share:.0%} of the requests keep to {report.slo}"
     if not report.best_rate:
@@ -128,7 +129,7 @@ def best(report: Report) -> str:
 
 
 def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
-    """What is not a distribution."""
+    """Returns the numbers that are not distributions."""
     good = stats.requests - stats.failed
     lines = [
         f"requests: {good} of {stats.requests} succeeded in {stats.duration_s:.2f} s",
@@ -145,7 +146,7 @@ def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
 
 
 def _sweep_rows(report: Report) -> list[tuple[str, ...]]:
-    """One row per rate, rising."""
+    """Returns one row per rate, ascending."""
     found = []
     for rate, stats in report.by_rate():
         times = (f"{value * 1e3:.1f}" for value in (stats.ttft.p50, stats.ttft.p95, stats.tpot.p50, stats.tpot.p95))
@@ -156,8 +157,8 @@ def _sweep_rows(report: Report) -> list[tuple[str, ...]]:
 
 
 def _compared(report: Report) -> list[tuple[str, ...]]:
-    """Of each number its mean over the runs of each server with its 95 % interval, and of two servers the ratio: the
-    geometric mean over pairs of runs that followed each other."""
+    """Returns the mean of each number over the runs of each server with its 95 % interval, and for two servers the
+    ratio: the geometric mean over pairs of consecutive runs."""
     servers = [report.each(base) for base in report.servers]
     found = []
     for name, value, form in COMPARED:
@@ -176,7 +177,7 @@ def _compared(report: Report) -> list[tuple[str, ...]]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """On a console without markup."""
+    """Prints the report; `console` must have markup off."""
     for table in tables(report):
         if table.title:
             console.print(table.title, style="bold")
@@ -201,8 +202,8 @@ def as_markdown(report: Report) -> str:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """Times in seconds. `per_request` has everything the statistics were made from; those of the first server stand at
-    the top, of all runs together."""
+    """Returns all data, with times in seconds. `per_request` holds the data behind all statistics; `statistics` at the
+    top level covers all runs of the first server."""
     first = report.servers[0] if report.servers else ""
     return {
         "settings": report.settings,

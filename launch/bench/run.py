@@ -1,4 +1,4 @@
-"""What the options of `baton bench` come to: one run, several, two servers in turns, or a search for a rate."""
+"""Executes the options of `baton bench`: one run, several, two servers alternately, or a search for a rate."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _RENDER: dict[str, Callable[[Report], str]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said, but for the servers. `concurrency` clients, 0: in an open loop; `requests` of each of
-    `repeats` runs, after `warmup` others; `sweep_from` is the rate at which a search begins, 0.0: none."""
+    """The command line, except for the servers. `concurrency` is the number of clients, 0 in an open loop; `requests`
+    that of each of `repeats` runs, after `warmup` others; `sweep_from` is the first rate of a search, 0.0: none."""
 
     load: Load
     concurrency: int
@@ -52,12 +52,12 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, file
     (by "json", "markdown" or "html"). Returns 1 when every request failed, else 0.
 
     Raises:
-        StartupError: no server answers, or a file cannot be written.
+        StartupError: a server does not reply, or a file cannot be written.
     """
     targets = [_target(*server) for server in servers]
     try:
         for path in files.values():
-            path.open("ab").close()  # before the measurement, which would be lost
+            path.open("ab").close()  # fails before the measurement and not after it
     except OSError as error:
         raise StartupError(f"the report could not be written: {error}") from None
     report = Report(_settings(options, targets), options.slo)
@@ -65,7 +65,7 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, file
         _sweep(targets[0], options, options.slo, report)
     else:
         for number in range(options.repeats):
-            # A B A B: what drifts on the machine meets both.
+            # A B A B: drift of the machine affects both.
             for target in targets:
                 report.runs.append(_run(target, options, number))
     try:
@@ -73,7 +73,7 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, file
             path.write_text(_RENDER[kind](report), encoding="utf-8")
     except OSError as error:
         raise StartupError(f"the report could not be written: {error}") from None
-    console = Console(markup=False, emoji=False, highlight=False)  # texts of a server's are shown as they are
+    console = Console(markup=False, emoji=False, highlight=False)  # server texts are shown verbatim
     console.print("  ".join(f"{key} {value}" for key, value in report.settings.items()), style="dim")
     print_report(report, console)
     return int(all(record.error is not None for run in report.runs for record in run.records))
@@ -92,7 +92,7 @@ def _target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
 
 
 def _settings(options: Options, targets: list[Target]) -> dict[str, Any]:
-    """What was measured and how, for every report."""
+    """Returns the settings of the measurement, for every report."""
     load, slo = options.load, options.slo
     loop = "sweep" if options.sweep_from else "open loop" if load.is_open else "closed loop"
     settings: dict[str, Any] = {
@@ -122,7 +122,7 @@ def _settings(options: Options, targets: list[Target]) -> dict[str, Any]:
 
 
 def _without_secrets(words: list[str]) -> list[str]:
-    """The command line without the API key."""
+    """Returns the command line without the API key."""
     shown = list(words)
     for number, word in enumerate(shown):
         if word.startswith("--api-key="):
@@ -133,8 +133,8 @@ def _without_secrets(words: list[str]) -> list[str]:
 
 
 def _run(target: Target, options: Options, number: int, label: str = "measuring") -> Run:
-    """Run `number`; each has requests of its own, so that none finds what another left in a cache."""
-    # A conversation counts once for all of its requests: sessions of a run are fewer than its requests.
+    """Executes run `number`. Each run has its own requests, so that none hits a cache that another run filled."""
+    # A session has at least one request, so a run has at most as many sessions as requests.
     first = number * (options.warmup + options.requests)
     warm = replace(options.load, rate=0.0, trace=())
     warmup = warm.sessions(first + options.requests, options.warmup)
@@ -152,7 +152,7 @@ async def _measure(
         TimeElapsedColumn(),
         TextColumn("{task.fields[failed]}"),
     )
-    # Two refreshes a second: the bar must not take the processor from what is measured.
+    # Two refreshes per second: the bar must not take processor time from the measurement.
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
         warming = bar.add_task("warm-up", total=options.warmup, failed="", visible=options.warmup > 0)
         await run_load(target, warmup, max(1, options.concurrency or 8), lambda record: bar.advance(warming))
@@ -169,11 +169,11 @@ async def _measure(
 
 @dataclass(slots=True)
 class Search:
-    """For the highest rate of an open loop at which a server keeps to its limits. Pure: rates out, verdicts in.
+    """Searches for the highest rate of an open loop at which a server meets its limits. Pure: rates out, verdicts in.
 
-    From `first` on the rate is doubled while the limits are kept (halved while they are not), then the step between the
-    highest rate that did and the lowest that did not is halved on a logarithmic scale, until it is less than PRECISION.
-    `kept` and `missed` are the rates tried so far, in requests a second.
+    From `first` on the rate is doubled while the limits are met (halved while they are not). Then the interval between
+    the highest rate that met them and the lowest that did not is bisected on a logarithmic scale, until it is less than
+    PRECISION. `kept` and `missed` are the rates tried so far, in requests per second.
     """
 
     first: float
@@ -181,7 +181,7 @@ class Search:
     missed: list[float] = field(default_factory=list)
 
     def next(self) -> float | None:
-        """The rate to try now; None when the search is over."""
+        """Returns the rate to try next; None when the search is over."""
         if len(self.kept) + len(self.missed) >= MOST_STEPS:
             return None
         if not self.kept and not self.missed:
@@ -195,7 +195,7 @@ class Search:
         return math.sqrt(low * high) if high / low > 1 + PRECISION else None
 
     def tried(self, rate: float, *, kept: bool) -> None:
-        """A rate that was missed below one that was kept takes back what stood above it: servers are noisy."""
+        """Records a verdict. A missed rate also discards the kept rates above it: measurements are noisy."""
         if kept:
             self.kept.append(rate)
         else:
@@ -204,12 +204,12 @@ class Search:
 
     @property
     def best(self) -> float:
-        """The highest rate that was kept; 0.0 where none was."""
+        """The highest rate that was kept; 0.0 if none was."""
         return max(self.kept, default=0.0)
 
 
 def _sweep(target: Target, options: Options, slo: Slo, report: Report) -> None:
-    """Runs of SWEEP_S each at rising rates, kept in the report."""
+    """Measures about SWEEP_S seconds at each rate that the search proposes, and adds the runs to the report."""
     search = Search(options.sweep_from)
     while (rate := search.next()) is not None:
         load = replace(options.load, rate=rate, seed=options.load.seed + len(report.runs))
@@ -219,5 +219,5 @@ def _sweep(target: Target, options: Options, slo: Slo, report: Report) -> None:
         report.runs.append(run)
         search.tried(rate, kept=statistics(run.records, slo).met_share >= slo.share)
         if not search.kept and all(record.error is not None and not record.timed_out for record in run.records):
-            break  # a lower rate is no use where all is refused
+            break  # every request was refused: a lower rate does not help
     report.best_rate = search.best

@@ -1,4 +1,4 @@
-"""The numbers of a benchmark. Pure: arrival times in, statistics out.
+"""The statistics of a benchmark. Pure: arrival times in, statistics out.
 
 With s = request sent, t_1 .. t_k the arrivals of events that carried text, e = end of the stream, and n output tokens
 by the server's own count (usage):
@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
 PERCENTILES = (50, 95, 99)
-# Student's t at 97.5 %, by degrees of freedom (1, 2, ...); beyond them the normal's.
+# Student's t at 97.5 %, by degrees of freedom (1, 2, ...); beyond the table that of the normal distribution.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request has to keep to, in seconds; 0: nothing. `share` of the requests have to."""
+    """The limits of a request in seconds (0: none), and the `share` of the requests that must meet them."""
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     share: float = 0.9
 
     def met(self, record: Record) -> bool:
-        """A failed request meets nothing."""
+        """Whether a request meets the limits; a failed one never does."""
         if record.error is not None or record.ttft_s is None:
             return False
         slow = self.ttft_s and record.ttft_s > self.ttft_s
@@ -47,10 +47,10 @@ class Slo:
 
 
 def parse_slo(text: str) -> Slo:
-    """`ttft=0.5,tpot=0.05`, in seconds, or in milliseconds with `ms` behind.
+    """Parses `ttft=0.5,tpot=0.05`, in seconds, or in milliseconds with the suffix `ms`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the text has another form.
     """
     given: dict[str, float] = {}
     for part in text.split(","):
@@ -64,7 +64,7 @@ def parse_slo(text: str) -> Slo:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % confidence interval by Student's t; 0.0 of a single value."""
+    """Returns the mean, and half of its 95 % confidence interval by Student's t; the half is 0.0 for a single value."""
     count, mean = len(values), fmean(values)
     if count < 2:
         return mean, 0.0
@@ -73,10 +73,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request. Times in seconds on one monotonic clock; `error` says why it failed, and then nothing else counts.
+    """One request. Times are in seconds on one monotonic clock; `error` is why it failed: then its numbers are ignored.
 
-    `counted` is False where the server gave no usage and `output_tokens` is the number of events instead. `stages` are
-    seconds in each part of the server's own timeline, where it gives one.
+    `counted` is False if the server reported no usage and `output_tokens` is the number of events instead. `stages`
+    holds the seconds in each stage of the server's own timeline, if it reports one.
     """
 
     sent: float
@@ -111,7 +111,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of one kind of time, in seconds. All zero without a sample."""
+    """The distribution of one kind of time, in seconds. All fields are zero without a sample."""
 
     count: int
     mean: float
@@ -135,18 +135,18 @@ class Statistics:
     itl: Summary
     e2e: Summary
     met: int
-    """Requests that kept to the limits, of all: without limits, those that succeeded."""
+    """Requests that met the limits, out of all; without limits, those that succeeded."""
     stages: Mapping[str, Summary]
     requests_per_s: float
     output_tokens_per_s: float
     prompt_tokens_per_s: float
     goodput_per_s: float
-    """Requests a second that kept to the limits."""
+    """Requests per second that met the limits."""
     met_share: float
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:
-    """Of ascending values, linear between the nearest ranks."""
+    """Returns a percentile of ascending values, linear between the nearest ranks."""
     if not ordered:
         return 0.0
     position = p / 100 * (len(ordered) - 1)
@@ -164,14 +164,15 @@ def summarize(values: Iterable[float | None]) -> Summary:
 
 
 def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: float | None = None) -> Statistics:
-    """`duration_s`: where it is not from the first request sent to the last one ended."""
+    """Computes the statistics. `duration_s` defaults to the time from the first start to the last end of a successful
+    request."""
     good = [record for record in records if record.error is None]
     if duration_s is None:
         duration_s = max(r.ended for r in good) - min(r.sent for r in good) if good else 0.0
     met = sum(map((slo or Slo()).met, records))
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
-    span_s = duration_s or math.inf  # rates are 0 where no request succeeded
+    span_s = duration_s or math.inf  # rates are 0 if no request succeeded
     return Statistics(
         requests=len(records),
         failed=len(records) - len(good),

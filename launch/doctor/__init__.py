@@ -1,1 +1,1 @@
-"""`baton doctor`: tries what a cluster will need, on every node, before it is started."""
+"""`baton doctor`: checks, on every node, what a cluster needs before it is started."""

@@ -1,8 +1,8 @@
-"""Where the doctors of a cluster and their probes meet: small JSON values under names, over HTTP.
+"""Where the doctors of a cluster and their probes exchange data: small JSON values by name, over HTTP.
 
-The doctor on the coordinator's node hosts the board, at the coordinator's control address, which nothing else uses yet.
-A client with another topology is refused and may write nothing. It is not torch's store, whose calls have no timeout
-of their own (decision 0053).
+The doctor on the coordinator's node hosts the board at the coordinator's control address, which is free until the
+cluster starts. A client with another topology is refused and cannot write. The board is not torch's store because the
+calls of that store have no timeout of their own (decision 0053).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 class Board:
-    """The values and the server; `values` may be read and written here at any time.
+    """The values and their HTTP server; the process that hosts the board may read and write `values` at any time.
 
     Raises StartupError when the address cannot be bound.
     """
@@ -86,8 +86,8 @@ class Board:
 
 
 class BoardClient:
-    """A board on another host or in another process. Calls raise OSError when they are not answered, PermissionError
-    when the board belongs to another topology."""
+    """The client of a board on another host or in another process. Calls raise OSError when they get no reply,
+    PermissionError when the board belongs to another topology."""
 
     def __init__(self, host: str, port: int, digest: str) -> None:
         self._base = f"http://{host_port(host, port)}"
@@ -97,11 +97,11 @@ class BoardClient:
         self._accepted(*request_json("PUT", f"{self._base}/{name}", _CALL_TIMEOUT_S, value, self._headers))
 
     def get(self, name: str) -> Any:
-        """The value, or None while there is none."""
+        """Returns the value, or None while there is none."""
         return self._accepted(*request_json("GET", f"{self._base}/{name}", _CALL_TIMEOUT_S, headers=self._headers))
 
     def wait(self, name: str, timeout_s: float) -> Any:
-        """Polls until there is a value; None after `timeout_s`. A call that fails meanwhile is repeated."""
+        """Polls until there is a value; returns None after `timeout_s`. A call that fails meanwhile is retried."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:

@@ -1,5 +1,5 @@
-"""What the doctor finds: on one node before anything is sent (address, versions, model and token, cores, ports), and
-between ranks, from the results on the board; and the verdict, a table, with what to check where something failed."""
+"""The doctor's findings: on one node before anything is sent (address, versions, model and token, cores, ports), and
+between ranks, from the results on the board. Also the verdict: a table, with what to check after a failure."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _UNTRIED = "why the probe is missing; nothing was tried between these, so this s
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check, at a node or between two ranks; `error` is what is wrong, empty where nothing is.
-    `seconds` and `bytes_per_s` are 0 where nothing was measured; `untried` where a probe was missing and no result
-    came, so that nothing is known about the way between them."""
+    """The result of one check, on a node or between two ranks; `error` is what is wrong, empty if nothing is. `seconds`
+    and `bytes_per_s` are 0 if nothing was measured. `untried`: a probe was missing and there is no result, so the check
+    says nothing about the network between them."""
 
     check: str
     where: str
@@ -55,7 +55,7 @@ def on_node(check: str, name: str, error: str = "") -> Finding:
 
 
 def check_node(plan: Plan, name: str, full_digest: bool) -> tuple[list[Finding], dict[str, str]]:
-    """The findings on this node, and what has to be equal on all of them."""
+    """Returns the findings on this node, and the facts that must be equal on all nodes."""
     node = plan.topology.node(name)
     address = "" if is_own(node.address) else f"{node.address} is not an address of this host"
     facts, files = versions(*_EQUAL), ""
@@ -82,7 +82,7 @@ def check_node(plan: Plan, name: str, full_digest: bool) -> tuple[list[Finding],
 
 
 def compare(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Whether what is known of two nodes is equal: each is held against the first by name."""
+    """Checks that the facts of all nodes are equal: each node is compared with the first by name."""
     findings, first = [], min(facts, default="")
     for name, theirs in facts.items():
         both = ((key, theirs[key], value) for key, value in facts[first].items() if key in theirs)
@@ -92,7 +92,7 @@ def compare(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 
 def _digest(model: Path, full: bool) -> str:
-    """Of all bytes; or of names, sizes and each file's first MiB, where the headers are."""
+    """Returns a digest of all bytes; or of names, sizes and each file's first MiB, which holds the headers."""
     from baton.engine.checkpoint import model_digest, weight_files
 
     if full:
@@ -107,7 +107,7 @@ def _digest(model: Path, full: bool) -> str:
 
 
 def _cores(pinned: set[int], wanted: int) -> str:
-    """What is wrong with them; empty where nothing is."""
+    """Returns what is wrong with the cores; empty if nothing is."""
     here = os.sched_getaffinity(0)
     if not pinned <= here:
         return f"core {', '.join(map(str, sorted(pinned - here)))} is not one this process may run on"
@@ -117,13 +117,13 @@ def _cores(pinned: set[int], wanted: int) -> str:
 
 
 def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: float) -> list[Finding]:
-    """The results on the board, in the order of the steps; a result that is missing is an error too.
+    """Returns the results on the board, in the order of the steps; a missing result is an error too.
 
-    A measured error is kept when the probe at the other end has exited, and that is added to it.
+    If the probe at the other end has exited, that is added to a measured error and does not replace it.
     """
 
     def absent(ranks: Sequence[Rank]) -> list[str]:
-        """Why results of these ranks cannot come."""
+        """Returns the reasons why results of these ranks cannot come."""
         exited = [rank for rank in ranks if exited_key(rank.key) in values]
         unseen = [str(rank) for rank in ranks if f"here/{rank.key}" not in values and rank not in exited]
         reasons = [f"the probe of {rank} {values[exited_key(rank.key)]}" for rank in exited]
@@ -147,7 +147,7 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
 
 
 def print_verdict(findings: Sequence[Finding], console: Console | None = None) -> int:
-    """The table of checks, then what failed, each with what to look at. Returns 1 when something failed, else 0."""
+    """Prints the table of checks, then each failure with what to check. Returns 1 when something failed, else 0."""
     console = console or Console(highlight=False)
     numbers = ("latency", "bandwidth")
     table = make_table(("check", "where", "result", *numbers), right=numbers)

@@ -1,7 +1,7 @@
-"""`python -m launch.doctor.probe FILE`: stands for one rank while the doctor runs; the file holds its task.
+"""`python -m launch.doctor.probe FILE`: represents one rank while the doctor runs; the file holds its task.
 
-It announces itself on the board, goes through the steps as the doctor opens them, leaves its results there, and ends
-when the doctor does. What exceeds the limit of a step is left behind in its thread: the process ends with `os._exit`.
+It announces itself on the board, runs the steps as the doctor opens them, puts its results on the board, and ends when
+the doctor does. An operation that exceeds the limit of a step stays in its thread: the process ends with `os._exit`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ SMALL_BYTES, LARGE_BYTES = 1 << 10, 8 << 20
 TRANSFERS = (*[SMALL_BYTES] * 9, *[LARGE_BYTES] * 3)
 _LONGEST_S = 900.0
 _SUM_ELEMENTS = 1 << 18
-_INNER_SHARE, _EDGE_SHARE = 0.4, 0.8  # of a step's limit: a wait inside it ends first and names its peer
+_INNER_SHARE, _EDGE_SHARE = 0.4, 0.8  # of a step's limit: a wait within the step times out first and names its peer
 
 _Result = dict[str, Any]
-"""`seconds` and `bytes_per_s`, where they were measured, or `error`."""
+"""`seconds` and `bytes_per_s`, if they were measured, or `error`."""
 
 
 class Probe:
-    """Its whole state: the task, the board, where KV and buffers would lie, what others dial until the process ends,
-    and the worker's store once there. Raises StartupError when the device or the kind of edge cannot be had."""
+    """Its whole state: the task, the board, the devices of KV and buffers, the listeners, stores and edges that stay
+    open until the end, and the worker's store once open. Raises StartupError when the device or the edge kind is not
+    available."""
 
     def __init__(self, task: Task, board: BoardClient) -> None:
         self.task, self.board = task, board
@@ -67,7 +68,7 @@ class Probe:
         self.board.wait("report", _LONGEST_S)
 
     def _results(self, step: str) -> dict[str, _Result]:
-        """Tries a step with every other end at once, each in a thread of its own."""
+        """Tries a step with all other ends concurrently, each in its own thread."""
         check = {"rendezvous": self._meet, "all-reduce": self._sum, "link": self._dial_link, "edge": self._move}[step]
         limit_s = self.task.step_s(step)
         results: dict[str, _Result] = {}
@@ -121,7 +122,7 @@ class Probe:
         return {"seconds": min(times), "bytes_per_s": whole.numel() * whole.element_size() / min(times)}
 
     def _dial_each_other(self) -> None:
-        """Plain connections first: they name the two ranks that cannot reach each other; a collective does not."""
+        """Opens plain connections first: unlike a collective, they name two ranks that cannot reach each other."""
         me = self.task.me
         self._store.set(f"port/{me.rank}", str(self._listen(0)))
         for other in self.task.ranks:
@@ -147,8 +148,8 @@ class Probe:
         return {"seconds": time.monotonic() - began}
 
     def _move(self, peer: Rank) -> _Result:
-        """Connects this end of an edge; then moves bytes over it from prefill to decode, a prefill rank over one edge
-        after the other: they would share the wire."""
+        """Connects this end of an edge, then moves bytes over it from prefill to decode. A prefill rank uses its edges
+        one after the other, because concurrent transfers would share the wire."""
         task = self.task
         prefill, decode = (task.me, peer) if task.role == "prefill" else (peer, task.me)
         offer = self._offered(decode.worker)
@@ -172,7 +173,7 @@ class Probe:
                 with self._wire:
                     return self._send(edge)
         except BaseException:
-            edge.abort()  # the other end need not wait for its own limit
+            edge.abort()  # so that the other end does not wait for its timeout
             raise
 
     def _send(self, edge: Edge) -> _Result:
@@ -208,7 +209,7 @@ class Probe:
         return value
 
     def _listen(self, port: int) -> int:
-        """The port that is listened on until the process ends; 0 chooses one. Raises OSError."""
+        """Listens on a port (0: any free one) until the process ends; returns the port. Raises OSError."""
         host = self.task.me.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._open.append(listener := socket.create_server((host, port), family=family))

@@ -1,8 +1,8 @@
-"""`baton doctor`: tries, on every node, what a cluster will need before it is started.
+"""`baton doctor`: checks, on every node, what a cluster needs before it is started.
 
-On each node it checks what the node has (`findings`) and starts one probe (`probe`) for each rank that the plan puts
-there. The doctor on the coordinator's node hosts the board, opens step after step, collects the results that the probes
-leave there, and prints the verdict; the doctors of other nodes wait for it and print the same.
+On each node it checks what the node provides (`findings`) and starts one probe (`probe`) for each rank that the plan
+places there. The doctor on the coordinator's node hosts the board, opens one step after the other, collects the results
+that the probes put there, and prints the verdict; the doctors of other nodes wait for it and print the same.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _Local = Mapping[str, tuple[list[Finding], dict[str, str]]]
 
 
 def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple[str, ...] = PROBE) -> int:
-    """Runs this host's part; returns 0 when all is well everywhere, else 1. `config` has the limits.
+    """Runs this host's part; returns 0 when all checks passed on all nodes, else 1. `config` has the limits.
 
     Raises:
-        StartupError: the doctor on the coordinator's node cannot be reached.
+        StartupError: the doctor on the coordinator's node cannot be reached, or sends no verdict.
     """
     local = {name: check_node(plan, name, config.full_digest) for name in sorted(nodes)}
     tasks = make_tasks(plan, _heads(plan), config.limit_s)
@@ -57,7 +57,7 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
         client = BoardClient(front.address, port, digest)
         _put_findings(client, local, plan, config.wait_s)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-doctor-")))
-        probes: dict[str, Child] = {}  # those of this host whose exit was not reported
+        probes: dict[str, Child] = {}  # probes of this host whose exit is not reported yet
         for task in (task for name in sorted(nodes) for task in tasks[name]):
             key, path = task.me.key, directory / f"{task.me.key}.json"
             path.write_text(json.dumps({"task": asdict(task), "board": (front.address, port, digest)}))
@@ -66,11 +66,11 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
         if board is not None:
             verdict = _collect(board, plan, tasks, config, probes)
             board.values["report"] = [asdict(finding) for finding in verdict]
-            time.sleep(_GRACE_S if set(tasks) - nodes else 0)  # the doctors of other nodes read it
+            time.sleep(_GRACE_S if set(tasks) - nodes else 0)  # lets the doctors of other nodes read it
         else:
             report, deadline = None, time.monotonic() + config.wait_s + sum(_step_s(tasks, step) for step in STEPS)
             while report is None and time.monotonic() < deadline:
-                with suppress(OSError):  # not answered: asked again
+                with suppress(OSError):  # no reply: retried
                     _report_exited(probes, client.put)
                 report = client.wait("report", _REPORT_EVERY_S)
             if report is None:
@@ -80,7 +80,7 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
 
 
 def _report_exited(probes: dict[str, Child], put: Callable[[str, str], object]) -> None:
-    """Puts why each has ended that newly has, and forgets it; one whose `put` raises is reported at the next call."""
+    """Reports why each newly exited probe ended, and drops it; one whose `put` raises is reported at the next call."""
     for key, child in list(probes.items()):
         if (code := child.poll()) is not None:
             last = next((line.strip() for line in reversed(child.tail()) if line.strip()), "")
@@ -89,10 +89,10 @@ def _report_exited(probes: dict[str, Child], put: Callable[[str, str], object]) 
 
 
 def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float) -> None:
-    """Puts this host's findings on the board, which may not be there yet.
+    """Puts this host's findings on the board, which may not be open yet.
 
     Raises:
-        StartupError: nobody hosts it, or somebody with another topology.
+        StartupError: no doctor hosts the board, or one with another topology does.
     """
     front, port = plan.topology.front, plan.topology.coordinator.config.control_port
     deadline = time.monotonic() + wait_s
@@ -114,7 +114,7 @@ def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float)
 def _collect(
     board: Board, plan: Plan, tasks: dict[str, list[Task]], config: DoctorConfig, probes: dict[str, Child]
 ) -> list[Finding]:
-    """Opens the steps one by one and waits for the results of each, as long as they may take."""
+    """Opens the steps one by one and waits for the results of each, up to its time limit."""
     everyone = [task for of_node in tasks.values() for task in of_node]
     awaited = [(f"here/{task.me.key}", task.me.key) for task in everyone] + [(f"node/{name}", "") for name in tasks]
     _wait_for(board, awaited, config.wait_s, probes)
@@ -135,7 +135,7 @@ def _collect(
 
 
 def _wait_for(board: Board, awaited: Sequence[tuple[str, str]], timeout_s: float, probes: dict[str, Child]) -> None:
-    """Until every name is on the board, but for those of a probe (the second of each pair) that has exited."""
+    """Waits until every name is on the board, except those of a probe (the second of each pair) that has exited."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         _report_exited(probes, board.values.__setitem__)
@@ -145,19 +145,19 @@ def _wait_for(board: Board, awaited: Sequence[tuple[str, str]], timeout_s: float
 
 
 def _step_s(tasks: Mapping[str, Iterable[Task]], step: str) -> float:
-    """How long a step may take on all nodes."""
+    """Returns how long a step may take on all nodes."""
     return max((task.step_s(step) for of_node in tasks.values() for task in of_node), default=0.0) + _GRACE_S
 
 
 def _without_board(node: str, error: str, url: str, local: _Local) -> list[Finding]:
-    """The findings on this host all the same, and why nothing was tried between ranks."""
+    """Returns the findings on this host, and why nothing was tried between ranks."""
     if os.strerror(errno.EADDRINUSE) in error:
         error += f"; a cluster may be running there, see `baton ps {url}`: the doctor looks before one is started"
     return [*(found for findings, _ in local.values() for found in findings), on_node("doctor", node, error)]
 
 
 def _heads(plan: Plan) -> tuple[int, ...]:
-    """KV heads of each layer, or nothing when the model cannot be read here: `check_node` says why."""
+    """Returns the KV heads of each layer; empty when the model cannot be read here: `check_node` reports why."""
     from baton.engine.checkpoint import read_model_config
 
     try:

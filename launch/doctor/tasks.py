@@ -1,9 +1,9 @@
-"""What the doctor tries on a plan, and what each of its probes does. Pure.
+"""What the doctor checks for a plan, and what each of its probes does. Pure.
 
-One probe stands for each rank, on the rank's node and with its address and ports. All go through the same steps:
+One probe represents each rank, on the rank's node and with its address and ports. All probes run the same steps:
 
 1. rendezvous   a worker's ranks meet in a store at the leader's rendezvous address
-2. all-reduce   every two of them can dial each other; then a sum over all
+2. all-reduce   all ranks of a worker dial each other, then compute a sum over all
 3. link         a prefill leader dials a decode worker's link port
 4. edge         each prefill rank and each decode rank that share KV heads connect and move bytes
 """
@@ -41,8 +41,8 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one probe does. `ranks` are those of its worker, itself included; `peers` the ranks at the other ends of its
-    edges; `links` the decode leaders whose link port it dials."""
+    """What one probe does. `ranks` are all ranks of its worker, itself included; `peers` the ranks at the other ends of
+    its edges; `links` the decode leaders whose link port it dials."""
 
     me: Rank
     role: Role
@@ -62,8 +62,8 @@ class Task:
         return self.me.rank == 0
 
     def expected(self, step: str) -> dict[str, Rank]:
-        """The names under which it leaves its results of a step, and whom it tries each with: itself where that is all
-        of its worker."""
+        """Returns the names of its results of a step, and the rank that it tries each with: itself where the step
+        involves only its own worker."""
         if step in ("rendezvous", "all-reduce"):
             return {f"{step}/{self.me.key}": self.me} if len(self.ranks) > 1 else {}
         if step == "link":
@@ -72,7 +72,7 @@ class Task:
         return {f"{side}/{self.me.key}/{peer.key}": peer for peer in self.peers}
 
     def step_s(self, step: str) -> float:
-        """How long a step may take: the edges of a prefill rank move their bytes one by one once they are connected."""
+        """Returns how long a step may take: a prefill rank's connected edges move their bytes one by one."""
         return self.limit_s * (1 + len(self.peers) if step == "edge" else 1)
 
 
@@ -83,13 +83,13 @@ def task_from_json(fields: dict[str, Any]) -> Task:
 
 
 def exited_key(probe: str) -> str:
-    """The name under which a doctor reports why a probe of its host will leave no more results."""
+    """Returns the name under which a doctor reports why a probe of its host has exited."""
     return f"exited/{probe}"
 
 
 def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> dict[str, list[Task]]:
-    """The tasks of each node. Without `heads_per_layer` (no model here) every prefill rank gets an edge to every decode
-    rank."""
+    """Returns the tasks of each node. Without `heads_per_layer` (no model here) every prefill rank gets an edge to
+    every decode rank."""
     ranks = {worker.name: _ranks(plan, worker.name) for worker in plan.topology.workers}
     prefills, decodes = ([w for w in plan.topology.workers if w.role == role] for role in ("prefill", "decode"))
     peers: defaultdict[Rank, list[Rank]] = defaultdict(list)
@@ -123,7 +123,7 @@ def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> 
 
 
 def plan_digest(plan: Plan) -> str:
-    """Equal for equal plans: what two nodes must agree on before they measure anything together."""
+    """Returns a digest, equal for equal plans: two nodes must agree on it before they measure together."""
     return hashlib.sha256(repr((plan.topology, plan.model)).encode()).hexdigest()
 
 

@@ -1,1 +1,1 @@
-"""Kernels of our own, each beside the plain twin that it is tested against."""
+"""Baton's own kernels; each is tested against a plain reference implementation."""

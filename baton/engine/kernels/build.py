@@ -1,9 +1,9 @@
-"""Compiles the C++ kernels for this processor, once: `python -m baton.engine.kernels.build`, or the first worker.
+"""Compiles the C++ kernels for this processor once: by `python -m baton.engine.kernels.build` or in the first worker.
 
 The result is a shared library with a C interface (no torch, no Python headers: it compiles in seconds and serves every
-version of both), kept in the user's cache under a name that holds a hash of sources, flags and compiler. Processes that
-start at the same time wait for the one that compiles. The library is written beside its place and moved there, so that
-nobody ever loads half a file.
+version of both), kept in the user's cache under a name that contains a hash of sources, flags and compiler. Processes
+that start at the same time wait for the one that compiles. The library is written to a temporary directory and renamed,
+so that no process ever loads a partial file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LEVELS = ("avx2", "avx512", "avx512_bf16", "amx")
-"""What kernels are compiled for, in rising order; the index is BATON_LEVEL in C++."""
+"""The instruction-set levels that kernels are compiled for, in rising order; the index is BATON_LEVEL in C++."""
 
 CACHE_VARIABLE = "BATON_CACHE_DIR"
 COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 330.0
-"""Longest that another process may take to compile."""
+"""How long to wait for another process that is compiling."""
 
 _SOURCES = Path(__file__).parent / "cpu"
 _BASE = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "avx2")
@@ -39,23 +39,23 @@ _NEEDED = {  # flags as /proc/cpuinfo writes them
 }
 _COMPILER_WRITES = {"avx512_bf16": "avx512bf16", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
 _TARGETS = {level: tuple(f"-m{_COMPILER_WRITES.get(f, f)}" for f in flags) for level, flags in _NEEDED.items()}
-# Nothing is contracted behind our back: a product and a sum round where the source says so.
+# -ffp-contract=off: no implicit fused multiply-add; products and sums are rounded as the source says.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
 
 
 class CannotBuild(Exception):
-    """There are no compiled kernels, for the reason given; torch's own are used instead."""
+    """There are no compiled kernels, for the given reason; with `auto`, torch's own are used instead."""
 
 
 def processor_levels(cpuinfo: str | None = None) -> tuple[str, ...]:
-    """Those of LEVELS that this processor has (or the one that `cpuinfo` describes)."""
+    """The LEVELS that this processor (or the one that `cpuinfo` describes) supports."""
     flags = set(_line(_cpuinfo() if cpuinfo is None else cpuinfo, "flags").split())
     return tuple(level for level in LEVELS if flags.issuperset(_NEEDED[level]))
 
 
 def fastest_level(cpuinfo: str | None = None) -> str | None:
-    """The one of `processor_levels` that computes fastest: the last, but `avx512` on Intel's processors with
-    avx512_bf16 and no AMX, which multiply bf16 at half the rate of float32 (decision 0042)."""
+    """The fastest of `processor_levels`: the last one, except `avx512` on Intel processors with avx512_bf16 but without
+    AMX, which multiply bf16 at half the rate of float32 (decision 0042)."""
     if cpuinfo is None:
         cpuinfo = _cpuinfo()
     levels = processor_levels(cpuinfo)
@@ -70,12 +70,12 @@ def _cpuinfo() -> str:
 
 
 def _line(cpuinfo: str, name: str) -> str:
-    """The first line with that name, or nothing."""
+    """The first line that starts with `name`, or an empty string."""
     return next((line for line in cpuinfo.splitlines() if line.startswith(name)), "")
 
 
 def can_compile(level: str) -> bool:
-    """Whether the processor has `level`, and there are a compiler and a cache for its library."""
+    """Whether the processor supports `level`, and a compiler and a cache directory are available."""
     try:
         cache_dir()
     except CannotBuild:
@@ -84,7 +84,7 @@ def can_compile(level: str) -> bool:
 
 
 def library(level: str) -> Path:
-    """The compiled kernels of `level`, from the cache or made now. Raises CannotBuild."""
+    """The library of kernels for `level`, from the cache or compiled now. Raises CannotBuild."""
     compiler = _compiler()
     found = shutil.which(compiler)
     if found is None:
@@ -99,7 +99,7 @@ def library(level: str) -> Path:
 
 
 def cache_dir() -> Path:
-    """BATON_CACHE_DIR, else `baton` in the user's cache; this user's alone, because code is loaded from it."""
+    """BATON_CACHE_DIR, else `baton` in the user's cache; writable by this user only, because code is loaded from it."""
     named = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(named) if named else Path(home) / "baton"

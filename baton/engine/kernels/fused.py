@@ -1,11 +1,12 @@
 """The small operations of a decoder layer on CUDA, fused in Triton: each is one pass over memory instead of several.
 
-- residual add + RMSNorm: a program a row;
-- norms of heads (Qwen3) + rotary embedding + KV into the cache: a program for a few heads of a token;
+- residual add + RMSNorm: one program per row;
+- head norms (Qwen3) + rotary embedding + KV write to the cache: one program for a few heads of a token;
 - SiLU x up: elementwise.
 
-They compute in float32 and round once, where the plain twins (layers.py) round after each operation: in
-float32 both say the same up to the order of sums. The residual sum is rounded before it is normalised, as there.
+They compute in float32 and round once; the reference implementations (layers.py) round after each operation: in float32
+both agree up to the order of sums. As in layers.py, residual sums are rounded before the norm, and normalised heads
+before the rotation.
 
 Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors, which is how it is tested without a GPU.
 """
@@ -20,8 +21,8 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.layers import Arithmetic, Norm, Rotary
 
-_HEADS = 8  # of a token in one program
-_ELEMENTS = 1024  # of an elementwise program
+_HEADS = 8  # of a token per program
+_ELEMENTS = 1024  # per elementwise program
 
 
 class FusedNorm:
@@ -49,7 +50,7 @@ class FusedNorm:
 
 
 class FusedHeads:
-    """See layers.Heads; `turn` is the positions, int64 [T]. `rotary` has the angles of all positions."""
+    """See layers.Heads; `turn` is the positions, int64 [T]. `rotary` has the cos and sin of all positions."""
 
     def __init__(self, config: ModelConfig, norms: tuple[FusedNorm, FusedNorm] | None, rotary: Rotary) -> None:
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
@@ -128,7 +129,7 @@ def _turn_and_store(
         swapped_weight += tl.load(key_norm_ptr + other[None, :] + head[:, None] * 0, mask=of_key, other=0.0).to(
             tl.float32
         )
-        # Rounded as the plain twin does between the norm and the turn.
+        # Rounded between the norm and the rotation, as in layers.py.
         x = (x * scale * weight).to(raw.dtype).to(tl.float32)
         swapped = (swapped * scale * swapped_weight).to(raw.dtype).to(tl.float32)
     position = tl.load(position_ptr + token)

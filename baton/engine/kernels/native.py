@@ -1,6 +1,6 @@
-"""The C++ kernels as Python sees them: structs and functions of cpu/model.cpp, field by field.
+"""ctypes bindings of the C++ kernels: the structs, field by field, and the functions of cpu/.
 
-A call leaves the interpreter lock free while it computes. Tensors go in as addresses; whoever fills a struct keeps them
+A call releases the GIL while it computes. Tensors are passed as addresses; the caller that fills a struct keeps them
 alive.
 """
 
@@ -91,7 +91,7 @@ _FUNCTIONS = {
 
 
 class Kernels:
-    """A loaded library. Its functions have the names of the C interface without `baton_`."""
+    """A loaded library. Its methods are the functions of the C interface, named without `baton_`."""
 
     def __init__(self, level: str) -> None:
         self.level = level
@@ -108,11 +108,11 @@ class Kernels:
         if self._library.baton_init() != 0:
             raise CannotBuild("the system does not give this process AMX tiles")
         self.few_agree = self._library.baton_few_agree() != 0
-        """Whether attention of few queries by vectors has the bits of tiles; if not, it goes through tiles (0043)."""
+        """Whether attention of few queries has the same bits by vectors as by tiles; if not, tiles are used (0043)."""
 
     @property
     def name(self) -> str:
-        """The level, and what is not as usual on this processor."""
+        """The level, and how the kernels differ from the usual ones on this processor."""
         if self.few_agree:
             return self.level
         return f"{self.level} (few queries in tiles: vectors sum otherwise than this processor's tiles)"
@@ -124,15 +124,15 @@ class Kernels:
 
 @cache
 def load(level: str) -> Kernels:
-    """Raises CannotBuild where there is no compiler or the processor lacks the level."""
+    """Loads the kernels of a level. Raises CannotBuild if there is no compiler or the processor lacks the level."""
     if level not in processor_levels():
         raise CannotBuild(f"this processor has no {level}")
     return Kernels(level)
 
 
 def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, str]:
-    """The kernels for `wanted` (None: torch's), and their name with the reason. `auto` takes the fastest level, and
-    falls back on torch's. Raises StartupError for a level by name that cannot be had."""
+    """Returns the kernels for `wanted` (None: torch's), and their name with the reason. `auto` selects the fastest
+    level, and falls back to torch's. Raises StartupError if a level selected by name is unavailable."""
     if wanted not in ("auto", "torch", *LEVELS):
         raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {wanted!r:.60}")
     if wanted == "torch" or device.type != "cpu":
@@ -150,14 +150,14 @@ def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, s
 
 
 def padded(elements: int, dtype: torch.dtype) -> int:
-    """Elements of a row that is whole tiles wide."""
+    """The number of elements of a row, rounded up to whole tiles."""
     step = 64 // dtype.itemsize
     return -(-elements // step) * step
 
 
 class Arena:
-    """Memory for packed weights, one after the other in large pieces. Streams of weights wait less for addresses in
-    pages of 2 MiB (measured), which is only a wish: the system may ignore it."""
+    """Memory for packed weights, allocated consecutively in large pieces. It requests pages of 2 MiB, which cause fewer
+    TLB misses when weights are streamed (measured); the system may ignore the request."""
 
     _PIECE = 64 << 20
 
@@ -165,7 +165,7 @@ class Arena:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """[size] bytes that begin at a cache line."""
+        """Allocates `size` bytes, rounded up to cache lines and aligned to one."""
         size = -(-size // 64) * 64
         if size > self._free.numel():
             piece = torch.empty(max(size, self._PIECE) + _HUGE_PAGE, dtype=torch.uint8)
@@ -185,9 +185,9 @@ def pack_weight(
     *,
     dtype: torch.dtype,
 ) -> tuple[Linear, list[Tensor]]:
-    """weight [n, k] and bias [n], outputs in the order in which they are to be computed, for rows in `dtype`; the
-    weight has that dtype too, or is steps in int8 of `scale` [n] (quantize.py). The weight in packed form, and what it
-    points into."""
+    """Packs weight [n, k] and bias [n], with outputs in the order of their computation, for rows in `dtype`; the weight
+    has that dtype too, or consists of int8 steps of `scale` [n] (quantize.py). Returns the packed weight, and the
+    tensors that it points to."""
     n, k = weight.shape
     weight = weight.contiguous()
     int8, is_bf16 = weight.dtype == torch.int8, dtype == torch.bfloat16

@@ -4,11 +4,11 @@ One program computes one tile of queries of one KV head over one split of the ke
 softmax (Dao et al. 2022), the keys split over programs as in Flash-Decoding (Dao et al. 2023). The query heads that
 share a KV head are rows of one tile, so each key is read once. Splits and key tiles begin at multiples of their length:
 for a given `split_tokens` a row's result does not depend on what else is in the batch. A row that fits into one split
-is written at once. The others are joined by whichever of a tile's programs ends last, in rising order of position:
-the result does not depend on which one that was. Programs whose split a row does not reach return at once.
+is written directly. Otherwise the last of a tile's programs to finish combines the splits, in rising order of position,
+so the result does not depend on which program that is. Programs whose split is beyond the row return immediately.
 
-What changes from step to step (splits, their length, queries in a tile, strides of tables) are arguments, not
-constants: contexts of every length run the same code.
+Values that change from step to step (splits, their length, queries in a tile, strides of tables) are arguments, not
+constants: contexts of every length run the same compiled kernel.
 
 Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors, which is how it is tested without a GPU.
 """
@@ -23,18 +23,18 @@ import triton.language as tl
 from torch import Tensor
 
 MIN_ROWS = 16
-"""Rows of the smallest tile: what the tensor cores multiply."""
+"""Rows of the smallest tile: the minimum for tensor cores."""
 _NO_SCORE = -1.0e30
 _LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Where queries and keys lie, int32 on the device.
+    """The locations of queries and keys, int32 on the device.
 
-    Of tile i: `row`, the row it belongs to, and `offset`, the row's query it begins with. Of row r: `first`, its first
-    packed token; `start`, that token's position; `length`, its tokens; `table` [R, W], its blocks. The keys are divided
-    into at most `splits` parts of `split_tokens`, enough for the longest row; a tile holds `queries` positions.
+    For tile i: its `row`, and `offset`, the index in the row of its first query. For row r: `first`, its first packed
+    token; `start`, that token's position; `length`, its tokens; `table` [R, W], its blocks. The keys are divided into
+    at most `splits` parts of `split_tokens`, enough for the longest row; a tile holds `queries` positions.
     """
 
     row: Tensor
@@ -51,9 +51,9 @@ class Tiles:
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, window: int, out: Tensor, arrived: Tensor
 ) -> None:
-    """q [T, H, D] against keys and values [blocks, block_size, K, D] into out [T, H, D]. Tokens of no row keep what
-    `out` held. `window` 0 sees everything before. `arrived` int32 [tiles x KV heads at least] counts the splits of a
-    tile that have been computed, 0 between calls: calls that share it follow each other on one stream."""
+    """Computes attention of q [T, H, D] to keys and values [blocks, block_size, K, D] into out [T, H, D], except for
+    tokens that belong to no row. `window` 0 means no window. `arrived` int32 [tiles x KV heads at least] counts the
+    computed splits of a tile and is 0 between calls: calls that share it must run one after the other on one stream."""
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, group = keys.shape[2], heads // keys.shape[2]
     rows = max(MIN_ROWS, triton.next_power_of_2(tiles.queries * group))
@@ -62,7 +62,7 @@ def paged_attention(
     stored = (count, kv_heads, tiles.splits, rows) if tiles.splits > 1 else (1, 1, 1, 1)
     partial = torch.empty((*stored, width), dtype=torch.float32, device=q.device)
     sums = torch.empty((2, *stored), dtype=torch.float32, device=q.device)
-    # Float32 products are computed on registers, which fewer keys leave enough of.
+    # Float32 products are computed in registers; fewer keys per tile keep enough of them free.
     keys_of_tile = 32 if q.dtype == torch.float32 or rows > 64 else 64
     _attend[count, kv_heads, tiles.splits](
         q, keys, values, out, partial, sums[0], sums[1], arrived,
@@ -95,7 +95,7 @@ def _attend(
     row, offset = tl.load(tile_row_ptr + tile), tl.load(tile_offset_ptr + tile)
     first, start, length = tl.load(row_first_ptr + row), tl.load(row_start_ptr + row), tl.load(row_length_ptr + row)
 
-    last = start + tl.minimum(offset + queries, length)  # past the last position that any query of the tile may see
+    last = start + tl.minimum(offset + queries, length)  # one past the last position that a query of the tile may see
     lowest = 0
     if WINDOWED:
         lowest = tl.maximum(start + offset - window + 1, 0) // KEYS * KEYS
@@ -150,7 +150,7 @@ def _attend(
             tl.store(max_ptr + place, best)
             tl.store(sum_ptr + place, total)
             tl.store(partial_ptr + place[:, None] * WIDTH + d[None, :], sums)
-            tl.debug_barrier()  # all threads have stored before one of them says so
+            tl.debug_barrier()  # all threads have stored before the count is raised
             before = tl.atomic_add(arrived_ptr + tile_at, 1, sem="acq_rel", scope="gpu")
             if before == used - 1:
                 tl.debug_barrier()

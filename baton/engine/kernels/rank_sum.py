@@ -1,5 +1,5 @@
-"""The sum over tensor-parallel ranks in fixed order, in Triton: one pass over memory, in float32, rounded once as the
-plain twin in parallel.py. Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors.
+"""The sum over tensor-parallel ranks in fixed order, in Triton: one pass over memory, in float32, rounded once, like
+the reference implementation in parallel.py. Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors.
 """
 
 from __future__ import annotations

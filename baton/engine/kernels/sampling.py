@@ -1,9 +1,9 @@
-"""The tokens of all draws of a step in one kernel: what sampler.py, its plain twin, would say, for a GPU.
+"""Samples the tokens of all draws of a step in one GPU kernel; the reference implementation is sampler.py.
 
-A program has one row of logits. It finds the row's peak; where top_k or top_p cut, the value of the last token that
-stays, by searching the 32-bit order of floats four ways at a time, with counts and sums over the row; then the best two
-of what is left with noise. Sums and logarithms are in float64 and may differ from numpy's in the last bits: whatever
-lies closer to a decision than that (a cut of top_p or min_p, or the two best tokens) is undecided, -1, and left to the
+A program handles one row of logits. It finds the row's maximum; with top_k or top_p, the value of the last kept token,
+by a four-way search over the 32-bit order of floats, with counts and sums over the row; then the two best kept tokens
+after adding noise. Sums and logarithms are in float64 and may differ from numpy's in the last bits: a draw with a
+smaller margin than that (at a cut of top_p or min_p, or between the two best tokens) is undecided, -1, and left to the
 plain sampler.
 
 Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors, which is how it is tested without a GPU.
@@ -23,12 +23,12 @@ from baton.engine.processors import Draw
 from baton.engine.sampler import numbers
 
 _BLOCK = 2048
-_CUT = 1e-10  # of the sum of all weights: 2**17 of them are summed to within 2e-11
-_PART = 1e-9  # of a noised logit, or of 1: the logarithms of two libraries differ by 1e-15
+_CUT = 1e-10  # relative to the sum of all weights: 2**17 of them are summed to within 2e-11
+_PART = 1e-9  # relative to 1 + |noised logit|: the logarithms of two libraries differ by 1e-15
 
 
 def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """See sampler.Decide: of processed logits float32 [S, vocab]."""
+    """Implements sampler.Decide, for processed logits float32 [S, vocab]."""
     vocab = logits.shape[1]
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -40,20 +40,20 @@ def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 @triton.jit
 def _key(x):
-    """Signed integers in the order of float32 values; -0.0 counts as 0.0."""
+    """Returns signed integers in the order of the float32 values; -0.0 counts as 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _noise(ids, seed_low, seed_high, output_index, choice):
-    """Gumbel noise in float64 of Philox-4x32-10 (Salmon et al. 2011), keyed as in sampler.py."""
+    """Returns Gumbel noise in float64 from Philox-4x32-10 (Salmon et al. 2011), keyed as in sampler.py."""
     mask = 0xFFFFFFFF
     c0, c1 = (ids // 4).to(tl.int64), ids.to(tl.int64) * 0 + output_index
     c2, c3 = ids.to(tl.int64) * 0 + choice, ids.to(tl.int64) * 0
     k0, k1 = seed_low, seed_high
     for _ in tl.static_range(10):
-        one, two = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2**64, with a sign: masked below
+        one, two = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # signed, modulo 2**64: masked below
         c0, c2 = ((two >> 32) & mask) ^ c1 ^ k0, ((one >> 32) & mask) ^ c3 ^ k1
         c1, c3 = two & mask, one & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
@@ -66,7 +66,7 @@ def _noise(ids, seed_low, seed_high, output_index, choice):
 
 @triton.jit
 def _above(row_ptr, vocab, pivot, peak, temperature, BLOCK: tl.constexpr):
-    """How many tokens lie above a key, and the sum of their weights."""
+    """Returns the number of tokens with keys above `pivot`, and the sum of their weights."""
     count = tl.zeros([BLOCK], tl.int64)
     total = tl.zeros([BLOCK], tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -80,7 +80,7 @@ def _above(row_ptr, vocab, pivot, peak, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _three_above(row_ptr, vocab, a, b, c, peak, temperature, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The same of three keys in one pass: counts, or with WEIGHTS sums."""
+    """Returns the same for three keys in one pass: the counts, or with WEIGHTS the sums."""
     zero = tl.zeros([BLOCK], tl.float64)
     of_a, of_b, of_c = zero, zero, zero
     for start in range(0, vocab, BLOCK):
@@ -99,7 +99,7 @@ def _three_above(row_ptr, vocab, a, b, c, peak, temperature, WEIGHTS: tl.constex
 
 @triton.jit
 def _search(row_ptr, vocab, low, high, bound, peak, temperature, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The least key in (low, high] above which counts or sums stay below `bound`; that of `high` does."""
+    """Returns the least key in (low, high] above which the count or sum is below `bound`; for `high` it must be."""
     while high - low > 1:
         quarter = tl.maximum((high - low) // 4, 1)
         a = low + quarter
@@ -113,7 +113,7 @@ def _search(row_ptr, vocab, low, high, bound, peak, temperature, WEIGHTS: tl.con
 
 @triton.jit
 def _of_key(row_ptr, vocab, floor, BLOCK: tl.constexpr):
-    """The least key that some token has and that is at least `floor`, and how many tokens have it."""
+    """Returns the least key of any token that is at least `floor`, and the number of tokens that have it."""
     least = tl.full([BLOCK], 1 << 40, tl.int64)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -157,7 +157,7 @@ def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: t
     else:
         peak = peak32.to(tl.float64)
         lowest: tl.constexpr = -(1 << 33)
-        floor = tl.zeros([], tl.int64) + lowest  # what stays: keys above `floor`, and the first `ties` of that key
+        floor = tl.zeros([], tl.int64) + lowest  # kept: keys above `floor`, and the first `ties` of that key
         ties = tl.zeros([], tl.int64)
         near = tl.zeros([], tl.int32)
         highest = _key(peak32)
@@ -186,7 +186,7 @@ def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: t
             below = before + (kept - 1).to(tl.float64) * weight
             beyond = before + kept.to(tl.float64) * weight
             near += (tl.abs(below - bound) <= cut * total).to(tl.int32)
-            # Another token behind the last one that stays would begin at `beyond`.
+            # The token after the last kept one would begin at `beyond`.
             more = above_last + kept < staying + ties
             near += (more & (tl.abs(beyond - bound) <= cut * total)).to(tl.int32)
             floor, ties = last, kept
@@ -195,7 +195,7 @@ def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: t
         second = tl.full([BLOCK], float("-inf"), tl.float64)
         ids = tl.full([BLOCK], 1 << 40, tl.int64)
         edges = tl.zeros([BLOCK], tl.int32)
-        least = tl.where(min_p > 0.0, cut, -1.0)  # where min_p cuts nothing, nothing is near its cut
+        least = tl.where(min_p > 0.0, cut, -1.0)  # without min_p no token is near its cut
         seen = tl.zeros([], tl.int64)
         for start in range(0, vocab, BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -227,6 +227,6 @@ def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: t
 
 @triton.jit
 def _value(key):
-    """The float64 of a key that some token has."""
+    """Returns the float64 value of a token's key."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True).to(tl.float64)

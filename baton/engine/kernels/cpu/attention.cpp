@@ -9,13 +9,13 @@
 namespace baton {
 namespace {
 
-constexpr int64_t TILES_PER_UNIT = 8;  // query tiles that pass by a block of keys while it is in L1
+constexpr int64_t TILES_PER_UNIT = 8;  // query tiles computed with a block of keys while it is in L1
 constexpr int64_t FEW_BY_AMX = 6;      // columns up to which vectors are as fast as AMX; an estimate, not measured yet
 
 thread_local Scratch tile_memory, block_memory;
-thread_local Scratch row_memory;  // of the thread that calls; its workers read and write their parts
+thread_local Scratch row_memory;  // of the calling thread; its worker threads read and write their parts
 
-// A query tile: its packed queries, and for each of its 16 columns position, maximum, sum and output so far.
+// A query tile: its packed queries, and for each of its 16 columns position, and maximum, sum and output so far.
 template <class E>
 struct QueryTile {
   char* query;
@@ -32,7 +32,7 @@ struct QueryTile {
     sum = maximum + 16;
   }
 
-  // Takes columns [16 * number, 16 * number + 16) of the row: column = token * group + head.
+  // Loads columns [16 * number, 16 * number + 16) of the row: column = token * group + head.
   void open(const Plan<E>& plan, const Row& row, int64_t kv_head, int64_t number, const E* queries, int64_t stride) {
     const int64_t columns = row.length * plan.group, size = plan.shape.head_dim;
     const E* from[16];
@@ -59,7 +59,7 @@ struct QueryTile {
     return block * KEYS <= highest && block >= plan.first_block(lowest);
   }
 
-  // `scores` and `weights` are memory for one block's.
+  // `scores` and `weights` are scratch memory for one block.
   void meet(const Plan<E>& plan, int64_t block, const char* packed, float* scores, char* weights) {
     score(plan, packed, query, scores);
     const int64_t first = block * KEYS, window = plan.shape.window;
@@ -75,7 +75,7 @@ struct QueryTile {
       Floats weight[4];
       for (int i = 0; i < 4; ++i) {
         const Floats score = load_aligned(scores + (key + i) * 16);
-        // One operation where the result is rounded to bf16; in float32 the difference first, which is exact.
+        // One operation if the result is rounded to bf16; in float32 the difference first, which is exact.
         weight[i] = exp2_negative<E>(sizeof(E) == 2 ? fms(score, scale, shift) : (score - now) * scale);
         sums[i] = add(sums[i], weight[i]);
       }
@@ -112,7 +112,7 @@ struct QueryTile {
   }
 
  private:
-  // Scores of keys that a column may not see become -inf.
+  // Sets the scores of keys that are masked for a column to -inf.
   void hide(int64_t first, int64_t window, float* scores) const {
     const Ints positions = load_aligned(position), oldest = subtract(positions, ints(int32_t(window)));
     for (int64_t key = 0; key < KEYS; ++key) {
@@ -124,7 +124,7 @@ struct QueryTile {
   }
 };
 
-// Query tiles [first, last) of one row and KV head, block by block; `get(block)` gives the packed block.
+// Computes query tiles [first, last) of one row and KV head, block by block; `get(block)` returns the packed block.
 template <class E, class Get>
 void attend_tiles(
     const Plan<E>& plan, const Row& row, int64_t kv_head, int64_t first, int64_t last, const E* queries, int64_t stride,
@@ -162,7 +162,7 @@ void attend_tiles(
   }
 }
 
-// Most columns of a row that attend_few computes.
+// The largest number of columns of a row that attend_few computes.
 template <class E>
 int64_t most_few() {
   if constexpr (BY_AMX<E>) return few_in_tiles ? 0 : FEW_BY_AMX;
@@ -176,16 +176,16 @@ void attend(
     const AttentionShape& shape, const Row* rows, int64_t num_rows, const E* queries, int64_t query_stride,
     const E* keys, const E* values, E* output, int64_t output_stride, int threads) {
   const Plan<E> plan(shape);
-  // KV heads of a row with few queries that one unit takes: all, where rows are enough for the threads.
+  // KV heads that one unit computes for a row with few queries: all, if there are enough rows for the threads.
   const int64_t together = threads == 1 || num_rows >= 4 * threads ? shape.kv_heads : 1;
-  // Rows of few tiles: a unit is a row and a KV head, its blocks are packed as they come.
+  // Rows with few tiles: a unit is one row and KV head, and packs each block just before using it.
   parallel(num_rows * shape.kv_heads, threads, [&](int64_t unit) {
     const Row& row = rows[unit / shape.kv_heads];
     const int64_t head = unit % shape.kv_heads, tiles = plan.tiles_of(row);
     if (tiles > TILES_PER_UNIT) return;
     if (row.length * plan.group <= most_few<E>()) {
       if (head % together != 0) return;
-      const bool by_turns = threads == 1;  // rows come one after the other
+      const bool by_turns = threads == 1;  // rows are computed in order
       const Row* after = by_turns && &row + 1 < rows + num_rows ? &row + 1 : nullptr;
       return attend_few(
           plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, keys, values, output,

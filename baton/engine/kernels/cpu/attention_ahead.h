@@ -1,7 +1,7 @@
-// Where a block's keys and values are in the pool, and fetching them ahead of their use, on the way through other work.
+// Offsets of a block's keys and values in the pool, and their prefetch, interleaved with other work.
 //
-// Many lines at once only wait for each other (a core has some 20 on their way), and memory would be idle until the next.
-// All heads of a block are fetched in the order in which they lie in memory, which is a fifth sooner than head by head.
+// Many prefetches at once would wait for each other (a core has some 20 lines in flight), and memory would then be idle
+// until the next ones. All heads of a block are prefetched in memory order, which is a fifth faster than head by head.
 #pragma once
 
 #include "attention_plan.h"
@@ -9,8 +9,8 @@
 namespace baton {
 namespace {
 
-// Where the positions of a block are in a pool, in elements. A block that ends early is filled up with its last position,
-// which is hidden then; behind the row's end there are none.
+// Offsets of a block's positions in a pool, in elements. An incomplete block is padded with its last position, which is
+// then masked; a block after the row's end has no positions.
 struct Places {
   int64_t at[KEYS];
   int64_t count, first_slot;
@@ -27,13 +27,13 @@ struct Places {
   }
 };
 
-// Lines that lie one after the other. Behind the last of all is that one again, by steps of 0.
+// Consecutive cache lines. After the last run, the last line is returned again, with a step of 0.
 struct Run {
   const char *line, *end;
   int64_t step;
 };
 
-// The keys of some heads of a block, and then the values.
+// The runs of the keys of some heads of a block, and then those of the values.
 class Runs {
  public:
   template <class E>
@@ -56,17 +56,17 @@ class Runs {
   const Places& places_;
   const char *pools_[2], *last_;
   int64_t element_, bytes_;  // of a position
-  int64_t together_;         // positions that lie together, from a multiple of that on
+  int64_t together_;         // positions that are contiguous, starting at a multiple of this number
   int64_t place_ = 0, pool_ = 0;
 };
 
-// Fetches them, a few lines at a time.
+// Prefetches them, a few lines at a time.
 struct Ahead {
   Runs* runs;
   Run run;
 
   explicit Ahead(Runs* from) : runs(from), run(from->next()) {}
-  // Nothing but what is there.
+  // A no-op: prefetches only the line at `there`, which is cached already.
   explicit Ahead(const float* there) : runs(nullptr) {
     run.line = reinterpret_cast<const char*>(there), run.end = run.line + 1, run.step = 0;
   }

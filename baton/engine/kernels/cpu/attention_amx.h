@@ -8,7 +8,7 @@
 namespace baton {
 namespace {
 
-// The dwords [16 * tile, 16 * tile + 16) of `elements`; an odd element at the end comes with zeros behind it.
+// The dwords [16 * tile, 16 * tile + 16) of `elements`; an odd last element is padded with zeros.
 inline __m512i load_row(const bf16* from, int64_t elements, int64_t tile) {
   const int64_t left = elements - tile * 32;
   if (left >= 32) return _mm512_loadu_si512(from + tile * 32);

@@ -1,11 +1,11 @@
 // Attention of rows with few queries (decode steps, verified draft tokens), by registers of 8 lanes.
 //
-// So few columns fill no registers. So lanes are keys where scores are summed, from keys turned over eight at a time, and
-// elements where values are. A column's bits are those that it has in a tile: scores are summed over elements and values
-// over keys front to back (in bf16 at level amx as attention_few_tiles.h does), the weights of a block in four sums, by key
-// modulo 4.
+// So few columns do not fill a register. Therefore lanes are keys when scores are summed, with keys transposed eight at
+// a time, and elements when values are summed. A column has the same bits as in a tile: scores are summed over elements
+// and values over keys, front to back (in bf16 at level amx as in attention_few_tiles.h), the weights of a block in
+// four sums, by key modulo 4.
 //
-// Keys and values mostly come from memory, and those of the next block are fetched on the way through this one.
+// Keys and values mostly come from memory, and those of the next block are prefetched while this one is computed.
 #pragma once
 
 #include "attention_ahead.h"
@@ -33,8 +33,8 @@ BATON_LANES __m256 element(__m256i dwords, int n) {
   return _mm256_castsi256_ps(_mm256_and_si256(dwords, _mm256_set1_epi32(int32_t(0xffff0000))));
 }
 
-// The same from memory. The upper element by assembler, in one register: compilers keep the mask in another, or the dwords
-// for both elements, and then a sum in memory.
+// The same from memory. The upper element is computed by inline assembly in one register: compilers keep the mask, or
+// the dwords for both elements, in a second one, and then spill a sum to memory.
 template <class E>
 BATON_LANES __m256 element(const __m256i_u* dwords, int n) {
   alignas(32) static constexpr uint32_t UPPER[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
@@ -45,7 +45,7 @@ BATON_LANES __m256 element(const __m256i_u* dwords, int n) {
   return upper;
 }
 
-// 32 keys of `size` elements -> [elements][32] in float32. Fetches as many bytes as they have.
+// Transposes 32 keys of `size` elements to [elements][32] in float32. Prefetches as many bytes as they have.
 template <class E>
 void turn_over(const E* keys, const int64_t* at, int64_t size, float* to, Ahead& shared) {
   Ahead ahead = shared;
@@ -62,7 +62,7 @@ void turn_over(const E* keys, const int64_t* at, int64_t size, float* to, Ahead&
   shared = ahead;
 }
 
-// scores [COLUMNS][64], 32 of each, of keys that are turned over and queries [COLUMNS][width].
+// scores [COLUMNS][64], 32 of each, of transposed keys and queries [COLUMNS][width].
 template <int COLUMNS>
 void score_few(const float* keys, int64_t size, const float* queries, int64_t width, float* scores) {
   __m256 sums[COLUMNS][4];
@@ -88,8 +88,8 @@ void score_few(const float* keys, int64_t size, const float* queries, int64_t wi
 }
 
 // output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of the elements in CHUNKS times 8 dwords from
-// `first` on. In bf16 the output's elements lie by turns: of each 16 the even ones and then the odd ones. Fetches as many
-// bytes as it reads.
+// `first` on. In bf16 the output's elements are deinterleaved: of each 16 the even ones and then the odd ones.
+// Prefetches as many bytes as it reads.
 template <int COLUMNS, int CHUNKS, class E>
 BATON_LANES void add_elements(
     const E* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const float* weights, float* output,
@@ -140,7 +140,7 @@ void add_few(
     add_elements<COLUMNS, 1>(values, at, count, first, size, weights, output, width, ahead);
 }
 
-// Calls work(first, std::integral_constant<int, count>) for columns in turns of up to MOST_COLUMNS, alike in size.
+// Calls work(first, std::integral_constant<int, count>) for groups of up to MOST_COLUMNS columns, of nearly equal size.
 template <class Work>
 void in_turns(int64_t columns, Work work) {
   for (int64_t first = 0; first < columns;) {
@@ -155,12 +155,12 @@ void in_turns(int64_t columns, Work work) {
 
 BATON_LANES Floats as_factor(Floats weight, float) { return weight; }
 
-// What a column has seen so far.
+// Running state of a column.
 struct Column {
   float maximum, sum;
   float* output;  // [width]
 
-  // A block's `count` scores, filled up to whole 16s, become weights; those outside [from, to) are of hidden keys.
+  // Converts a block's `count` scores, padded to a multiple of 16, to weights; keys outside [from, to) are masked.
   template <class E>
   void weigh(float* scores, int64_t count, int64_t from, int64_t to, float factor, int64_t width) {
     const int64_t end = round_up(count, 16);
@@ -192,11 +192,11 @@ struct Column {
   }
 };
 
-// Elements of a column's output that lie by turns together.
+// Elements of a column's output that are deinterleaved together.
 template <class E>
 constexpr int64_t TURN = BY_AMX<E> ? 32 : 16;
 
-// 16 elements from `at` on of a column's output, in their own order.
+// 16 elements of a column's output from `at` on, in natural order.
 template <class E>
 BATON_LANES Floats in_order(const float* output, int64_t at) {
   if (sizeof(E) == 4) return load_aligned(output + at);
@@ -204,8 +204,8 @@ BATON_LANES Floats in_order(const float* output, int64_t at) {
   return by_turns(_mm256_load_ps(even), _mm256_load_ps(even + TURN<E> / 2));
 }
 
-// A row of few columns (token, head) for each of the KV heads [first_head, last_head). Heads take turns at each block,
-// because they lie together in memory. `fetched` says that the first block is; that of the row `after`, if any, is then.
+// Computes a row of few columns (token, head) for KV heads [first_head, last_head): all heads of a block, then the next
+// block, as in memory. `fetched`: the first block is prefetched already; that of the row `after`, if any, will be.
 template <class E>
 void attend_few(
     const Plan<E>& plan, const Row& row, bool fetched, const Row* after, int64_t first_head, int64_t last_head,
@@ -218,7 +218,7 @@ void attend_few(
   Factor<E>* turned = reinterpret_cast<Factor<E>*>(memory);
   float *scores = memory + width * HALF, *query = scores + columns * KEYS, *output = query + all * width;
   Column* state = reinterpret_cast<Column*>(output + all * width);
-  const auto place = [&](int64_t i, int64_t apart) {  // of column i of all heads' together
+  const auto place = [&](int64_t i, int64_t apart) {  // offset of column i, counted over all heads
     const int64_t c = i % columns, head = first_head + i / columns;
     return (row.first + c / plan.group) * apart + (head * plan.group + c % plan.group) * size;
   };

@@ -1,10 +1,10 @@
-// Products of attention_few.h at level amx in bf16, in the order in which AMX tiles sum: a row's bits are the same there
-// and here (but for the sign of zeros that are left of too small numbers; among tiles, too, it depends on other queries).
-// These overloads are preferred to the templates of attention_few.h.
+// Products of attention_few.h at level amx in bf16, in the order in which AMX tiles sum: a row has the same bits on
+// both paths (except for the sign of zeros that result from underflow, which among tiles, too, depends on other
+// queries). These overloads are preferred to the templates of attention_few.h.
 //
-// One product of tiles takes 32 elements (of a key, or keys of a value). The even ones are summed front to back from 0, the
-// odd ones likewise, by FMA in float32; then both sums, and what was there before. Subnormal numbers are zero in all of it
-// (Intel's manual, TDPBF16PS). So it is here, by vectors, on bf16 widened to float32: decision 0043.
+// One product of tiles sums 32 elements (of a key, or keys of a value): the even ones front to back from 0, the odd
+// ones likewise, by FMA in float32; then the sum of both is added to the previous value. Subnormal numbers are zero
+// throughout (Intel's manual, TDPBF16PS). The same is done here by vectors, on bf16 widened to float32: decision 0043.
 #pragma once
 
 #include "attention_ahead.h"
@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t PRODUCT = 2 * TILE;  // elements that one product of tiles sums
 
-// As long as it exists, subnormal numbers are zero, in and out, as in tiles. Only calls that are not inlined are safe inside:
-// compilers move arithmetic past it.
+// While an instance exists, subnormal inputs and outputs are zero, as in tiles. Only calls that are not inlined are
+// safe in its scope: compilers move arithmetic across it.
 class Flushed {
  public:
   Flushed() : before_(_mm_getcsr()) { _mm_setcsr(0x9fc0); }  // FTZ, DAZ, to nearest, no exceptions
@@ -26,7 +26,7 @@ class Flushed {
   const unsigned before_;
 };
 
-// The even or the odd of 32 elements as floats.
+// The even or the odd ones of 32 elements, as floats.
 BATON_LANES Floats even(const bf16* from, __mmask32 lanes) {
   return as_floats(_mm512_slli_epi32(_mm512_maskz_loadu_epi16(lanes, from), 16));
 }
@@ -34,12 +34,12 @@ BATON_LANES Floats odd(const bf16* from, __mmask32 lanes) {
   return as_floats(_mm512_maskz_loadu_epi16(lanes & 0xaaaaaaaa, from));
 }
 
-// A weight as put_weights rounds it.
+// Rounds a weight as put_weights does.
 BATON_LANES Floats as_factor(Floats weight, bf16) {
   return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(weight)), 16));
 }
 
-// 32 keys -> [pairs of elements][32], filled up with zeros to whole products. Fetches as many bytes as they have.
+// Transposes 32 keys to [pairs of elements][32], zero-padded to whole products. Prefetches as many bytes as they have.
 inline void turn_over(const bf16* keys, const int64_t* at, int64_t size, bf16* to, Ahead& shared) {
   Ahead ahead = shared;
   for (int64_t key = 0; key < HALF; key += 16)
@@ -85,15 +85,15 @@ template <int COLUMNS>
     for (int i = 0; i < 2; ++i) store_aligned(scores + c * KEYS + 16 * i, totals[c][i]);
 }
 
-// scores [COLUMNS][64], 32 of each, of keys that are turned over and queries [COLUMNS][width].
+// scores [COLUMNS][64], 32 of each, of transposed keys and queries [COLUMNS][width].
 template <int COLUMNS>
 void score_few(const bf16* keys, int64_t size, const float* queries, int64_t width, float* scores) {
   const Flushed flushed;
   score_pairs<COLUMNS>(keys, size, queries, width, scores);
 }
 
-// output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of CHUNKS times 32 elements from `first` on. The
-// output's elements lie by turns: of each 32 the even ones and then the odd ones. Fetches as many bytes as it reads.
+// output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of CHUNKS times 32 elements from `first` on.
+// The output is deinterleaved: of each 32 the even ones, then the odd ones. Prefetches as many bytes as it reads.
 template <int COLUMNS, int CHUNKS>
 [[gnu::noinline]] void add_pairs(
     const bf16* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const float* weights, float* output,

@@ -1,4 +1,4 @@
-// Sizes and places of what attention packs: blocks of keys and values, query tiles.
+// Sizes of attention's packed operands: blocks of keys and values, query tiles.
 #pragma once
 
 #include <type_traits>
@@ -9,18 +9,18 @@ namespace baton {
 namespace {
 
 constexpr int64_t KEY_TILES = KEYS / TILE;
-constexpr int64_t HALF = KEYS / 2;  // keys that attention of few queries turns over at a time, so that they stay in L1
-constexpr float NO_SCORE = -1e30f;  // a maximum before any key was seen; finite, so that differences are numbers
+constexpr int64_t HALF = KEYS / 2;  // keys that attention of few queries transposes at a time, so that they stay in L1
+constexpr float NO_SCORE = -1e30f;  // the maximum before the first key; finite, so that differences are not NaN
 
-// Whether AMX computes attention. Else all of it is float32: keys are read more often than they are multiplied.
+// Whether AMX computes attention. Otherwise it is all float32: keys are read more often than they are multiplied.
 template <class E>
 constexpr bool BY_AMX = BATON_LEVEL >= 3 && sizeof(E) == 2;
 
-// What packed queries, keys, values and weights consist of.
+// Element type of packed queries, keys, values and weights.
 template <class E>
 using Factor = std::conditional_t<BY_AMX<E>, E, float>;
 
-// Sizes and places in packed memory, all in bytes.
+// Sizes of packed operands; `*_bytes` are in bytes.
 template <class E>
 struct Plan {
   AttentionShape shape;

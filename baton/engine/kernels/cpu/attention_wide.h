@@ -1,7 +1,7 @@
-// Attention's packing and products in float32: bf16 is widened where it is packed.
+// Attention's packing and products in float32: bf16 is widened when it is packed.
 //
-// A factor that meets 16 columns is broadcast from memory, so keys and values are packed as rows of floats, one after the
-// other, and nothing of them is transposed.
+// A factor for 16 columns is broadcast from memory, so keys and values are packed as consecutive rows of floats,
+// without a transpose.
 #pragma once
 
 #include "attention_plan.h"
@@ -9,14 +9,14 @@
 namespace baton {
 namespace {
 
-// The floats [16 * tile, 16 * tile + 16) of `elements` of E, and zeros behind the last.
+// The floats [16 * tile, 16 * tile + 16) of `elements` of E, and zeros after the last.
 template <class E>
 inline Ints load_row(const E* from, int64_t elements, int64_t tile) {
   return as_ints(load(from + tile * TILE, first_lanes(elements - tile * TILE)));
 }
 
-// Packs keys and then values of positions [64 * block, 64 * block + 64) of one KV head as rows of floats, each filled up
-// to whole tiles. Positions from `end` on are zeros, whatever the pool holds there.
+// Packs keys and then values of positions [64 * block, 64 * block + 64) of one KV head as rows of floats, each padded
+// to whole tiles. Positions after the end of the row are zeros, whatever the pool holds there.
 template <class E>
 void pack_block(const Plan<E>& plan, const Row& row, int64_t head, int64_t block, const E* keys, const E* values, char* to) {
   const AttentionShape& s = plan.shape;
@@ -34,7 +34,7 @@ void pack_block(const Plan<E>& plan, const Row& row, int64_t head, int64_t block
   for (float* rest : {key_to, value_to}) std::memset(rest + known * width, 0, (KEYS - known) * width * sizeof(float));
 }
 
-// Rows of sums that a product takes at a time: as many as give eight chains, which hide the latency of FMA.
+// Rows of sums that a product computes at a time: enough for eight chains of FMA, which hide its latency.
 constexpr int ROWS = BATON_LEVEL == 0 ? 4 : 8;
 
 // sums [ROWS][16] += the sum over i of left[r * row + i * step] times right [i][16], front to back.

@@ -1,9 +1,9 @@
-// What all kernels share: element types, loops over threads, scratch memory, functions of 16 lanes.
+// Shared by all kernels: element types, loops over threads, scratch memory, functions of 16 lanes.
 //
-// A "dword" is what one lane of a packed operand holds: one float32, or two neighbouring bf16. Written in dwords, the
-// products of both types have the same shape. Baton compiles these files for one of four levels: BATON_LEVEL 0 has AVX2,
-// 1 AVX-512, 2 adds products of bf16 by avx512_bf16, 3 those by AMX tiles. Without such products bf16 is widened to
-// float32 as it is read, by attention also where only vectors multiply it.
+// A "dword" is the content of one lane of a packed operand: one float32, or two neighbouring bf16. In dwords, the
+// products of both types have the same shape. Baton compiles these files for one of four levels: BATON_LEVEL 0 uses
+// AVX2, 1 AVX-512, 2 adds bf16 products by avx512_bf16, 3 bf16 products by AMX tiles. Without such products bf16 is
+// widened to float32 when it is read; attention also widens it at level 2, which has no AMX.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,14 @@ constexpr int64_t PER_DWORD = 4 / sizeof(E);
 
 inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
-// A row of E, padded so that it is whole tiles wide: its dwords.
+// The number of dwords of a row of E that is padded to whole tiles.
 template <class E>
 int64_t padded_dwords(int64_t elements) {
   return round_up(elements, TILE * PER_DWORD<E>) / PER_DWORD<E>;
 }
 
-// 2^x for x <= 0 and for -inf, exactly 1 at 0. Error below 1e-7 (degree 6) or 3e-6, far inside bf16 (degree 4); a NaN
-// stays one.
+// 2^x for x <= 0 and for -inf, exactly 1 at 0. Error below 1e-7 (degree 6), or 3e-6, far below the precision of bf16
+// (degree 4); a NaN stays NaN.
 template <class E>
 inline Floats exp2_negative(Floats x) {
   x = max(floats(-200.0f), x);
@@ -60,7 +60,7 @@ inline Floats silu(Floats x) {
   return multiply_where(negative(x), x, small) / below;
 }
 
-// Memory of one thread (or of one step) that grows and is kept. Contents are lost when it grows.
+// A reusable buffer of one thread (or of one step) that grows on demand. Its contents are lost when it grows.
 class Scratch {
  public:
   ~Scratch() { std::free(bytes_); }
@@ -80,7 +80,7 @@ class Scratch {
   size_t size_ = 0;
 };
 
-// Calls work(unit) for each of `units`, divided over `threads`. What a unit computes does not depend on who does it.
+// Calls work(unit) for each of `units`, divided over `threads`. A unit's result does not depend on the thread.
 template <class Work>
 void parallel(int64_t units, int threads, Work work) {
   if (threads <= 1 || units <= 1) {

@@ -1,7 +1,7 @@
-// Drafting: passes of a small model that feed on their own tokens, in one call.
+// Drafting: several passes of a small model, each on the tokens of the previous one, in one call.
 //
-// From pass to pass only the last token changes, so what surrounds a pass in Python would cost more than the pass. A
-// draft token has to be likely, not certain: a draw that is too close to decide here takes the largest logit.
+// Between passes only the last token changes, so the Python code around a pass would cost more than the pass. A draft
+// token need only be likely: if a draw is too close to decide here, the largest logit is used.
 #include <vector>
 
 #include "model.h"
@@ -9,7 +9,7 @@
 
 namespace baton {
 
-// `count` tokens to draft for row `row` of the first pass; `draw` is that of the first. As sampler_native.py packs it.
+// `count` tokens to draft for row `row` of the first pass; `draw` is the first token's. Packed by sampler_native.py.
 struct Wanted {
   Draw draw;
   int64_t row, count;
@@ -31,7 +31,7 @@ int64_t propose(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
 using namespace baton;
 
 // The first pass is `step`, whose sampled positions are those of `wanted`, in order; its x has room for as many rows,
-// too. draft_tokens [number, most]: what is beyond a row's count is not written.
+// too. draft_tokens [number, most]: entries beyond a row's count are not written.
 extern "C" void baton_propose(
     const Model* model, const Step* step, const Wanted* wanted, int64_t number, int64_t most, int64_t* draft_tokens) {
   const int64_t vocab = model->head.n;

@@ -1,7 +1,7 @@
-// Whether attention of few queries, summed by vectors in the order of Intel's manual, has the bits of this processor's tiles.
+// Whether attention of few queries, summed by vectors in the order of Intel's manual, has the bits of this CPU's tiles.
 //
-// The numbers are such that another order shows in nearly all results: sums cancel, so that roundings are what is left of
-// them. And subnormal ones, which tiles take and make as zero.
+// The inputs are chosen so that another order changes nearly all results: sums cancel, so that only rounding errors
+// remain. Some are subnormal, which tiles treat as zero.
 #include "attention.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t HEADS = 3, SIZE = 80, KNOWN = 150, BLOCK = 16, BLOCKS = 10;
 
-// Numbers of either sign at random, from 2^low to 2^(high + 1); 2^-127 stands for subnormal ones.
+// Random numbers of either sign, from 2^low to 2^(high + 1); 2^-127 stands for subnormal ones.
 struct Random {
   uint64_t state = 1;
 
@@ -29,8 +29,8 @@ struct Random {
 
 bf16 minus(bf16 x) { return x ^ 0x8000; }
 
-// Whether the results are the same with and without queries (which are 0 then, so that all keys weigh the same), and with
-// values from 2^low to 2^high.
+// Whether both paths give the same results, with random queries or with queries of 0 (so that all keys weigh the same),
+// and with values from 2^low to 2^high.
 bool agree(bool with_queries, int low, int high) {
   const AttentionShape shape = {HEADS, 1, SIZE, BLOCK, 0};
   const int64_t blocks[BLOCKS] = {3, 1, 4, 0, 5, 9, 2, 6, 8, 7};
@@ -53,7 +53,7 @@ bool agree(bool with_queries, int low, int high) {
     attend<bf16>(
         shape, rows, 2, queries.data(), HEADS * SIZE, keys.data(), values.data(), found[in_tiles].data(), HEADS * SIZE, 1);
   }
-  // By value: where a result is flushed to zero, its sign may be another.
+  // By value: the sign of a result that is flushed to zero may differ.
   for (auto& results : found) std::replace(results.begin(), results.end(), bf16(0x8000), bf16(0));
   return found[0] == found[1];
 }

@@ -1,4 +1,4 @@
-// Linear layers where instructions multiply bf16, by AVX-512 and AMX; gemm_wide.cpp has those of the levels below.
+// Linear layers of the levels with bf16 products, by AVX-512 and AMX; gemm_wide.cpp has those of the lower levels.
 #if BATON_LEVEL >= 2
 
 #include "gemm.h"
@@ -9,8 +9,8 @@
 namespace baton {
 namespace {
 
-constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all rows pass by
-constexpr int64_t AHEAD = 8192;         // bytes that weights are fetched ahead of their use
+constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all rows are computed
+constexpr int64_t AHEAD = 8192;         // bytes by which weights are prefetched ahead
 
 thread_local Scratch unpacked;
 
@@ -66,8 +66,8 @@ void vector_group(
 }
 
 #if BATON_LEVEL >= 3
-// The sums [4][16][16] of up to 32 rows of one group; tiles are configured for them. STREAM: the weights are read from
-// memory, once, and fetched ahead of their use.
+// Computes the sums [4][16][16] of up to 32 rows of one group, for which the tiles are configured. STREAM: the weights
+// are read from memory, once, and prefetched.
 template <bool TWO, bool STREAM>
 void amx_group(const char* weight, const char* x, int64_t stride, int64_t tiles, float* sums) {
   const char* below = x + 16 * stride;
@@ -102,7 +102,7 @@ void amx_group(const char* weight, const char* x, int64_t stride, int64_t tiles,
   }
 }
 
-// All rows of a unit of groups, in turns of 32 for which the weights come from L2.
+// Computes all rows of a unit of groups, 32 rows at a time; the weights are read again from L2 for each 32.
 template <class Weight>
 void amx_unit(
     const Linear& layer, const bf16* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int64_t first_group,
@@ -165,7 +165,7 @@ void unit_of_groups(
     });
     return;
   }
-  // Narrow weights are widened once: for few rows group by group, for many all groups of the unit.
+  // int8 weights are widened once: for few rows group by group, for many rows all groups of the unit together.
   const int64_t step = rows <= 32 ? 1 : last_group - first_group;
   for (int64_t first = first_group; first < last_group; first += step) {
     const char* wide = widen<E>(static_cast<const int8_t*>(layer.weight) + first * elements, step * elements);

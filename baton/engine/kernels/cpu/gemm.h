@@ -1,10 +1,10 @@
 // Linear layers with packed weights: y = x · Wᵀ.
 //
-// Packing: W [n, k] becomes column groups of 32 outputs; in a group, for each 16 dwords of k, two tiles of 16 rows
-// (dwords of k) by 16 outputs, 1 KiB each, one after the other. So a group is one stream that is read front to back, and
-// a tile is what AMX or a vector product takes as it is. Missing outputs and missing k are zeros.
+// Packing: W [n, k] becomes column groups of 32 outputs; in a group, for each 16 dwords of k, two consecutive tiles of
+// 16 rows (dwords of k) by 16 outputs, 1 KiB each. So a group is one stream that is read front to back, and AMX or a
+// vector product uses a tile as it is. Missing outputs and missing k are zeros.
 //
-// Every output is summed over k in one order, whatever the number of rows: the bits of a row do not depend on the others.
+// Every output is summed over k in one order, for any number of rows: the bits of a row do not depend on the others.
 #pragma once
 
 #include "common.h"
@@ -27,14 +27,14 @@ struct Linear {
 
 enum class Into { STORE, ADD, SWIGLU, FLOAT };
 
-// x [rows, ldx] (E, padded to whole tiles with anything finite), y by `Into`:
+// x [rows, ldx] (E, padded to whole tiles with any finite values); y depends on `Into`:
 //   STORE   y [rows, ldy] = product          ADD    y += product
 //   SWIGLU  outputs alternate 16 of gate, 16 of up; y [rows, n / 2] = silu(gate) * up
-//   FLOAT   y is float32 whatever E is
+//   FLOAT   y is float32 for every E
 template <class E>
 void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads);
 
-// weight [n, k] of W -> packed [n_padded * k_padded] for rows of E; W is E, or int8 whose scales the layer has.
+// Packs weight [n, k] of W into [n_padded * k_padded] for rows of E; W is E, or int8 with the scales in the layer.
 template <class E, class W>
 void pack(const W* weight, int64_t n, int64_t k, W* packed);
 

@@ -1,4 +1,4 @@
-// What becomes of the sums of a linear layer: scale, bias, and then what Into says.
+// Processing of the sums of a linear layer: scale, bias, and then the operation of Into.
 #pragma once
 
 #include "gemm.h"
@@ -6,7 +6,7 @@
 namespace baton {
 namespace {
 
-// What is done with a row's 32 sums of one group; `whole` says that all 32 are outputs of the layer.
+// Processes a row's 32 sums of one group; `whole`: all 32 are outputs of the layer.
 template <class E, Into INTO>
 inline void put(const Linear& layer, bool whole, Floats left, Floats right, void* y, int64_t at, int64_t column) {
   const Mask lanes = whole ? Mask(0xffff) : first_lanes(layer.n - column);
@@ -35,7 +35,7 @@ inline void put(const Linear& layer, bool whole, Floats left, Floats right, void
   }
 }
 
-// The same for `rows` rows from `row` on, their sums in two tiles of 16 by 16.
+// The same for `rows` rows from `row` on, whose sums are in two tiles of 16 by 16.
 template <class E, Into INTO>
 void put_tiles(
     Linear layer, const float* left, const float* right, int64_t rows, void* y, int64_t ldy, int64_t row,

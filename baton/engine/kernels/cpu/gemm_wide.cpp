@@ -1,15 +1,15 @@
-// Linear layers that multiply in float32 whatever they are stored in, by AVX2 or AVX-512: gemm.h's promises with a packing
-// of their own.
+// Linear layers that multiply in float32 for every storage type, by AVX2 or AVX-512: the guarantees of gemm.h with a
+// different packing.
 //
-// In a group of 32 outputs the weights of one k follow those of the one before: a group is one stream that is read front
-// to back. In bf16 the outputs of a register lie by turns (0, 8, 1, 9, ... or 0, 16, 1, 17, ...), so a shift gives the
-// lower half as floats and a mask the upper one. bf16 rows of x are widened once for all groups; so bf16 costs no more
-// instructions than float32, and half the memory.
+// In a group of 32 outputs the weights are ordered by k: a group is one stream that is read front to back. In bf16 the
+// outputs of a register are interleaved (0, 8, 1, 9, ... or 0, 16, 1, 17, ...), so a shift gives the lower half as
+// floats and a mask the upper half. bf16 rows of x are widened once for all groups; so bf16 costs no more instructions
+// than float32, and half the memory.
 //
-// Many rows go in blocks, and their k in pieces, so that what is read again and again stays in the second cache: the
-// piece of the rows, the weights of a group beside it, and the sums of a few groups, which the next piece goes on from
-// (Goto and van de Geijn, Anatomy of high-performance matrix multiplication, 2008, section 4). Every output is still one
-// chain of additions over k, front to back, so its bits are those of a row alone.
+// Many rows are processed in blocks, and their k in pieces, so that reused data stays in L2: the piece of the rows, the
+// weights of a group for it, and the sums of a few groups, to which the next piece adds (Goto and van de Geijn, Anatomy
+// of high-performance matrix multiplication, 2008, section 4). Every output is still one chain of additions over k,
+// front to back, so a row has the same bits as alone.
 #if BATON_LEVEL <= 1
 
 #include <array>
@@ -23,24 +23,24 @@ namespace baton {
 namespace {
 
 constexpr int64_t GROUPS_PER_UNIT = 8;
-constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead of their use, where they are used once
-constexpr int MOST_ROWS = BATON_LEVEL == 0 ? 6 : 12;  // of a product: all registers but 4 or 8, for the factors
-constexpr int64_t FEW = 24;      // rows for which k stays whole
+constexpr int64_t AHEAD = 4096;  // bytes by which weights are prefetched ahead, if they are used once
+constexpr int MOST_ROWS = BATON_LEVEL == 0 ? 6 : 12;  // of a product: all registers except 4 or 8 for the factors
+constexpr int64_t FEW = 24;      // rows up to which k is not cut
 constexpr int64_t BLOCK = 96;    // rows
 constexpr int64_t PIECE = 640;   // of k, at most
 constexpr int64_t SUMS = 2 * MOST_ROWS * 16;  // of a product's rows and one group
 
-thread_local Scratch wide_rows;  // of the thread that calls; its workers read them
-thread_local Scratch kept_sums;  // of one unit's groups, a block of rows
+thread_local Scratch wide_rows;  // of the calling thread; its worker threads read them
+thread_local Scratch kept_sums;  // of a block of rows and one unit's groups
 
-// Place of output i of a group in the packed weights of one k.
+// Index of output i of a group in the packed weights of one k.
 template <class W>
 int64_t place(int64_t i) {
   constexpr int64_t LANES = BATON_LEVEL == 0 ? 8 : 16;
   return sizeof(W) == 2 ? i / (2 * LANES) * 2 * LANES + i % LANES * 2 + i / LANES % 2 : i;
 }
 
-// Half `h` of the weights of one k of a group, or of what lies there.
+// Half `h` of the weights of one k of a group, as floats.
 BATON_LANES Floats weights(const float* from, int h) { return load_aligned(from + 16 * h); }
 
 #if BATON_LEVEL == 0
@@ -67,14 +67,14 @@ BATON_LANES Floats weights(const int8_t* from, int h) {
 }
 #endif
 
-// What a product fetches on the way: from `next` on, `step` bytes for each k.
+// What a product prefetches: from `next` on, `step` bytes for each k.
 struct Fetch {
   const char* next;
   int64_t step;
 };
 
-// sums [2][MOST_ROWS][16]: of ROWS rows of x and of HALVES halves of a group, over k front to back, from zero or going on
-// from what is there.
+// Computes sums [2][MOST_ROWS][16] of ROWS rows of x and HALVES halves of a group, over k front to back, from zero or,
+// with `go_on`, from the sums that are there.
 template <int ROWS, int HALVES, class W>
 void product(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on, Fetch fetch) {
   Floats sum[HALVES][ROWS];
@@ -89,14 +89,14 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
       const Floats w = weights(weight, h);
 #pragma GCC unroll 6
       for (int r = 0; r < ROWS; ++r) sum[h][r] = fma(floats(x[r * stride + i]), w, sum[h][r]);
-      // Three rows of both halves fill the registers: the factors are loaded again for the second half, else the compiler
-      // keeps them and puts sums into memory instead.
+      // Three rows of both halves fill the registers: the factors are loaded again for the second half; otherwise the
+      // compiler keeps them and spills sums to memory.
       if constexpr (ROWS == 3 && HALVES == 2) asm volatile("" ::: "memory");
     }
 #else
     static_assert(HALVES == 2);  // a register of bf16 is a whole group
     const Floats left = weights(weight, 0), right = weights(weight, 1);
-    // The compiler sees three addresses that it cannot trace back: it would keep twelve, more than there are registers.
+    // Hides from the compiler how three addresses are computed: it would keep twelve, more than there are registers.
     const float* of_four[3] = {x + i, x + (ROWS > 4 ? 4 : 0) * stride + i, x + (ROWS > 8 ? 8 : 0) * stride + i};
     asm("" : "+r"(of_four[0]), "+r"(of_four[1]), "+r"(of_four[2]));
 #pragma GCC unroll 12
@@ -111,8 +111,8 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
     for (int r = 0; r < ROWS; ++r) store_aligned(sums + (h * MOST_ROWS + r) * 16, sum[h][r]);
 }
 
-// Rows up to these take a whole group at a time, more of them one half and then the other. (With AVX2 three rows one half
-// at a time would wait for their six sums: a multiplication takes four cycles, and two begin in each.)
+// Up to so many rows a whole group is computed at a time, for more rows one half and then the other. (With AVX2 three
+// rows one half at a time would wait for their six sums: a multiplication takes four cycles, and two start in each.)
 constexpr int AT_ONCE = BATON_LEVEL == 0 ? 3 : MOST_ROWS;
 
 template <int ROWS, class W>
@@ -134,7 +134,7 @@ constexpr auto by_rows(std::integer_sequence<int, LESS...>) {
 template <class W>
 constexpr auto BY_ROWS = by_rows<W>(std::make_integer_sequence<int, MOST_ROWS>());
 
-// How many of the rows that are `left` the next product takes.
+// How many of the `left` rows the next product computes.
 int64_t next_rows(int64_t left) {
   const int64_t turns = (left + MOST_ROWS - 1) / MOST_ROWS;
   return (left + turns - 1) / turns;
@@ -145,9 +145,9 @@ const W* weights_of(const Linear& layer, int64_t group) {
   return static_cast<const W*>(layer.weight) + group * GROUP * padded_dwords<E>(layer.k) * PER_DWORD<E>;
 }
 
-// sums [turns][2][MOST_ROWS][16] of rows of x and one group, whose weights of k are at `weight` and those of the group
-// after it at `next`. While a group is used several times the next one is fetched, evenly over all of that: else memory
-// would be idle whenever weights come from the cache, and arithmetic when they do not.
+// Computes sums [turns][2][MOST_ROWS][16] of rows of x and one group, whose weights of k are at `weight`, those of the
+// next group at `next`. While a group is used several times the next one is prefetched, evenly spread: otherwise memory
+// would be idle while weights come from the cache, and arithmetic while they do not.
 template <class W>
 void all_rows(
     const W* weight, const W* next, const float* x, int64_t stride, int64_t rows, int64_t k, float* sums, bool go_on) {
@@ -170,7 +170,7 @@ void put_rows(
   }
 }
 
-// Outputs of groups [first, end), in blocks of rows and pieces of k. Few rows are one block, and one piece.
+// Computes the outputs of groups [first, end), in blocks of rows and pieces of k. Few rows are one block and one piece.
 template <class E, class W>
 void compute(
     const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t first,
@@ -194,7 +194,7 @@ void compute(
   }
 }
 
-// Rows of floats, at `stride`.
+// Returns the rows as floats, `stride` apart.
 const float* widen(const float* x, int64_t ldx, int64_t, int64_t, int, int64_t* stride) {
   *stride = ldx;
   return x;

@@ -1,10 +1,10 @@
-// Vectors of 16 lanes, in one register of AVX-512 or two of AVX2, under the same names: kernels that need no more than
-// these are written once.
+// Vectors of 16 lanes, in one register of AVX-512 or two of AVX2, under the same names: kernels that use only these are
+// written once.
 //
 //   Floats, Ints   16 lanes of 32 bits        Doubles   8 lanes        Mask   a bit for each of 16 lanes
 //
-// Loads with a mask read nothing outside it and give zeros there; stores write nothing outside it. Floats and Doubles
-// have + - * /. What rounds otherwise at one level than at the other is said where it is declared (lanes_avx2.h).
+// Masked loads read nothing outside the mask and return zeros there; masked stores write nothing outside it. Floats and
+// Doubles have + - * /. Differences in rounding between the levels are documented in lanes_avx2.h.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
-// The 16 lanes of lanes.h in two registers of AVX2. Results are those of lanes_avx512.h, except that sums over the lanes
-// are taken in another order, and that bf16 below the normal range is kept where avx512_bf16 makes it zero.
+// The 16 lanes of lanes.h in two registers of AVX2. Results equal those of lanes_avx512.h, except that sums over the
+// lanes use another order, and that subnormal bf16 are kept where avx512_bf16 flushes them to zero.
 #pragma once
 
 namespace baton {
@@ -19,7 +19,7 @@ BATON_LANES Mask first_lanes(int64_t count) {
   return count >= 16 ? Mask(0xffff) : count <= 0 ? Mask(0) : Mask((1u << count) - 1);
 }
 
-// Lanes whose bit is set, in all their bits.
+// Sets all bits of each lane whose bit is set.
 BATON_LANES __m256i spread(unsigned bits) {
   const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int32_t(bits)), each), each);
@@ -39,7 +39,7 @@ BATON_LANES Floats floats(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x
 BATON_LANES Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 BATON_LANES Doubles doubles(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
 
-// Memory. Aligned is to 64 bytes.
+// Memory. Aligned means to 64 bytes.
 BATON_LANES Floats load_aligned(const float* from) { return {_mm256_load_ps(from), _mm256_load_ps(from + 8)}; }
 BATON_LANES Ints load_aligned(const int32_t* from) {
   return {_mm256_load_si256(integers(from)), _mm256_load_si256(integers(from + 8))};
@@ -100,7 +100,7 @@ BATON_LANES void store(float* to, Floats x, Mask lanes = 0xffff) {
   store_where(lanes, to, x);
 }
 
-// To nearest, ties to even; a NaN stays one, and a quiet one.
+// Rounds to nearest, ties to even; a NaN becomes a quiet NaN.
 BATON_LANES __m256i round_to_bf16(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x), above = _mm256_srli_epi32(bits, 16);
   const __m256i odd = _mm256_and_si256(above, _mm256_set1_epi32(1));
@@ -125,7 +125,7 @@ BATON_LANES void store(bf16* to, Floats x, Mask lanes = 0xffff) {
     return {instruction(a.low, b.low, c.low), instruction(a.high, b.high, c.high)}; \
   }
 
-// Arithmetic. Where one operand of max is NaN, the result is the second.
+// Arithmetic. If an operand of max is NaN, the result is the second operand.
 BATON_BOTH(operator+, Floats, _mm256_add_ps)
 BATON_BOTH(operator-, Floats, _mm256_sub_ps)
 BATON_BOTH(operator*, Floats, _mm256_mul_ps)
@@ -235,7 +235,7 @@ BATON_LANES __m256 from_unsigned(__m256i x) {
 }
 BATON_LANES Floats from_unsigned(Ints x) { return {from_unsigned(x.low), from_unsigned(x.high)}; }
 
-// The 64-bit products of unsigned lanes, their halves apart.
+// The 64-bit products of unsigned lanes, as high and low halves.
 BATON_LANES void multiply(__m256i a, uint32_t by, __m256i* high, __m256i* low) {
   const __m256i factor = _mm256_set1_epi32(int32_t(by));
   const __m256i even = _mm256_mul_epu32(a, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
@@ -247,7 +247,7 @@ BATON_LANES void multiply(Ints a, uint32_t by, Ints* high, Ints* low) {
   multiply(a.high, by, &high->high, &low->high);
 }
 
-// Comparisons: lanes of the mask in which it holds; with NaN only `differ` and `is_nan` do.
+// Comparisons return the lanes of the mask in which they hold; for NaN only `differ` and `is_nan` hold.
 template <int HOW>
 BATON_LANES Mask compare(Floats a, Floats b) {
   return gather(_mm256_cmp_ps(a.low, b.low, HOW), _mm256_cmp_ps(a.high, b.high, HOW));
@@ -269,7 +269,7 @@ BATON_LANES uint8_t above(Doubles a, Doubles b) {
       _mm256_movemask_pd(_mm256_cmp_pd(a.high, b.high, _CMP_GT_OQ)) << 4);
 }
 
-// For each mask of 8 lanes: their numbers side by side.
+// For each mask of 8 lanes: the indices of its lanes, contiguous.
 struct Orders {
   alignas(8) uint8_t lane[256][8] = {};
   constexpr Orders() {
@@ -284,7 +284,7 @@ BATON_LANES __m256i compress(unsigned lanes, __m256i x) {
   const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(ORDERS.lane[lanes]));
   return _mm256_permutevar8x32_epi32(x, _mm256_cvtepu8_epi32(order));
 }
-// Writes the lanes of the mask side by side; what lies behind them, up to 16 lanes (8), is overwritten with anything.
+// Writes the lanes of the mask contiguously; the memory after them, up to 16 lanes (8), gets arbitrary values.
 BATON_LANES void compress(int32_t* to, Mask lanes, Ints x) {
   _mm256_storeu_si256(integers(to), compress(lanes & 0xff, x.low));
   _mm256_storeu_si256(integers(to + __builtin_popcount(lanes & 0xff)), compress(lanes >> 8, x.high));

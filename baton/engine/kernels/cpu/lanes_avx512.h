@@ -1,4 +1,4 @@
-// The 16 lanes of lanes.h in one register: each function is one instruction, or what the compiler makes of one intrinsic.
+// The 16 lanes of lanes.h in one register: each function is one instruction, or the compiler's code for one intrinsic.
 #pragma once
 
 namespace baton {
@@ -17,7 +17,7 @@ BATON_LANES Floats floats(float x) { return _mm512_set1_ps(x); }
 BATON_LANES Ints ints(int32_t x) { return _mm512_set1_epi32(x); }
 BATON_LANES Doubles doubles(double x) { return _mm512_set1_pd(x); }
 
-// Memory. Aligned is to 64 bytes.
+// Memory. Aligned means to 64 bytes.
 BATON_LANES Floats load_aligned(const float* from) { return _mm512_load_ps(from); }
 BATON_LANES void store_aligned(float* to, Floats x) { _mm512_store_ps(to, x); }
 BATON_LANES Ints load_aligned(const int32_t* from) { return _mm512_load_si512(from); }
@@ -43,7 +43,7 @@ inline void store(bf16* to, Floats x, Mask lanes = 0xffff) {
   _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(x));
 }
 #else
-// To nearest, ties to even; a NaN stays one, and a quiet one. What is below the normal range is kept.
+// Rounds to nearest, ties to even; a NaN becomes a quiet NaN. Subnormal results are kept.
 BATON_LANES void store(bf16* to, Floats x, Mask lanes = 0xffff) {
   const __m512i bits = _mm512_castps_si512(x), above = _mm512_srli_epi32(bits, 16);
   const __m512i odd = _mm512_and_si512(above, _mm512_set1_epi32(1));
@@ -54,7 +54,7 @@ BATON_LANES void store(bf16* to, Floats x, Mask lanes = 0xffff) {
 }
 #endif
 
-// Arithmetic. Where one operand of max is NaN, the result is the second.
+// Arithmetic. If an operand of max is NaN, the result is the second operand.
 BATON_LANES Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 BATON_LANES Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 BATON_LANES Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -97,7 +97,7 @@ BATON_LANES Ints subtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 BATON_LANES Ints either(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 BATON_LANES Floats from_unsigned(Ints x) { return _mm512_cvtepu32_ps(x); }
 
-// The 64-bit products of unsigned lanes, their halves apart.
+// The 64-bit products of unsigned lanes, as high and low halves.
 BATON_LANES void multiply(Ints a, uint32_t by, Ints* high, Ints* low) {
   const __m512i factor = _mm512_set1_epi32(int32_t(by));
   const __m512i even = _mm512_mul_epu32(a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
@@ -105,7 +105,7 @@ BATON_LANES void multiply(Ints a, uint32_t by, Ints* high, Ints* low) {
   *high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
 }
 
-// Comparisons: lanes of the mask in which it holds; with NaN only `differ` and `is_nan` do.
+// Comparisons return the lanes of the mask in which they hold; for NaN only `differ` and `is_nan` hold.
 BATON_LANES Mask negative(Floats x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ); }
 BATON_LANES Mask differ(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ); }
 BATON_LANES Mask is_nan(Floats x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
@@ -116,7 +116,7 @@ BATON_LANES Mask above(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
 BATON_LANES Mask up_to(Ints a, Ints b) { return _mm512_cmple_epi32_mask(a, b); }
 BATON_LANES __mmask8 above(Doubles a, Doubles b) { return _mm512_cmp_pd_mask(a, b, _CMP_GT_OQ); }
 
-// Writes the lanes of the mask side by side; what lies behind them, up to 16 lanes (8), is overwritten with anything.
+// Writes the lanes of the mask contiguously; the memory after them, up to 16 lanes (8), gets arbitrary values.
 BATON_LANES void compress(float* to, Mask lanes, Floats x) { _mm512_storeu_ps(to, _mm512_maskz_compress_ps(lanes, x)); }
 BATON_LANES void compress(int32_t* to, Mask lanes, Ints x) {
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(lanes, x));

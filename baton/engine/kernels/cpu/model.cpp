@@ -1,7 +1,7 @@
-// A decoder's step: norms, rotary embedding, KV store, and the order of everything; the C interface that native.py calls.
+// A decoder's step: norms, rotary embedding, KV store, order of operations; the C interface that native.py calls.
 //
-// Structs are mirrored by ctypes field by field. Pointers are the caller's and outlive the call. Functions that may fail
-// return 0 for success. Nothing here checks its input: native.py and batch.py do.
+// Structs are mirrored by ctypes field by field. The caller owns all pointers, which outlive the call. Functions that
+// may fail return 0 for success. Input is not checked here: native.py and batch.py do that.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,7 +32,7 @@ void rms_norm(const E* from, const E* weight, int64_t size, float eps, E* to, in
   }
 }
 
-// Turns a head of `size` elements by the angles of a position, in "rotate half" order.
+// Rotates a head of `size` elements by the angles of a position, in "rotate half" order.
 template <class E>
 void rotate(const E* from, E* to, const float* cos, const float* sin, int64_t size) {
   const int64_t half = size / 2;
@@ -59,7 +59,7 @@ struct Computation {
 
   static int64_t padded(int64_t elements) { return padded_dwords<E>(elements) * PER_DWORD<E>; }
 
-  // Calls work(token) for all tokens, on several threads where that pays.
+  // Calls work(token) for all tokens, on several threads if there are many.
   template <class Work>
   void each_token(Work work) const {
     const int64_t chunk = 32;
@@ -74,7 +74,7 @@ struct Computation {
       std::memcpy(static_cast<E*>(s.x) + t * m.hidden, table + s.tokens[t] * m.hidden, m.hidden * sizeof(E));
   }
 
-  // x += attention(norm(x)), or with `partial` only that sum, [T, hidden].
+  // x += attention(norm(x)), or with `partial` only writes the summand to it, [T, hidden].
   void attention(const Layer& layer, E* partial) const {
     const int64_t tokens = s.num_tokens;
     E* normed = reinterpret_cast<E*>(step_memory.get((hidden_width + width + heads_width) * tokens * sizeof(E)));
@@ -127,7 +127,7 @@ struct Computation {
     linear<E>(layer, from, from_width, s.num_tokens, to, m.hidden, partial ? Into::STORE : Into::ADD, m.threads);
   }
 
-  // Norms (where the model has them) and turns queries and keys in place; stores keys and values in the pool.
+  // Norms (if the model has norms) and rotates queries in place and keys into the pool; copies values to the pool.
   void turn_and_store(const Layer& layer, E* qkv) const {
     static thread_local std::vector<int64_t> positions, slots;
     positions.resize(s.num_tokens);
@@ -191,7 +191,7 @@ extern "C" {
 
 int baton_level() { return BATON_LEVEL; }
 
-// Asks the system for AMX tiles, which a process has to do once.
+// Requests AMX tiles from the system, which a process has to do once.
 int baton_init() {
 #if BATON_LEVEL >= 3
   constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
@@ -213,7 +213,7 @@ void baton_forward(const Model* model, const Step* step, int64_t first, int64_t 
   BATON_BY_TYPE(model->is_bf16, forward<E>(*model, *step, first, last));
 }
 
-// One half of layer `index` on one of several ranks: partial [T, hidden] is this rank's share of what is added to x.
+// One half of layer `index` on one of several ranks: partial [T, hidden] is this rank's summand of the update of x.
 void baton_attention(const Model* model, int64_t index, const Step* step, void* partial) {
   BATON_BY_TYPE(
       model->is_bf16, Computation<E>(*model, *step).attention(model->layers[index], static_cast<E*>(partial)));

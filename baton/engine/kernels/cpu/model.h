@@ -1,4 +1,4 @@
-// A decoder and one step of it, as native.py fills them in (model.cpp).
+// A decoder and one step of it, filled in by native.py (model.cpp).
 #pragma once
 
 #include "attention.h"
@@ -12,7 +12,7 @@ struct Layer {
   const void *q_norm, *k_norm;  // of a head, or null
   Linear attention_out;
   const void* mlp_norm;
-  Linear gate_up, down;  // gate and up by turns of 16 outputs
+  Linear gate_up, down;  // gate and up alternate every 16 outputs
   void *keys, *values;   // the pool's [blocks, block_size, kv_heads, head_dim]
   int64_t window;
 };
@@ -40,6 +40,6 @@ struct Step {
 
 }  // namespace baton
 
-// Computes layers [first, last) of a step's rows and their KV, and with the last of all layers the logits it asks for.
-// A step goes through all layers in order, in as many calls as one likes; between them its x stays as it is.
+// Computes layers [first, last) of a step's rows and their KV and, after the model's last layer, the requested logits.
+// A step passes through all layers in order, in any number of calls; between them its x must not change.
 extern "C" void baton_forward(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);

@@ -1,8 +1,8 @@
-// The token of one draw (sampler.py says what it is), found without noise for tokens that cannot win.
+// The token of one draw (defined in sampler.py), found without computing noise for tokens that cannot win.
 //
-// sampler.py decides in float64 by numpy's functions; here others are used, so a comparison that is closer than any of
-// them could err is left to it: the draw is undecided. Everything else is decided here, and is what numpy would have
-// said.
+// sampler.py decides in float64 with numpy's functions; this file uses other ones, so a comparison that is closer than
+// their possible error is left to sampler.py: the draw is undecided. All other draws are decided here, with the same
+// result as numpy's.
 #include "sampling.h"
 
 #include <cmath>
@@ -15,7 +15,7 @@ namespace baton {
 
 namespace {
 
-constexpr int64_t SPARSE = 4;  // of so many tokens at most one survives: noise for each of them alone is cheaper
+constexpr int64_t SPARSE = 4;  // if at most one of so many tokens survives, noise for the survivors alone is cheaper
 alignas(64) constexpr int32_t BY_FOURS[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
 
 thread_local Items items;
@@ -50,7 +50,7 @@ void noise_of_64(int64_t first, const Draw& draw, Ints words[4]) {
   words[3] = zip_high_pairs(b, d);
 }
 
-// The bits of any 16 tokens.
+// The random bits of any 16 tokens.
 Ints noise_of(const int32_t* ids, const Draw& draw) {
   alignas(64) int32_t blocks[16], bits[16], words[4][16];
   for (int i = 0; i < 16; ++i) blocks[i] = ids[i] >> 2;
@@ -66,7 +66,7 @@ double noised(float logit, uint32_t word, double temperature) {
   return double(logit) + temperature * -std::log(-std::log1p(-v));
 }
 
-// The largest noised logit so far, and those that are too close to it to tell.
+// Tracks the largest noised logit so far, and how many are too close to it to decide.
 class Race {
  public:
   explicit Race(double temperature)
@@ -86,7 +86,7 @@ class Race {
       open &= Mask(open - 1);
       const double value = noised(logit[i], bits[i], temperature_);
       if (value < best_ - slack()) continue;
-      if (value > best_ + slack()) close_ = 0;  // of the others none is close to this one
+      if (value > best_ + slack()) close_ = 0;  // none of the earlier ones is close to this one
       ++close_;
       if (value <= best_) continue;
       best_ = value;
@@ -115,7 +115,7 @@ class Race {
   int close_ = 0;
 };
 
-// The largest logit, or NaN if one is.
+// The largest logit, or NaN if any logit is NaN.
 float largest_of(const float* logits, int64_t vocab) {
   Floats largest = floats(-__builtin_inff());
   Mask unordered = 0;
@@ -136,7 +136,7 @@ int64_t first_of(float wanted, const float* logits, int64_t vocab) {
   return UNDECIDED;
 }
 
-// Those that survive, as items without weights.
+// Collects the survivors as items without weights.
 void gather(const float* logits, int64_t vocab, const Cut& cut) {
   const Ints lane = load_aligned(LANES);
   items.count = 0;

@@ -5,7 +5,7 @@
 
 namespace baton {
 
-// As sampler_native.py packs it.
+// Packed by sampler_native.py.
 struct Draw {
   double temperature, top_p, min_p;
   int64_t top_k;
@@ -14,15 +14,15 @@ struct Draw {
 
 constexpr int64_t UNDECIDED = -1;
 
-// The draw's token from logits [vocab]; UNDECIDED where it is too close to say, or where some are not finite numbers.
+// The draw's token from logits [vocab]; UNDECIDED if too close to decide, or a logit is NaN or the largest infinite.
 int64_t choose_token(const float* logits, int64_t vocab, const Draw& draw);
 
 }  // namespace baton
 
-// tokens[i] is that of draws[i] from row i of logits, `stride` floats behind the row before it.
+// tokens[i] is the token of draws[i] from row i of logits; rows are `stride` floats apart.
 extern "C" void baton_choose(
     const float* logits, int64_t stride, int64_t vocab, const baton::Draw* draws, int64_t count, int threads,
     int64_t* tokens);
 
-// The logits [vocab] of tokens whose bit is 0 become -inf; bits of a byte are those of 8 tokens, lowest first.
+// Sets the logits [vocab] of tokens whose bit is 0 to -inf; a byte has the bits of 8 tokens, lowest first.
 extern "C" void baton_mask(float* logits, const uint8_t* bits, int64_t vocab);

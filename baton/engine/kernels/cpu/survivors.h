@@ -1,4 +1,4 @@
-// Which tokens top_k, top_p and min_p leave (sampler.py says it), found without sorting the vocabulary.
+// The tokens that survive top_k, top_p and min_p (defined in sampler.py), found without sorting the vocabulary.
 #pragma once
 
 #include <cmath>
@@ -40,7 +40,7 @@ inline Doubles exp_negative(Doubles x) {
   return times_power(y, whole);
 }
 
-// Tokens with their weights, in rising order of ids.
+// Tokens with their weights, in ascending order of ids.
 struct Items {
   std::vector<float> logit;
   std::vector<int32_t> id;
@@ -60,7 +60,7 @@ struct Items {
     count += __builtin_popcount(lanes);
   }
 
-  // Gives each the weight e^((logit - largest) / temperature) and returns their sum.
+  // Sets each weight to e^((logit - largest) / temperature) and returns their sum.
   double weigh(float largest, double temperature) {
     const Doubles highest = doubles(largest), t = doubles(temperature);
     Doubles total = doubles(0.0);
@@ -90,7 +90,7 @@ struct Items {
     *high = most(highest);
   }
 
-  // The sum of weights over logits above `pivot`.
+  // The sum of the weights of logits above `pivot`.
   double weight_above(float pivot) const {
     const Floats p = floats(pivot);
     Doubles low = doubles(0.0), high = doubles(0.0);
@@ -102,7 +102,7 @@ struct Items {
     return sum(low + high);
   }
 
-  // Keeps logits above `pivot` (or the others).
+  // Keeps the items with logits above `pivot` (or the others).
   void keep(float pivot, bool over) {
     int64_t to = 0;
     const Floats p = floats(pivot);
@@ -122,7 +122,7 @@ struct Items {
     count = to;
   }
 
-  // Largest logit first, equal ones by lowest id, as they are already.
+  // Sorts by logit, largest first; equal ones keep their order, lowest id first.
   void sort() {
     for (int64_t i = 1; i < count; ++i) {
       const float l = logit[i];
@@ -141,8 +141,8 @@ struct Items {
   }
 };
 
-// The last token of the shortest prefix, largest logit first, lowest id first among equals, whose weights reach `target`.
-// False if the two are within `close`, or it is not reached. Consumes `from`.
+// Sets `cut` to the last token of the shortest prefix, largest logit first, lowest id first among equals, whose weights
+// reach `target`. Returns false if the two are within `close`, or it is not reached. Consumes `from`.
 inline bool reach(Items& from, double target, double close, Cut* cut) {
   double before = 0.0;
   while (from.count > 16) {
@@ -168,7 +168,7 @@ inline bool reach(Items& from, double target, double close, Cut* cut) {
   return false;
 }
 
-// All tokens above -inf with weight e^((logit - largest) / temperature), or 1 each.
+// Collects all tokens above -inf, with weight e^((logit - largest) / temperature) or 1 each; returns the weights' sum.
 inline double fill(Items& items, const float* logits, int64_t vocab, float largest, double temperature, bool ones) {
   items.count = 0;
   const Ints lane = load_aligned(LANES);
@@ -181,9 +181,9 @@ inline double fill(Items& items, const float* logits, int64_t vocab, float large
   return double(items.count);
 }
 
-// Where top_p alone cuts, by weights in float64 of those tokens alone that the cut can be among: not those whose weights
-// make less than what top_p leaves out even if all tokens had as much. The sum of the others is taken in float32. False
-// if that is not precise enough.
+// Finds the cut if only top_p cuts. Only tokens that the cut can be among get weights in float64; the others are so
+// unlikely that all tokens with such a weight would have less than the share that top_p leaves out, and are summed in
+// float32. Returns false if that is not precise enough.
 inline bool cut_likeliest(Items& items, const float* logits, int64_t vocab, float largest, const Draw& draw, Cut* cut) {
   const Floats highest = floats(largest), steep = floats(float(1.4426950408889634 / draw.temperature));
   const Floats floor = floats(float(double(largest) + draw.temperature * std::log((1.0 - draw.top_p) / double(vocab))));
@@ -209,7 +209,7 @@ inline bool cut_likeliest(Items& items, const float* logits, int64_t vocab, floa
   return true;
 }
 
-// False if it is too close to say. Uses `items`.
+// Returns false if the cut is too close to decide. Uses `items`.
 inline bool find_cut(Items& items, const float* logits, int64_t vocab, float largest, const Draw& draw, Cut* cut) {
   items.reserve(vocab);
   const bool by_count = draw.top_k > 0 && draw.top_k < vocab;
@@ -241,7 +241,7 @@ inline bool find_cut(Items& items, const float* logits, int64_t vocab, float lar
     least = std::nextafterf(std::nextafterf(least, -__builtin_inff()), -__builtin_inff());
     while (weight(least) < draw.min_p) least = std::nextafterf(least, __builtin_inff());
     const float below = std::nextafterf(least, -__builtin_inff());
-    const bool exact = least == largest;  // whose weight is 1 in every arithmetic
+    const bool exact = least == largest;  // its weight is 1 in every arithmetic
     if (!exact && weight(least) - draw.min_p < CLOSE * draw.min_p) return false;
     if (draw.min_p - weight(below) < CLOSE * draw.min_p) return false;
     if (cut->logit <= below) *cut = Cut{below, -1};

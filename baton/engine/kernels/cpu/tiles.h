@@ -25,8 +25,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 are sums, 4 and 5 left operands of `upper` and `lower` rows (as are the sums 0, 1 and 2, 3), 6 and 7 right
-// operands. Configuring clears all tiles.
+// Tiles 0 to 3 are sums, 4 and 5 left operands with `upper` and `lower` rows (as have the sums 0, 1 and 2, 3), 6 and 7
+// right operands. Configuring clears all tiles.
 inline void configure_tiles(int upper, int lower) {
   TileConfig config;
   const int rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
