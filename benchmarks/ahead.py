@@ -3,11 +3,11 @@
     python benchmarks/ahead.py MODEL_DIR [--draft DIR] [--device auto] [--batch 1,8] [--context 512] [--steps 60]
         [--rounds 3]
 
-A real scheduler, step thread and engine, with sequences whose KV has arrived; both ways by turns in one process. What
-is measured is a step with all that surrounds it: planning, launching, sampling, waiting, settling. On a GPU the second
-way should take what the device takes. On CPU there is nothing to gain; it shows that this runs, and what it costs.
-With `--draft`, on a GPU, also steps that draft: draft tokens and tokens waited for one after the other, and together.
-`gpu.py` measures the same on a GPU.
+Runs a real scheduler, step thread and engine on sequences whose KV has arrived; the two modes alternate in one process.
+The time of a step includes all of planning, launching, sampling, waiting and processing its outcome. On a GPU a step
+planned ahead should take as long as the device computes. On a CPU nothing is gained; the result shows that planning
+ahead works, and its cost. With `--draft`, on a GPU, also measures steps with draft tokens: with separate waits for
+draft tokens and tokens, and with one wait for both. `gpu.py` measures the same on a GPU.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from benchmarks.kit import parser, table
 from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine
 
-WARM_UP = 8  # steps, at the least: shapes are captured in the first
+WARM_UP = 8  # steps at least: shapes are captured in the first ones
 DRAFT_TOKENS = 4
 
 
 async def step_times(runner: Runner, batch: int, context: int, steps: int, *, ahead: bool) -> list[float]:
-    """Seconds from outcome to outcome of that many steps of `batch` sequences, all of them running."""
+    """Seconds between the outcomes of consecutive steps, for `steps` steps in which all `batch` sequences run."""
     scheduler = DecodeScheduler(runner.layout, runner.num_blocks, batch, prefix_cache=False, plan_ahead=ahead)
     sampling, length = SamplingParams(temperature=0.8, seed=1), steps + 2 * WARM_UP
     for number in range(batch):
@@ -61,14 +61,14 @@ async def step_times(runner: Runner, batch: int, context: int, steps: int, *, ah
 
 
 def fill_with_zeros(runner: Runner) -> None:
-    """Whatever the prompts were, their KV is finite."""
+    """Zeroes all KV, so that it is finite although no prompt was computed."""
     for pair in runner.kv.storage:
         for tensor in pair:
             tensor.zero_()
 
 
 def both(runner: Runner, batch: int, context: int, steps: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of a step, one by one and planned ahead, in turns."""
+    """Median seconds of a step, one by one and planned ahead, measured in turns."""
     fill_with_zeros(runner)
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
@@ -91,9 +91,9 @@ def _cells(batch: int, context: int, one: float, other: float) -> list[str]:
 
 
 def drafting(target: Runner, draft: Runner, batch: int, context: int, steps: int, rounds: int) -> list[float]:
-    """Of steps in which each of `batch` sequences has DRAFT_TOKENS draft tokens: the median seconds with a wait for
-    draft tokens and one for tokens, and with one for both, in turns; and how often the host waits in a step of the
-    second kind."""
+    """Steps in which each of `batch` sequences has DRAFT_TOKENS draft tokens: the median seconds with separate waits
+    for draft tokens and tokens, and with one wait for both, measured in turns; and how often the host waits in a step
+    of the second kind."""
     fill_with_zeros(target)
     fill_with_zeros(draft)
     each = target.layout.blocks_for(context + DRAFT_TOKENS + 1)

@@ -1,16 +1,16 @@
-"""Good streams beside a load of bad clients: gaps between tokens, and what of the bad ones is left afterwards.
+"""Good streams beside a load of bad clients: gaps between tokens, and the resources that are held afterwards.
 
     python benchmarks/bad_clients.py                  10 minutes
-    python benchmarks/bad_clients.py --seconds 20     to look
+    python benchmarks/bad_clients.py --seconds 20     a short trial
 
-`baton up` serves the built-in model to four streams, in rounds: alone, beside clients that ask for the same tokens as
-the bad ones and read them, and beside a process of bad clients, each kind again and again: heads and bodies that never
-end or drip, answers and streams that nobody reads, pipelined requests of a client that leaves, connections kept with
-bare line breaks, bytes that are no HTTP and no HTTP/2, silent connections to every port, bodies, heads, lists and
-messages that are too large, joins of strangers. How each attempt ended is counted. When the bad clients are gone,
-requests, tasks, open files and KV blocks must be back where they were, and memory within `MEMORY_MIB` of where it was
-after a first round. Writes `benchmarks/results/bad-clients.md`; exits with 1 where something was left or a good stream
-failed.
+`baton up` serves the built-in model to four streams, in rounds: alone, beside clients that request the same tokens as
+the bad clients and read them, and beside a process of bad clients, which repeat each kind of attempt: heads and bodies
+that never end or arrive byte by byte, responses and streams that are not read, pipelined requests of a client that
+disconnects, connections kept open with bare line breaks, bytes that are neither HTTP nor HTTP/2, silent connections to
+every port, oversized bodies, heads, lists and messages, unauthorized joins. The outcome of each attempt is counted.
+After the bad clients have ended, requests, tasks, open files and KV blocks must be back at their previous values, and
+memory within `MEMORY_MIB` of its value after a first round. Writes `benchmarks/results/bad-clients.md`; exits with 1 if
+a resource leaked or a good stream failed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MEMORY_MIB, FILES = 48.0, 4
 GROW_ONCE = ("open files", "resident MiB")
 MIB = 1 << 20
 
-# ---- the bad clients: each attempt says how it ended
+# ---- the bad clients: each attempt returns how it ended
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ async def connection(address: tuple[str, int], receive_bytes: int = 0) -> Any:
 
 
 async def ending(reader: asyncio.StreamReader) -> str:
-    """The status of what comes until the server closes the connection, or how it ended."""
+    """Reads until the server closes the connection; returns the HTTP status, or how the connection ended."""
     data = b""
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -137,8 +137,8 @@ async def says(address: tuple[str, int], data: bytes) -> str:
 
 
 async def unread(ports: Ports, **fields: Any) -> str:
-    """From the answer's first byte on reads nothing for so long that the server must have given up, and then what the
-    kernels still hold."""
+    """Reads nothing after the answer's first byte until the server must have given up, and then what the kernels still
+    buffer."""
     async with connection(ports.http, 4096) as (reader, writer):
         writer.write(post(ignore_eos=True, **fields))
         try:
@@ -208,7 +208,7 @@ PIPELINED: dict[str, Any] = {"max_tokens": 30}
 
 
 def readers(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
-    """Clients that ask for the tokens that bad ones make the cluster generate, as often as they, and read them."""
+    """Clients that request the same tokens as the bad clients, as often, and read them."""
 
     async def reads(pause_s: float, *requests: bytes) -> str:
         for request in requests:
@@ -257,7 +257,7 @@ def kinds(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
 
 
 async def attack(attempts: dict[str, Callable[[], Awaitable[str]]]) -> None:
-    """Until killed; every attempt's end is a line of output."""
+    """Repeats all attempts until killed; prints a line at the end of each."""
 
     async def again(name: str, attempt: Callable[[], Awaitable[str]]) -> None:
         while True:
@@ -271,13 +271,13 @@ async def attack(attempts: dict[str, Callable[[], Awaitable[str]]]) -> None:
     await asyncio.gather(*(again(name, attempt) for name, attempt in attempts.items()))
 
 
-# ---- the good ones, and what is measured
+# ---- the good clients, and the measurements
 
 
 @dataclass
 class Found:
-    """What a run found: gaps in seconds, a list for each round. `left` names everything that was not back where it
-    was."""
+    """The results of a run: gaps in seconds, a list for each round. `left` names every count that did not return to its
+    value before."""
 
     calm: list[list[float]] = field(default_factory=list)
     asked: list[list[float]] = field(default_factory=list)
@@ -289,13 +289,13 @@ class Found:
     left: list[str] = field(default_factory=list)
 
     def ratios(self, other: list[list[float]]) -> list[float]:
-        """ITL p99 beside the bad clients / in `other`, of each round."""
+        """ITL p99 beside the bad clients / in `other`, of each round, sorted."""
         pairs = zip(self.beside, other, strict=True)
         return sorted(percentile(sorted(bad), 99) / percentile(sorted(gaps), 99) for bad, gaps in pairs)
 
 
 async def good_streams(url: str, seconds: float, seed: int, failed: list[str]) -> list[float]:
-    """Gaps of streams that follow each other."""
+    """The gaps of STREAMS clients, each of which sends one stream after the other."""
     target = Target(base_url(url), "builtin", "", 120.0, {})
     load = Load(seed, Lengths(PROMPT, PROMPT), Lengths(OUTPUT, OUTPUT))
     gaps: list[float] = []
@@ -315,7 +315,7 @@ async def good_streams(url: str, seconds: float, seed: int, failed: list[str]) -
 
 
 def state(url: str, coordinator: int) -> dict[str, float]:
-    """What must come back: counts of the coordinator and its workers."""
+    """Counts of the coordinator and its workers, which must return to their values before."""
     with urllib.request.urlopen(f"{url}/workers", timeout=10) as answer:
         known = json.loads(answer.read())
     pages = int(Path(f"/proc/{coordinator}/statm").read_text().split()[1])
@@ -333,7 +333,7 @@ def state(url: str, coordinator: int) -> dict[str, float]:
 
 
 def grown(before: dict[str, float]) -> dict[str, float]:
-    """The same, with no limit to what the first of a kind may take: a child that parses large bodies, caches."""
+    """The same, without limits on what grows once at first use: a child that parses large bodies, caches."""
     return before | dict.fromkeys(GROW_ONCE, float("inf"))
 
 
@@ -347,21 +347,21 @@ def compare(before: dict[str, float], after: dict[str, float]) -> list[str]:
 
 
 def idle_class() -> None:
-    """This process runs when no other wants the processor: clients are on other machines in earnest, and what they
-    compute themselves is not to be measured."""
+    """Runs this process only when no other needs the processor: in production, clients run on other machines, so their
+    own computation must not affect the measurement."""
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 @contextlib.contextmanager
 def others(what: str, ports: Ports, ended: dict[str, Counter[str]]) -> Any:
-    """A process of other clients, `kinds` or `readers`."""
+    """Runs a process of other clients, `kinds` or `readers`; counts in `ended` how their attempts ended."""
     command = [sys.executable, __file__, f"--{what}", json.dumps([ports.http, ports.grpc, ports.control])]
     with tempfile.TemporaryFile("w+") as lines:
         process = subprocess.Popen(command, stdout=lines, cwd=ROOT, preexec_fn=idle_class)
         try:
             deadline = time.monotonic() + PATIENCE_S
             while not os.fstat(lines.fileno()).st_size and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)  # it loads its libraries
+                time.sleep(0.05)  # while it loads its libraries
             yield
             if process.poll() is not None:
                 raise SystemExit(f"{what}: the process ended with {process.returncode}")
@@ -375,7 +375,7 @@ def others(what: str, ports: Ports, ended: dict[str, Counter[str]]) -> Any:
 
 
 def until_back(url: str, coordinator: int, before: dict[str, float]) -> tuple[dict[str, float], list[str]]:
-    """The state when nothing is left any more, or after GONE_S."""
+    """Waits until nothing is left, GONE_S at most; returns the state and what is left."""
     deadline = time.monotonic() + GONE_S
     while True:
         after = state(url, coordinator)

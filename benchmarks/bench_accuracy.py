@@ -1,9 +1,9 @@
-"""What `baton bench` measures of a server whose latencies are set, closed and open loop: the error of each number.
+"""The error of each number that `baton bench` reports, closed and open loop, for a server with preset latencies.
 
     python benchmarks/bench_accuracy.py [--requests 200] [--out benchmarks/results/bench-accuracy.md]
 
-The server is a process of its own that waits until each event is due (no error adds up over a stream) and records when
-it wrote it, so two errors are kept apart: what the server was late, and what the client added.
+The server is a separate process that waits until each event is due (so errors do not accumulate over a stream) and
+records when it wrote the event. This separates two errors: how late the server was, and what the client added.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 class Server(asyncio.Protocol):
-    """Answers a request event by event. It does as little as it can: of 64 requests at one moment the last waits for
-    what is done for the others before it."""
+    """Answers a request event by event, with as little work as possible: of 64 simultaneous requests, the last waits
+    for the work done for all others."""
 
     def __init__(self, ttft_s: float, gap_s: float) -> None:
         self.ttft_s, self.gap_s = ttft_s, gap_s
@@ -67,7 +67,7 @@ class Server(asyncio.Protocol):
 
 
 def event(data: str) -> bytes:
-    """A chunk of its own."""
+    """The event in a chunk of its own."""
     text = f"data: {data}\n\n".encode()
     return f"{len(text):x}\r\n".encode() + text + b"\r\n"
 

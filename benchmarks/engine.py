@@ -2,9 +2,9 @@
 
     python benchmarks/engine.py MODEL_DIR [--kernels auto,torch] [--dtype auto] [--threads 1]
 
-Prints a table: for each shape the median wall time of a step with each kind of kernels and, less disturbed by other
-programs, the least processor time of the computing thread (with one thread). Memory bandwidth, measured on the spot,
-and the bytes of weights give the floor of a decode step.
+Prints a table: for each shape, the median wall time of a step with each kind of kernels, and the least processor time
+of the computing thread (with one thread), which other programs disturb less. The memory bandwidth, measured in the same
+run, and the size of the weights give the lower bound of a decode step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How often bf16 output changes with batching, and how near a tie it was when it did.
+"""How often bf16 output changes with batching, and how near a tie the logits were where it changed.
 
     python benchmarks/exactness.py                       the built-in model, bf16, 100 completions of 128 tokens
-    python benchmarks/exactness.py --exact               float32 in exact mode: nothing may change
+    python benchmarks/exactness.py --exact               float32 in exact mode: no output may change
 
-Each completion is computed alone and whole first; then again in batches, in chunks, and with KV made by the other kind
-of row. Where a run first differs from the reference, both saw nearly the same logits, so the two best noised logits
-must have been close: a gap of 0.5 or more is a bug and makes this program fail. With top_p there is a second way to
-differ: a token at the edge of the kept mass is a candidate in one run and not in the other; such places are counted
-apart. Writes a report to `benchmarks/results/`.
+Each completion is first computed alone with its prompt in one row, then in batches, in chunks, and with KV from the
+other kind of row. Where a run first differs from the reference, both had nearly the same logits, so the two best noised
+logits must have been close: a gap of 0.5 or more is a bug and makes this program fail. With top_p there is a second
+cause: a token at the edge of the kept mass is a candidate in one run and not in the other; such places are counted
+separately. Writes a report to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Difference:
-    """First places where a variant differs from the reference: the larger of the two runs' gaps at each; `edges` is the
-    number of those at which one run's token was no candidate in the other."""
+    """First places where a variant differs from the reference. `gaps`: the larger of the two runs' gaps at each;
+    `edges`: the number of other places, at which one run's token was no candidate in the other."""
 
     identical: int
     gaps: list[float]

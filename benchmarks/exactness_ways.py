@@ -1,13 +1,13 @@
-"""The runs of tests/engine/test_exact_ways.py outside exact mode: how often an answer depends on how it is computed.
+"""The runs of tests/engine/test_exact_ways.py outside exact mode: how often an output depends on how it is computed.
 
     python benchmarks/exactness_ways.py                      the built-in pair in bf16, 200 requests in every way
     python benchmarks/exactness_ways.py --requests 40 --dtype float32
 
-Each request is answered alone first, then in every way: with a draft model, n-grams or none, 1, 4, 8 draft tokens or as
-many as pay, in a batch of 32, in chunks, from caches, preempted. Where an answer first differs from the one alone, the
-two best noised logits there must have been closer than 0.5 (they are computed again, in one row), or one of the two
-tokens was cut by top_k, top_p or min_p: such places are counted apart. A larger gap is a bug and makes this program
-fail. Writes a report to `benchmarks/results/`.
+Each request is first computed alone, then in every way: with a draft model, n-grams or no drafts; with 1, 4 or 8 draft
+tokens or as many as pay; in a batch of 32, in chunks, from caches, preempted. Where an output first differs from that
+of the run alone, the two best noised logits (recomputed in one row) must have been closer than 0.5, or one of the two
+tokens was cut by top_k, top_p or min_p: such places are counted separately. A larger gap is a bug and makes this
+program fail. Writes a report to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EOS = (1,)
 
 
 def gap(runner: Runner, request: GenerateRequest, output: tuple[int, ...], tokens: tuple[int, int]) -> float | None:
-    """Between the two best noised logits behind `output`; None when one of the two `tokens` is no candidate there."""
+    """The gap of the two best noised logits after `output`; None if one of the two `tokens` is no candidate there."""
     known = request.prompt + output
     blocks = tuple(range(runner.layout.blocks_for(len(known))))
     history = History(request.prompt, output, request.end_token_ids)

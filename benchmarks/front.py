@@ -1,22 +1,21 @@
-"""What a streamed token costs the coordinator, without a model: tokens per second and core, over open streams.
+"""The cost of a streamed token at the coordinator, without a model: tokens per second and core, by open streams.
 
     python benchmarks/front.py                        16 to 10,000 streams, at half load and at full load
-    python benchmarks/front.py --before DIR           another checkout beside it, by turns
+    python benchmarks/front.py --before DIR           also another checkout, in turns
     python benchmarks/front.py --profile FILE         the coordinator's own profile (cProfile) of the last size
 
-A real coordinator serves HTTP; a prefill worker and decode workers of `--streams-each` streams (64, the default of
-`--max-running`) are stubs that speak the real protocol in a process of their own: a prompt takes no time, every stream
-gets one token a step, `--tokens-per-s` in all, and decode workers take their steps in turn. Clients are a third
-process. What is counted between two instants in which all streams run are the tokens that reached clients and the
-coordinator's processor time (schedstat of its threads, by the kernel), which depends little on what else the machine
-does: `tokens/s per core` is their quotient. Where more tokens come than one core can send, readers lag and tokens are
-sent together. `added latency` is the time from a step's post by the stub to the token's arrival in the kernel's socket
-of its client (SO_TIMESTAMPNS), of one of 16 streams: how soon the client process then reads is not the coordinator's.
-The coordinator has the first core to itself, stubs and clients share the others, and stubs come first there: the
-kernel stamps arrivals whenever a client reads, and what a stub waited for one would be counted. `machine` is what the
-first core does when nothing runs on it but a loop: the share of time in which the loop stood still for over a
-millisecond, and the longest such pause, which no server on this machine can be without. Writes
-`benchmarks/results/front.md`.
+A real coordinator serves HTTP. A prefill worker and decode workers of `--streams-each` streams (64, the default of
+`--max-running`) are stubs that speak the real protocol in a separate process: a prompt takes no time, every stream gets
+one token per step, `--tokens-per-s` in total, and the decode workers step in turn. The clients are a third process.
+Counted between two instants at which all streams run are the tokens that reached clients and the processor time of the
+coordinator's threads (schedstat of the kernel), which depends little on other load: `tokens/s per core` is their
+quotient. If more tokens arrive than one core can send, readers lag and tokens are sent together. `added latency` is the
+time from the stub's post of a step to the token's arrival in the kernel's socket of its client (SO_TIMESTAMPNS), for
+one of 16 streams: the client process's own delay is not included. The coordinator has the first core to itself; stubs
+and clients share the others, where the stubs have priority: the kernel timestamps arrivals regardless of when a client
+reads, but a stub's wait for a core would count as latency. `machine` is measured with only a loop running on the first
+core: the share of time in which the loop paused for over a millisecond, and the longest such pause, which no server on
+this machine can avoid. Writes `benchmarks/results/front.md`.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ OUT = ROOT / "benchmarks" / "results" / "front.md"
 STREAMS = (16, 256, 2000, 10000)
 RATES = (10000.0, 40000.0)
 STREAMS_EACH = 64
-MOST_OPENED_UNDER_FULL_LOAD = 256  # to open more takes minutes there
-SAMPLED = 16  # of the streams, for latencies
+MOST_OPENED_UNDER_FULL_LOAD = 256  # opening more takes minutes at full load
+SAMPLED = 16  # one in so many streams, for latencies
 WARM_S, MEASURED_S, LAG_S, LIMIT_S = 8.0, 6.0, 1.0, 120.0
 PAUSES_S, PAUSE_S = 3.0, 1e-3
 TEXT = " the"  # one token, so that readers can count them
-MAX_TOKENS = 100_000  # and the number of the stream, by which its posts and arrivals are compared
+MAX_TOKENS = 100_000  # plus the number of the stream, by which its posts and arrivals are matched
 SO_TIMESTAMPNS = 35  # the option and its control message: a timespec
 
 
@@ -58,8 +57,8 @@ SO_TIMESTAMPNS = 35  # the option and its control message: a timespec
 
 
 async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
-    """A prefill worker and `decoders`, which take their steps in turn, until a session ends. Prints when the tokens of
-    the sampled streams were posted, once asked."""
+    """Runs a prefill worker and `decoders` decode workers, which take their steps in turn, until a session ends. At a
+    line on stdin, prints when the tokens of the sampled streams were posted, and exits."""
     from baton.core.commands import Abort, Join, Prefill, WorkerFacts
     from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
     from baton.core.request import SequenceId
@@ -87,7 +86,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
     class Stub:
         def __init__(self, role: str, number: int) -> None:
             self.name, self.role = f"{role}{number}", role
-            self.running: dict[SequenceId, list[int]] = {}  # the index of its next token, and how many it may have
+            self.running: dict[SequenceId, list[int]] = {}  # the index of the next token, and the token limit
             self.sampled: dict[SequenceId, list[float]] = {}
             self.step = 0
             self.session = WorkerSession(control, self)  # type: ignore[arg-type]
@@ -133,7 +132,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
                     posted[limit] = decode[target].sampled[sequence] = [time.time()]
 
         def compute(self) -> None:
-            """A step."""
+            """Runs a step."""
             self.step += 1
             ended = []
             tokens = []
@@ -169,8 +168,8 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
 
 
 async def clients(url: str, streams: int) -> None:
-    """Opens them, says so, and reports the tokens so far at each line on stdin; at the third, also when the tokens of
-    the sampled streams arrived, and ends."""
+    """Opens the streams and prints "open". At each of the first two lines on stdin prints the tokens so far; at the
+    third, when the tokens of the sampled streams arrived, and exits."""
     host, _, port = url.removeprefix("http://").partition(":")
     token = TEXT.encode()
     count = opened = 0
@@ -195,7 +194,7 @@ async def clients(url: str, streams: int) -> None:
             count += data.count(token)
 
     async def sampled(limit: int) -> None:
-        """One whose arrivals are timed by the kernel."""
+        """A stream whose arrivals the kernel timestamps."""
         nonlocal count, opened
         loop, times, ended = asyncio.get_running_loop(), arrived.setdefault(limit, []), asyncio.Event()
         sock = socket.socket()
@@ -257,7 +256,7 @@ def resident_mib(pid: int) -> float:
 
 
 def pauses(core: int) -> tuple[float, float]:
-    """The share of time for which a loop on `core` stands still, and its longest pause in seconds."""
+    """The share of time for which a loop on `core` is paused, and its longest pause in seconds."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     found = [0.0]
@@ -272,7 +271,7 @@ def pauses(core: int) -> tuple[float, float]:
 
 
 def model_directory(directory: Path) -> Path:
-    """The built-in target with room for streams that never end."""
+    """A copy of the built-in target whose context is long enough for endless streams."""
     from baton.model_source import builtin_directory
 
     made = directory / "model"
@@ -360,7 +359,7 @@ def measure(
             if len(marks) == 1:
                 time.sleep(MEASURED_S)
         memory = resident_mib(coordinator.pid)
-        time.sleep(LAG_S)  # the last tokens of the span arrive
+        time.sleep(LAG_S)  # until the last tokens of the span have arrived
         arrived, posted = asked(reader), asked(stub)
     (before, used_before), (after, used_after) = marks
     tokens, wall = after["tokens"] - before["tokens"], after["at"] - before["at"]
@@ -381,7 +380,7 @@ def measure(
 
 
 def asked(process: subprocess.Popen[str]) -> Any:
-    """The process's answer to a line."""
+    """Sends the process a line; returns its reply."""
     if process.stdin is None or process.stdout is None:
         raise SystemExit("no pipes")
     process.stdin.write("\n")

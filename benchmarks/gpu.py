@@ -1,21 +1,21 @@
-"""The first run on a GPU: eight stages, each a process with a limit of its own, in under 8 minutes.
+"""The first run on a GPU: eight stages, each a process with its own time limit, in under 8 minutes.
 
     python benchmarks/gpu.py [--stage N ...] [--out benchmarks/results/gpu.md] [--wheels DIR]
     python benchmarks/gpu.py --rehearse          every stage on the CPU: Gloo, Triton's interpreter, tiny shapes
-    python benchmarks/gpu.py --rehearse --quick  the same without what only repeats a part with another setting
+    python benchmarks/gpu.py --rehearse --quick  the same, without repeating a part with another setting
     python benchmarks/gpu.py --prepare DIR       downloads the wheels that a machine without network may lack
 
 1 environment     versions, devices, a compiler for Triton, missing modules by name
-2 kernels         every Triton kernel against its plain twin; attention timed alone
+2 kernels         every Triton kernel against its PyTorch equivalent; attention timed alone
 3 graphs          captured decode steps against launched ones: 200 replays while memory is allocated and freed
-4 edges           two processes: NCCL and IPC alone; 1 B to 64 MB; what a piece costs; a peer killed, stopped, aborted
+4 edges           two processes: NCCL and IPC alone; 1 B to 64 MB; the cost of a chunk; a peer killed, stopped, aborted
 5 engine          the engine's tests on the device (tests/gpu)
-6 8b              an 8 B shape with random weights against what the memory and the matrix units of the GPU allow
+6 8b              an 8 B shape with random weights against the limits of the GPU's memory and matrix units
 7 cluster         prefill and decode over NCCL: tokens, hand-over, ITL beside hand-overs, kill, stop, TP 2
-8 transformers    the same 8 B work by transformers
+8 transformers    the same 8 B work with transformers
 
-What a stage prints is shown as it comes and written to the report at once. A stage that fails or outlasts its limit
-ends alone, with its name. This file needs nothing but Python; it goes on with what is there.
+The output of a stage is shown as it arrives and written to the report immediately. A stage that fails or exceeds its
+limit is ended and named; the others still run. This file needs only Python and continues without missing modules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAULT = "BATON_GPU_FAULT"
 """For the script's own tests: `N:fail` or `N:hang` makes stage N do so."""
 _GRACE_S = 2.0
 
-# What a machine with torch, transformers and pytest may lack, or have in an older version.
+# Packages that a machine with torch, transformers and pytest may lack, or have in an older version.
 WHEELS = (
     "annotated-doc", "annotated-types", "click", "fastapi", "googleapis-common-protos", "grpcio",
     "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "h11", "httptools", "httpx", "httpcore", "anyio",
@@ -58,7 +58,7 @@ WHEELS_LIMIT = 60 << 20
 
 @dataclass(frozen=True)
 class Stage:
-    """`limit_s` and, in a rehearsal on two busy cores, `rehearsal_s`."""
+    """A stage ends after `limit_s`, or after `rehearsal_s` in a rehearsal on two busy cores."""
 
     number: int
     name: str
@@ -79,7 +79,7 @@ STAGES = (
 
 
 class Report:
-    """Shows every line at once and keeps the file complete at any moment."""
+    """Prints every line immediately and keeps the file complete at any moment."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -95,7 +95,7 @@ class Report:
 
 
 def run_stage(stage: Stage, report: Report, environment: dict[str, str], limit_s: float) -> str:
-    """`ok`, or why not."""
+    """Runs a stage; returns `ok`, or why it failed."""
     report.line(f"\n## {stage.number}. {stage.name}\n")
     started = time.monotonic()
     command = [sys.executable, "-u", str(ROOT / "benchmarks" / "gpu_stages.py"), stage.name]
@@ -112,7 +112,7 @@ def run_stage(stage: Stage, report: Report, environment: dict[str, str], limit_s
 
 
 def _follow(process: subprocess.Popen[bytes], report: Report, deadline: float) -> str:
-    """Passes on what the stage prints until it ends."""
+    """Copies the stage's output to the report until the stage ends; returns how it ended."""
     if process.stdout is None:
         return "it has no output"
     os.set_blocking(process.stdout.fileno(), False)
@@ -127,7 +127,7 @@ def _follow(process: subprocess.Popen[bytes], report: Report, deadline: float) -
                 *lines, left = (left + (read or b"")).split(b"\n")
                 for line in lines:
                     report.line(line.decode(errors="replace"))
-            elif process.poll() is not None:  # a process of the stage's own may still hold its output
+            elif process.poll() is not None:  # a process that the stage started may still hold the pipe
                 break
         else:
             return "timed out"
@@ -141,7 +141,7 @@ def _follow(process: subprocess.Popen[bytes], report: Report, deadline: float) -
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Nothing that a stage started outlives it, but for what made itself a session."""
+    """Ends every process that the stage started, except those that created their own session."""
     for sig in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, sig)
@@ -154,7 +154,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def commit() -> str:
-    """Where there is a repository; a copy of the tree on another machine may have none."""
+    """The commit, if there is a repository; a copy of the tree on another machine may have none."""
     try:
         ran = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     except OSError:
@@ -163,7 +163,7 @@ def commit() -> str:
 
 
 def install(wheels: Path, target: Path) -> str:
-    """Unpacks the wheels into `target`; what went wrong, or nothing."""
+    """Unpacks the wheels into `target`; returns the error, or an empty string."""
     files = sorted(map(str, wheels.glob("*.whl")))
     if not files:
         return f"{wheels} has no wheels"
@@ -189,7 +189,7 @@ def prepare(target: Path, python: str) -> None:
 
 
 def report_path(rehearse: bool, stages: list[int] | None) -> Path:
-    """Where the report goes: that of some stages is not put in the place of a whole one."""
+    """The path of the report: a report of some stages does not overwrite a complete one."""
     whole = REHEARSAL_OUT if rehearse else OUT
     return whole.with_stem("-".join([whole.stem, "stage", *map(str, sorted(stages))])) if stages else whole
 
@@ -214,7 +214,7 @@ def main() -> int:
         parser.error("--quick goes with --rehearse")
     if not 0 < arguments.limit_factor < math.inf:
         parser.error("--limit-factor is a positive number")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that a stage is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the stage is ended, too
     report = Report(arguments.out or report_path(arguments.rehearse, arguments.stage))
     shown = shlex.join(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])
     report.line(f"# {'A rehearsal on CPU of the first run' if arguments.rehearse else 'The first run'} on a GPU\n")
@@ -223,7 +223,7 @@ def main() -> int:
     report.line(f"Commit {commit()}, {when:%Y-%m-%d %H:%M} UTC, {machine}.\n")
     report.line(f"    python benchmarks/gpu.py {shown}".rstrip())
     environment = dict(os.environ)
-    # Kernels that one stage has compiled need not be compiled by the next, nor by the same stage when it is run again.
+    # Kernels compiled by one stage are reused by the next, and by the same stage when it is run again.
     environment.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".cache" / "baton" / "triton"))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.rehearse:

@@ -35,7 +35,7 @@ LIMIT_S, FREED_S = 20.0, 5.0
 
 
 def one_gpu() -> None:
-    """NCCL takes no two ranks of one host on one GPU; with a host id of its own each counts as another host."""
+    """NCCL refuses two ranks of one host on one GPU; with a host id of its own each rank counts as another host."""
     os.environ.update(
         NCCL_HOSTID=f"stage-{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
         NCCL_IB_DISABLE="1", NCCL_CUMEM_HOST_ENABLE="0",
@@ -63,7 +63,7 @@ def part() -> Part:
 
 
 class Peer:
-    """The decode side, in a process of its own; a JSON line for each command and each answer."""
+    """The decode side, in a process of its own; each command and each reply is a JSON line."""
 
     def __init__(self, kind: str, spec: EdgeSpec) -> None:
         where = [kind, spec.host, str(spec.port), spec.prefix]
@@ -137,7 +137,7 @@ def bytes_alone(pair: Pair, kind: str) -> None:
         times = []
         for _ in range(7):
             pair.peer.tell(op="recv", bytes=size)
-            pair.peer.answer()  # it is posted
+            pair.peer.answer()  # the receive is posted
             started = time.perf_counter()
             pair.edge.send(buf, LIMIT_S)
             times.append(time.perf_counter() - started)
@@ -147,7 +147,7 @@ def bytes_alone(pair: Pair, kind: str) -> None:
 
 
 async def piece(kind: str, store: EdgeStore, generation: int) -> None:
-    """What a hand-over does with it: packed, sent, checked, stored, all by the ends that workers use."""
+    """Hands a piece over: it is packed, sent, checked and stored by the ends that workers use."""
     prefix = edge_prefix(store.nonce, "p", 0, "d", 0, generation)
     spec = EdgeSpec(
         store.host, store.port, prefix, generation, "prefill", connect_timeout_s=LIMIT_S, device=str(device_of(kind))
@@ -185,7 +185,7 @@ async def piece(kind: str, store: EdgeStore, generation: int) -> None:
 
 
 def cost(kind: str, sections: int) -> str:
-    """Copies of the bytes and waits of a host, by the code (sections.py, nccl.py, ipc.py, gloo.py)."""
+    """The copies of the bytes and the host waits, according to the code (sections.py, nccl.py, ipc.py, gloo.py)."""
     if kind == "nccl":
         return (
             f"copies: packed and unpacked on the GPUs, none on a host; messages: {sections} sections and 1 with their"
@@ -201,7 +201,7 @@ def cost(kind: str, sections: int) -> str:
 
 
 def trouble(pair: Pair, kind: str, how: str) -> None:
-    """The peer never takes what is sent: it is dead, stopped, or this end is aborted."""
+    """Sends to a peer that never receives: it is killed or stopped, or this end is aborted."""
     buf = allocator(kind)(SIZES[-1], device_of(kind))
     limit_s = 1.0 if REHEARSAL else 2.0
     if how == "abort":
@@ -227,7 +227,7 @@ def pattern(size: int) -> torch.Tensor:
 
 
 def peer(kind: str, host: str, port: str, prefix: str) -> int:
-    """The other process."""
+    """Runs the decode side, in the other process."""
     one_gpu()
     return asyncio.run(_peer(kind, host, int(port), prefix))  # type: ignore[arg-type]
 
@@ -256,7 +256,7 @@ async def _peer(kind: str, host: str, port: int, prefix: str) -> int:
         try:
             if command["op"] == "recv":
                 buf = torch.zeros(command["bytes"], dtype=torch.uint8, device=device)
-                synchronize()  # the edge's stream does not follow this one
+                synchronize()  # the edge's stream does not wait for this one
                 await end.worker.recv(buf, LIMIT_S, on_posted=say)
                 say(equal=torch.equal(buf.cpu(), pattern(command["bytes"])))
             else:

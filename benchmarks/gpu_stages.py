@@ -1,5 +1,5 @@
-"""The stages of gpu.py, one a process: `python benchmarks/gpu_stages.py NAME`. A stage prints Markdown as it goes and
-exits with 0 when all of it held. With BATON_REHEARSE=1 it runs on the CPU, on tiny shapes."""
+"""The stages of gpu.py, one per process: `python benchmarks/gpu_stages.py NAME`. A stage prints Markdown as it runs and
+exits with 0 if all its checks passed. With BATON_REHEARSE=1 it runs on the CPU, on tiny shapes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ IMPORTS = ("baton.engine.runner", "prefill.worker", "decode.worker", "coordinato
 
 
 class Failed(Exception):
-    """What a stage asserts does not hold; the rest of the stage still runs where it can."""
+    """A check of a stage failed; the rest of the stage still runs where possible."""
 
 
 class Checks:
-    """Runs the parts of a stage one by one, so that one that fails costs itself."""
+    """Runs the parts of a stage one by one; a part that fails does not stop the others."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -267,7 +267,7 @@ def eight_b(checks: Checks) -> None:
         runner = load_runner(
             options, lambda stage, took: print(f"- load, stage {stage}: {took:.1f} s"), tensors=tensors
         )
-    ahead.fill_with_zeros(runner)  # memory that was never written may hold what is no number
+    ahead.fill_with_zeros(runner)  # memory that was never written may hold NaN
     weights = runner.parameter_bytes
     print(
         f"- {weights / 1e9:.1f} GB of weights and {runner.num_blocks} blocks in {time.perf_counter() - started:.1f} s"
@@ -383,7 +383,7 @@ async def beside_hand_overs(model: Path, kind: str) -> None:
             beside = await together()
             done.set()
             count, took_s = await asking
-            await client.idle(running)  # what was sent last is counted then
+            await client.idle(running)  # the last sends are counted by then
             sent = running.workers()["prefill-0"]["kv_bytes_sent"] - before
     p50, p99, p99_beside = percentile(sorted(alone), 50), percentile(sorted(alone), 99), percentile(sorted(beside), 99)
     print(
@@ -427,7 +427,7 @@ def transformers(checks: Checks) -> None:
 
 
 class RandomTensors:
-    """A checkpoint of random weights that are made where they are used; see checkpoint.Checkpoint."""
+    """A checkpoint of random weights that are generated on the device; see checkpoint.Checkpoint."""
 
     def __init__(self, config: Any, device: Any, dtype: Any) -> None:
         from types import SimpleNamespace
@@ -519,10 +519,10 @@ def matrix_rate() -> float:
 
 
 def pytest(path: str, named: str = "") -> None:
-    """Runs tests, or those `named` of them, without any plugin's help; unknown settings of pyproject.toml are passed
-    over."""
+    """Runs the tests of `path`, or those that match `named`, without plugins; unknown settings of pyproject.toml are
+    ignored."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
-    command += ["-p", "no:asyncio"]  # the machine may lack the plugin; the tests of tests/gpu do without
+    command += ["-p", "no:asyncio"]  # the machine may lack the plugin; the tests of tests/gpu do not need it
     process = subprocess.Popen(
         [*command, "-v", "--durations=8", "-m", "gpu", "-k", named, path],
         cwd=ROOT,
@@ -581,4 +581,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # as a worker ends: C++ threads of torch may abort a process that unwinds under them
+    os._exit(code)  # as a worker does: C++ threads of torch may abort a process during a normal exit

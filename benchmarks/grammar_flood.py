@@ -1,11 +1,11 @@
-"""What a small schema of one client waits while another floods the coordinator with large ones.
+"""How long small schemas of one client wait while another client floods the coordinator with large ones.
 
     python benchmarks/grammar_flood.py [--loops 12] [--properties 3000] [--seconds 60]
 
-The coordinator's compiler with its child processes and the built-in model's tokenizer, no front: `--loops` loops of
-ever new schemas of so many properties, and one loop of new schemas of one property, 0.2 s apart. First the small ones
-alone, then beside the flood of another API key, then both without keys, in one queue, as all were before turns. Prints
-what is in `benchmarks/results/grammar-flood.md`.
+Runs the coordinator's compiler with its child processes and the built-in model's tokenizer, without a front: `--loops`
+loops of always new schemas with `--properties` properties, and one loop of new schemas with one property, 0.2 s apart.
+The small schemas are measured alone, then beside the flood of another API key, then with neither client using a key, so
+that both share one queue, as before clients took turns. Prints the content of `benchmarks/results/grammar-flood.md`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NUMBERS = itertools.count()
 
 
 def schema(properties: int) -> Constraint:
-    """A new one."""
+    """A schema that was never used before."""
     number = next(_NUMBERS)
     names = {f"p{number}_{index}": {"type": "integer"} for index in range(properties)}
     return Constraint("json_schema", json.dumps({"type": "object", "properties": names}, separators=(",", ":")), "f")
 
 
 async def timed(compiler: GrammarCompiler, properties: int, client: str) -> float:
-    """Seconds until it is compiled; negative where it was refused."""
+    """Seconds until a new schema is compiled; negative if it was refused."""
     began = time.monotonic()
     try:
         await compiler.compile(schema(properties), client)
@@ -50,7 +50,7 @@ async def timed(compiler: GrammarCompiler, properties: int, client: str) -> floa
 
 async def measured(loops: int, properties: int, seconds: float, clients: tuple[str, str]) -> str:
     compiler = GrammarCompiler(builtin_directory("target"), 4096)
-    await timed(compiler, 1, "")  # the child is there
+    await timed(compiler, 1, "")  # the child has started
     large: list[float] = []
 
     async def flood() -> None:

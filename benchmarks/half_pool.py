@@ -1,12 +1,11 @@
-"""How long is a stream silent when the decode pool is half as big as its streams need?
+"""How long is a stream silent when the decode pool is half as large as its streams need?
 
     python benchmarks/half_pool.py [--streams 8 16 32] [--prompt 64] [--output 256] [--runs 3] [--clock cpu]
 
 The built-in target on one core, without draft tokens: the decode scheduler on a real engine, in one process. All
-streams begin at once with their prompts computed, first in a pool for all of them, then in half of it; the tokens must
-be the same. A silence is the time between two tokens of one stream. With `--clock cpu` time is the processor's, for
-scheduler, engine and figures alike: what a quiet machine's clock would say, whatever else runs on this one. Writes
-`benchmarks/results/half-pool.md`.
+streams start together with computed prompts, first in a pool that fits all of them, then in half of it; the tokens must
+be the same. A silence is the time between two tokens of one stream. With `--clock cpu`, scheduler, engine and figures
+all use processor time, which other load on the machine does not affect. Writes `benchmarks/results/half-pool.md`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def streams(count: int, prompt: int, output: int, vocab_size: int) -> list[Gener
 def run(
     runner: Runner, requests: list[GenerateRequest], costs: list[tuple[int, float]], blocks: int, clock: Clock
 ) -> Found:
-    """All requests at once in a pool of `blocks`."""
+    """Runs all requests at once in a pool of `blocks` blocks."""
     speculation = Speculation(model=StepModel(costs, budget_s=BUDGET_S, step_tokens=STEP_TOKENS))
     scheduler = DecodeScheduler(runner.layout, blocks, len(requests), speculation, prefix_cache=True)
     found, last_token_at = Found(), dict[str, float]()

@@ -1,13 +1,13 @@
-"""What the hand-over of KV costs: from the end of prefill compute to the first decode step, and in time to first token.
+"""The cost of a KV hand-over: from the end of prefill compute to the first decode step, and in time to first token.
 
     python benchmarks/handover.py                        prompts of 512, 2,048 and 8,192 tokens, five of each
     python benchmarks/handover.py --prompts 512 --times 9
 
-One prefill and one decode worker, 135 M shape, one core and thread each. The instants are those of the workers' own
-event logs. Prefill alone is the same prompt with `max_tokens` 1, which is handed to nobody; both kinds take turns. The
-bandwidth of the link is that of a bare edge between two processes on the same cores, with as many bytes as the
-last chunk has, measured after each request while the cluster rests; the median counts.
-Writes `benchmarks/results/handover.md`.
+One prefill and one decode worker, 135 M shape, one core and thread each. The times are those of the workers' event
+logs. Prefill alone is a prompt of the same length with `max_tokens` 1, which is not handed over; the two kinds
+alternate. The link bandwidth is that of a bare edge between two processes on the same cores, with as many bytes as the
+last chunk, measured after each request while the cluster is idle; the median is used. Writes
+`benchmarks/results/handover.md`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ edge.close()
 
 @dataclass(frozen=True)
 class Sample:
-    """One request, in seconds and bytes. `last` is its last chunk, which nothing can overlap; `early` whether the first
-    layers of the same tokens went before."""
+    """One request, in seconds and bytes. `last` is its last chunk, which nothing can overlap; `early`: whether the
+    first layers of the same tokens were sent before."""
 
     ttft_s: float
     alone_s: float
@@ -61,7 +61,7 @@ class Sample:
     bytes: int
     last_bytes: int
     early: bool
-    link: float = 0.0  # bytes per second of a bare edge, right after it
+    link: float = 0.0  # bytes per second of a bare edge, right after the request
 
 
 def bandwidth(num_bytes: int, cores: tuple[int, int], times: int = 12) -> float:
@@ -132,7 +132,7 @@ def measure(prompts: list[int], times: int) -> list[tuple[int, list[Sample]]]:
 
 
 def with_link(sample: Sample) -> Sample:
-    """What a link brings changes by a half within minutes, so each sample has its own."""
+    """Adds the bandwidth of the link, measured for each sample since it changes by half within minutes."""
     cores = sorted(os.sched_getaffinity(0))
     return replace(sample, link=bandwidth(sample.last_bytes, (cores[0], cores[-1])))
 

@@ -1,11 +1,11 @@
-"""What a worker that is idle checks between two requests: its event loop's time, by the number of KV blocks.
+"""The cost of the consistency check of an idle worker: its time on the event loop, by the number of KV blocks.
 
     python benchmarks/idle_check.py [--blocks 50000 1000000]
 
 A prefill and a decode scheduler without sequences, 80 % of their blocks cached. "Totals" is `check_idle()`, "every
-block" is `check()`, which tests run. Processor time of the thread, the median of 5. The coordinator's check has no
-blocks: it is measured with 1,000 workers. Prints what is in `benchmarks/results/idle-check.md`, where a column was
-added for the commit before `check_idle()`: there an idle worker ran `check()`.
+block" is `check()`, which tests run. Processor time of the thread, the median of 5. The coordinator's check covers no
+blocks: it is measured with 1,000 workers. Prints the content of `benchmarks/results/idle-check.md`, where a column was
+added for the commit before `check_idle()`, when an idle worker ran `check()`.
 """
 
 from __future__ import annotations

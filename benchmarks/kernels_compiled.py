@@ -1,10 +1,10 @@
-"""Compiles every Triton kernel in every variant that serving reaches, for GPUs that are not here, and says what each
-takes: registers, spills, shared memory.
+"""Compiles every Triton kernel in every variant that serving uses, for GPUs that this machine need not have, and
+reports the registers, spills and shared memory of each.
 
     python benchmarks/kernels_compiled.py [--arch 80 90 100] [--only NAME] [--out FILE]
 
-The code that launches kernels runs as in serving, on tensors of the CPU; Triton is shown a GPU and compiles instead
-of launching. So what is compiled is what would be: types, alignments, constants and all. With `--json` a line each.
+The code that launches kernels runs as in serving, on CPU tensors; Triton is given a GPU's driver and compiles instead
+of launching, with the types, alignments and constants of serving. `--json` prints one line per variant.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LONGEST = 131_072
 
 @dataclass(frozen=True)
 class Model:
-    """A rank's share of a model; `main` those whose kernels must not spill."""
+    """A rank's share of a model; `main`: its kernels must not spill."""
 
     name: str
     heads: int
@@ -96,13 +96,13 @@ MODELS = (
 
 
 class CompilingDriver:
-    """What Triton asks of a driver before it launches."""
+    """The part of a driver that Triton uses before it launches."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
 
     def get_current_device(self) -> int:
-        """A number for each GPU: compiled kernels are kept by it."""
+        """A number for each GPU, the key of its compiled kernels."""
         return int(self._target.arch)
 
     def set_current_device(self, device: int) -> None: ...
@@ -119,7 +119,7 @@ class CompilingDriver:
 
 @contextlib.contextmanager
 def compiling(arch: int, found: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Launches compile for `arch`; `found` gets each kernel and what was compiled, every time."""
+    """Makes launches compile for `arch`; calls `found` with the kernel and its compiled form at each launch."""
     launch = JITFunction.run
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
@@ -203,7 +203,7 @@ def transfer_calls(model: Model) -> None:
 
 
 def variants(model: Model, arch: int) -> list[Variant]:
-    """All that serving this model compiles."""
+    """All variants that serving this model compiles."""
     compiled: dict[str, tuple[Any, Any]] = {}
     with compiling(arch, lambda kernel, made: compiled.setdefault(made.metadata.hash, (kernel, made))):
         attention_calls(model, TritonAttention(model.config(), 16, model.dtype, CPU))
@@ -232,7 +232,7 @@ def describe(model: Model, arch: int, kernel: Any, made: Any) -> Variant:
 
 
 def assembled(ptx: str) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills (stores and loads), as ptxas says."""
+    """Registers of a thread, and bytes that it spills (stores and loads), as ptxas reports."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     target = re.search(r"\.target (sm_\w+)", ptx)
     if target is None:

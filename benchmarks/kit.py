@@ -1,4 +1,4 @@
-"""What benchmarks share: the machine they run on, clusters and servers that end with them, turns, reports."""
+"""Shared by benchmarks: the machine's description, clusters and servers that stop at exit, alternation, reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def machine() -> str:
-    """One line: processor, what of it matters to bf16, cores, memory."""
+    """One line: processor, cores, bf16 instructions, memory."""
     info = Path("/proc/cpuinfo").read_text()
     lines = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     fields = {name.strip(): value.strip() for name, value in lines.items()}
@@ -48,7 +48,7 @@ def commit(tree: Path = ROOT) -> str:
 
 
 def parser(doc: str | None, out: str = "") -> argparse.ArgumentParser:
-    """Shows the module's text; with `--out`, by default that file of benchmarks/results."""
+    """A parser that shows the module's text; with `out`, it has `--out`, by default that file of benchmarks/results."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if out:
         made.add_argument("--out", type=Path, default=RESULTS / out)
@@ -56,20 +56,20 @@ def parser(doc: str | None, out: str = "") -> argparse.ArgumentParser:
 
 
 def command_line() -> str:
-    """That of this process; of an absolute path only its name."""
+    """The command line of this process; absolute paths are reduced to their names."""
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """A Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def report(out: Path, title: str, *parts: str, about: str = "") -> None:
-    """Writes machine, commit, date, what there is to say `about` this run, its command line and the parts, each a
-    paragraph; and prints it."""
+    """Writes and prints a report: machine, commit, date, remarks `about` this run, its command line and the parts, each
+    a paragraph."""
     head = f"{machine()}. Commit {commit()}, {datetime.date.today()}. {about}".rstrip()
     text = "\n\n".join([f"# {title}", head, f"    {command_line()}", *parts]) + "\n"
     out.write_text(text, encoding="utf-8")
@@ -77,13 +77,13 @@ def report(out: Path, title: str, *parts: str, about: str = "") -> None:
 
 
 def by_turns(number: int, ways: Iterable[T]) -> list[T]:
-    """The ways in their order, and the other way round in every other turn: what drifts on the machine meets all."""
+    """The ways in order, reversed in every other turn, so that drift of the machine affects all of them."""
     return list(ways)[:: 1 if number % 2 == 0 else -1]
 
 
 @contextlib.contextmanager
 def checkpoint(shape: str) -> Iterator[Path]:
-    """Random weights of a shape of tools/make_checkpoint.py."""
+    """A checkpoint of random weights, in a shape of tools/make_checkpoint.py."""
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / shape
         subprocess.run([sys.executable, "tools/make_checkpoint.py", shape, str(made)], cwd=ROOT, check=True)
@@ -92,7 +92,7 @@ def checkpoint(shape: str) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`baton up` that is ready, and where its logs are."""
+    """A ready `baton up`, and the directory of its logs."""
 
     url: str
     run_dir: Path
@@ -100,12 +100,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(*flags: str, tree: Path = ROOT, environment: Mapping[str, str] | None = None) -> Iterator[Cluster]:
-    """A cluster of that checkout on free ports; it is ended at the end."""
+    """Runs a cluster of the checkout `tree` on free ports, until the context ends."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory) / "run"
         up = ["up", "--port", "0", "--grpc-port", "0", "--control-port", "0", "--run-dir", str(run_dir), *flags]
         here = {**os.environ, "PYTHONPATH": str(tree), **(environment or {})}
-        here.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed worker compiles nothing as it starts
+        here.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed worker compiles no bytecode as it starts
         process = subprocess.Popen([*BATON, *up], cwd=tree, stdout=subprocess.DEVNULL, env=here)
         try:
             yield Cluster(ready_url(process, run_dir / "cluster.json"), run_dir)
@@ -135,7 +135,7 @@ class Server:
         return self.target.base.removesuffix("/v1")
 
     def run(self, requests: Sequence[tuple[Target, Job]], clients: int) -> list[Record]:
-        """Sends them in a closed loop of so many clients; ends the benchmark where one fails."""
+        """Sends the requests in a closed loop of `clients` clients; ends the benchmark if one fails."""
         return self.good(asyncio.run(self._run(requests, clients)))
 
     async def _run(self, requests: Sequence[tuple[Target, Job]], clients: int) -> list[Record]:
@@ -165,8 +165,8 @@ def serving(
     ready: str = "/ready",
     tree: Path = ROOT,
 ) -> Iterator[Server]:
-    """Starts a server of that checkout on a free port, which is added to its command, and waits until it serves, as its
-    path `ready` tells."""
+    """Starts a server of the checkout `tree` on a free port, which is added to its command, and waits until its path
+    `ready` reports that it serves."""
     port = free_port()
     with log.open("wb") as output:
         process = subprocess.Popen(

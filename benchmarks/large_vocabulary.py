@@ -1,10 +1,10 @@
-"""What rows with long lists cost their neighbours: gaps of a plain stream beside requests that allow almost all of
-151,936 token ids.
+"""The effect of rows with long token-id lists on other streams: gaps of a plain stream beside requests that allow
+almost all of 151,936 token ids.
 
     python benchmarks/large_vocabulary.py [--rows 48] [--turns 3] [--tensor-parallel 1]
 
-A cluster with a checkpoint of that vocabulary and hardly any layers, so that what happens to logits is most of a step.
-In turns, the rows beside the stream are plain and carry `allowed_token_ids`; gaps are taken while all of them run.
+A cluster with a checkpoint of that vocabulary and only two layers, so that processing logits takes most of a step. In
+turns, the rows beside the stream are plain and carry `allowed_token_ids`; gaps are measured while all of them run.
 Writes `benchmarks/results/large-vocabulary.md`.
 """
 
@@ -83,7 +83,7 @@ async def until_running(client: httpx.AsyncClient, tasks: list[asyncio.Task[None
 
 
 def by_kind(url: str, rows: int, turns: int, extra: Mapping[str, dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """The gaps of each turn by kind of the rows beside the stream: `extra` in their bodies."""
+    """The gaps of each turn by kind of the rows beside the stream; `extra`: what each kind adds to their bodies."""
     found: dict[str, list[list[float]]] = {kind: [] for kind in extra}
     for turn in range(turns):
         for kind in by_turns(turn, extra):
@@ -93,7 +93,7 @@ def by_kind(url: str, rows: int, turns: int, extra: Mapping[str, dict[str, Any]]
 
 
 def ratio(before: list[list[float]], after: list[list[float]]) -> float:
-    """Of the medians, the median over turns."""
+    """The ratio of the medians of a turn; the median over turns."""
     return statistics.median(statistics.median(b) / statistics.median(a) for a, b in zip(before, after, strict=True))
 
 

@@ -1,12 +1,11 @@
-"""What more than 300 kinds of malformed requests, one behind the other, do to the streams of others: their gaps between
-tokens, with and without, by turns.
+"""The effect of over 300 kinds of malformed requests, sent one after another, on the streams of other clients: gaps
+between tokens, with and without them, in turns.
 
     python benchmarks/malformed.py            1 prefill and 1 decode worker, built-in model, 4 streams, 5 turns
 
-The requests are the table of the tests (`tests/support/bad_inputs.py`), from one connection after another: each kind
-once in a window, and again and again as fast as they are answered. Each has to get the status that the table says.
-Client, coordinator and workers share the cores.
-Writes `benchmarks/results/malformed.md`.
+The requests are the table of the tests (`tests/support/bad_inputs.py`), sent by one client, one at a time: each kind
+once per window, or repeatedly as fast as they are answered. Each reply must have the status in the table. Client,
+coordinator and workers share the cores. Writes `benchmarks/results/malformed.md`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ALONE, ONCE, ALWAYS = "alone", "each kind once", "as fast as they are answered"
 
 
 async def stream(http: httpx.AsyncClient, url: str, ended: asyncio.Event, gaps: list[float]) -> None:
-    """Honest streams, one after the other; a gap counts from the second event on."""
+    """Well-formed streams, one after the other; a gap counts from the second event on."""
     body = {"prompt": "def read_lines(path):", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     while not ended.is_set():
         async with http.stream("POST", url + "/v1/completions", json=body) as answer:
@@ -58,8 +57,8 @@ async def stream(http: httpx.AsyncClient, url: str, ended: asyncio.Event, gaps: 
 
 
 async def malformed(url: str, every_s: float, left_out: Sequence[str]) -> None:
-    """Until the end of its input, one each `every_s` at most. Prints how many were answered in a second, and those that
-    were not as the table says."""
+    """Sends malformed requests until its stdin closes, at most one each `every_s`. Prints the replies per second, and
+    those that differ from the table."""
     count, wrong, due = 0, set[str](), time.monotonic()
     begin = due
     reader, _ = await asyncio.get_running_loop().connect_read_pipe(asyncio.Protocol, sys.stdin)
@@ -86,14 +85,14 @@ async def send(http: httpx.AsyncClient, url: str, row: Bad) -> int:
 
 
 async def too_small(url: str) -> set[str]:
-    """Rows that are refused for the length or vocabulary of the tests' model and fit this one, and what cannot be
-    sent: the report names them."""
+    """Rows that this model accepts, since they exceed only the length or vocabulary of the tests' model, and rows that
+    cannot be sent: the report names them."""
     async with httpx.AsyncClient(timeout=60) as http:
         return {row.id for row in TABLE if await send(http, url, row) in (0, 200)}
 
 
 async def window(url: str, streams: int) -> list[float]:
-    """Gaps of honest streams, after a second."""
+    """The gaps of well-formed streams, after a warm-up of a second."""
     ended, gaps = asyncio.Event(), list[float]()
     async with httpx.AsyncClient(timeout=60) as http:
         running = [asyncio.create_task(stream(http, url, ended, gaps)) for _ in range(streams)]

@@ -1,18 +1,18 @@
-"""What the death of one pair of workers does to the streams of the other: their gaps between tokens, before and after.
+"""The effect of the death of one pair of workers on the streams of the other: gaps between tokens, before and after.
 
     python benchmarks/neighbours.py                      2 prefill x 2 decode workers, built-in model, five turns
     python benchmarks/neighbours.py --runs 3 --streams 4 --window-s 8      a slow processor
-    python benchmarks/neighbours.py --only "prefill worker" --before DIR     another checkout beside it, by turns
+    python benchmarks/neighbours.py --only "prefill worker" --before DIR     also another checkout, in turns
 
-Streams run on both pairs, and a long prompt arrives. An instant later the decode worker of one pair gets SIGKILL, in
-another run its prefill worker, which computes that prompt, in a third nobody. Compared is the 99th percentile of the
-gaps of the streams on the other decode worker in the seconds after that instant, with that of the same seconds of the
-same turn's run in which nobody died: work and length of streams are alike there, while the seconds before that instant,
-printed too, have shorter streams and no prompt (decision 0045). The lease of the dead worker, and the start of the one
-in its place, fall into these seconds. Processor time is that of the dead worker's restart, agent and rank, until the
-window ends: it depends less on what else the machine does. Every run has a cluster of its own, since a supervisor waits
-longer before each restart. The kinds take turns, and who comes first changes with the turn.
-Writes `benchmarks/results/neighbours.md`.
+Streams run on both pairs, and a long prompt arrives. Shortly afterwards the decode worker of one pair gets SIGKILL; in
+another run its prefill worker, which computes that prompt; in a third run, the control, no worker. The figure is the
+99th percentile of the gaps of the streams on the other decode worker in the seconds after that instant, compared with
+the same seconds of the control run of the same turn, in which work and stream lengths are equal. The seconds before
+that instant, printed too, have shorter streams and no prompt (decision 0045). The window includes the expiry of the
+dead worker's lease and the start of its replacement. Processor time is that of the dead worker's restart, agent and
+rank, until the window ends: it depends less on other load. Every run has its own cluster, since a supervisor waits
+longer before each restart. The kinds alternate, in an order that changes with the turn. Writes
+`benchmarks/results/neighbours.md`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WARM_S, CUT_AFTER_S = 2.0, 0.05
 
 @dataclass
 class Stream:
-    """When its events came, on the clock of the workers' event logs; `error` is how it ended, if badly."""
+    """A stream: when its events arrived, on the clock of the workers' event logs; `error`: why it failed, if it did."""
 
     name: str
     at: list[float] = field(default_factory=list)
@@ -59,8 +59,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Run:
-    """p99 in seconds and how many gaps it is of, before and after; `longest_s` is the longest gap after; `back`: the
-    restart was ready when the window ended, having taken `cost_s` of a processor."""
+    """p99 in seconds and the number of gaps, before and after; `longest_s` is the longest gap after; `back`: the
+    restarted worker was ready when the window ended, having used `cost_s` of processor time."""
 
     before_s: float
     after_s: float
@@ -89,7 +89,7 @@ async def read(client: httpx.AsyncClient, stream: Stream, seed: int, length: int
 
 
 def processor_s(pid: int) -> tuple[int, float]:
-    """Who started a process, and the processor time it has taken; (0, 0) for one that is gone."""
+    """The parent of a process, and the processor time that the process has used; (0, 0) if it has ended."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -102,7 +102,7 @@ def routes(events: Path) -> dict[str, set[str]]:
     for log in events.glob("prefill-*.events.jsonl"):
         for event in map(json.loads, (line for line in log.read_text().splitlines() if line.endswith("}"))):
             if event["kind"] == "offer":
-                name = event["sequence"][0].partition("-")[0]  # behind it the coordinator puts what makes it unique
+                name = event["sequence"][0].partition("-")[0]  # the coordinator appends a unique suffix
                 found.setdefault(name, set()).update((log.name.partition(".")[0], event["to"]))
     return found
 
@@ -116,13 +116,13 @@ async def one(url: str, events: Path, victim: str, streams: int, window_s: float
         made, tasks = [Stream(f"s{n}") for n in range(2 * streams)], []
         for number, stream in enumerate(made):
             tasks.append(asyncio.create_task(read(client, stream, number)))
-            while len(stream.at) < 2:  # one after the other: each has its pair before the next arrives
+            while len(stream.at) < 2:  # one by one: each stream has its pair before the next arrives
                 await asyncio.sleep(0.02)
         await asyncio.sleep(WARM_S + window_s)
         known, went = await workers(), routes(events)
         survivors = [s for s in made if "decode-1" in went[s.name]]
         tasks.append(asyncio.create_task(read(client, Stream("cut"), 0, CUT_TOKENS)))
-        await asyncio.sleep(CUT_AFTER_S)  # so that prefill-0 has work in hand: idle prefill workers are taken in order
+        await asyncio.sleep(CUT_AFTER_S)  # so that prefill-0 is busy: idle prefill workers are chosen in order
         struck, agent, agent_s = time.monotonic(), 0, 0.0
         if victim:
             agent, _ = processor_s(int(known[victim]["pids"][0]))
@@ -147,7 +147,7 @@ async def one(url: str, events: Path, victim: str, streams: int, window_s: float
 
 
 def measure(kind: str, streams: int, window_s: float, tree: Path = ROOT) -> Run:
-    """Starts a cluster of that checkout, measures once, ends it."""
+    """Starts a cluster of the checkout `tree`, measures once, ends it."""
     with tempfile.TemporaryDirectory() as events:
         flags = ("--prefill", "2", "--decode", "2", "--draft", "none")
         with cluster(*flags, tree=tree, environment={"BATON_EVENT_LOG_DIR": events}) as running:
@@ -155,7 +155,7 @@ def measure(kind: str, streams: int, window_s: float, tree: Path = ROOT) -> Run:
 
 
 def rows(results: dict[str, dict[str, list[Run]]]) -> Iterator[list[str]]:
-    """One row for each kind of each tree: `results[tree][kind]`, a run a turn."""
+    """One row for each kind of each tree: `results[tree][kind]` has one run for each turn."""
     for which, kinds in results.items():
         for kind, runs in kinds.items():
             before, after, longest = (

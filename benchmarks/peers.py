@@ -1,13 +1,13 @@
-"""Baton beside vLLM's CPU build, or beside an earlier commit: the same work on the same cores, in turns, as ratios.
+"""Baton against vLLM's CPU build, or against an earlier commit: the same work on the same cores, in turns, as ratios.
 
     python benchmarks/peers_install.py /somewhere/vllm
     python benchmarks/peers.py --vllm /somewhere/vllm [--pairs 5] [--only single eight long] [--vllm-dtype float32]
     python benchmarks/peers.py --before CHECKOUT      into benchmarks/results/peers-before.md
 
-Both servers are up, one of them idle while the other is measured; each pair measures one and then the other, in an
-order that alternates. A ratio is Baton / the other within a pair; the table has the median over pairs. vLLM computes
-with two threads on both cores; Baton's prefill worker has one core, its decode worker the other. On a processor without
-AVX-512 vLLM computes bf16 by generic code: there its best is `--vllm-dtype float32`. Writes
+Both servers run, one of them idle while the other is measured; each pair measures one and then the other, in an order
+that alternates. A ratio is Baton / the other within a pair; the table has the median over pairs. vLLM computes with two
+threads on both cores; Baton's prefill worker has one core, its decode worker the other. On a processor without AVX-512
+vLLM computes bf16 with generic code: its best setting there is `--vllm-dtype float32`. Writes
 `benchmarks/results/peers-vllm.md`.
 
     single   1 client, 512 tokens in, 64 out: TTFT p50, TPOT p50
@@ -59,7 +59,7 @@ class Plan:
 
 
 class Peer:
-    """A server under test, its load numbered so that no prompt ever comes twice."""
+    """A server under test, its load numbered so that no prompt repeats."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -91,7 +91,7 @@ class Peer:
         }
 
     async def _streams(self, duration_s: float, long_every_s: float | None) -> Figures:
-        """4 endless streams, each of short requests one after the other; long prompts beside them by the clock."""
+        """4 streams of short requests, each sent after the other, with long prompts beside them at fixed times."""
         load, longs, target = self.load(128, 256), self.load(4096, 4), self.server.target
         records: list[Record] = []
         waits: list[Record] = []
@@ -112,7 +112,7 @@ class Peer:
             await asyncio.gather(
                 *(stream(first) for first in range(4)), *(arrive(n, long_every_s or 0.0) for n in range(arrivals))
             )
-        # Only what ran while long prompts came: the last requests of a stream may end after the last of them.
+        # All requests of the streams, the last of which may end after the last long prompt.
         found = numbers(self.server.good(records))
         figures = {"ITL p99 ms": found.itl.p99 * 1e3, "TPOT p50 ms": found.tpot.p50 * 1e3}
         if waits:
@@ -121,7 +121,7 @@ class Peer:
 
 
 def parts(pairs: dict[str, list[tuple[Figures, Figures]]], other: str) -> list[str]:
-    """The medians of both sides and of the ratios, beside vLLM with the bars that issue and design set."""
+    """The medians of both sides and of the ratios; beside vLLM also the bars that issue and design set."""
     rows = []
     for work, runs in pairs.items():
         for figure in runs[0][0]:

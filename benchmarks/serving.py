@@ -1,4 +1,4 @@
-"""`baton up` and `baton bench` on one shape after the other, into one report.
+"""Runs `baton up` and `baton bench` on one shape after the other and writes one report.
 
     python benchmarks/serving.py                         the built-in model and the 135 M shape, 8 clients each
     python benchmarks/serving.py --clients 1 8 --only builtin

@@ -1,12 +1,12 @@
-"""What time gives away: of an API key that is nearly right, and of another tenant's prompts.
+"""What response times reveal: about an API key that is nearly right, and about another tenant's prompts.
 
     python benchmarks/side_channels.py [--keys 100000] [--trials 1000]
 
-Keys: how long one is checked that is wrong in its first character, and one that is wrong in its last, by turns in
-random order; Welch's t over all samples (below 4.5 nothing is to be seen). Prefixes: a tenant's prompt of 8, 64 or 512
-tokens is computed, and then asked for with another end, beside one of that length that nobody has asked for; AUC is the
-share of pairs in which the known one came sooner (0.5: nothing to be seen). Another tenant asks, and, to show that the
-cache can be seen at all, the same one. Prompts are of random ids, for the built-in model. Writes
+Keys: the time to check a key that is wrong in its first character, and one that is wrong in its last, in random order;
+Welch's t over all samples (below 4.5: no detectable difference). Prefixes: a tenant's prompt of 8, 64 or 512 tokens is
+computed; then the same prefix with another end is requested, beside a new one of that length. AUC is the share of pairs
+in which the known one was answered sooner (0.5: no detectable difference). The requests come from another tenant and,
+to show that the cache is detectable at all, from the same one. Prompts are random ids, for the built-in model. Writes
 `benchmarks/results/side-channels.md`.
 """
 
@@ -32,7 +32,7 @@ from coordinator.api_keys import ApiKeys, read_api_keys
 MAX_T, MOST_AUC, LEAST_AUC = 4.5, 0.55, 0.9
 KEYS = {"a": "sk-a-0123456789abcdef", "b": "sk-b-0123456789abcdef"}
 LENGTHS = (8, 64, 512)
-END = 8  # tokens behind each prefix
+END = 8  # tokens after each prefix
 IDS = range(300, 4000)
 
 
@@ -48,7 +48,7 @@ def key_times(keys: ApiKeys, samples: int) -> tuple[list[int], list[int]]:
     times: tuple[list[int], list[int]] = ([], [])
     draw = random.Random(0)
     for _ in range(2 * samples):
-        which, other = draw.random() < 0.5, draw.choice(others)  # two strings alone would differ by where they lie
+        which, other = draw.random() < 0.5, draw.choice(others)  # two fixed strings would differ by their addresses
         header = "Bearer " + (right[:-1] + other if which else other + right[1:])
         began = time.perf_counter_ns()
         try:
@@ -59,7 +59,7 @@ def key_times(keys: ApiKeys, samples: int) -> tuple[list[int], list[int]]:
 
 
 def auc(known: Sequence[float], fresh: Sequence[float]) -> float:
-    """The share of pairs, one of each, in which the known prefix came sooner."""
+    """The share of pairs, one of each, in which the known prefix was answered sooner."""
     both = sorted([(t, 1) for t in known] + [(t, 0) for t in fresh])
     sooner, seen = 0, 0
     for _, is_known in both:
@@ -69,14 +69,14 @@ def auc(known: Sequence[float], fresh: Sequence[float]) -> float:
 
 
 class Prober:
-    """Asks for one token with a key, over one connection."""
+    """Requests one token with a key, over one connection."""
 
     def __init__(self, url: str, key: str) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60.0)
         self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
 
     def seconds(self, prompt: Sequence[int]) -> float:
-        """How long the answer takes."""
+        """The seconds that the answer takes."""
         body = json.dumps({"model": "builtin", "prompt": list(prompt), "max_tokens": 1})
         began = time.perf_counter()
         self._connection.request("POST", "/v1/completions", body, self._headers)
@@ -89,7 +89,7 @@ class Prober:
 
 
 def probe(url: str, owner_key: str, key: str, length: int, trials: int) -> float:
-    """The AUC of `trials` prefixes of one key, as another one, or the same, finds them."""
+    """The AUC of `trials` prefixes that `owner_key` has cached, as measured with `key`, another one or the same."""
     owner, asks = Prober(url, owner_key), Prober(url, key)
     draw = random.Random(length)
     known, fresh = list[float](), list[float]()
@@ -121,7 +121,7 @@ def main() -> int:
         with cluster("--model", "builtin", "--draft", "none", "--api-key-file", str(file)) as running:
             url, (a, b), trials = running.url, KEYS.values(), arguments.trials
             for length in LENGTHS:
-                probe(url, a, b, length, 20)  # warm
+                probe(url, a, b, length, 20)  # warm-up
             found = [(n, probe(url, a, b, n, trials), probe(url, a, a, n, trials)) for n in LENGTHS]
     shown = [*medians, f"{t:+.2f}", _yes(abs(t) < MAX_T)]
     keys = table(("first character wrong", "last wrong", "t", f"below {MAX_T}"), [shown])

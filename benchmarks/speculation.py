@@ -1,19 +1,19 @@
-"""What speculation gains: tokens of one or more clients with and without draft tokens, in turns on one machine.
+"""The gain of speculation: decode time of one or more clients with and without draft tokens, in turns on one machine.
 
     python benchmarks/speculation.py                                     the built-in pair, bf16
     python benchmarks/speculation.py --model DIR --draft DIR --force-acceptance 0.8
 
-Measures decode alone: scheduler and engine step by step, prompts computed beforehand, no links and no event loop. Runs
+Measures decode alone: scheduler and engine step by step, with precomputed prompts, no links and no event loop. Runs
 with and without draft tokens alternate; figures are medians of the compute thread's own processor time, which other
-processes on the machine disturb less than the clock. Writes a report to `benchmarks/results/`.
+processes on the machine disturb less than wall time. Writes a report to `benchmarks/results/`.
 
-Beside what is gained stands what could be: the ideal is the largest (1 + p + ... + p^k) * step without draft tokens /
-step with k. In each pair the same requests also run with a fixed number of draft tokens, for each k in turn. These runs
-give the cost of a step with k draft tokens for every row, whatever became of them (mean over steps in which all clients
-took part and no prompt was filled into the draft; a ratio to plain steps of the same pair, median over pairs): nothing
-of it is what the policy believes. p is right draft tokens / draft tokens whose turn came, in all runs of a line that
-draft; with forced acceptance it is the rate that was forced. What the draft's prompts cost is in the gain and not in
-the ideal. "Best fixed" is what the best of those k gained as a whole run, prompts and all, known afterwards.
+The gain is compared with the ideal: the largest (1 + p + ... + p^k) * step without draft tokens / step with k. In each
+pair the same requests also run with a fixed number of draft tokens, for each k in turn. These runs give the cost of a
+step with k draft tokens for every row, accepted or not (mean over steps in which all clients took part and no prompt
+was filled into the draft; a ratio to plain steps of the same pair, median over pairs), independent of the policy's
+estimates. p is accepted draft tokens / draft tokens that followed only accepted ones, in all runs of a line that draft;
+with forced acceptance it is the forced rate. The cost of the draft's prompts is part of the gain but not of the ideal.
+"Best fixed" is the gain of the best of those k over a whole run, prompts included, chosen afterwards.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "T = 0.8": SamplingParam
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run, in processor time: milliseconds per token and stream, and per step that drafted `length` tokens for
-    every client and filled no draft (nan where `length` says nothing). Draft tokens right, draft tokens made, and how
-    often one whose turn came was wrong."""
+    """One run, in processor time: milliseconds per token and stream, and per step that drafted `length` tokens for
+    every client and filled no draft (nan without such a step); draft tokens accepted and made, and how often one that
+    followed only accepted ones was wrong."""
 
     tpot_ms: float
     step_ms: float
@@ -66,7 +66,7 @@ class Timing:
 
 @dataclass
 class Pair:
-    """The same requests in every way: without draft tokens, as the policy draft tokens, and with k for each k."""
+    """The same requests in every way: without draft tokens, with as many as the policy chooses, and with each k."""
 
     plain: Timing
     num_drafted: Timing
@@ -84,7 +84,7 @@ def measure(
     requests: Sequence[GenerateRequest],
     length: int = -1,
 ) -> Timing:
-    """Decodes all requests in one batch. Tokens per second and stream count from the first step to the last."""
+    """Decodes all requests in one batch. The time per token counts from the first step to the last."""
     scheduler = DecodeScheduler(runner.layout, runner.num_blocks, len(requests), speculation)
     for request in requests:
         try:
@@ -127,7 +127,7 @@ def measure_pair(
     requests: Sequence[GenerateRequest],
     lengths: Sequence[int],
 ) -> Pair:
-    """Every way once, by turns."""
+    """Runs every way once, one after the other."""
     plain = measure(runner, Speculation(), SpeculativeEngine(runner, None), requests, 0)
     num_drafted = measure(runner, guessing, engine, requests)
     fixed: dict[int, Timing] = {}
@@ -137,14 +137,14 @@ def measure_pair(
             drafts = ModelDrafts(drafts.layout, drafts.blocks.num_blocks, drafts.max_positions)
         elif drafts is not None:
             drafts = NgramDrafts()
-        # With a price model of its own: what is chosen by the policy must not have learned from these runs.
+        # With a price model of its own: the policy must not learn from these runs.
         always = Speculation(drafts, fixed_length=length, forced_rate=guessing.forced_rate)
         fixed[length] = measure(runner, always, engine, requests, length)
     return Pair(plain, num_drafted, fixed)
 
 
 def cells(name: str, clients: int, pairs: Sequence[Pair], forced_rate: float | None) -> tuple[list[str], list[str]]:
-    """A line of what was gained and what could be, and one of what steps cost."""
+    """A row of the gains, measured and ideal, and a row of the costs of steps."""
     gains = sorted(pair.gain for pair in pairs)
     runs = [run for pair in pairs for run in (pair.num_drafted, *pair.fixed.values())]
     rate = acceptance_rate(sum(run.accepted for run in runs), sum(run.wrong for run in runs))

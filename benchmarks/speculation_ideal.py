@@ -1,4 +1,4 @@
-"""What drafting could gain at best, from what was measured: pure. `speculation.py` compares what it gains with that."""
+"""The best possible gain of drafting, from measured values: pure. `speculation.py` compares the actual gain with it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 
 def acceptance_rate(accepted: int, wrong: int) -> float:
-    """p: how likely a draft token is right whose turn comes, when `accepted` were right and one was wrong `wrong`
-    times. Draft tokens behind a wrong one say nothing. 0.0 where nothing was seen."""
+    """p: the probability that a draft token after only accepted ones is right, when `accepted` such tokens were right
+    and `wrong` were not. Draft tokens after a wrong one do not count. 0.0 without any."""
     seen = accepted + wrong
     return accepted / seen if seen else 0.0
 
 
 def ideal_gain(rate: float, plain_s: float, step_s: Mapping[int, float]) -> tuple[float, int]:
-    """The gain of the best fixed number of draft tokens k, and that k: a step with k draft tokens for each row makes
-    1 + p + ... + p^k tokens of each in `step_s[k]` seconds, one without any makes one in `plain_s`.
+    """The gain of the best fixed number of draft tokens k, and that k: a step with k draft tokens for each row
+    generates 1 + p + ... + p^k tokens of each in `step_s[k]` seconds, a step without any generates one in `plain_s`.
 
-    No draft tokens are a choice as well, so this is never under 1. The right number is known from the first step on,
-    and the draft's prompt costs nothing: a policy that looks at no more than p and prices cannot gain more.
+    k = 0 is a choice as well, so the gain is never below 1. The best k is known from the first step on, and the draft's
+    prompt costs nothing: a policy that uses only p and prices cannot gain more.
 
     Raises:
         ValueError: `rate` is no probability, or a time is not positive.

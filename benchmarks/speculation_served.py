@@ -1,11 +1,11 @@
-"""What speculation gains as a client sees it: `baton up` beside `baton up --draft none`, in turns on one machine.
+"""The gain of speculation as a client sees it: `baton up` against `baton up --draft none`, in turns on one machine.
 
     python benchmarks/speculation_served.py                              the built-in pair
     python benchmarks/speculation_served.py --model DIR --draft DIR --force-acceptance 0.8 --works one
 
-Both clusters are up, one of them idle while the other is measured, each with a core for prefill and one for decode. A
-pair runs the same requests on both, in an order that alternates; the table has medians over pairs. TPOT is what
-arrives: steps, frames between the tiers, the coordinator and HTTP are in it. Writes
+Both clusters run, one of them idle while the other is measured, each with one core for prefill and one for decode. A
+pair runs the same requests on both, in an order that alternates; the table has medians over pairs. TPOT is measured at
+the client: it includes steps, frames between the tiers, the coordinator and HTTP. Writes
 `benchmarks/results/speculation-served.md`.
 
     one     1 client, greedy and T = 0.8
@@ -50,7 +50,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: `first` is what should be faster or no slower, and its gain is second / first in TPOT."""
+    """`first` should be faster or no slower; its gain is second / first in TPOT, first / second in tokens/s."""
 
     name: str
     first: list[Found]
@@ -90,7 +90,7 @@ class Client:
 
 
 def counters(server: Server) -> dict[str, Any]:
-    """What the decode worker counted: draft tokens made and right, steps."""
+    """The decode worker's counters: draft tokens made and accepted, steps."""
     workers = httpx.get(f"{server.url}/workers", timeout=10.0).json()["workers"]
     (decode,) = (w for w in workers if w["role"] == "decode")
     return dict(decode["speculation"] or {})

@@ -1,12 +1,12 @@
-"""Where the wall time of a decode step goes: the model's forward pass, and all that is around it.
+"""Where the wall time of a decode step goes: the model's forward pass, and everything around it.
 
     python benchmarks/step_profile.py DIR [--clients 8] [--prompt 512] [--tokens 64] [--runs 5]
 
-A real decode worker without its links: its scheduler plans, its step thread computes, its events are written as the
-bytes that the coordinator would get (sent to nobody). A step lasts from one plan to the next. Parts of it: planning;
-waking the thread and the event loop again; making the batch, choosing tokens and log-probabilities; the model; taking
-in what came and writing events. Everything but the model is held against 15 % of a step. Medians over the steps of all
-runs. Writes `benchmarks/results/step-profile.md`.
+A real decode worker without its links: its scheduler plans, its step thread computes, and its events are serialized as
+for the coordinator, but not sent. A step lasts from one plan to the next. Its parts: planning; waking the thread and
+then the event loop; making the batch, choosing tokens and log-probabilities; the model; processing the outcome and
+serializing events. Everything but the model is compared with 15 % of a step. Medians over the steps of all runs. Writes
+`benchmarks/results/step-profile.md`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Parts:
 
 
 class Timed:
-    """A runner whose forward passes are timed: `model_s` is what the last one took."""
+    """A runner whose forward passes are timed: `model_s` is the time of the last one."""
 
     def __init__(self, runner: Runner) -> None:
         self.model_s = 0.0
@@ -78,7 +78,7 @@ class Timed:
 
 
 async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -> list[Parts]:
-    """Those in which all requests have a row."""
+    """The parts of each step in which all requests have a row."""
     facts = WorkerFacts("m", "c", runner.layout, runner.dtype_name, "0", False, runner.model_config.vocab_size, 4096)
     ends = LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1")
     worker = DecodeWorker(WorkerConfig(worker_id="decode-0", max_running=64), runner, facts, (1,), ends)
@@ -113,7 +113,7 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
 def measure(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -> str:
     timed, draw, rows = Timed(runner), random.Random(0), []
     parts: dict[str, list[Parts]] = {name: [] for name in SAMPLINGS}
-    for _ in range(runs):  # by turns: what a machine does changes
+    for _ in range(runs):  # by turns: the machine's load changes
         for name, sampling in SAMPLINGS.items():
             batch = [
                 GenerateRequest(

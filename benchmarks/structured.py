@@ -1,10 +1,10 @@
-"""What structured output costs: masks over 150,000 token ids one by one, and a step at batch 8.
+"""The cost of structured output: single masks over 150,000 token ids, and a step at batch 8.
 
     python benchmarks/structured.py [--rows 7] [--turns 5] [--shape 152k]
 
 First the masks of some grammars, each followed for 300 random tokens, with a vocabulary of 151,936 made-up words. Then
-a cluster with a checkpoint of that vocabulary: gaps of a plain stream beside rows that are plain, or have to match a
-JSON schema, in turns. Writes `benchmarks/results/structured.md`.
+a cluster with a checkpoint of that vocabulary: gaps of a plain stream beside rows that are plain or must match a JSON
+schema, in turns. Writes `benchmarks/results/structured.md`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GRAMMARS = {
 
 
 def masks(model: Path) -> list[str]:
-    """How long the tokenizer took, and a table: time of masks by grammar."""
+    """The loading time of the tokenizer, and a table of the times of masks by grammar."""
     began = time.perf_counter()
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     tokenizer = load_tokenizer(model, vocabulary)

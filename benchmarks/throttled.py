@@ -1,12 +1,12 @@
-"""One of two prefill workers is slowed down on purpose: what an operator sees of it, and how soon.
+"""Slows down one of two prefill workers: what an operator sees of it, and how soon.
 
     python benchmarks/throttled.py            2 prefill workers and 1 decode worker, built-in model
 
-Clients ask for a token behind prompts that nobody asked before. After a while prefill-0 runs for a quarter of the time
-only (SIGSTOP and SIGCONT, 25 ms in every 100). Shown before and after, over WINDOW_S each: `baton ps --watch`, the
-query of the dashboard's panel "Time of a step" over two scrapes, and the stage in the log's lines at the end of
-requests. Found means: at the throttled worker the number is at least twice that of the other
-worker, and was not before. Writes `benchmarks/results/throttled.md`.
+Clients send new random prompts and request 2 tokens each. After a while prefill-0 runs for only a quarter of the time
+(SIGSTOP and SIGCONT, 25 ms in every 100). Shown before and after, over WINDOW_S each: `baton ps --watch`, the query of
+the dashboard's panel "Time of a step" over two scrapes, and the prefill stage in the log lines of ended requests. Found
+means that the throttled worker's number is at least twice that of the other worker, and was not before. Writes
+`benchmarks/results/throttled.md`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LINE = re.compile(r"(prefill-\d) to decode-0; .*?prefill (\d+) ms")
 
 
 class Slowed:
-    """Processes that run for 25 ms in every 100, while this lasts."""
+    """While the context is open, the processes run for only 25 ms in every 100."""
 
     def __init__(self, pids: list[int]) -> None:
         self._pids, self._ended = pids, threading.Event()

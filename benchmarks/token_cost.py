@@ -1,15 +1,15 @@
-"""What a token costs outside of the engine: processor time and thread switches of every process on its way.
+"""The cost of a token outside the engine: processor time and thread switches of every process that handles it.
 
     python benchmarks/token_cost.py                        this checkout
-    python benchmarks/token_cost.py --before DIR           another checkout beside it, by turns
+    python benchmarks/token_cost.py --before DIR           also another checkout, in turns
 
-Clusters of the built-in model stand side by side, with and without speculation, one of each checkout; one is measured
-while the others are idle. Clients stream greedily over HTTP in a closed loop. Processor time is the kernel's count for
-every thread (/proc/PID/task/*/schedstat, nanoseconds), from before the first request to after the last, so it does not
-depend on what else the machine does, but for caches; prompts are short and prefill's share is shown apart. Of the
-decode worker the thread that computes (the engine: draft, target, sampler) is apart from the others (scheduling,
-frames, gRPC). A switch is a voluntary one: a thread that waited. TPOT is what the client saw: on a busy machine it is
-no figure of ours. Medians over runs. Writes `benchmarks/results/token-cost.md`.
+Clusters of the built-in model run side by side, with and without speculation, for each checkout; one is measured while
+the others are idle. Clients stream greedily over HTTP in a closed loop. Processor time is the kernel's count for every
+thread (/proc/PID/task/*/schedstat, nanoseconds), from before the first request to after the last; other load affects it
+only through caches. Prompts are short, and prefill's share is shown separately. The decode worker's computing thread
+(the engine: draft, target, sampler) is separate from its others (scheduling, frames, gRPC). A switch is a voluntary
+one: the thread waited. TPOT is that of the client; on a busy machine it means little. Medians over runs. Writes
+`benchmarks/results/token-cost.md`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Found:
 
 
 def threads_of(pids: dict[str, int]) -> Threads:
-    """What every thread of these processes has used."""
+    """The processor time and switches of every thread of these processes."""
     found: Threads = {}
     for name, pid in pids.items():
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -73,7 +73,7 @@ def threads_of(pids: dict[str, int]) -> Threads:
 
 
 def columns(before: Threads, after: Threads, pids: dict[str, int]) -> dict[str, Count]:
-    """The difference by column. Of decode's threads the one that computes is the busiest but the main one."""
+    """The difference by column. The computing thread of decode is its busiest thread besides the main one."""
     used = {key: Count(a.ns - b.ns, a.switches - b.switches) for key, a in after.items() if (b := before.get(key))}
     others = [key for key in used if key[0] == "decode" and key[1] != pids["decode"]]
     computes = max(others, key=lambda key: used[key].ns)

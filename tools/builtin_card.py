@@ -49,7 +49,7 @@ class Pair:
 
 
 def load_pair(folder: Path) -> Pair:
-    """The pair as it lies in the package, with the corpus of this interpreter."""
+    """The pair as shipped in the package, with the corpus of this interpreter."""
     tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
     corpus = load_corpus()
     return Pair(
@@ -69,7 +69,7 @@ def windows(documents: list[np.ndarray], length: int, limit: int) -> Tensor:
 
 
 def own_text(pair: Pair, temperature: float) -> tuple[Tensor, int]:
-    """What the target writes after the first 64 tokens of windows of held-out files, and where its own text begins."""
+    """The target's text after the first 64 tokens of windows of held-out files, and where its own text begins."""
     prompts = windows(pair.held_out, 448, 24)[:, :64]
     return generate(pair.target, prompts, 192, temperature, torch.Generator().manual_seed(3)), 63
 
@@ -88,7 +88,7 @@ def acceptance_rows(pair: Pair) -> list[tuple[str, Acceptance]]:
 
 
 def completion(pair: Pair, prompt: str, temperature: float, count: int = 96) -> str:
-    """What the target writes after a prompt, up to `<|end|>`."""
+    """The target's text after a prompt, up to `<|end|>`."""
     ids = torch.tensor([pair.tokenizer.encode(prompt, add_special_tokens=False).ids])
     out = generate(pair.target, ids, count, temperature, torch.Generator().manual_seed(11))
     return str(pair.tokenizer.decode(until_end(out[0, ids.shape[1] :].tolist())))
@@ -107,7 +107,7 @@ def samples(pair: Pair) -> str:
 
 
 def run_row(name: str, run: dict[str, Any]) -> str:
-    """One training as a table row, from what `keep_record` noted."""
+    """One training as a table row, from its record by `keep_record`."""
     speed = run["tokens"] / run["minutes"] / 60
     rates = f"{run['muon_lr']:g} / {run['adam_lr']:g}"
     shown = f"{run['steps']:,} | {run['tokens']:,} | {run['tokens_per_step']:,} | {run['minutes']:.0f} min"

@@ -127,7 +127,7 @@ def functions(text: str) -> Iterator[tuple[str, list[str], str, str]]:
 
 
 def request_for(name: str, arguments: list[str], doc: str, rng: random.Random) -> str:
-    """A user's words that the function's source would answer."""
+    """A user's request that the function's source answers."""
     listed = ", ".join(arguments)
     wanted = f" with arguments {listed}" if listed else ""
     asks = [
@@ -167,7 +167,7 @@ def conversations_and_snippets(corpus: Corpus, seed: int = 7) -> tuple[list[str]
 
 
 def encode_file(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """One document's tokens with both its marks. Marks that the text itself spells stay text."""
+    """One document's tokens between `<|bos|>` and `<|end|>`. Markers spelled in the text become special tokens."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     return np.array([BOS_ID, *ids, END_ID], dtype=np.int32)
 
@@ -195,11 +195,11 @@ class Batches:
         self.pieces = np.zeros((0, 0), dtype=np.int32)
 
     def state(self) -> tuple[int, int, int]:
-        """What `restore` needs to go on at the same place."""
+        """The state that `restore` needs to continue at the same place."""
         return self.epoch, self.cursor, self.length
 
     def restore(self, state: tuple[int, int, int]) -> None:
-        """Goes on where `state` was taken."""
+        """Continues where `state` was taken."""
         self.epoch, cursor, length = state
         self._cut(length)
         self.cursor = cursor

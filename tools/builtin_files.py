@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes what `AutoTokenizer.from_pretrained(folder)` needs."""
+    """Writes the files that `AutoTokenizer.from_pretrained(folder)` needs."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}

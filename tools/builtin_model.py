@@ -60,7 +60,7 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 class Past:
     """One layer's keys and values while sampling: first a whole prompt, then one token at a time.
 
-    `capacity` positions there is room for. Keys and values are [rows * KV heads, positions, head size].
+    There is room for `capacity` positions. Keys and values are [rows * KV heads, positions, head size].
     """
 
     def __init__(self, capacity: int) -> None:
@@ -184,7 +184,7 @@ class Llama(nn.Module):
                 nn.init.normal_(child.weight, std=0.02 / (2 * self.shape.num_hidden_layers) ** 0.5)
 
     def hidden(self, ids: Tensor, past: list[Past] | None = None, start: int = 0) -> Tensor:
-        """What the head reads at every position, in float32. With `past`, `ids` begin at position `start`."""
+        """The input of the head at every position, in float32. With `past`, `ids` begin at position `start`."""
         x = self.embed_tokens(ids)
         here = slice(start, start + ids.shape[1])
         cos, sin = self.get_buffer("cos")[here], self.get_buffer("sin")[here]

@@ -1,8 +1,8 @@
-"""The head and the loss of a draft that learns from kept distributions, with the gradient spelled out.
+"""The head and the loss of a draft that learns from kept distributions, with an explicit gradient.
 
-The vocabulary is the dearest part of a small model's training. So the logits of a few hundred positions at a time are
-turned in place into probabilities and then into the gradient, while they lie in the cache; nothing of the vocabulary's
-width is kept for a backward pass.
+The vocabulary is the most expensive part of training a small model. Therefore the logits of a few hundred positions at
+a time are turned in place into probabilities and then into the gradient, while they are in the cache; nothing of the
+vocabulary's width is kept for a backward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 256
-# Below these a probability counts as this much: logarithms and quotients stay finite.
+# Probabilities are clamped to at least these values, so that logarithms and quotients stay finite.
 LEAST, LEAST_REST = 1e-8, 1e-6
 
 
@@ -45,7 +45,7 @@ class TaughtHead(torch.autograd.Function):
     """Mean loss of hidden states [n, width] under a tied head [vocabulary, width] against kept distributions.
 
     (1 - share) times the divergence plus share * weight times the total variation distance, both between distributions
-    whose unkept tokens count as one. Backward gives the gradients that forward has already made.
+    whose unkept tokens count as one. Backward returns the gradients that forward has already computed.
     """
 
     @staticmethod

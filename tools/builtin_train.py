@@ -18,10 +18,10 @@ from builtin_taught import TaughtHead
 from builtin_written import LONG, TEMPERATURE, WRITTEN, TaughtBatches
 from torch import Tensor
 
-# (until this share of the run, tokens per sequence): short first because attention is dear, long at the end.
+# (until this share of the run, tokens per sequence): short first because attention is expensive, long at the end.
 TARGET_LENGTHS = [(0.30, 256), (0.86, 512), (0.97, 2048), (1.0, 4096)]
 DRAFT_LENGTHS = [(0.88, 512), (1.0, 4096)]
-# Long rows not last: what is served mostly, and that is short, has the last word.
+# Long rows do not come last: training ends on short rows, since mostly short contexts are served.
 TUNE_LENGTHS = [(0.7, WRITTEN), (0.8, LONG), (1.0, WRITTEN)]
 WARMUP = 0.02
 DECAY_FROM = 0.35
@@ -34,7 +34,7 @@ RECORDS = "trainings.json"
 
 @dataclass
 class Run:
-    """What a training is asked for, and how far it has come. `minutes` ends the schedule early on a slow machine."""
+    """The settings of a training, and its progress. `minutes` ends the schedule early on a slow machine."""
 
     steps: int
     minutes: float
@@ -54,7 +54,7 @@ class Run:
         return min(1.0, max(self.step / self.steps, by_time))
 
     def length(self) -> int:
-        """The present length of a training sequence."""
+        """The current length of a training sequence."""
         return next(length for until, length in self.lengths if self.progress() < until or until == 1.0)
 
     def rate(self) -> float:
@@ -135,7 +135,7 @@ def first_then(run: Run, share: float, first: Loss, then: Loss) -> Loss:
 
 
 def tensor_of(part: np.ndarray) -> Tensor:
-    """Integers of any width as int64, which is what indexes; other values as they are."""
+    """Integers of any width as int64, which indexing needs; other values unchanged."""
     return torch.from_numpy(part.astype(np.int64) if np.issubdtype(part.dtype, np.integer) else part)
 
 
@@ -165,7 +165,7 @@ def train(
     checkpoint: Path,
     name: str,
 ) -> None:
-    """Runs to the end of the schedule; goes on from `checkpoint` when it exists, and writes it every 200 steps."""
+    """Runs to the end of the schedule; resumes from `checkpoint` if it exists, and writes it every 200 steps."""
     optimiser = Optimiser(model, run.muon_lr, run.adam_lr)
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=False)
@@ -213,7 +213,7 @@ def train(
 
 
 def keep_record(folder: Path, name: str, run: Run, products: torch.dtype, batches: Source) -> None:
-    """Notes beside the weights how a stage went, for the card: not all stages run on one machine."""
+    """Records the run of a stage beside the weights, for the card: not all stages run on one machine."""
     path = folder / RECORDS
     records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     curve = {str(step): round(held, 3) for step, _, _, _, held in run.losses}

@@ -1,8 +1,8 @@
 """Text that the target writes for its draft to learn on, with the target's own distribution at every position.
 
-Each row is one context from its first position on, as a client's would be: a head of real text, then what the target
-makes of it. The distributions fall out of the writing, so they are kept: the likeliest tokens and their probabilities,
-from which the draft learns for many passes without the target being computed again.
+Each row is one context from its first position on, as a client's would be: a head of real text, then the target's
+continuation of it. Writing it computes the distributions, so they are kept: the likeliest tokens and their
+probabilities, from which the draft learns for many passes without computing the target again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Taught:
         return int(self.ids.shape[1])
 
     def save(self, path: Path) -> None:
-        """Writes the rows so that a file under `path` is always whole."""
+        """Writes the rows so that a file under `path` is always complete."""
         unfinished = path.with_suffix(".tmp.npz")
         np.savez(unfinished, ids=self.ids, likeliest=self.likeliest, probabilities=self.probabilities)
         unfinished.rename(path)
@@ -112,7 +112,7 @@ def heads_of(documents: list[np.ndarray], length: int, rows: int, rng: np.random
 def write(target: Llama, documents: list[np.ndarray], folder: Path, tokens: int, seed: int, rows: int = 256) -> None:
     """Fills `folder` with about `tokens` tokens in rows of WRITTEN, and a quarter as many of real text in rows of LONG.
 
-    Each file depends on the seed and its number alone, so a writing that was stopped goes on after its last file.
+    Each file depends on the seed and its number alone, so an interrupted run continues after its last file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(max(1, tokens // 4 // (16 * LONG))):
@@ -144,11 +144,11 @@ class TaughtBatches:
         self.order = np.zeros(0, dtype=np.int64)
 
     def state(self) -> tuple[int, int, int]:
-        """What `restore` needs to go on at the same place."""
+        """The state that `restore` needs to continue at the same place."""
         return self.epoch, self.cursor, self.length
 
     def restore(self, state: tuple[int, int, int]) -> None:
-        """Goes on where `state` was taken."""
+        """Continues where `state` was taken."""
         self.epoch, cursor, length = state
         self._shuffle(length)
         self.cursor = cursor

@@ -17,7 +17,7 @@ SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: queries by their legend. What it is for stands in its description."""
+    """One graph: its queries by legend. The description says what it is for."""
 
     title: str
     unit: str

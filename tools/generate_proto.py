@@ -1,4 +1,4 @@
-"""Generates baton/v1 from proto/. A test proves that what is committed is what this makes."""
+"""Generates baton/v1 from proto/. A test checks that the committed files equal its output."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python tools/make_checkpoint.py 135m /tmp/135m
 
-What the model writes is noise, but every id of it is text: behind the 269 entries of the small tokenizer the vocabulary
-is filled with words of two to four ASCII letters, so that a client that times text sees every token.
+The model generates noise, but every id decodes to text: after the 269 entries of the small tokenizer the vocabulary is
+filled with words of two to four ASCII letters, so that a client that times text receives every token.
 """
 
 from __future__ import annotations

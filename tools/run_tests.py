@@ -1,5 +1,5 @@
-"""`make test`: the suite on all cores, in as many processes as have cores to start a cluster on, at least three:
-two leave a quarter of two cores idle, since tests wait for processes and timeouts.
+"""`make test`: runs the suite on all cores, with one process for each CORES_EACH cores, enough to start a cluster on,
+and at least three: two leave a quarter of two cores idle, since tests wait for processes and timeouts.
 
 A file's tests stay in one process, in their order. Arguments go to pytest. `make test-long` runs its own the same way.
 """
@@ -24,8 +24,8 @@ def main() -> int:
 
 
 def run(arguments: list[str]) -> tuple[int, str]:
-    """pytest's exit code and what it printed, which is shown as it comes."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets it too, and ends in order
+    """Runs pytest and shows its output as it arrives; returns its exit code and output."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest receives it, too, and ends cleanly
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     beside = ["-n", str(processes(cores)), "--dist", "loadfile", "--no-loadscope-reorder"] if cores > 1 else []
     colour = ["--color=yes"] if sys.stdout.isatty() else []
@@ -48,8 +48,8 @@ def processes(cores: int) -> int:
 
 
 def with_bytecode(environment: Mapping[str, str]) -> dict[str, str]:
-    """Hundreds of processes import the same files. Where Python is set to keep no bytecode, as in many containers,
-    each would compile all of them anew: 0.15 s of a processor for a worker, 0.1 s for a coordinator."""
+    """Enables bytecode: hundreds of processes import the same files. With bytecode disabled, as in many containers,
+    each would compile all of them again: 0.15 s of processor time for a worker, 0.1 s for a coordinator."""
     return {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 

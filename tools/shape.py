@@ -1,5 +1,5 @@
 """The shape of the code in figures: files, lines, longest function, imports of the widest file, import cycles, clock
-reads in files that decide.
+reads in policy code.
 
     python tools/shape.py [--json]
 

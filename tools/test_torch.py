@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("tests/engine", "tests/transfer", "tests/cluster/test_parity.py")
 _OTHERS = ("torch==", "triton==", "numpy==")
-_NUMPY = "numpy<2.4"  # Triton 3.6's interpreter makes scalars of arrays of one element, which numpy 2.4 refuses
+_NUMPY = "numpy<2.4"  # Triton 3.6's interpreter converts one-element arrays to scalars, which numpy 2.4 refuses
 
 
 def main() -> int:

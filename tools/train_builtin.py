@@ -1,8 +1,8 @@
-"""Trains and exports the built-in model pair. See baton/builtin/README.md for what it makes and what it cost.
+"""Trains and exports the built-in model pair. baton/builtin/README.md describes the models and the cost of training.
 
 python tools/train_builtin.py tokenizer|target|draft|write|tune|card, in this order; each stage can be repeated. `draft`
-trains the draft from nothing; `write` lets the target write text and keeps its distributions; with them `tune` trains
-the exported draft further. A training or a writing that is stopped goes on when the same command is given again.
+trains the draft from random weights; `write` generates text with the target and stores its distributions; `tune` trains
+the exported draft further on them. An interrupted training or writing resumes when the same command is run again.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def run_of(
     rates: tuple[float, float],
     lengths: list[tuple[float, int]],
 ) -> Run:
-    """A stage's run with its defaults where the command line says nothing."""
+    """A stage's run, with the stage's defaults for what the command line does not set."""
     return Run(
         arguments.steps or steps,
         arguments.minutes,

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.core.errors import RankLost
+from baton.core.listening import ListeningClock
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, Peer, Store, dial_leader, gather_followers
 from baton.rpc.frames import Failed, Heartbeat, Hello, Stop, encode
@@ -30,6 +31,7 @@ from baton.rpc.frames import Failed, Heartbeat, Hello, Stop, encode
 log = logging.getLogger("baton.lockstep")
 HEARTBEAT_S = 1.0
 SILENCE_S = 4.0
+MAX_GAP_S = 1.5  # of silence between two reads, however long: after a pause heartbeats wait unread (0031)
 LOADING_SILENCE_S = 60.0
 """While a model is loaded, the control thread may be blocked for a while: one large tensor is read in one call."""
 
@@ -50,6 +52,7 @@ class Channel:
         self._peers = peers
         self._on_lost = on_lost
         self._silence_s = LOADING_SILENCE_S
+        self._clock = ListeningClock(time.monotonic(), MAX_GAP_S)
         self._ended = threading.Event()
         self._losing = threading.Lock()
         self._order = threading.Lock()
@@ -118,14 +121,16 @@ class Channel:
             while selector.get_map() and self.lost is None:
                 for key, _ in selector.select(max(0.0, due - time.monotonic())):
                     try:
-                        for frame in key.data.receive():
+                        for frame in key.data.receive(self._clock.at(time.monotonic())):
                             self._take(key.data, frame)
                     except RankLost as error:
                         selector.unregister(key.data)
                         self.lose(error)
-                if time.monotonic() < due:
+                now = time.monotonic()
+                self._clock.look(now)
+                if now < due:
                     continue
-                number, due = number + 1, time.monotonic() + HEARTBEAT_S
+                number, due = number + 1, now + HEARTBEAT_S
                 if self._ended.is_set():
                     last_beats -= 1
                     if last_beats == 0:
@@ -144,7 +149,7 @@ class Channel:
 
     def _beat(self, number: int) -> None:
         for peer in self._peers:
-            peer.check_answer(self._silence_s)
+            peer.check_answer(self._clock.at(time.monotonic()), self._silence_s)
             peer.send(encode(Heartbeat(number)))
 
 

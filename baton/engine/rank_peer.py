@@ -71,13 +71,13 @@ class Peer:
         except OSError as error:
             raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
 
-    def receive(self) -> list[Any]:
-        """Returns the frames that have arrived. Raises RankLost, at the latest after the socket's timeout."""
+    def receive(self, now: float) -> list[Any]:
+        """Returns the frames that have arrived by `now`. Raises RankLost, at the latest after the socket's timeout."""
         try:
             frames = self._reader.feed(self._some(_READ_BYTES))
         except FrameError as error:
             raise RankLost(f"{self.name} sent a bad frame: {error.message}") from None
-        self.last_received_at = time.monotonic()
+        self.last_received_at = now
         return frames
 
     def await_answer(self) -> None:
@@ -100,8 +100,8 @@ class Peer:
             raise RankLost(f"{self.name} is gone: its connection ended")
         return data
 
-    def check_answer(self, silence_s: float) -> None:
-        silent_s = time.monotonic() - self.last_received_at
+    def check_answer(self, now: float, silence_s: float) -> None:
+        silent_s = now - self.last_received_at
         if silent_s > silence_s:
             raise RankLost(f"{self.name} is silent for {silent_s:.1f} s")
 

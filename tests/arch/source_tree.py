@@ -1,4 +1,4 @@
-"""The hand-written source as the architecture tests see it: files, and who imports what."""
+"""The hand-written source as the architecture tests see it: files, and their imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch", "sim")
 GENERATED = "baton/v1/"
 
-# Pure: decides on values and `now`, so that tests and the simulator drive the very same objects.
+# Pure: decides on values and `now` only, so that tests and the simulator drive the same objects.
 PURE_DECODE = (
     "decode/scheduler.py",
     "decode/handover.py",
@@ -65,7 +65,7 @@ def tree(path: str) -> ast.Module:
 
 
 def imports_of(path: str, source: ast.Module | None = None) -> list[Import]:
-    """Every import of the file, wherever it stands (a lazy one counts too)."""
+    """Every import of the file, including lazy ones inside functions."""
     return list(_walk(path, source or tree(path), False))
 
 

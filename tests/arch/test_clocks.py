@@ -1,4 +1,4 @@
-"""Tests of what is pure keep no time and start no cluster: they say the same on any machine, however busy."""
+"""Tests of pure code read no clock and start no cluster: their results do not depend on the machine's load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_timeless(path: Path) -> bool:
 
 
 def needs_time(source: ast.Module) -> set[str]:
-    """What in a test depends on the machine."""
+    """The names in a test that make it depend on the machine."""
     found = set()
     for node in ast.walk(source):
         if isinstance(node, ast.ImportFrom) and node.module in KITS:
@@ -38,7 +38,7 @@ def needs_time(source: ast.Module) -> set[str]:
     return found
 
 
-def test_tests_of_what_is_pure_keep_no_time() -> None:
+def test_tests_of_pure_code_do_not_depend_on_time() -> None:
     files = sorted(TESTS.rglob("test_*.py"))
     timeless = [path for path in files if is_timeless(path)]
     assert len(files) > len(timeless) > 50
@@ -50,5 +50,5 @@ def test_tests_of_what_is_pure_keep_no_time() -> None:
     "line",
     ["from tests.support.limits import Stall", "began = time.monotonic()", "pytestmark = pytest.mark.cluster"],
 )
-def test_the_check_catches(line: str) -> None:
+def test_time_dependence_is_detected(line: str) -> None:
     assert needs_time(ast.parse(line))

@@ -1,4 +1,4 @@
-"""Who may import what: the dependency rules of the architecture, as two tables, checked on every import statement."""
+"""Which imports are allowed: the dependency rules of the architecture, as two tables, checked on every import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PURE_PREFILL_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_PREFIL
 PURE_DECODE_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_DECODE)
 LAUNCH = "launch/*"  # may use everything; nothing uses it
 
-# The first row that matches a file says which of our own packages it may import.
+# The first row that matches a file lists which of our own packages it may import.
 OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("coordinator/policy/*",), ("baton.core", "coordinator.policy")),
     (("coordinator/text/*",), ("baton.core", "baton.model_source", "coordinator.text", "coordinator.child")),
@@ -64,7 +64,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("coordinator/metrics.py",),
     "llguidance": ("baton/engine/grammars.py", "coordinator/structured_output.py"),
 }
-TYPES_ONLY_ALLOWED = ("grpc",)  # a name in an annotation ties nothing at run time
+TYPES_ONLY_ALLOWED = ("grpc",)  # an annotation creates no dependency at run time
 
 
 def breaks_ours(found: Import) -> bool:
@@ -80,7 +80,7 @@ def breaks_restricted(found: Import) -> bool:
     return any(found.is_of(package) and not matches(found.path, where) for package, where in RESTRICTED.items())
 
 
-def test_every_file_keeps_to_the_tables() -> None:
+def test_all_imports_follow_the_tables() -> None:
     found = [i for path in source_files() for i in imports_of(path)]
     assert len(found) > 100
     broken = [str(i) for i in found if breaks_ours(i) or breaks_restricted(i)]
@@ -113,7 +113,7 @@ def test_every_file_keeps_to_the_tables() -> None:
         ("sim/cluster.py", "from decode.speculation.engine import SpeculativeEngine"),
     ],
 )
-def test_the_tables_catch(path: str, line: str) -> None:
+def test_forbidden_import_is_detected(path: str, line: str) -> None:
     (found,) = imports_of(path, ast.parse(line))
     assert breaks_ours(found) or breaks_restricted(found)
 
@@ -130,6 +130,6 @@ def test_the_tables_catch(path: str, line: str) -> None:
         ("coordinator/policy/dispatch.py", "from . import journal"),
     ],
 )
-def test_the_tables_allow(path: str, line: str) -> None:
+def test_permitted_import_is_accepted(path: str, line: str) -> None:
     (found,) = imports_of(path, ast.parse(line))
     assert not breaks_ours(found) and not breaks_restricted(found)

@@ -1,5 +1,5 @@
-"""S-1: nothing in the serving code unpickles, evaluates, or starts a shell; no `assert` stands for a check.
-The lint is proven by planted lines: each is one a real project once had."""
+"""S-1: the serving code does not unpickle, evaluate code or start a shell, and no `assert` serves as a check.
+The lint is tested with planted lines, each of which a real project once had."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORBIDDEN_METHODS = (  # collectives that pickle, sockets that unpickle
 
 
 def findings(source: ast.Module, path: str) -> list[str]:
-    """Each forbidden thing in a module, with its place."""
+    """Each forbidden construct in a module, with its path and line."""
     names = _full_names(source)
 
     def dotted(node: ast.expr) -> str:
@@ -64,7 +64,7 @@ def _full_names(source: ast.Module) -> dict[str, str]:
     return names
 
 
-def test_the_serving_code_has_none() -> None:
+def test_serving_code_has_no_forbidden_construct() -> None:
     assert len(source_files()) > 30
     found = [line for path in source_files() for line in findings(tree(path), path)]
     assert not found, "\n".join(found)
@@ -97,7 +97,7 @@ AutoModel.from_pretrained(name, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("line", PLANTED)
-def test_the_lint_finds_the_planted_line(line: str) -> None:
+def test_lint_reports_the_planted_line(line: str) -> None:
     assert len(findings(ast.parse(line), "planted.py")) == 1
 
 
@@ -113,5 +113,5 @@ def test_the_lint_finds_the_planted_line(line: str) -> None:
         "import subprocess; subprocess.run(['ls'])",
     ],
 )
-def test_the_lint_leaves_the_harmless_alone(line: str) -> None:
+def test_lint_accepts_harmless_lines(line: str) -> None:
     assert findings(ast.parse(line), "planted.py") == []

@@ -1,5 +1,5 @@
-"""Pure modules are pure: the standard library only, and no clock, randomness, log, thread or event loop in them.
-And the front starts without torch."""
+"""Pure modules use only the standard library, and no clock, randomness, log, thread or event loop.
+The front starts without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMPURE_CALLS = ("open", "print", "input", "exec", "eval", "__import__")
 
 
 def impurities(source: ast.Module, path: str) -> list[str]:
-    """What in a module reaches outside its arguments."""
+    """The places that make a module impure."""
     found = [str(i) for i in imports_of(path, source) if i.module.split(".")[0] in IMPURE_MODULES]
     for node in ast.walk(source):
         if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
@@ -33,7 +33,7 @@ def impurities(source: ast.Module, path: str) -> list[str]:
     return found
 
 
-def test_pure_modules_touch_nothing_outside() -> None:
+def test_pure_modules_have_no_side_effects() -> None:
     assert len(pure_files()) > 10
     found = [line for path in pure_files() for line in impurities(tree(path), path)]
     assert not found, "\n".join(found)
@@ -51,7 +51,7 @@ def test_pure_modules_touch_nothing_outside() -> None:
         "def f():\n    global g\n    g = 1",
     ],
 )
-def test_the_check_of_purity_catches(line: str) -> None:
+def test_impure_line_is_detected(line: str) -> None:
     assert impurities(ast.parse(line), "baton/core/planted.py")
 
 
@@ -79,7 +79,7 @@ WITH_TORCH = ("launch/doctor/probe.py", "launch/dry_run.py")  # a process like a
 
 
 @pytest.mark.parametrize("package", ["coordinator", "launch"])
-def test_the_front_never_loads_torch(package: str) -> None:
+def test_coordinator_and_launch_never_load_torch(package: str) -> None:
     files = [path for path in source_files() if path.startswith(package + "/") and path not in WITH_TORCH]
     loaded = loaded_by([module_name(path) for path in files])
     assert not {name.split(".")[0] for name in loaded} & {"torch", "transformers"}

@@ -1,4 +1,4 @@
-"""Identifiers use the words of docs/glossary.md: words that this project once coined do not come back."""
+"""Identifiers use the words of docs/glossary.md: words that this project once coined are not used."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_no_identifier_has_a_coined_word() -> None:
     assert not [path for path in files if set(re.split(r"[/_.]", path)) & COINED.keys()]
 
 
-def test_no_identifier_of_a_test_has_one() -> None:
+def test_no_identifier_in_tests_has_a_coined_word() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     assert len(files) > 200
     found = [line for path in files for line in coined(ast.parse(path.read_text()), path.name, COINED_IN_TESTS)]
@@ -76,7 +76,7 @@ def test_coined_words_are_found(line: str) -> None:
     assert coined(ast.parse(line), "planted.py")
 
 
-def test_the_glossary_is_short_and_says_each_thing_once() -> None:
+def test_glossary_is_short_and_defines_each_term_once() -> None:
     text = Path(ROOT / "docs" / "glossary.md").read_text()
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
     terms = [term for term, _ in rows if term not in ("term", "---")]

@@ -1,4 +1,4 @@
-"""Bad clients beside good streams on a real cluster: nothing of them is left, and no good stream fails."""
+"""Bad clients beside good streams on a real cluster: they leave nothing allocated, and no good stream fails."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ AT_ONCE = ("no HTTP", "a head without an end", "a body over its limit", "deep JS
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(1500)  # 600 s are ten rounds of 90 s, and what comes before and after
+@pytest.mark.timeout(1500)  # 600 s are ten rounds of 90 s, plus setup and teardown
 @pytest.mark.parametrize("seconds", [6.0, pytest.param(600.0, marks=pytest.mark.long)])
-def test_bad_clients_leave_nothing_and_fail_no_stream(seconds: float, tmp_path: Path) -> None:
+def test_bad_clients_leak_nothing_and_fail_no_stream(seconds: float, tmp_path: Path) -> None:
     found = run(seconds, tmp_path / "run")
     text = report(found, seconds)
     print(text)
     assert not found.left and not found.failed, text
     assert all(found.calm) and all(found.asked) and all(found.beside)
-    assert all(found.ended.get(name) for name in AT_ONCE), text  # what is refused at once was tried again and again
+    assert all(found.ended.get(name) for name in AT_ONCE), text  # each kind that is refused at once has ended
     if seconds > 60.0:
         assert found.ended.keys() == kinds(None).keys(), text  # type: ignore[arg-type]  # a name needs no port
     ends = {how for counts in found.ended.values() for how in counts}
     assert not ends & {"still open", "served", "taken in", "OK", "500"}, text
 
 
-def test_what_is_left_behind_is_named() -> None:
+def test_leaked_resources_are_named() -> None:
     before = {"requests": 0.0, "tasks": 20.0, "open files": 30.0, "resident MiB": 100.0}
     assert compare(before, before) == []
     assert compare(before, before | {"open files": 34.0, "resident MiB": 140.0}) == []

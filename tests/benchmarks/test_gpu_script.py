@@ -1,4 +1,4 @@
-"""The script for the first run on a GPU, rehearsed without one: a GPU is seldom at hand, and for minutes."""
+"""The script for the first run on a GPU, rehearsed without one: a GPU is rarely available, and only for minutes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def test_all_eight_stages_run_without_a_gpu(quick: tuple[str, ...], tmp_path: Pa
     assert code == 0 and "failed" not in report and "rehearsal" in report
 
 
-def test_a_stage_that_fails_ends_alone_with_its_name(tmp_path: Path) -> None:
+def test_failed_stage_is_reported_by_name_and_the_next_one_runs(tmp_path: Path) -> None:
     code, report = rehearse(tmp_path / "r.md", "--stage", "5", "6", "--limit-factor", "3", **{FAULT: "5:fail"})
     assert code == 1 and "made to fail" in report
     assert "stage 5 (engine): **failed with exit code 1**" in report and "| 6. 8b | ok |" in report
 
 
-def test_a_stage_that_hangs_is_ended_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
+def test_hung_stage_is_killed_at_its_limit_with_its_child_processes(tmp_path: Path) -> None:
     started = time.monotonic()
     code, report = rehearse(tmp_path / "r.md", "--stage", "8", "--limit-factor", "0.05", **{FAULT: "8:hang"})
     assert code == 1 and "made to hang" in report, "what it printed until then is there"
@@ -57,7 +57,7 @@ def test_a_stage_that_hangs_is_ended_at_its_limit_with_all_that_it_started(tmp_p
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_who_ends_the_script_ends_its_stage(sig: int, tmp_path: Path) -> None:
+def test_signal_to_the_script_ends_its_stage(sig: int, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", "--stage", "8"]
     command += ["--out", str(tmp_path / "r.md")]
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "env": {**os.environ, FAULT: "8:hang"}}
@@ -71,7 +71,7 @@ def test_who_ends_the_script_ends_its_stage(sig: int, tmp_path: Path) -> None:
     assert not Path(f"/proc/{stage}").exists()
 
 
-def test_a_report_of_some_stages_does_not_replace_a_whole_one(tmp_path: Path) -> None:
+def test_partial_report_does_not_overwrite_the_complete_one(tmp_path: Path) -> None:
     assert gpu.report_path(False, [7, 5]).name == "gpu-stage-5-7.md"
     assert gpu.report_path(True, None) == gpu.REHEARSAL_OUT
     for wrong in (
@@ -85,12 +85,12 @@ def test_a_report_of_some_stages_does_not_replace_a_whole_one(tmp_path: Path) ->
         assert ran.returncode and "Traceback" not in ran.stderr and wrong[0] in ran.stderr
 
 
-def test_all_stages_together_stay_under_eight_minutes() -> None:
+def test_limits_of_all_stages_sum_to_less_than_eight_minutes() -> None:
     assert [stage.number for stage in STAGES] == list(range(1, 9))
     assert sum(stage.limit_s for stage in STAGES) < 8 * 60
 
 
-def test_a_copy_without_a_repository_has_no_commit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_is_unknown_without_a_repository_or_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert commit() == "unknown (no repository)"
@@ -116,7 +116,7 @@ def test_wheels_are_pinned_and_cover_what_the_cluster_imports() -> None:
     assert carried <= pinned
 
 
-def test_a_missing_wheel_folder_or_a_broken_wheel_is_said(tmp_path: Path) -> None:
+def test_missing_wheel_folder_or_broken_wheel_is_reported(tmp_path: Path) -> None:
     assert "has no wheels" in gpu.install(tmp_path, tmp_path / "site")
     (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no zip")
     assert gpu.install(tmp_path, tmp_path / "site")

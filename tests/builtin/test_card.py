@@ -37,13 +37,13 @@ def tensors(name: str) -> dict[str, torch.Tensor]:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
-def test_files_are_there_and_small() -> None:
+def test_files_are_complete_and_small() -> None:
     for name in NAMES:
         assert {path.name for path in (FOLDER / name).iterdir()} == FILES
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) <= 25 * 10**6
 
 
-def test_both_share_one_tokenizer_and_its_ids() -> None:
+def test_target_and_draft_share_one_tokenizer_and_its_ids() -> None:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (FOLDER / "target" / file).read_bytes() == (FOLDER / "draft" / file).read_bytes()
     vocabulary = read_json("target", "tokenizer.json")["model"]["vocab"]
@@ -88,7 +88,7 @@ def test_chat_template() -> None:
 
 
 @pytest.mark.parametrize(("name", "measured"), [("target", 1.849), ("draft", 2.317)])
-def test_loss_on_code_written_for_this_test(name: str, measured: float) -> None:
+def test_loss_on_unseen_code_equals_the_measured_value(name: str, measured: float) -> None:
     """`excerpt.txt` is in no training text; `measured` is its loss under the shipped weights."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / name)
     model = AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32)
@@ -100,7 +100,7 @@ def test_loss_on_code_written_for_this_test(name: str, measured: float) -> None:
     assert loss == pytest.approx(measured, abs=0.01)
 
 
-def test_completes_a_function_with_indented_code() -> None:
+def test_target_completes_a_function_with_indented_code() -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
     model = AutoModelForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
     ids = tokenizer("def read_lines(path):", return_tensors="pt").input_ids

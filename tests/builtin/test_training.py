@@ -1,4 +1,4 @@
-"""How the draft is taught: what the target's text says of the target, and the loss whose gradient is spelled out."""
+"""How the draft is trained: the distributions kept with the target's text, and the loss with its explicit gradient."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def dense(taught: Taught) -> np.ndarray:
     return whole
 
 
-def test_distributions_kept_while_writing_are_those_of_the_whole_text() -> None:
+def test_distributions_kept_during_generation_equal_those_of_the_whole_text() -> None:
     target = tiny_target()
     written = taught_text(target, [0.0, 0.8, 1.0] * 2)
     read = read_rows(target, torch.from_numpy(written.ids.astype(np.int64)))
     assert written.likeliest.shape == (ROWS, LENGTH, KEPT)
-    # Tokens at the edge of what is kept may be exchanged; each then has no more than the least kept probability.
+    # Tokens at the edge of the kept set may be swapped; each then has at most the smallest kept probability.
     edge = float(written.probabilities.min(-1).max()) + 1e-3
     assert np.abs(dense(written) - dense(read)).max() < edge
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_distributions_kept_while_writing_are_those_of_the_whole_text() -> None:
     assert np.abs(dense(written) - kept).max() < 1e-3
 
 
-def test_greedy_rows_follow_the_likeliest_token_and_others_do_not_always() -> None:
+def test_only_greedy_rows_always_follow_the_likeliest_token() -> None:
     written = taught_text(tiny_target(), [0.0] * 3 + [1.0] * 3)
     likeliest = dense(written).argmax(-1)[:, HEAD - 1 : -1]
     follows = likeliest == written.ids[:, HEAD:]
@@ -63,7 +63,7 @@ def test_greedy_rows_follow_the_likeliest_token_and_others_do_not_always() -> No
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_loss_and_gradients_are_those_of_the_formula(share: float) -> None:
+def test_loss_and_gradients_match_the_formula(share: float) -> None:
     generator = torch.Generator().manual_seed(5)
     count, width, vocabulary, kept, temperature, weight = CHUNK + 40, 8, 60, 9, 0.7, 3.0
 
@@ -81,20 +81,20 @@ def test_loss_and_gradients_are_those_of_the_formula(share: float) -> None:
         distance = 0.5 * (p - q).abs().sum(-1)
         return ((1 - share) * divergence + share * weight * distance).mean()
 
-    def spelled_out() -> torch.Tensor:
+    def implementation() -> torch.Tensor:
         loss = TaughtHead.apply(hidden, head, likeliest, probabilities, temperature, share, weight)
         assert isinstance(loss, torch.Tensor)
         return loss
 
-    torch.testing.assert_close(spelled_out(), formula())
+    torch.testing.assert_close(implementation(), formula())
     for found, expected in zip(
-        torch.autograd.grad(2 * spelled_out(), (hidden, head)), torch.autograd.grad(2 * formula(), (hidden, head)),
+        torch.autograd.grad(2 * implementation(), (hidden, head)), torch.autograd.grad(2 * formula(), (hidden, head)),
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(found, expected)
 
 
-def test_heads_are_beginnings_and_pieces_after_the_first_mark() -> None:
+def test_heads_are_document_starts_and_excerpts_after_the_bos_token() -> None:
     documents = [np.arange(first, first + 40, dtype=np.int32) for first in (100, 200, 300)]
     heads = heads_of(documents, 12, 10, np.random.default_rng(1)).numpy()
     for row, head in enumerate(heads):
@@ -103,7 +103,7 @@ def test_heads_are_beginnings_and_pieces_after_the_first_mark() -> None:
         assert head[0] in ((100, 200, 300) if row % 2 == 0 else (0,))
 
 
-def test_batches_resume_where_they_were(tmp_path: Path) -> None:
+def test_batches_resume_at_the_saved_state(tmp_path: Path) -> None:
     target = tiny_target()
     taught_text(target, [0.8] * ROWS).save(tmp_path / "written-000.npz")
     read_rows(target, torch.randint(TINY.vocab_size, (2, 48))).save(tmp_path / "long-000.npz")

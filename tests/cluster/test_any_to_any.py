@@ -30,7 +30,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The model with so many KV heads, one directory for all tests."""
+    """Returns a function that creates the model with a number of KV heads, in one directory for all tests."""
     where = tmp_path_factory.mktemp("any-to-any")
 
     @cache
@@ -50,8 +50,8 @@ def one_rank(model: Path) -> list[Greedy]:
 
 
 async def same_tokens_as_one_rank(model: Path, **flags: Any) -> dict[str, Any]:
-    """`greedy` is what one rank computes: another order of the same sums, so they may part at a near tie. Returns what
-    the workers said at the end."""
+    """Compares with `greedy`, computed by one rank, which adds in another order: tokens may differ from a near tie on.
+    Returns the state of the workers at the end."""
     settings = {"served_model_name": "m", "dtype": "float32", "device": "cpu", "step_tokens": 32, "kv_memory_gib": 0.02}
     undecided = 0
     with cluster(model, **{**settings, **flags}) as running:
@@ -69,7 +69,7 @@ async def same_tokens_as_one_rank(model: Path, **flags: Any) -> dict[str, Any]:
 
 
 def check_bytes(running: Cluster, model: Path) -> None:
-    """All KV went over the edges, and the decode ranks that keep the same head got it once each."""
+    """All KV went over the edges, and each decode rank that stores a replicated head received it once."""
     config = json.loads((model / "config.json").read_text())
     workers = running.workers()
     heads, copies = config["num_key_value_heads"], len(running.pids("decode-0"))
@@ -80,7 +80,7 @@ def check_bytes(running: Cluster, model: Path) -> None:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "kv_heads"), PAIRWISE)
-async def test_tokens_are_those_of_one_rank(
+async def test_tokens_equal_those_of_one_rank(
     prefill_tp: int, decode_tp: int, kv_heads: int, checkpoint: Callable[[int], Path]
 ) -> None:
     await same_tokens_as_one_rank(checkpoint(kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp)
@@ -88,7 +88,7 @@ async def test_tokens_are_those_of_one_rank(
 
 @pytest.mark.long
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "kv_heads"), [g for g in GRID if g not in PAIRWISE])
-async def test_the_whole_grid(
+async def test_tokens_equal_those_of_one_rank_for_every_rank_and_kv_head_count(
     prefill_tp: int, decode_tp: int, kv_heads: int, checkpoint: Callable[[int], Path]
 ) -> None:
     await same_tokens_as_one_rank(checkpoint(kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp)
@@ -97,14 +97,14 @@ async def test_the_whole_grid(
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp"), [(1, 1), *(pytest.param(p, d, marks=pytest.mark.long) for p, d in ((2, 1), (1, 2)))]
 )
-async def test_within_a_host_kv_goes_by_shared_memory(
+async def test_kv_sent_over_ipc_edges_gives_the_tokens_of_one_rank(
     prefill_tp: int, decode_tp: int, checkpoint: Callable[[int], Path]
 ) -> None:
     await same_tokens_as_one_rank(checkpoint(4), edge_kind="ipc", prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
-async def test_a_decode_pool_of_two_ranks_verifies_guesses(checkpoint: Callable[[int], Path]) -> None:
-    """The draft is the model itself, whole on the leader; only near ties part the two."""
+async def test_a_decode_worker_of_two_ranks_verifies_draft_tokens(checkpoint: Callable[[int], Path]) -> None:
+    """The draft is the model itself, unsharded at the leader; its tokens differ from the target's only at near ties."""
     model = checkpoint(2)
     running = await same_tokens_as_one_rank(model, decode_tp=2, draft=str(model), draft_tokens=4)
     counts = running["decode-0"]["speculation"]
@@ -113,6 +113,8 @@ async def test_a_decode_pool_of_two_ranks_verifies_guesses(checkpoint: Callable[
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 32), pytest.param(32, 16, marks=pytest.mark.long)])
-async def test_blocks_of_two_sizes(prefill: int, decode: int, checkpoint: Callable[[int], Path]) -> None:
+async def test_pools_with_different_block_sizes_give_the_tokens_of_one_rank(
+    prefill: int, decode: int, checkpoint: Callable[[int], Path]
+) -> None:
     sizes = {"prefill_block_size": prefill, "decode_block_size": decode}
     await same_tokens_as_one_rank(checkpoint(4), prefill_tp=2 if prefill < decode else 1, **sizes)

@@ -1,4 +1,4 @@
-"""A batch through a running cluster, whose coordinator dies in the middle of it."""
+"""A batch through a running cluster whose coordinator is killed while the batch runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 LINES = 120
 
 
-def test_a_batch_outlives_its_coordinator(tmp_path: Path) -> None:
+def test_a_batch_completes_after_its_coordinator_is_killed(tmp_path: Path) -> None:
     lines = [
         {
             "custom_id": f"r{i}",

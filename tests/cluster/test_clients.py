@@ -1,4 +1,4 @@
-"""The built-in model through the clients people use: the official openai library, and gRPC."""
+"""The built-in model through common clients: the official openai library, and gRPC."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def official(running: Cluster) -> openai.OpenAI:
     return openai.OpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0)
 
 
-def test_models(official: openai.OpenAI) -> None:
+def test_models_are_listed_and_an_unknown_model_is_not_found(official: openai.OpenAI) -> None:
     assert [m.id for m in official.models.list()] == ["builtin"]
     assert official.models.retrieve("builtin").id == "builtin"
     with pytest.raises(openai.NotFoundError) as refused:
@@ -38,7 +38,7 @@ def test_models(official: openai.OpenAI) -> None:
     assert refused.value.code == "model_not_found"
 
 
-def test_completion_streamed_and_whole_say_the_same(official: openai.OpenAI) -> None:
+def test_a_streamed_completion_equals_the_whole_completion(official: openai.OpenAI) -> None:
     asked = {"model": "builtin", "prompt": PROMPT, "max_tokens": 40, "temperature": 0.8, "seed": 7}
     whole = official.completions.create(**asked)
     parts = list(official.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -46,7 +46,7 @@ def test_completion_streamed_and_whole_say_the_same(official: openai.OpenAI) -> 
     assert text == whole.choices[0].text != ""
     assert parts[-1].choices == []
     assert parts[-1].usage is not None and whole.usage is not None
-    varies = {"speculation", "completion_tokens_details"}  # how many draft tokens pay depends on what else runs
+    varies = {"speculation", "completion_tokens_details"}  # the draft length depends on the other load
     assert parts[-1].usage.model_dump(exclude=varies) == whole.usage.model_dump(exclude=varies)
     assert whole.usage.completion_tokens <= 40
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
@@ -54,7 +54,7 @@ def test_completion_streamed_and_whole_say_the_same(official: openai.OpenAI) -> 
     assert finishes == [whole.choices[0].finish_reason]
 
 
-def test_chat_streamed_and_whole_say_the_same(official: openai.OpenAI) -> None:
+def test_a_streamed_chat_completion_equals_the_whole_chat_completion(official: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": "Write a Python function `read_lines` with arguments (path)."}]
     asked = {"model": "builtin", "messages": messages, "max_completion_tokens": 48, "temperature": 0}
     whole = official.chat.completions.create(**asked)
@@ -74,7 +74,7 @@ def test_stop_string_is_not_in_the_text(official: openai.OpenAI) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
-def test_errors_are_the_librarys_own_classes(official: openai.OpenAI) -> None:
+def test_errors_raise_the_exception_classes_of_the_openai_library(official: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         official.completions.create(model="builtin", prompt=PROMPT, max_tokens=4, temperature=3)
     assert refused.value.param == "temperature"
@@ -83,7 +83,7 @@ def test_errors_are_the_librarys_own_classes(official: openai.OpenAI) -> None:
     assert refused.value.param == "n"
 
 
-async def test_grpc_says_what_http_says(running: Cluster) -> None:
+async def test_grpc_returns_the_same_tokens_as_http(running: Cluster) -> None:
     ids = list(range(40, 140))
     async with Client(running) as client:
         for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 3, "top_k": 50}):
@@ -92,7 +92,7 @@ async def test_grpc_says_what_http_says(running: Cluster) -> None:
         await client.idle(running)
 
 
-async def test_grpc_health_and_errors(running: Cluster) -> None:
+async def test_grpc_reports_health_and_refuses_invalid_arguments(running: Cluster) -> None:
     async with grpc.aio.insecure_channel(running.grpc) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING

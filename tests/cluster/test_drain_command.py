@@ -1,4 +1,4 @@
-"""`baton drain` against `baton up`: the worker leaves, its streams go on, and its supervisor lets it go."""
+"""`baton drain` against `baton up`: the worker leaves, its streams continue, and its supervisor does not restart it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-async def test_a_drained_worker_leaves_and_is_not_started_again(running: Cluster) -> None:
+async def test_a_drained_worker_leaves_and_is_not_restarted(running: Cluster) -> None:
     expected = await tokens(running, 400)
     streams = [asyncio.create_task(tokens(running, 400)) for _ in range(4)]
     busy = lambda c: all(c.workers()[d]["running"] for d in ("decode-0", "decode-1"))  # noqa: E731
@@ -54,12 +54,12 @@ async def test_a_drained_worker_leaves_and_is_not_started_again(running: Cluster
     done = await asyncio.to_thread(baton_drain, running, "decode-1", "--timeout-s", "0.1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].split()[2:] == ["decode-1", "left"]
-    assert [await stream for stream in streams] == [expected] * 4  # what ran there went elsewhere
+    assert [await stream for stream in streams] == [expected] * 4  # the drained worker's streams continued elsewhere
     assert sorted(running.workers()) == ["decode-0", "prefill-0"]
 
     report = lambda c: "decode-1      left" in c.output.read_text()  # noqa: E731
     await asyncio.to_thread(running.wait_until, report, "word of the supervisor")
-    await asyncio.sleep(2 * Backoff().first_s)  # one that died would be back by now
+    await asyncio.sleep(2 * Backoff().first_s)  # a worker that died would have been restarted by now
     lines = [line for line in running.output.read_text().splitlines() if " decode-1 " in line]
     assert sum("starting" in line for line in lines) == 1 and not any("died" in line for line in lines)
     assert pid not in running.processes() and sorted(running.workers()) == ["decode-0", "prefill-0"]
@@ -74,19 +74,19 @@ async def test_a_drained_worker_leaves_and_is_not_started_again(running: Cluster
         assert len(refused.stderr.splitlines()) == 1
 
 
-def test_nobody_drains_without_the_token_of_the_run(running: Cluster) -> None:
+def test_drain_without_the_cluster_token_is_refused(running: Cluster) -> None:
     command = [sys.executable, "-m", "launch.cli", "drain", "decode-0", running.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3 and "drain refused: token: it is missing" in done.stderr
     assert running.workers()["decode-0"]["state"] == "ready"
 
 
-async def test_the_last_worker_of_a_role_may_leave_too(running: Cluster) -> None:
-    for worker in sorted(w for w in running.workers() if w.startswith("decode")):  # one, after the test above
+async def test_the_last_worker_of_a_role_can_be_drained(running: Cluster) -> None:
+    for worker in sorted(w for w in running.workers() if w.startswith("decode")):  # one is left by the test above
         began = time.monotonic()
         done = await asyncio.to_thread(baton_drain, running, worker)
         assert done.returncode == 0 and "left" in done.stdout, done.stderr
-        assert time.monotonic() - began < 30.0  # nothing ran there: its limit is not waited for
+        assert time.monotonic() - began < 30.0  # the worker is idle, so the drain timeout is not waited for
     async with httpx.AsyncClient(base_url=running.url, timeout=30.0) as http:
         answer = await http.post("/v1/completions", json=body(PROMPT, 4))
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_worker")

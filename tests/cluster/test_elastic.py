@@ -1,5 +1,5 @@
-"""Workers that join, drain and leave while requests run: real workers, and a coordinator in this process, so that a
-test sees and arranges what a client cannot. Every request is answered token for token; then every block is free.
+"""Workers join, drain and leave while requests run: real workers, and a coordinator in this process, so that a test can
+inspect and control what a client cannot. Every request gets the expected tokens; afterwards every block is free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ START_S = 120.0
 EXACT = {"exact": True, "step_tokens": 64}
 
 SMALL_POOL_GIB = 0.003
-"""256 blocks: one offer can fill it."""
+"""256 blocks: one offer can reserve them all."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Elastic:
-    """A bench and real workers."""
+    """A coordinator in this process and real workers."""
 
     def __init__(self, b: Bench, jobs: Workers) -> None:
         self.b, self.jobs = b, jobs
@@ -69,7 +69,7 @@ class Elastic:
         return record.load
 
     def prompt_tokens(self, name: str) -> int:
-        """Computed, or found in the cache."""
+        """Returns the prompt tokens computed plus those found in the cache."""
         load = self.load(name)
         return int(load.prompt_tokens_computed + load.prompt_tokens_cached)
 
@@ -93,7 +93,7 @@ async def elastic(tmp_path: Path, model: Path, *names: str) -> AsyncIterator[Ela
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_workers_join_and_leave_under_load(rounds: int, tmp_path: Path, model: Path) -> None:
-    """Clients keep eight requests going while the first pair of workers is replaced by another, and that by a third."""
+    """Clients keep eight requests in flight while the pair of workers is replaced `rounds` times."""
     async with elastic(tmp_path, model, "p0", "d0") as e:
         expected = await e.answers([f"r{n}" for n in range(8)], 48)
         stop, answered = asyncio.Event(), 0
@@ -112,7 +112,7 @@ async def test_workers_join_and_leave_under_load(rounds: int, tmp_path: Path, mo
                 for name in old:
                     job = e.jobs.jobs[name]
                     job.terminate()
-                    assert await job.ends() == 0, job.log
+                    assert await job.wait_exit() == 0, job.log
                     assert e.b.state(name) == "forgotten"
                 before = answered
                 await until(lambda before=before: answered >= before + 8, 60.0, "work on the new ones")  # type: ignore[misc]
@@ -124,24 +124,24 @@ async def test_workers_join_and_leave_under_load(rounds: int, tmp_path: Path, mo
         assert e.load(f"d{rounds}").tokens_generated > 0
 
 
-async def test_a_decode_worker_finishes_what_runs_before_it_leaves(tmp_path: Path, model: Path) -> None:
+async def test_a_draining_decode_worker_finishes_its_sequences_before_it_leaves(tmp_path: Path, model: Path) -> None:
     async with elastic(tmp_path, model, "p0", "d0") as e:
-        # Long enough that they still run when the state is looked at, however late that is.
+        # Long enough that they still run when the state is checked, however late that is.
         readers = [e.submit(f"r{n}", 3600) for n in range(3)]
         for reader in readers:
             await reader.got(5)
         job = e.jobs.jobs["d0"]
-        job.terminate(job.ranks()[0])  # the leader itself: the agent takes its exit code
+        job.terminate(job.ranks()[0])  # signals the leader itself; the agent passes its exit code on
         await e.state("draining", "d0")
         assert (await e.b.submit("late").failed()).code == "no_decode_worker"
         for reader in readers:
             assert len(await reader.done(60.0)) == 3600
-        assert await job.ends() == 0, job.log
+        assert await job.wait_exit() == 0, job.log
         assert e.b.state("d0") == "forgotten"
 
 
-async def test_a_decode_worker_past_its_limit_gives_back_what_runs(tmp_path: Path, model: Path) -> None:
-    """Other workers go on at the next token, and nobody could tell."""
+async def test_a_decode_worker_gives_its_sequences_back_at_the_drain_timeout(tmp_path: Path, model: Path) -> None:
+    """At its drain timeout a worker ends its sequences, and other workers continue them with the same tokens."""
     async with elastic(tmp_path, model, "p0") as e:
         await e.join("d0", drain_timeout_s=0.2)
         names = [f"r{n}" for n in range(3)]
@@ -154,21 +154,21 @@ async def test_a_decode_worker_past_its_limit_gives_back_what_runs(tmp_path: Pat
         e.b.set_ready("d1", True)
         job = e.jobs.jobs["d0"]
         job.terminate()
-        assert await job.ends() == 0, job.log
-        rescheduled = 0  # one that began before the others may have ended before them
+        assert await job.wait_exit() == 0, job.log
+        rescheduled = 0  # a sequence that started before the others may have finished already
         for name, reader in readers.items():
             assert await reader.done(90.0) == expected[name]
             timeline = reader.deltas[-1].timeline
             assert timeline is not None
             rescheduled += timeline.decode_worker == "d1"
         assert rescheduled and f"ending {rescheduled} sequences: the drain timeout has passed" in job.log
-        # Their prompts twice, and the journals.
+        # The prompts of rescheduled sequences count twice, and the tokens of their journals once.
         assert e.prompt_tokens("p0") - before > 3 * 40 + rescheduled * (40 + 20)
 
 
 async def fill(e: Elastic, name: str) -> DialledLink:
-    """Takes all blocks of a decode worker, as a prefill worker that the coordinator does not know: it refuses others
-    until this link ends."""
+    """Reserves all blocks of a decode worker, posing as a prefill worker unknown to the coordinator: the decode worker
+    refuses other offers until this link is closed."""
     record = e.b.cluster.workers.get(name)
     assert record is not None
     join = record.join
@@ -193,9 +193,9 @@ def _handle(e: Elastic, sequence: SequenceId, name: str, incarnation: int, **cha
 
 
 @pytest.mark.long
-async def test_parked_kv_of_a_prefill_worker_that_leaves_is_computed_again(tmp_path: Path, model: Path) -> None:
-    """Both decode workers refuse, so the KV stays parked until the drain limit; then another prefill worker begins with
-    the prompt and the first token."""
+async def test_parked_kv_is_recomputed_when_its_prefill_worker_leaves(tmp_path: Path, model: Path) -> None:
+    """Both decode workers refuse, so the KV stays parked until the drain timeout; then another prefill worker starts
+    from the prompt and the first token."""
     async with elastic(tmp_path, model, "p1") as e:
         await e.join("d0", "d1", kv_memory_gib=SMALL_POOL_GIB)
         await e.join("p0", drain_timeout_s=0.5)
@@ -211,7 +211,7 @@ async def test_parked_kv_of_a_prefill_worker_that_leaves_is_computed_again(tmp_p
         e.b.set_ready("p1", True)
         job = e.jobs.jobs["p0"]
         job.terminate()
-        assert await job.ends() == 0, job.log
+        assert await job.wait_exit() == 0, job.log
         assert not any(reader.task.done() for reader in readers.values())
         for link in full:
             await link.close()
@@ -235,7 +235,7 @@ async def test_parked_kv_is_handed_over_while_its_worker_drains(tmp_path: Path, 
         await e.state("draining", "p0")
         await full.close()
         assert await reader.done(30.0) == expected
-        assert await job.ends() == 0, job.log
+        assert await job.wait_exit() == 0, job.log
 
 
 async def test_a_worker_of_two_ranks_drains_as_one(tmp_path: Path, model: Path) -> None:
@@ -245,11 +245,11 @@ async def test_a_worker_of_two_ranks_drains_as_one(tmp_path: Path, model: Path) 
         job = e.jobs.jobs["p0"]
         assert len(job.ranks()) == 2
         job.terminate()
-        assert await job.ends() == 0, job.log
+        assert await job.wait_exit() == 0, job.log
         assert e.b.state("p0") == "forgotten"
 
 
-async def test_a_second_signal_ends_a_worker_at_once_and_one_that_loads_needs_no_second(
+async def test_a_second_signal_ends_a_draining_worker_and_one_signal_ends_a_loading_worker(
     tmp_path: Path, model: Path
 ) -> None:
     async with elastic(tmp_path, model, "p0", "d0") as e:
@@ -260,17 +260,17 @@ async def test_a_second_signal_ends_a_worker_at_once_and_one_that_loads_needs_no
         job.terminate()
         await e.state("draining", "d0")
         job.terminate(number=signal.SIGINT)
-        assert await job.ends(5.0) == 128 + signal.SIGINT
+        assert await job.wait_exit(5.0) == 128 + signal.SIGINT
         await e.state("lost", "d0")
         for reader in readers:
-            await reader.leave()  # it would wait for another decode worker
+            await reader.leave()  # otherwise it would wait for another decode worker
         loading = e.jobs.start("d1", **EXACT)
         await until(loading.ranks, 30.0, "a rank of d1")
         loading.terminate()
-        assert await loading.ends() == 0, loading.log
+        assert await loading.wait_exit() == 0, loading.log
 
 
-async def test_a_link_that_does_not_fit_costs_the_process_nothing(tmp_path: Path, model: Path) -> None:
+async def test_a_mismatched_link_is_refused_and_the_worker_keeps_serving(tmp_path: Path, model: Path) -> None:
     async with elastic(tmp_path, model, "p0", "d0") as e:
         expected = await e.answers(["r"], 8)
         record = e.b.cluster.workers.get("d0")
@@ -292,8 +292,8 @@ async def test_a_link_that_does_not_fit_costs_the_process_nothing(tmp_path: Path
         assert await e.answers(["r"], 8) == expected
 
 
-async def test_no_handle_but_a_good_one_is_taken_and_each_refusal_is_counted(tmp_path: Path, model: Path) -> None:
-    """1,000 of 1,000 over the wire, and the process that refused them serves on."""
+async def test_every_bad_handle_is_refused_and_counted(tmp_path: Path, model: Path) -> None:
+    """All 1,000 bad handles sent over a link are refused, and the process that refused them keeps serving."""
     async with elastic(tmp_path, model, "p0", "d0") as e:
         expected = await e.answers(["r"], 8)
         record = e.b.cluster.workers.get("d0")

@@ -1,5 +1,5 @@
-"""`--exact` through running clusters: the same tokens alone and in company, whatever the chunk, greedy and seeded, and
-whether prefill or decode made the KV. (The bits of the logits are compared in tests/engine.)"""
+"""`--exact` through running clusters: a request gets the same tokens alone and in a batch, for every chunk size, greedy
+and seeded, whether prefill or decode computed the KV. (Logits are compared bit by bit in tests/engine.)"""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_answers() -> dict[str, tuple[int, ...]]:
-    """What the first cluster said; every later one must say the same."""
+    """The tokens from the first cluster; every later cluster must produce the same."""
     return {}
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-async def test_tokens_do_not_depend_on_company_or_chunk(
+async def test_tokens_do_not_depend_on_other_requests_or_chunk_size(
     chunk: int, model: Path, first_answers: dict[str, tuple[int, ...]]
 ) -> None:
     mine = prompt(1, 100)
-    plan_ahead = "on" if chunk == 512 else "off"  # of which tokens do not depend either
+    plan_ahead = "on" if chunk == 512 else "off"  # tokens must not depend on this either
     with cluster(model, exact=True, step_tokens=chunk, max_running=16, plan_ahead=plan_ahead) as running:
         async with Client(running) as client:
             alone = {
@@ -59,7 +59,7 @@ async def test_tokens_do_not_depend_on_company_or_chunk(
             assert greedy == alone["greedy"]
             assert sampled == alone["sampled"]
             assert greedy != sampled
-            # Positions 100.. were computed by decode above; now prefill computes them, and goes on equally.
+            # Decode computed the positions from 100 on above; now prefill computes them, with the same continuation.
             again = await client.tokens([*mine, *greedy[:20]], COUNT - 20, model=None)
             assert again == greedy[20:]
             await client.idle(running)
@@ -86,8 +86,8 @@ SOURCES = (
 
 
 async def answers(**flags: object) -> tuple[list[tuple[int, ...]], Counter[str]]:
-    """Every kind of request after every text, all at once, twice (the second time what was said first is cached); and
-    what their usage says of draft tokens."""
+    """Sends every kind of request after every text, all concurrently, twice (the second time from cached blocks).
+    Returns the tokens, and the sums of the draft token counts in the usage."""
     counted: Counter[str] = Counter()
     with cluster("builtin", exact=True, max_running=32, **flags) as running:
         async with Client(running) as client:
@@ -105,7 +105,7 @@ async def answers(**flags: object) -> tuple[list[tuple[int, ...]], Counter[str]]
 
 
 @pytest.mark.long
-async def test_tokens_do_not_depend_on_who_guesses() -> None:
+async def test_tokens_do_not_depend_on_the_drafter() -> None:
     plain, none = await answers(draft="none")
     assert none["drafted_tokens"] == 0 and any(len(tokens) < COUNT for tokens in plain)
     for flags in ({"draft": "auto"}, {"draft": "auto", "draft_tokens": 4}, {"draft": "ngram", "draft_tokens": 4}):

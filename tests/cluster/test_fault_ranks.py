@@ -1,4 +1,4 @@
-"""Faults at the other ranks of a worker: prefill and decode over two ranks each."""
+"""Faults at the followers of a worker, with two ranks each for prefill and decode."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultCluster]:
         yield started
 
 
-@pytest.mark.long  # in every run: one in mid-transfer, below
+@pytest.mark.long  # the default run has the test of a decode follower in mid-transfer below
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("when", ["during", "after"])
-async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -> None:
-    """Its worker ends, at once and whole, and comes back; the KV it still had is computed again, what decode has goes
-    on."""
+async def test_a_killed_prefill_follower_ends_its_worker_and_no_request(
+    running: FaultCluster, when: str, times: int
+) -> None:
+    """Its worker ends promptly, with all ranks, and restarts; KV that it still held is recomputed, and sequences at the
+    decode worker continue."""
     async with Client(running.cluster, timeout_s=120.0) as client:
         answer = await expected(client, count=300)
         for _ in range(times):
             if when == "during":
-                running.ask("prefill-0.1", "hold_send")  # the other half of the heads
+                running.ask("prefill-0.1", "hold_send")  # the rank with the other half of the heads
             request = start(client, count=300)
             if when == "during":
                 await running.held("prefill-0.1")
@@ -55,9 +57,11 @@ async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -
 
 
 @pytest.mark.parametrize("times", TIMES)
-async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, times: int) -> None:
-    """Its part of a chunk is posted and on its way: its worker ends whole, the prefill worker lives and keeps nothing
-    of it. There is no other decode worker: the request waits for the restart of this one."""
+async def test_a_decode_follower_killed_in_a_transfer_ends_only_its_own_worker(
+    running: FaultCluster, times: int
+) -> None:
+    """Its part of a chunk is posted and being sent: its worker ends with all ranks, the prefill worker survives and
+    keeps nothing of the transfer. As there is no other decode worker, the request waits for this one's restart."""
     async with Client(running.cluster, timeout_s=120.0) as client:
         answer, senders = await expected(client), running.cluster.pids("prefill-0")
         for _ in range(times):
@@ -74,7 +78,7 @@ async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, t
 
 
 async def kill_follower(running: FaultCluster, worker: str) -> None:
-    """Its leader ends at once."""
+    """Kills the follower of a worker and checks that the leader ends promptly."""
     leader, follower = running.cluster.pids(worker)
     end = os.pidfd_open(leader)
     with Stall() as stall:
@@ -86,7 +90,7 @@ async def kill_follower(running: FaultCluster, worker: str) -> None:
 
 
 @pytest.mark.parametrize("times", TIMES)
-async def test_a_bit_flipped_on_a_followers_edge_is_found_and_only_that_edge_sends_again(
+async def test_a_bit_flipped_on_a_followers_edge_is_detected_and_only_that_edge_resends(
     running: FaultCluster, times: int
 ) -> None:
     async with Client(running.cluster, timeout_s=120.0) as client:

@@ -61,7 +61,9 @@ MOMENTS = ("before", "during", "between", "after")
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 @pytest.mark.parametrize("when", MOMENTS)
-async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: str, times: int) -> None:
+async def test_a_request_survives_kill_9_of_a_worker(
+    running: FaultCluster, client: Client, victim: str, when: str, times: int
+) -> None:
     """The request is rescheduled, and its client sees no more than a pause."""
     if when == "between" and (running.edges > 1 or not processor_levels()):
         pytest.skip("with several ranks, or without compiled kernels, a step is reported as one")
@@ -89,7 +91,9 @@ async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: 
 
 
 @pytest.mark.parametrize("times", TIMES)
-async def test_a_prompt_outlives_its_decode_worker(running: FaultCluster, client: Client, times: int) -> None:
+async def test_a_request_in_prefill_survives_the_loss_of_its_decode_worker(
+    running: FaultCluster, client: Client, times: int
+) -> None:
     """Killed, found lost and started again while the prompt computes: the KV goes to one that is there."""
     answer, stream = await expected(client), await expected(client, *BYSTANDER)
     for _ in range(times):
@@ -110,7 +114,9 @@ async def test_a_prompt_outlives_its_decode_worker(running: FaultCluster, client
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("victim", [pytest.param("prefill-0", marks=pytest.mark.long), "decode-0"])
-async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, victim: str, times: int) -> None:
+async def test_a_stopped_worker_is_lost_within_five_seconds_and_joins_again(
+    running: FaultCluster, client: Client, victim: str, times: int
+) -> None:
     """SIGSTOP in the middle of a transfer: seen within 5 s; when it goes on it is fenced and joins anew, unless
     its other ranks have ended the worker meanwhile."""
     answer, stream = await expected(client), await expected(client, *BYSTANDER)
@@ -142,7 +148,9 @@ async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, vi
 
 
 @pytest.mark.parametrize("times", TIMES)
-async def test_one_flipped_bit_is_found_and_sent_again_once(running: FaultCluster, client: Client, times: int) -> None:
+async def test_a_chunk_with_a_flipped_bit_is_detected_and_resent_once(
+    running: FaultCluster, client: Client, times: int
+) -> None:
     answer, before = await expected(client), await running.settle()
     for _ in range(times):
         running.ask("prefill-0", "flip")
@@ -155,9 +163,7 @@ async def test_one_flipped_bit_is_found_and_sent_again_once(running: FaultCluste
 
 
 @pytest.mark.parametrize("times", TIMES)
-async def test_kv_of_another_request_is_found_though_it_is_intact(
-    running: FaultCluster, client: Client, times: int
-) -> None:
+async def test_intact_kv_of_another_request_is_detected(running: FaultCluster, client: Client, times: int) -> None:
     """Bytes and checksum of one request under the name of another: only the identity in the checksum tells."""
     prompts = [[11 + n] * 40 for n in range(2)]
     answers, before = [await expected(client, p) for p in prompts], await running.settle()
@@ -192,7 +198,9 @@ async def test_a_late_chunk_of_an_older_generation_is_refused_and_counted(
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("when", ["hold_step", "hold_send", "decoding"])
-async def test_a_client_that_leaves_in_the_middle(running: FaultCluster, client: Client, when: str, times: int) -> None:
+async def test_a_client_disconnect_during_a_request_leaks_nothing(
+    running: FaultCluster, client: Client, when: str, times: int
+) -> None:
     for _ in range(times):
         if when == "decoding":
             request = start(client, count=2000)
@@ -209,7 +217,7 @@ async def test_a_client_that_leaves_in_the_middle(running: FaultCluster, client:
 
 
 @pytest.mark.parametrize("times", TIMES)
-async def test_both_decode_workers_refuse_and_the_parked_kv_is_served_later(
+async def test_kv_parked_while_both_decode_workers_refuse_is_handed_over_later(
     running: FaultCluster, client: Client, times: int
 ) -> None:
     answer, before = await expected(client), await running.settle()

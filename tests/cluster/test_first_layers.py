@@ -1,4 +1,4 @@
-"""Through a running cluster: the first layers of a long last chunk are at the decode worker before prefill is done."""
+"""Through a running cluster: sending the first layers of a long last chunk begins before the chunk is computed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LAYERS, HEADS, SIZE = 4, 8, 32
 LENGTH, COUNT = 700, 8
 
 
-async def test_most_of_the_last_chunk_goes_before_it_is_computed(tmp_path: Path) -> None:
+async def test_first_layers_of_the_last_chunk_are_sent_before_it_is_computed(tmp_path: Path) -> None:
     options = {"num_layers": LAYERS, "num_heads": HEADS, "num_kv_heads": HEADS, "head_dim": SIZE}
     options["intermediate_size"] = 4096  # so that a layer takes longer than a message
     model = make_checkpoint(tmp_path / "m", arch="llama", max_position_embeddings=1024, **options)
     whole = LENGTH * LAYERS * 2 * HEADS * SIZE * 4
-    assert SECTION_BYTES < whole < 2 * SECTION_BYTES  # two sections, of two layers each
+    assert SECTION_BYTES < whole < 2 * SECTION_BYTES  # two sections of two layers each
     env = {EVENT_LOG: str(tmp_path / "events")}
     prompts = [[(7 * i + 31 * n) % 256 for i in range(LENGTH)] for n in range(3)]
     flags = {"served_model_name": "m", "dtype": "float32", "step_tokens": LENGTH, "kernels": "auto"}
@@ -48,7 +48,7 @@ async def test_most_of_the_last_chunk_goes_before_it_is_computed(tmp_path: Path)
         mine = [e for e in events if tuple(e.get("sequence", ())) == name]
         sent = [e for e in mine if e["kind"] == "chunk_sent"]
         assert sum(e["bytes"] for e in sent) == whole
-        if len(sent) == 1:  # on a busy machine a step may be done before its offer is answered
+        if len(sent) == 1:  # on a busy machine a step may end before its offer is accepted
             continue
         assert [e["layers"] for e in sent] == [[0, 2], [2, LAYERS]]
         begun = next(e["t"] for e in mine if e["kind"] == "chunk_send")

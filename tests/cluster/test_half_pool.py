@@ -1,5 +1,5 @@
-"""Streams over HTTP in half of the KV memory that they need: sequences are preempted and computed again, and each
-stream says what it says where nothing is short, goes on, and ends; no block is lost."""
+"""Streams over HTTP with half of the KV memory that they need: sequences are preempted and recomputed, each stream
+produces the same tokens as with enough memory, makes progress and finishes; no block is lost."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 BLOCK = 16
 PROMPT, OUTPUT = 16, 304
-"""Far more output than the coordinator expects: it lets all in at once, and the pool fills while they grow."""
+"""Far more output than the coordinator expects: it admits all streams at once, and the pool fills as they grow."""
 SILENCE_S = 2.0
 
 
 @dataclass
 class Stream:
-    """One stream: its tokens, and when each message with tokens came."""
+    """One stream: its tokens, and the arrival time of each message with tokens."""
 
     tokens: list[int] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Stream:
 
 
 async def read_stream(client: Client, index: int, output: int, salt: str) -> Stream:
-    """Every other stream is greedy, the rest are seeded."""
+    """Odd-numbered streams are sampled with a seed, the others are greedy."""
     sampling: dict[str, Any] = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0}
     prompt = random.Random(index).choices(range(6, 256), k=PROMPT)
     stream = Stream()
@@ -60,7 +60,7 @@ async def read_streams(client: Client, streams: Iterable[int], output: int = OUT
     return await asyncio.gather(*(read_stream(client, index, output, salt) for index in streams))
 
 
-def check_at_once(streams: Iterable[Stream]) -> None:
+def check_concurrent(streams: Iterable[Stream]) -> None:
     assert max(h.at[0] for h in streams) < min(h.at[-1] for h in streams), "they did not all run at one time"
 
 
@@ -68,8 +68,8 @@ def blocks_for(streams: int, output: int = OUTPUT) -> int:
     return streams * -(-(PROMPT + output) // BLOCK)
 
 
-def room_for(blocks: int, model: Path) -> dict[str, object]:
-    """Flags of an exact cluster whose pools hold so many blocks each."""
+def pool_flags(blocks: int, model: Path) -> dict[str, object]:
+    """Returns the flags of an exact cluster whose pools hold `blocks` blocks each."""
     per_block = read_model_config(model).kv_layout(BLOCK, "float32").bytes_per_block
     return {"prefill": 1, "decode": 1, "exact": True, "block_size": BLOCK, "kv_memory_gib": blocks * per_block / 2**30}
 
@@ -79,22 +79,22 @@ def preemptions(running: FaultCluster) -> int:
 
 
 async def settle(running: FaultCluster, blocks: int) -> None:
-    """Every block of either pool is free. A worker whose an invariant does not hold ends itself, and another with free
-    blocks takes its place: none may have."""
+    """Waits until every block of both pools is free. A worker that violates an invariant ends itself and is replaced by
+    one with free blocks, so this also checks that no worker has died."""
     states = await running.settle()
     assert {state["load"]["blocks_total"] for state in states.values()} == {blocks}
     assert "died: " not in running.cluster.output.read_text()
 
 
-async def test_streams_in_half_the_pool_say_what_a_few_say_in_it(tmp_path: Path) -> None:
-    """A few at a time find room for all that they need; by their salt, nothing cached of what the many left."""
+async def test_preempted_streams_in_half_the_pool_get_the_same_tokens_as_fewer_streams(tmp_path: Path) -> None:
+    """A few streams at a time have all the memory they need; their salt keeps them from reusing cached blocks."""
     many, few = 16, 6
     model = make_checkpoint(tmp_path / "m", "llama", max_position_embeddings=1024)
     half = blocks_for(many) // 2
-    with fault_cluster(model, **room_for(half, model)) as running:
+    with fault_cluster(model, **pool_flags(half, model)) as running:
         async with Client(running.cluster) as client:
             together = await read_streams(client, range(many), salt="together")
-            check_at_once(together)
+            check_concurrent(together)
             short = preemptions(running)
             assert short > 0, "nothing was ever short"
             groups = [range(many)[first : first + few] for first in range(0, many, few)]
@@ -108,18 +108,18 @@ async def test_streams_in_half_the_pool_say_what_a_few_say_in_it(tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.parametrize("draft", ["none", "auto"])
 @pytest.mark.parametrize(("count", "output"), [(8, OUTPUT), (16, OUTPUT), (32, OUTPUT), (16, 2 * OUTPUT)])
-async def test_no_stream_is_silent_for_two_seconds_and_none_says_anything_else(
+async def test_streams_in_half_the_pool_pause_under_two_seconds_and_keep_their_tokens(
     count: int, output: int, draft: str
 ) -> None:
-    """The built-in pair, and the same streams through a cluster with room for all and a block more for draft tokens."""
+    """The built-in pair, compared with a cluster that has room for all streams plus a block each for draft tokens."""
     streams_of: dict[str, list[Stream]] = {}
     needed = blocks_for(count, output)
     for pool, blocks in (("whole", needed + count), ("half", needed // 2)):
-        with fault_cluster("builtin", draft=draft, **room_for(blocks, builtin_directory("target"))) as running:
+        with fault_cluster("builtin", draft=draft, **pool_flags(blocks, builtin_directory("target"))) as running:
             async with Client(running.cluster) as client:
                 with Stall() as stall:
                     streams_of[pool] = await read_streams(client, range(count), output)
-                check_at_once(streams_of[pool])
+                check_concurrent(streams_of[pool])
             short, silence_s = preemptions(running), max(stream.silence_s for stream in streams_of[pool])
             await settle(running, blocks)
         most_s = stall.allows(SILENCE_S)

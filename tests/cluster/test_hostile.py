@@ -1,4 +1,4 @@
-"""What hostile clients and careless operators did to a running cluster, one test for each thing that once worked."""
+"""Regression tests for attacks by clients and mistakes by operators that once harmed a running cluster."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def running(model: Path) -> Iterator[Cluster]:
         yield started
 
 
-async def test_a_request_id_serves_again_after_its_client_left(running: Cluster) -> None:
-    """Workers bury what was aborted; a retry under the same id is another request."""
+async def test_a_request_id_can_be_reused_after_its_client_disconnected(running: Cluster) -> None:
+    """Workers keep tombstones of aborted sequences; a retry with the same request id is a new request."""
     named = {"x-request-id": "mine"}
     async with Client(running, timeout_s=20) as client:
         alone = await client.tokens([5] * 10, 40)

@@ -1,4 +1,4 @@
-"""A real Prometheus beside a running cluster: every query of the dashboard has an answer, and a prefill worker that is
+"""A real Prometheus with a running cluster: every query of the dashboard returns data, and a prefill worker that is
 slowed down on purpose stands out in `baton ps` and in the dashboard's query."""
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ async def load(running: Cluster, until: float) -> None:
         await asyncio.gather(*(stream(index) for index in range(4)))
 
 
-def slices_of_time(pid: int, until: float) -> None:
-    """Lets a process run for a fifth of the time only."""
+def throttle_process(pid: int, until: float) -> None:
+    """Lets a process run for only a fifth of the time."""
     while time.monotonic() < until:
         os.kill(pid, signal.SIGSTOP)
         time.sleep(0.08)
@@ -74,7 +74,7 @@ def slices_of_time(pid: int, until: float) -> None:
         time.sleep(0.02)
 
 
-async def test_queries_have_answers_and_a_slow_worker_stands_out(tmp_path: Path) -> None:
+async def test_dashboard_queries_return_data_and_show_a_slow_worker(tmp_path: Path) -> None:
     with cluster("builtin", prefill=2, prefix_cache=False) as running:
         process, url = prometheus(tmp_path, running.url.partition("//")[2])
         try:
@@ -88,7 +88,7 @@ async def test_queries_have_answers_and_a_slow_worker_stands_out(tmp_path: Path)
 
             victim = running.pids("prefill-1")[0]
             until = time.monotonic() + 25
-            slowing = asyncio.create_task(asyncio.to_thread(slices_of_time, victim, until))
+            slowing = asyncio.create_task(asyncio.to_thread(throttle_process, victim, until))
             await load(running, until)
             step = next(query for title, query in expressions() if title == "Time of a step")
             found = {row["metric"]["worker"]: float(row["value"][1]) for row in ask(url, step)}
@@ -103,7 +103,7 @@ async def test_queries_have_answers_and_a_slow_worker_stands_out(tmp_path: Path)
 async def test_ps_watch_shows_a_slow_worker() -> None:
     with cluster("builtin", prefill=2, prefix_cache=False) as running:
         victim, until = running.pids("prefill-1")[0], time.monotonic() + 12
-        slowing = asyncio.create_task(asyncio.to_thread(slices_of_time, victim, until))
+        slowing = asyncio.create_task(asyncio.to_thread(throttle_process, victim, until))
         loaded = asyncio.create_task(load(running, until))
         await asyncio.sleep(1)
         command = [sys.executable, "-m", "launch.cli", "ps", running.url, "--watch", "4"]

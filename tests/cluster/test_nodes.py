@@ -1,5 +1,5 @@
-"""A cluster over several nodes, each a network namespace: the same tokens, nothing listening where it should not, and
-a cable that is cut for ten seconds costs a pause."""
+"""A cluster over several nodes, each a network namespace: it produces the same tokens as on one host, listens only on
+the configured addresses, and a cable that is cut for ten seconds causes only a pause."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ pytestmark = [
 NODES = ("head", "p0a", "p0b", "p1", "d0", "d1")
 CUT_S = 10.0
 LONG = 3900
-"""Tokens of a stream that shall still run when a cable is cut."""
-LIMIT_S = 25.0  # a lease, a ping, an edge's limit and a dial, one after the other, on a slow machine
+"""Length in tokens of a stream that must still run when a cable is cut."""
+LIMIT_S = 25.0  # a lease, a ping, an edge's timeout and a dial in sequence, on a slow machine
 HTTP, GRPC, CONTROL, RENDEZVOUS = 8100, 8102, 8101, 8200
 PROMPTS = [[9 + n] * 20 + list(range(30, 90)) for n in range(4)]
 
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass
 class StreamResult:
-    """What became of a stream."""
+    """How a stream ended."""
 
     tokens: list[int] = field(default_factory=list)
     error: str = ""
@@ -53,7 +53,7 @@ class StreamResult:
 
 
 class Cluster:
-    """Jobs on their nodes; whoever waits starts those again that have ended, as a supervisor on each node would."""
+    """Processes on their nodes. While a test waits, processes that have ended are restarted, as a supervisor would."""
 
     def __init__(self, network: dict[str, netns.Node], model: Path, where: Path) -> None:
         self.network, self.model, self._where = network, model, where
@@ -65,7 +65,7 @@ class Cluster:
         token.chmod(0o600)
         self._common = ["--model", str(model), "--cluster-token-file", str(token)]
         self._joining = ["--coordinator", f"{head}:{CONTROL}", "--dtype", "float32", "--threads", "1"]
-        self._joining += ["--kv-memory-gib", "0.02", "--step-tokens", "64", "--no-prefix-cache"]  # any may serve any
+        self._joining += ["--kv-memory-gib", "0.02", "--step-tokens", "64", "--no-prefix-cache"]  # no cache affinity
         ports = ["--port", str(HTTP), "--grpc-port", str(GRPC), "--control-port", str(CONTROL)]
         hosts = ["--host", head, "--control-host", head, "--served-model-name", "m"]
         self.jobs: dict[str, Job] = {}
@@ -77,14 +77,14 @@ class Cluster:
             self._add(node, "p0", ["launch.agent", *ranks, *meet, "prefill"])
         for worker, role in (("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
             self._add(worker, worker, [role])
-        self.tend()
+        self.restart_ended()
 
     def _add(self, node: str, worker: str, words: list[str]) -> None:
         own = [] if node == "head" else [*self._joining, "--worker-id", worker, "--host", self.network[node].address]
         command = [sys.executable, "-m", *words, *self._common, *own]
         self.jobs[node] = Job(self.network[node], command, self._where / f"{node}.log")
 
-    def tend(self) -> None:
+    def restart_ended(self) -> None:
         for job in self.jobs.values():
             if job.process is None or job.process.poll() is not None:
                 with job.log.open("ab") as log:
@@ -94,11 +94,11 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{self.logs()}"
-            self.tend()
+            self.restart_ended()
             time.sleep(0.1)
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """Empty while the coordinator does not answer."""
+        """Empty while the coordinator does not reply."""
 
         def get() -> dict[str, dict[str, Any]]:
             try:
@@ -153,20 +153,20 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             started.close()
 
 
-def right(running: Cluster, prompt: list[int], reply: StreamResult) -> bool:
+def is_correct(running: Cluster, prompt: list[int], reply: StreamResult) -> bool:
     expected = oracle.greedy(running.model, prompt, 8)
     return tuple(reply.tokens[: expected.decided]) == expected.tokens[: expected.decided] and len(reply.tokens) == 8
 
 
-def test_the_same_tokens_as_on_one_host(running: Cluster) -> None:
+def test_tokens_over_several_nodes_equal_the_reference(running: Cluster) -> None:
     asked = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS * 4]
-    assert all(right(running, prompt, future.result()) for prompt, future in asked)
+    assert all(is_correct(running, prompt, future.result()) for prompt, future in asked)
     known = running.workers()
     assert all(known[w]["kv_bytes_sent"] for w in ("p0", "p1")), known
     assert all(known[w]["kv_bytes_received"] for w in ("d0", "d1")), known
 
 
-def test_nothing_listens_but_on_named_addresses(running: Cluster) -> None:
+def test_processes_listen_only_on_configured_addresses(running: Cluster) -> None:
     listening = {name: node.listeners() for name, node in running.network.items()}
     named = {name: {node.address, "127.0.0.1"} for name, node in running.network.items()}
     assert not [(n, a, who) for n, found in listening.items() for a, who in found if a not in named[n]]
@@ -182,9 +182,9 @@ CUTS = [
 
 
 def cut_in_mid_stream(running: Cluster, node: str, end: str) -> list[Future[StreamResult]]:
-    """A stream on each decode worker, and the cable cut while both run. A busy machine may take seconds to make the
-    edges of one, or to take the link down where the kernel still takes other namespaces apart: where a stream has ended
-    by then, all begins anew."""
+    """Starts a stream on each decode worker and cuts the cable while both run. On a busy machine it may take seconds to
+    create the edges, or to take the link down while the kernel still removes other namespaces: if a stream has ended by
+    then, this starts over."""
     for _ in range(5):
         running.wait_until(lambda: running.all_ready() and running.idle(), "whole and idle cluster")
         streams = [running.stream(PROMPTS[n], LONG) for n in range(2)]
@@ -202,8 +202,8 @@ def cut_in_mid_stream(running: Cluster, node: str, end: str) -> list[Future[Stre
 
 
 @pytest.mark.parametrize(("node", "end"), CUTS)
-def test_a_cable_cut_for_ten_seconds(running: Cluster, node: str, end: str) -> None:
-    """`far`: at the switch, what is sent is lost in silence; `near`: at the node, which sees its interface go."""
+def test_requests_and_streams_survive_a_cable_cut_for_ten_seconds(running: Cluster, node: str, end: str) -> None:
+    """`far`: at the switch, packets are dropped silently; `near`: at the node, whose interface goes down."""
     worker = {"p0b": "p0"}.get(node, node)
     moved = "kv_bytes_received" if worker.startswith("d") else "kv_bytes_sent"
     long_ones = cut_in_mid_stream(running, node, end)
@@ -217,16 +217,16 @@ def test_a_cable_cut_for_ten_seconds(running: Cluster, node: str, end: str) -> N
 
     for prompt, future in asked:
         reply = future.result()
-        assert reply.took_s < LIMIT_S and right(running, prompt, reply), (reply, running.logs())
+        assert reply.took_s < LIMIT_S and is_correct(running, prompt, reply), (reply, running.logs())
     ends = [(reply.error, len(reply.tokens)) for reply in (future.result() for future in long_ones)]
     assert ends == [("", LONG)] * 2, ends
 
     running.wait_until(lambda: running.all_ready() and running.idle(), f"{worker} back, and nothing left")
     before = running.workers()[worker][moved]
 
-    def served_by_it() -> bool:
+    def serves_again() -> bool:
         asked = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS]
-        assert all(right(running, prompt, future.result()) for prompt, future in asked), running.logs()
+        assert all(is_correct(running, prompt, future.result()) for prompt, future in asked), running.logs()
         return bool(running.workers()[worker][moved] > before)
 
-    running.wait_until(served_by_it, f"KV over the edges of {worker} again")
+    running.wait_until(serves_again, f"KV over the edges of {worker} again")

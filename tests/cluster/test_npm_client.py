@@ -21,7 +21,7 @@ TEMPLATE = (
 CHECKS = ("models", "completion", "chat", "tools", "schema", "responses", "batches", "errors", "leaving")
 
 
-def test_every_field_the_package_has(tmp_path: Path) -> None:
+def test_the_npm_openai_package_passes_every_check(tmp_path: Path) -> None:
     node, npm = shutil.which("node"), shutil.which("npm")
     if not node or not npm:
         pytest.skip("no node and npm (Debian's packages nodejs and npm)")
@@ -31,7 +31,7 @@ def test_every_field_the_package_has(tmp_path: Path) -> None:
         pytest.skip(f"npm cannot install {PACKAGE}: {done.stderr.strip()[-200:]}")
     model = tmp_path / "model"
     shutil.copytree(TARGET, model)
-    (model / "chat_template.jinja").write_text(TEMPLATE)  # the built-in model's own knows no tools
+    (model / "chat_template.jinja").write_text(TEMPLATE)  # the built-in model's own template does not support tools
     with cluster(
         model, exact=True, served_model_name="builtin", data_dir=tmp_path / "data", tool_parser="hermes"
     ) as running:

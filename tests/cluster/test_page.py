@@ -1,7 +1,7 @@
-"""The page at `/` in a real browser, over a running cluster: the chat box streams, the pools are drawn, a lost worker
-shows, the last requests have their bars, and where keys are wanted it asks for one.
+"""The page at `/` in a real browser, with a running cluster: the chat box streams, the pools are drawn, a lost worker
+is shown, the latest requests have timeline bars, and the page asks for an API key if keys are required.
 
-`BATON_TEST_SCREENSHOT=FILE` keeps a picture of it under load."""
+`BATON_TEST_SCREENSHOT=FILE` saves a screenshot of the page under load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = "[...document.querySelectorAll('#talk .answer')].at(-1)?.textContent"
 KEY = "sk-0123456789abcdef"
 
 
-def troubles(page: Page) -> list[str]:
+def console_errors(page: Page) -> list[str]:
     return [line for line in page.console if '"level": "error"' in line or "exception" in line]
 
 
@@ -41,7 +41,7 @@ async def load(url: str) -> None:
         await asyncio.gather(*(one(index) for index in range(6)))
 
 
-async def test_chat_pools_and_timelines() -> None:
+async def test_the_page_shows_chat_pools_and_timelines() -> None:
     with cluster("builtin", prefill=2, decode=2) as running:
         async with browse(running.url + "/") as page:
             await page.until("document.querySelectorAll('#picture rect').length >= 8")
@@ -65,10 +65,10 @@ async def test_chat_pools_and_timelines() -> None:
             await page.until("/lost|joining/.test($('picture').textContent)")
             await page.until("!/lost|joining/.test($('picture').textContent)", timeout_s=40)
             loading.cancel()
-            assert not troubles(page), page.console
+            assert not console_errors(page), page.console
 
 
-async def test_markup_in_an_answer_or_a_name_stays_text() -> None:
+async def test_markup_in_a_prompt_or_request_id_is_shown_as_text() -> None:
     with cluster("builtin") as running:
         async with browse(running.url + "/") as page:
             evil = "<img src=x onerror=document.title=1>"
@@ -83,7 +83,7 @@ async def test_markup_in_an_answer_or_a_name_stays_text() -> None:
             assert await page.evaluate("document.title") == "Baton"
 
 
-async def test_with_keys_it_asks_for_one_and_operators_have_the_pools(tmp_path: Path) -> None:
+async def test_the_page_requires_a_configured_key_and_shows_pools_only_to_operators(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(KEY + "\n")
     keys.chmod(0o600)

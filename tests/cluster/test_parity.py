@@ -1,4 +1,4 @@
-"""Every architecture through the running cluster says what transformers says, and the work is where it should be."""
+"""Every architecture through a running cluster produces transformers' tokens, and each tier does only its own work."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_greedy_tokens_equal_transformers(arch: str, tmp_path: Path) -> No
             over_grpc = await asyncio.gather(*(client.grpc_tokens(p, COUNT) for p in prompts()[:3]))
             streamed = await asyncio.gather(*(client.streamed(p, COUNT) for p in prompts()[:3]))
             for n in range(LONG_ONES):
-                await one_whose_last_chunk_waits([(5 * i + n) % 256 for i in range(LONG)], client, tmp_path)
+                await complete_with_last_chunk_held([(5 * i + n) % 256 for i in range(LONG)], client, tmp_path)
             await client.idle(running)
         check_tokens(model, answers)
         for answer, ids, (text, stream_ids) in zip(answers, over_grpc, streamed, strict=False):
@@ -53,9 +53,9 @@ async def test_greedy_tokens_equal_transformers(arch: str, tmp_path: Path) -> No
         check_overlap(prefill_events(tmp_path))
 
 
-async def one_whose_last_chunk_waits(prompt: list[int], client: Client, where: Path) -> None:
-    """KV is on its way before all of it is computed, however fast a little model is and however slow the machine: the
-    last chunk is not computed until an earlier one has arrived."""
+async def complete_with_last_chunk_held(prompt: list[int], client: Client, where: Path) -> None:
+    """KV is sent before all of it is computed, however fast a small model and however slow the machine: the last chunk
+    is not computed until an earlier one has been sent."""
     last_chunk = where / "shared" / "prefill-0.hold_step"
     last_chunk.write_text(str(LONG - CHUNK))
     seen = sum(e["kind"] == "chunk_sent" for e in prefill_events(where))
@@ -95,7 +95,7 @@ def check_work(model: Path, running: Cluster, repeats: int) -> None:
 
 
 def check_overlap(events: list[dict[str, Any]]) -> None:
-    """Of each long prompt the first chunks had arrived before the last was computed."""
+    """The first chunk of each long prompt was sent before the last one was computed."""
     long = 0
     for sequence in {str(e["sequence"]) for e in events}:
         mine = [e for e in events if str(e["sequence"]) == sequence]

@@ -1,5 +1,5 @@
-"""Prefix reuse through running clusters: a chat's second turn computes and ships only what is new; hits on either pool,
-on both or on none give the same tokens; salts are kept apart."""
+"""Prefix reuse through running clusters: a chat's second turn computes and transfers only what is new; hits on one
+pool, both or none give the same tokens; different salts share no blocks."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[Cluster]:
-    """The twin: the same cluster without any cache."""
+    """The reference: the same cluster without prefix caches."""
     with cluster(model, exact=True, prefix_cache=False) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def caching(model: Path) -> Iterator[Cluster]:
-    """With caches, and blocks of 16; tests that share it begin with prompts of their own."""
+    """With caches and blocks of 16; each test that shares this cluster uses prompts of its own."""
     with cluster(model, exact=True) as running:
         yield running
 
 
 def counters(running: Cluster) -> dict[str, int]:
-    """Summed over the workers."""
+    """Sums over the workers."""
     names = ("prompt_tokens_computed", "prompt_tokens_cached", "kv_bytes_sent", "kv_bytes_received", "kv_bytes_reused")
     return {name: sum(int(fields[name]) for fields in running.workers().values()) for name in names}
 
@@ -53,7 +53,7 @@ def counters(running: Cluster) -> dict[str, int]:
 async def ask(
     client: Client, running: Cluster, prompt: list[int], count: int, **fields: Any
 ) -> tuple[Any, dict[str, int]]:
-    """The answer, and by how much it moved the counters."""
+    """Returns the answer and the increase of each counter."""
     before = counters(running)
     answer = await client.complete(prompt, count, model=None, **fields)
     await client.idle(running)
@@ -70,7 +70,7 @@ def cached(answer: Any) -> int:
 
 
 @pytest.mark.parametrize("block_size", [16, pytest.param(32, marks=pytest.mark.long)])
-async def test_second_turn_computes_and_ships_only_what_is_new(
+async def test_second_turn_computes_and_sends_only_the_new_tokens(
     model: Path, plain: Cluster, caching: Cluster, block_size: int
 ) -> None:
     layout = read_model_config(model).kv_layout(block_size, "float32")
@@ -105,11 +105,11 @@ async def test_second_turn_computes_and_ships_only_what_is_new(
 
 
 @pytest.mark.parametrize("on", ["prefill", "decode"])
-async def test_hit_on_one_tier_alone_gives_the_same_tokens(
+async def test_prefix_hit_in_only_one_pool_gives_the_same_tokens(
     model: Path, plain: Cluster, caching: Cluster, on: str
 ) -> None:
-    """Prefill alone hits when a request of one token came before (nothing was handed over); decode alone hits in what
-    it generated itself."""
+    """Only prefill hits if a request of one token came before (nothing was handed over); only decode hits in tokens
+    that it generated itself."""
     prompt = tokens({"prefill": 3, "decode": 4}[on], 200)
     async with Client(plain) as client:
         turn_1 = ids((await ask(client, plain, prompt, 100, temperature=0.8, seed=9))[0])
@@ -128,8 +128,8 @@ async def test_hit_on_one_tier_alone_gives_the_same_tokens(
         assert moved["kv_bytes_reused"] == (288 * layout.bytes_per_token if on == "decode" else 0)
 
 
-async def test_pools_under_pressure_evict_and_answer_the_same(model: Path, plain: Cluster) -> None:
-    """Room for about one and a half of these requests in each pool, and each asked twice."""
+async def test_full_pools_evict_cached_blocks_and_give_the_same_tokens(model: Path, plain: Cluster) -> None:
+    """Each pool has room for about one and a half of these requests, each of which is sent two or three times."""
     layout = read_model_config(model).kv_layout(16, "float32")
     room_gib = layout.blocks_for(450) * layout.bytes_per_block / (1 << 30)
     prompts = [tokens(seed, 280) for seed in (11, 12, 11, 13, 13, 12, 11)]

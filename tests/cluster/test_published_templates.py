@@ -1,6 +1,6 @@
-"""Chat templates as they are published, over a hundred of them, read out of a package of PyPI and kept nowhere here:
-the sandbox renders each as transformers does, the form of tool calls is recognised, and calls are forced through the
-grammar behind the templates of four families."""
+"""Over a hundred published chat templates, read from a PyPI package and not stored in this repository: the sandbox
+renders each as transformers does, the format of tool calls is detected, and grammars force tool calls behind the
+templates of four families."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMS = {
     "mistral-nemo-instruct": "mistral",
     "mistral-large-instruct": "mistral",
     "gpt-oss": "harmony",
-    # Written between the same marks as Hermes', but not as JSON.
+    # Written between the same tags as Hermes calls, but not as JSON.
     "Qwen3-Coder": None,
     "qwen3.5": None,
     "GLM-4.6": None,
@@ -74,7 +74,7 @@ TALKS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Templates by the name of their model."""
+    """Templates by model name."""
     folder = tmp_path_factory.mktemp("published")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -92,14 +92,14 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def rendered(how: Any) -> str | None:
-    """None where the template refuses the conversation."""
+    """Returns None if the template refuses the conversation."""
     try:
         return str(how())
     except Exception:
         return None
 
 
-def test_each_is_rendered_as_transformers_does(published: dict[str, str]) -> None:
+def test_published_templates_are_rendered_as_by_transformers(published: dict[str, str]) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     different, texts, renderer = [], 0, Renderer()
@@ -120,12 +120,14 @@ def test_each_is_rendered_as_transformers_does(published: dict[str, str]) -> Non
     assert different == [] and texts > 400
 
 
-def test_the_form_of_calls_is_recognised(published: dict[str, str]) -> None:
+def test_the_tool_call_format_of_published_templates_is_detected(published: dict[str, str]) -> None:
     assert {name: detect_format(published[name]) for name in FORMS} == FORMS
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-instruct", "qwen3", "mistral-nemo-instruct", "gpt-oss"])
-async def test_calls_are_forced_behind_it(published: dict[str, str], tmp_path: Path, name: str) -> None:
+async def test_tool_calls_are_forced_with_a_published_template(
+    published: dict[str, str], tmp_path: Path, name: str
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(TARGET, model)
     (model / "chat_template.jinja").write_text(published[name])

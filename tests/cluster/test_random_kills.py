@@ -1,7 +1,7 @@
-"""Requests through 2 x 2 workers of which a random one is killed every few seconds and started again by the supervisor.
+"""Requests through 2 x 2 workers, of which a random one is killed every few seconds and restarted by the supervisor.
 
-Accepted requests go on elsewhere. One ends with an error where two workers died while they ran it; new ones are refused
-while a role is empty. A client that is refused asks again, so every request has its answer, and it is the right one.
+Accepted requests continue on other workers. A request fails if two workers died while they ran it; new requests are
+refused while a role has no worker. A refused client retries, so every request is answered, with the right tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.support.fault_cluster import FaultCluster, fault_cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 KILL_EVERY_S, CLIENTS, SEED = 5.0, 8, 7
-# What a client may be told of a request that was cut, and the statuses that go with it.
+# The error codes that a client may receive for a request that was interrupted or refused, all with status 503.
 CLEAN = {"worker_lost", "no_prefill_worker", "no_decode_worker"}
 REQUEST_LIMIT_S = 90.0
 
 
 class Work:
-    """Prompts with their answers, taken from the undisturbed cluster; and what became of the requests."""
+    """Prompts with their answers, taken from the undisturbed cluster, and the outcomes of the requests."""
 
     def __init__(self, client: Client, seed: int, requests: int, until: float) -> None:
         self._client, self._random, self._until = client, random.Random(seed), until
@@ -55,7 +55,7 @@ class Work:
             self.finished += 1
 
     async def _ask(self, prompt: list[int], count: int) -> tuple[int, ...] | None:
-        """None after a clean error; anything else that is not an answer fails."""
+        """Returns None after an expected error; any other failure raises."""
         answer: httpx.Response = await self._client.http.post("/v1/completions", json=body(prompt, count))
         whole = answer.json()
         if answer.status_code == 200:
@@ -66,9 +66,9 @@ class Work:
         return None
 
 
-async def killer(running: FaultCluster, seed: int, until: float, spare: int) -> int:
-    """Kills a random rank of a random living worker every few seconds, where `spare` others of its role are ready; how
-    many."""
+async def kill_at_random(running: FaultCluster, seed: int, until: float, spare: int) -> int:
+    """Kills a random rank of a random ready worker every few seconds if more than `spare` workers of its role are
+    ready. Returns the number of kills."""
     choose, kills = random.Random(seed), 0
     while time.monotonic() + KILL_EVERY_S < until:
         await asyncio.sleep(KILL_EVERY_S)
@@ -88,12 +88,12 @@ async def killer(running: FaultCluster, seed: int, until: float, spare: int) -> 
     [
         pytest.param(50, 21.0, 1, marks=pytest.mark.long),  # test_recovery.py has kills at random in every run
         pytest.param(1000, 120.0, 1, marks=pytest.mark.long),
-        # Workers of two ranks take longer to come back than the next kill takes to come: one of each role stays.
+        # Two-rank workers take longer to restart than the time between kills: one of each role is spared.
         pytest.param(300, 120.0, 2, marks=pytest.mark.long),
     ],
     ids=["short", "long", "long-tp2"],
 )
-async def test_random_kills_leak_nothing_and_falsify_nothing(
+async def test_random_kills_leak_no_blocks_and_change_no_tokens(
     requests: int, seconds: float, tp: int, tmp_path: Path
 ) -> None:
     model = make_checkpoint(tmp_path / "m", "llama", max_position_embeddings=1024)
@@ -104,14 +104,14 @@ async def test_random_kills_leak_nothing_and_falsify_nothing(
             work = Work(client, SEED, requests, until)
             await work.learn(16)
             async with asyncio.TaskGroup() as group:
-                kills = group.create_task(killer(running, SEED, until, spare=tp - 1))
+                kills = group.create_task(kill_at_random(running, SEED, until, spare=tp - 1))
                 for _ in range(CLIENTS):
                     group.create_task(work.one_client())
             await running.settle()
         log = running.cluster.output.read_text()
         print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
-        least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # of two ranks most are starting
+        least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # two-rank workers are mostly starting
         assert work.finished >= requests and kills.result() >= least
         assert work.errors["worker_lost"] <= kills.result() / 2, "two deaths of workers that ran it, for each"
-        # Nobody died but by our hand: a worker whose an invariant does not hold would end itself and be started again.
+        # No worker died except by these kills: a worker that violates an invariant would end itself and be restarted.
         assert log.count("died: killed by SIGKILL") == log.count("died: ") == kills.result()

@@ -1,4 +1,4 @@
-"""Streams survive kill -9 of any worker: each goes on at its next token, with the tokens of an undisturbed run."""
+"""Streams survive kill -9 of any worker: each continues at its next token, with the tokens of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 LENGTH = 160
 PROMPTS = [[7 + (n * 31 + i) % 200 for i in range(400 + 13 * n)] for n in range(7)]
-# Every kind of state that has to go on: noise by index, penalties over the output, stop strings, offsets of logprobs, a
-# grammar's automaton.
+# Every kind of state that must survive: noise by output index, penalties over the output, stop strings, offsets of
+# logprobs, a grammar's automaton.
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 5},
@@ -38,7 +38,7 @@ KINDS: list[dict[str, Any]] = [
 
 @dataclass
 class Stream:
-    """What a client was sent, by choice, and when."""
+    """What a client received, by choice, and the arrival times."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ async def read(client: Client, number: int, into: Stream) -> Stream:
 
 @asynccontextmanager
 async def wave(client: Client, streams: int, first: int = 0) -> AsyncIterator[list[Stream]]:
-    """So many streams at once, and their ends."""
+    """Runs `streams` concurrent streams and waits for their ends."""
     made = [Stream() for _ in range(streams)]
     async with asyncio.TaskGroup() as group:
         for number, stream in enumerate(made):
@@ -100,7 +100,7 @@ async def wave(client: Client, streams: int, first: int = 0) -> AsyncIterator[li
         pytest.param("ngram", False, 12, 2, marks=pytest.mark.long),
     ],
 )
-async def test_kill_9_of_each_worker_in_turn_and_at_random(
+async def test_streams_are_unchanged_after_kill_9_of_each_worker_in_turn_and_at_random(
     draft: str, cache: bool, streams: int, waves: int, tmp_path: Path
 ) -> None:
     model = make_checkpoint(tmp_path / "m", "llama", max_position_embeddings=1024)
@@ -123,7 +123,7 @@ async def test_kill_9_of_each_worker_in_turn_and_at_random(
             assert re.fullmatch("([a-f]{3},){38,39}", undisturbed[-1].text[0])
             for victim in victims:
                 async with wave(client, streams) as made:
-                    await running.until(lambda v=victim, m=made: in_the_middle(running, v, m), f"{victim} at work")
+                    await running.until(lambda v=victim, m=made: is_busy(running, v, m), f"{victim} at work")
                     running.signal(victim)
                 for number, stream in enumerate(made):
                     assert stream.answer() == expected[number % len(KINDS)], (victim, number, running.cluster.logs())
@@ -141,9 +141,9 @@ async def test_kill_9_of_each_worker_in_turn_and_at_random(
     assert rescheduled >= len(victims) / 2
 
 
-def in_the_middle(running: FaultCluster, victim: str, streams: list[Stream]) -> bool:
-    """A decode worker generates for streams that have all begun, or a prefill worker computes: with a prefix cache it
-    may have nothing to compute."""
+def is_busy(running: FaultCluster, victim: str, streams: list[Stream]) -> bool:
+    """Returns whether a decode worker generates and all streams have begun, or a prefill worker computes; with a prefix
+    cache it may have nothing to compute, so it suffices that all streams have begun."""
     known = running.cluster.workers()[victim]
     begun = all(stream.at for stream in streams)
     return bool(known["running"]) and begun if victim.startswith("decode") else bool(known["running"]) or begun

@@ -1,4 +1,4 @@
-"""The restart of a worker: as good as the first run, whether its rank died or its agent."""
+"""A restarted worker works as before, whether its rank or its agent was killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agent(running: Cluster, name: str) -> int:
 
 
 def kill_and_await(running: Cluster, name: str, victim: int) -> None:
-    """Kills a process of that worker and waits until the supervisor knows of its restart."""
+    """Kills a process of that worker and waits until the supervisor reports the restarted worker."""
     line = f"{name:<12}  joined"
     before, joined = running.pids(name), running.output.read_text().count(line)
     running.kill(victim)
@@ -43,11 +43,11 @@ def test_a_restarted_worker_serves_as_before(tmp_path: Path) -> None:
         kill_and_await(running, "decode-0", rank)
         assert not {parent, rank} & set(running.processes()) and answer(running) == first
         parent, rank = agent(running, "prefill-0"), running.pids("prefill-0")[0]
-        kill_and_await(running, "prefill-0", parent)  # a killed agent takes its rank along
+        kill_and_await(running, "prefill-0", parent)  # the rank of a killed agent dies with it
         assert not {parent, rank} & set(running.processes()) and answer(running) == first
 
 
-def test_it_leaves_by_a_drain_and_by_sigterm(tmp_path: Path) -> None:
+def test_a_restarted_worker_drains_and_leaves_on_sigterm(tmp_path: Path) -> None:
     with cluster("builtin", run_dir=tmp_path / "run", draft="none", prefill=2) as running:
         kill_and_await(running, "prefill-0", running.pids("prefill-0")[0])
         parent = agent(running, "prefill-0")

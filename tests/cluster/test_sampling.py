@@ -1,5 +1,5 @@
-"""Everything a client may ask of sampling, through a running cluster, with the official client and against
-transformers; in exact mode, so that a request says the same alone, in company and streamed."""
+"""All sampling options through a running cluster, with the official client and compared with transformers; in exact
+mode, so that a request gets the same tokens alone, in a batch and streamed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_ids(asked: dict[str, Any]) -> dict[str, Any]:
     return asked | {"extra_body": asked.get("extra_body", {}) | {"return_token_ids": True}}
 
 
-async def test_every_kind_of_request_says_the_same_alone_and_in_company(running: Cluster) -> None:
+async def test_each_kind_of_request_gets_the_same_output_alone_and_in_a_batch(running: Cluster) -> None:
     client = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0)
     async with client:
 
@@ -74,9 +74,9 @@ async def test_every_kind_of_request_says_the_same_alone_and_in_company(running:
     assert len({str(ids) for _, ids, _ in alone.values()}) == len(alone)
 
 
-def test_penalties_masks_and_bias_do_what_they_say(official: openai.OpenAI) -> None:
+def test_penalties_masks_and_bias_change_the_tokens_as_specified(official: openai.OpenAI) -> None:
     plain = ids_of(complete(official, **with_ids({"temperature": 0, "extra_body": {"ignore_eos": True}})))
-    assert len(set(plain)) < len(plain)  # else the next line says nothing
+    assert len(set(plain)) < len(plain)  # otherwise the comparison below is meaningless
     punished = {"temperature": 0, "presence_penalty": 2.0, "frequency_penalty": 2.0}
     spread = ids_of(complete(official, **with_ids(punished | {"extra_body": {"ignore_eos": True}})))
     assert len(set(spread)) > len(set(plain))
@@ -88,7 +88,7 @@ def test_penalties_masks_and_bias_do_what_they_say(official: openai.OpenAI) -> N
     assert "return" in complete(official, temperature=0).choices[0].text and "return" not in text
 
 
-def test_stop_tokens_end_and_min_tokens_hold_them_off(official: openai.OpenAI) -> None:
+def test_stop_tokens_end_the_output_but_not_before_min_tokens(official: openai.OpenAI) -> None:
     plain = complete(official, **with_ids({"temperature": 0}))
     tokens = ids_of(plain)
     stop = tokens[6]
@@ -135,7 +135,7 @@ def test_logprobs_of_prompt_and_output_are_those_of_transformers(official: opena
     assert answer.usage.prompt_tokens == len(prompt) and answer.usage.completion_tokens == len(output)
 
 
-def test_prompt_logprobs_come_in_vllms_form(official: openai.OpenAI, reference: Any) -> None:
+def test_prompt_logprobs_have_the_format_of_vllm(official: openai.OpenAI, reference: Any) -> None:
     prompt = list(range(40, 75))
     answer = complete(official, prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 2})
     found = answer.choices[0].model_extra["prompt_logprobs"]
@@ -147,7 +147,7 @@ def test_prompt_logprobs_come_in_vllms_form(official: openai.OpenAI, reference: 
         assert 2 <= len(entry) <= 3 and min(e["rank"] for e in entry.values()) == 1
 
 
-def test_chat_logprobs_spell_the_text_and_stream_equally(official: openai.OpenAI) -> None:
+def test_chat_logprobs_contain_the_text_and_are_the_same_when_streamed(official: openai.OpenAI) -> None:
     asked: dict[str, Any] = {
         "model": "builtin",
         "messages": [{"role": "user", "content": "Write a Python function `add` with arguments (a, b)."}],
@@ -170,7 +170,7 @@ def test_chat_logprobs_spell_the_text_and_stream_equally(official: openai.OpenAI
     assert streamed == content
 
 
-def test_an_echo_streams_in_front(official: openai.OpenAI) -> None:
+def test_an_echoed_prompt_is_streamed_before_the_output(official: openai.OpenAI) -> None:
     asked = {"temperature": 0, "echo": True, "logprobs": 1, "max_tokens": 8}
     whole = complete(official, **asked).choices[0]
     parts = [c for p in complete(official, **asked, stream=True) for c in p.choices]
@@ -183,7 +183,7 @@ def test_an_echo_streams_in_front(official: openai.OpenAI) -> None:
         assert whole.text[offset : offset + len(token)] == token or token.startswith("<")
 
 
-async def test_choices_share_the_prompt_and_each_is_the_same_again(running: Cluster) -> None:
+async def test_choices_share_one_prefill_and_each_choice_is_reproducible(running: Cluster) -> None:
     async with openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0) as client:
         asked: dict[str, Any] = {"model": "builtin", "prompt": PROMPT * 4, "max_tokens": 24, "temperature": 0.9}
         asked |= {"seed": 11, "extra_body": {"return_token_ids": True, "presence_penalty": 0.5}}
@@ -194,7 +194,7 @@ async def test_choices_share_the_prompt_and_each_is_the_same_again(running: Clus
         before = computed()
         answer = await client.completions.create(**asked, n=4)
         assert answer.usage is not None
-        assert computed() - before <= answer.usage.prompt_tokens + 3 * 16  # one prompt, and less than a block for each
+        assert computed() - before <= answer.usage.prompt_tokens + 3 * 16  # one prompt, and under a block per choice
         assert answer.usage.completion_tokens == sum(len(c.model_extra["token_ids"]) for c in answer.choices)
         ids_by_choice = {c.index: c.model_extra["token_ids"] for c in answer.choices}
         assert sorted(ids_by_choice) == [0, 1, 2, 3] and len({str(ids) for ids in ids_by_choice.values()}) == 4

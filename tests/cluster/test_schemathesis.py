@@ -1,5 +1,5 @@
-"""schemathesis against a running cluster: by `/openapi.json` alone it finds no 500 and no answer that is not described,
-and a stream beside it has the tokens it has alone."""
+"""schemathesis against a running cluster: from `/openapi.json` alone it finds no status 500 and no response that is not
+described there, and a concurrent client's request gets the same text every time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 
 
 async def run(url: str, seed: int) -> str:
-    """What it prints; fails where it found something."""
+    """Returns the output of schemathesis; fails if it found an error."""
     words = ["-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--checks", CHECKS, "--seed", str(seed)]
     more = ["--phases", "coverage,fuzzing", "-n", "100", "--request-timeout", "60", "--generation-database", "none"]
     process = await asyncio.create_subprocess_exec(
@@ -29,8 +29,8 @@ async def run(url: str, seed: int) -> str:
     return output
 
 
-async def beside(running: Cluster, ended: asyncio.Event) -> list[str]:
-    """The same honest request again and again."""
+async def send_until(running: Cluster, ended: asyncio.Event) -> list[str]:
+    """Sends the same valid request until `ended` is set."""
     body = {"prompt": "def read_lines(path):", "max_tokens": 64, "temperature": 0}
     texts = []
     async with httpx.AsyncClient(timeout=60) as client:
@@ -41,10 +41,10 @@ async def beside(running: Cluster, ended: asyncio.Event) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_it_finds_nothing(tmp_path: Path, seed: int) -> None:
+async def test_schemathesis_finds_no_server_error_and_no_undocumented_response(tmp_path: Path, seed: int) -> None:
     with cluster("builtin", exact=True, data_dir=tmp_path / "data", tool_parser="hermes") as running:
         ended = asyncio.Event()
-        honest = asyncio.create_task(beside(running, ended))
+        honest = asyncio.create_task(send_until(running, ended))
         output = await run(running.url, seed)
         ended.set()
         texts = await honest

@@ -1,4 +1,4 @@
-"""A cluster with everything on: API keys, TLS at the front, TLS between its processes."""
+"""A cluster with all security features on: API keys, TLS at the front ends, TLS between its processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 KEY, A, B = (f"sk-0123456789abcde{digit}" for digit in "fab")
 
 
-def tenants_do_not_see_each_others_prefixes(url: str, http: httpx.Client) -> None:
-    """Neither who sends the other's prompt, nor who names a salt after the other; each finds its own."""
+def check_tenants_share_no_prefixes(url: str, http: httpx.Client) -> None:
+    """Neither the other tenant's prompt nor a salt named after that tenant hits; each tenant hits its own prefix."""
     prompt = "".join(f"def f{number}(x):\n    return {number}\n" for number in range(20))
 
     def cached(key: str, **extra: str) -> int:
@@ -39,7 +39,7 @@ def tenants_do_not_see_each_others_prefixes(url: str, http: httpx.Client) -> Non
     assert cached(B) > 100
 
 
-async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Path) -> None:
+async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints(tmp_path: Path) -> None:
     certificates, keys = tmp_path / "tls", tmp_path / "keys"
     make_certificates(certificates, ("127.0.0.1",), 1)
     keys.write_text(f"{KEY} name=tests requests_per_minute=2\n{A} tenant=a\n{B} tenant=b\n")
@@ -47,7 +47,7 @@ async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Pa
     with cluster(
         "builtin",
         api_key_file=keys,
-        allowed_origins="*",  # for clients, who have keys; not for the operators' port
+        allowed_origins="*",  # for clients, which have keys; not for the operators' port
         admin_port=0,
         tls_cert_file=certificates / "server.pem",
         tls_key_file=certificates / "server-key.pem",
@@ -62,7 +62,7 @@ async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Pa
             client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
             with pytest.raises(openai.RateLimitError, match="2 requests a minute"):
                 client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
-            tenants_do_not_see_each_others_prefixes(running.url, http)
+            check_tenants_share_no_prefixes(running.url, http)
             assert http.get(running.url + "/workers").status_code == 401
             bearer = {"authorization": f"Bearer {KEY}"}
             assert http.get(running.url + "/workers", headers=bearer).status_code == 404

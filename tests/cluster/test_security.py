@@ -1,5 +1,5 @@
-"""A cluster under attack, watched from inside: nothing is unpickled, run, opened or dialled for whoever asks, and what
-listens is what is declared. Rows S-2 to S-5 and S-18 of docs/security.md."""
+"""A cluster under attack, observed from inside: no request makes it unpickle, execute, open or dial anything, and it
+listens only where it should. Rows S-2 to S-5 and S-18 of docs/security.md."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.processes import LISTENS, Socket, sockets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SERVING = ("/baton.v1.Serving/Generate",)
-INFO = ("/baton.v1.Serving/GetModelInfo",)  # has no fields, so it answers
+INFO = ("/baton.v1.Serving/GetModelInfo",)  # its request has no fields, so calls succeed
 CONTROL = ("/baton.v1.WorkerControl/Session", "/baton.v1.WorkerControl/DrainWorker")
 LINK = ("/baton.v1.KVLink/Link",)
 OPEN = ("01", "02")  # established, SYN sent
-# What the coordinator's pools exchange with their own children, over pipes that nobody else has.
+# Pickles that the coordinator's pools exchange with their own child processes, over pipes private to them.
 OWN_PICKLES = (
     "('concurrent.futures.", "('multiprocessing.", "('coordinator.", "('baton.core.", "('queue'", "('_queue'",
     "('logging'",
@@ -54,7 +54,7 @@ NAMES = (
 
 
 def bomb(marker: Path) -> bytes:
-    """A pickle that makes a file when it is loaded."""
+    """A pickle that creates a file when it is loaded."""
     return f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
 
 
@@ -82,7 +82,7 @@ def dialled(pids: list[int], ports: set[int]) -> Iterator[set[Socket]]:
 
 
 def encodings(payload: bytes) -> list[bytes]:
-    """As bare bytes, behind a length, as an HTTP body, as a frame of the channel between ranks."""
+    """The payload as bare bytes, behind a length, as an HTTP body, and as a frame of the channel between ranks."""
     packed = b"\xc6" + struct.pack(">I", len(payload)) + payload  # msgpack: bytes
     frame = bytes([VERSION, 1]) + b"\x91" + packed
     head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: {{}}\r\nContent-Length: {len(payload)}\r\n\r\n"
@@ -96,7 +96,7 @@ def encodings(payload: bytes) -> list[bytes]:
     ]
 
 
-def throw(port: int, data: bytes) -> None:
+def send_raw(port: int, data: bytes) -> None:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as thrown:
         thrown.settimeout(0.3)
         thrown.sendall(data)
@@ -104,8 +104,8 @@ def throw(port: int, data: bytes) -> None:
             pass
 
 
-async def throw_grpc(port: int, methods: Sequence[str], payload: bytes) -> int:
-    """The bare bytes and each of the first 15 fields, to every method. Returns how many calls were answered."""
+async def send_raw_grpc(port: int, methods: Sequence[str], payload: bytes) -> int:
+    """Sends the bare bytes, and the payload as each of 15 fields, to every method; returns how many calls succeeded."""
     assert len(payload) < 128, "a length of one byte"
     messages = [payload, *(bytes([number << 3 | 2, len(payload)]) + payload for number in range(1, 16))]
 
@@ -135,9 +135,9 @@ def ask(running: Cluster, **fields: object) -> httpx.Response:
 
 def attack(running: Cluster, payload: bytes, link: int) -> None:
     ports = {SERVING: port_of(running.grpc), CONTROL: port_of(running.control), LINK: link}
-    answered = {methods: asyncio.run(throw_grpc(port, methods, payload)) for methods, port in ports.items()}
+    answered = {methods: asyncio.run(send_raw_grpc(port, methods, payload)) for methods, port in ports.items()}
     assert answered == {SERVING: 1, CONTROL: 0, LINK: 0}, "one field of Generate is a text to go on with"
-    asyncio.run(throw_grpc(port_of(running.grpc), INFO, payload))
+    asyncio.run(send_raw_grpc(port_of(running.grpc), INFO, payload))
     for name in FABRIC:
         for value in ("127.0.0.1:9", {"remote_host": "127.0.0.1", "remote_port": 9}, [1]):
             assert ask(running, **{name: value}).status_code == 400
@@ -147,7 +147,7 @@ def attack(running: Cluster, payload: bytes, link: int) -> None:
         assert asked.status_code in (400, 404)
 
 
-def test_nothing_is_loaded_run_opened_or_dialled_for_who_asks(tmp_path: Path) -> None:
+def test_requests_cannot_make_the_cluster_unpickle_execute_open_or_dial_anything(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     payload = bomb(marker)
     with cluster("builtin", env=audit.environment(tmp_path / "audit"), admin_port=0) as running:
@@ -168,7 +168,7 @@ def test_nothing_is_loaded_run_opened_or_dialled_for_who_asks(tmp_path: Path) ->
 
         with dialled(pids, ports) as elsewhere, ThreadPoolExecutor(8) as throwers:
             for port in ports:
-                list(throwers.map(throw, [port] * 7, encodings(payload)))
+                list(throwers.map(send_raw, [port] * 7, encodings(payload)))
             attack(running, payload, link)
         assert not elsewhere and listeners(pids) == found
         again = ask(running)

@@ -1,5 +1,5 @@
-"""What cannot start says so in one plain line, exits with a code of its own and leaves nothing running; a front without
-workers refuses at once."""
+"""A cluster that cannot start reports one plain error, exits with a nonzero code and leaves no process running; a front
+end without workers refuses requests immediately."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ def _no_such_hub_model(path: Path) -> Path:
         (_no_such_hub_model, ["nobody/nothing"]),
     ],
 )
-def test_a_model_that_cannot_be_served(make: Callable[[Path], Path], words: list[str], tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_served_ends_the_start_with_one_error(
+    make: Callable[[Path], Path], words: list[str], tmp_path: Path
+) -> None:
     started = time.monotonic()
     running = start_cluster(make(tmp_path), run_dir=tmp_path / "run")
     assert running.process.wait(60) not in (0, None)
     assert not running.processes()
     lines = running.output.read_text().strip().splitlines()
     shown = find_box(lines)
-    box = "\n".join(shown) if make is _cut else lines[-1]  # the worker found that one, the launcher the others
+    box = "\n".join(shown) if make is _cut else lines[-1]  # a worker detects the cut file, the launcher the others
     assert lines[-1] in (shown[-1:] if make is _cut else lines[-1:]) and "error" in box
     assert all(word in box for word in words), lines
     assert "Traceback" not in running.output.read_text()
@@ -65,7 +67,7 @@ def test_a_model_that_cannot_be_served(make: Callable[[Path], Path], words: list
 
 
 @pytest.mark.parametrize("flag", ["port", "grpc_port"])
-def test_a_port_in_use(flag: str, tmp_path: Path) -> None:
+def test_a_port_in_use_ends_the_start_with_one_error(flag: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         running = start_cluster("builtin", run_dir=tmp_path / "run", **{flag: port})
@@ -78,13 +80,13 @@ def test_a_port_in_use(flag: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "named"), [({"decode_block_size": 24}, "24"), ({"draft": "no-such-directory"}, "no-such-directory")]
 )
-def test_options_that_cannot_be_served_end_the_start(flags: dict[str, object], named: str, tmp_path: Path) -> None:
+def test_invalid_options_end_the_start_with_an_error(flags: dict[str, object], named: str, tmp_path: Path) -> None:
     running = start_cluster("builtin", run_dir=tmp_path / "run", **flags)
     assert running.process.wait(60) not in (0, None)
     assert named in running.output.read_text().strip()[-1500:]
 
 
-def test_without_workers_every_request_is_503_at_once(tmp_path: Path) -> None:
+def test_a_request_without_workers_is_refused_with_503_immediately(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", arch="llama")
     ready = tmp_path / "ready.json"
     ports = ["--port", "0", "--grpc-port", "0", "--control-port", "0"]

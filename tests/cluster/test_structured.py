@@ -1,5 +1,5 @@
-"""Structured output through a running cluster: every answer fits its schema, streamed or whole, with and without draft
-tokens, and what is refused costs the workers nothing."""
+"""Structured output through a running cluster: every output matches its schema, streamed or not, with and without draft
+tokens, and refused grammars cause no work at the workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHAPE = {
 SCHEMAS = (PERSON, SHAPE)
 
 
-def asked(number: int) -> dict[str, Any]:
+def fields_of(number: int) -> dict[str, Any]:
     schema = SCHEMAS[number % 2]
     return {
         "model": "builtin",
@@ -58,8 +58,8 @@ def asked(number: int) -> dict[str, Any]:
     }
 
 
-async def one(official: openai.AsyncOpenAI, number: int) -> str:
-    answer: Any = await official.chat.completions.create(**asked(number))
+async def request_one(official: openai.AsyncOpenAI, number: int) -> str:
+    answer: Any = await official.chat.completions.create(**fields_of(number))
     if number % 4 == 1:
         pieces = [event.choices[0].delta.content or "" async for event in answer]
         return "".join(pieces)
@@ -67,26 +67,26 @@ async def one(official: openai.AsyncOpenAI, number: int) -> str:
     return str(answer.choices[0].message.content)
 
 
-async def all_of(running: Cluster, count: int) -> list[str]:
+async def request_all(running: Cluster, count: int) -> list[str]:
     official = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0, timeout=300)
     async with official:
-        return list(await asyncio.gather(*(one(official, number) for number in range(count))))
+        return list(await asyncio.gather(*(request_one(official, number) for number in range(count))))
 
 
-def counted(running: Cluster) -> int:
+def prompt_tokens_computed(running: Cluster) -> int:
     return int(sum(row["prompt_tokens_computed"] for row in running.workers().values()))
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
-async def test_every_answer_fits_its_schema_and_drafts_change_none(count: int) -> None:
+async def test_every_output_matches_its_schema_and_draft_tokens_change_no_output(count: int) -> None:
     found: dict[str, list[str]] = {}
     for draft in ("none", "auto"):
         with cluster("builtin", exact=True, draft=draft, tool_parser="hermes") as running:
-            found[draft] = await all_of(running, count)
+            found[draft] = await request_all(running, count)
             if draft == "auto":
-                await refusals_cost_nothing(running)
-                await over_grpc(running)
-                await forced_calls(running)
+                await check_refused_grammars_cause_no_work(running)
+                await check_grammar_over_grpc(running)
+                await check_forced_calls(running)
     for number, text in enumerate(found["none"]):
         jsonschema.validate(json.loads(text), SCHEMAS[number % 2])
     assert found["auto"] == found["none"]
@@ -94,12 +94,12 @@ async def test_every_answer_fits_its_schema_and_drafts_change_none(count: int) -
 
 
 @pytest.mark.long
-async def test_two_hundred_answers_are_the_same_though_a_worker_dies() -> None:
-    """Its automata are made again from the tokens that clients already have."""
+async def test_constrained_outputs_are_the_same_when_a_decode_worker_is_killed() -> None:
+    """The automata of the lost worker's sequences are rebuilt from the tokens that clients have already received."""
     with cluster("builtin", exact=True) as running:
-        alone = await all_of(running, 200)
+        alone = await request_all(running, 200)
     with cluster("builtin", exact=True, prefill=1, decode=2) as running:
-        asked = asyncio.create_task(all_of(running, 200))
+        asked = asyncio.create_task(request_all(running, 200))
 
         def busy(_: Cluster) -> bool:
             return all(running.workers()[name]["running"] > 4 for name in ("decode-0", "decode-1"))
@@ -111,20 +111,20 @@ async def test_two_hundred_answers_are_the_same_though_a_worker_dies() -> None:
         assert counts["rescheduled"] > 0, counts
 
 
-async def refusals_cost_nothing(running: Cluster) -> None:
+async def check_refused_grammars_cause_no_work(running: Cluster) -> None:
     official = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0)
-    before = counted(running)
+    before = prompt_tokens_computed(running)
     chain = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
     async with official:
         for wanted in ({"json": {"type": "banana"}}, {"regex": "a("}, {"grammar": chain}, {"grammar": "start: b"}):
             with pytest.raises(openai.BadRequestError) as refused:
-                await official.chat.completions.create(**asked(0) | {"extra_body": {"structured_outputs": wanted}})
+                await official.chat.completions.create(**fields_of(0) | {"extra_body": {"structured_outputs": wanted}})
             body: Any = refused.value.body
             assert body["code"] == "invalid_grammar" and body["param"].startswith("structured_outputs.")
-    assert counted(running) == before
+    assert prompt_tokens_computed(running) == before
 
 
-async def forced_calls(running: Cluster) -> None:
+async def check_forced_calls(running: Cluster) -> None:
     official = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0, timeout=300)
     tools: list[Any] = [
         {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
@@ -149,7 +149,7 @@ async def forced_calls(running: Cluster) -> None:
             assert same.function.arguments == call.function.arguments
 
 
-async def over_grpc(running: Cluster) -> None:
+async def check_grammar_over_grpc(running: Cluster) -> None:
     choice = random.Random(1).choice(["yes", "no"])
     async with grpc.aio.insecure_channel(running.grpc) as channel:
         stub = serving_pb2_grpc.ServingStub(channel)

@@ -1,4 +1,4 @@
-"""Workers of several ranks: they join as one, compute as one, and end as one."""
+"""Workers of several ranks join, compute and end as one worker."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tests.support import oracle
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.limits import HANG_S, Stall
-from tests.support.processes import gone, listening
+from tests.support.processes import has_exited, listening
 from tests.support.topologies import free_ports
 
-START_S = 120.0  # a hang, not slowness: several processes import torch at once
+START_S = 120.0  # long enough to mean a hang: several processes import torch at the same time
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 AGENT = ("-m", "launch.agent")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROMPT = tuple(range(30, 130))
-HANG_LIMIT_S = 90.0  # an agent kills what is silent for 60 s
+HANG_LIMIT_S = 90.0  # an agent kills ranks that are silent for 60 s
 
 
 class Jobs:
-    """A coordinator and jobs of ranks, each with its log. What is left at the end is killed."""
+    """A coordinator and multi-rank jobs, each with a log. Processes that remain at the end are killed."""
 
     def __init__(self, model: Path, where: Path) -> None:
         self.model, self.where = model, where
@@ -102,13 +102,13 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     started.close()
 
 
-def test_two_ranks_join_as_one_worker_compute_as_one_and_drain(jobs: Jobs) -> None:
+def test_two_ranks_join_compute_and_drain_as_one_worker(jobs: Jobs) -> None:
     decode, prefill = jobs.start("decode", 1), jobs.start("prefill", 2)
     jobs.await_state("decode", "ready")
     pids = jobs.await_state("prefill", "ready")["pids"]
     assert len(set(pids)) == 2
     assert {address for pid in pids for address, _ in listening(pid)} == {"127.0.0.1"}
-    for length in (1, 40, 100):  # requests that end with token 1: no KV changes hands
+    for length in (1, 40, 100):  # requests that end at their first token: no KV is handed over
         answer = jobs.http.post("/v1/completions", json=body(PROMPT[:length], 1)).json()
         expected = oracle.greedy(jobs.model, PROMPT[:length], 1)
         assert tuple(answer["choices"][0]["token_ids"])[: expected.decided] == expected.tokens[: expected.decided]
@@ -116,11 +116,11 @@ def test_two_ranks_join_as_one_worker_compute_as_one_and_drain(jobs: Jobs) -> No
     assert (prefill_worker["prompt_tokens_computed"], prefill_worker["prompt_tokens_cached"]) == (1 + 40 + 68, 32)
     jobs.coordinator.terminate()
     assert (prefill.wait(2 * HANG_S), decode.wait(2 * HANG_S)) == (0, 0), jobs.log("prefill")
-    assert all(map(gone, pids))
+    assert all(map(has_exited, pids))
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
-def test_a_killed_rank_ends_its_worker_at_once_and_says_so(jobs: Jobs, victim: int) -> None:
+def test_a_killed_rank_ends_its_worker_within_half_a_second_and_is_reported(jobs: Jobs, victim: int) -> None:
     prefill = jobs.start("prefill", 2)
     pids = jobs.await_state("prefill", "ready")["pids"]
     end = os.pidfd_open(pids[1 - victim])
@@ -129,7 +129,7 @@ def test_a_killed_rank_ends_its_worker_at_once_and_says_so(jobs: Jobs, victim: i
         assert select.select([end], [], [], HANG_S)[0], f"the other rank lives on\n{jobs.log('prefill')}"
     os.close(end)
     assert stall.took_s < stall.allows(0.5)
-    jobs.wait_until(lambda: gone(pids[1 - victim]), "its agent to reap it", HANG_S)
+    jobs.wait_until(lambda: has_exited(pids[1 - victim]), "its agent to reap it", HANG_S)
     assert prefill.wait(30) == 128 + signal.SIGKILL
     lines = jobs.log("prefill").strip().splitlines()
     shown = find_box(lines)
@@ -138,8 +138,8 @@ def test_a_killed_rank_ends_its_worker_at_once_and_says_so(jobs: Jobs, victim: i
     assert jobs.await_state("prefill", "lost")
 
 
-def test_the_rank_whose_share_is_damaged_is_the_one_in_the_box(jobs: Jobs) -> None:
-    """NaN in the last columns of a row-parallel weight: only rank 1 reads them; rank 0 ends because rank 1 has."""
+def test_the_error_box_names_the_rank_whose_weight_shard_is_damaged(jobs: Jobs) -> None:
+    """NaN in the last columns of a row-parallel weight: only rank 1 reads them; rank 0 ends because rank 1 ended."""
     weights = jobs.model / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.layers.1.mlp.down_proj.weight"][:, -1] = float("nan")
@@ -152,20 +152,20 @@ def test_the_rank_whose_share_is_damaged_is_the_one_in_the_box(jobs: Jobs) -> No
 
 
 @pytest.mark.long
-def test_a_stopped_rank_is_lost_within_five_seconds(jobs: Jobs) -> None:
+def test_a_leader_ends_within_six_seconds_after_its_follower_is_stopped(jobs: Jobs) -> None:
     prefill = jobs.start("prefill", 2)
     pids = jobs.await_state("prefill", "ready")["pids"]
     stopped = time.monotonic()
     os.kill(pids[1], signal.SIGSTOP)
-    jobs.wait_until(lambda: gone(pids[0]), "end of the leader", 10.0)
+    jobs.wait_until(lambda: has_exited(pids[0]), "end of the leader", 10.0)
     assert time.monotonic() - stopped < 6.0
-    assert re.search(r"error: rank 1 is silent for [45]\.\d s", jobs.log("prefill"))  # later where cores are short
+    assert re.search(r"error: rank 1 is silent for [45]\.\d s", jobs.log("prefill"))  # 5 s if cores are scarce
     os.kill(pids[1], signal.SIGCONT)
     assert prefill.wait(60) != 0
 
 
 @pytest.mark.long
-def test_plain_torchrun_will_do(jobs: Jobs) -> None:
+def test_a_worker_started_by_torchrun_joins_and_drains(jobs: Jobs) -> None:
     prefill = jobs.start("prefill", 2, TORCHRUN)
     jobs.await_state("prefill", "ready")
     jobs.coordinator.terminate()
@@ -173,7 +173,7 @@ def test_plain_torchrun_will_do(jobs: Jobs) -> None:
 
 
 def on_two_nodes(jobs: Jobs) -> Callable[[int], subprocess.Popen[bytes]]:
-    """Starts the agent of node 0 or 1 of a prefill worker, as each node would; it logs under that number."""
+    """Returns a function that starts the agent of node 0 or 1 of a prefill worker; its log has the node's number."""
     (port,) = free_ports(1)
     nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank")
 
@@ -187,8 +187,8 @@ def on_two_nodes(jobs: Jobs) -> Callable[[int], subprocess.Popen[bytes]]:
 
 
 @pytest.mark.long
-def test_one_worker_on_two_nodes(jobs: Jobs) -> None:
-    """Rank 0 keeps the store. The second node may come first."""
+def test_a_worker_on_two_nodes_joins_when_its_second_node_starts_first(jobs: Jobs) -> None:
+    """Rank 0 serves the store. The second node may start first."""
     start = on_two_nodes(jobs)
     first = start(1)
     jobs.wait_until(lambda: "waiting up to 600 s for rank 0 of this worker" in jobs.log("1"), "notice")
@@ -200,8 +200,8 @@ def test_one_worker_on_two_nodes(jobs: Jobs) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_hangs_alone_on_its_node_is_killed_and_the_worker_comes_back(jobs: Jobs, victim: int) -> None:
-    """The agents are started again, as a supervisor on each node would."""
+def test_a_hung_rank_on_a_node_of_its_own_is_killed_and_its_worker_rejoins(jobs: Jobs, victim: int) -> None:
+    """The agents are restarted here, as a supervisor on each node would do."""
     start = on_two_nodes(jobs)
     agents = [start(node) for node in (0, 1)]
     pids = jobs.await_state("prefill", "ready")["pids"]
@@ -209,7 +209,7 @@ def test_a_rank_that_hangs_alone_on_its_node_is_killed_and_the_worker_comes_back
     assert agents[1 - victim].wait(30) not in (0, None)
     start(1 - victim)
     assert agents[victim].wait(HANG_LIMIT_S) == 128 + signal.SIGKILL
-    assert gone(pids[victim])
+    assert has_exited(pids[victim])
     shown = " ".join(find_box(jobs.log(str(victim)).splitlines()))
     assert f"pid {pids[victim]}" in shown and "it hung: no sign of life for 60 s" in shown, shown
     start(victim)

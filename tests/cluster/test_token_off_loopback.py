@@ -1,4 +1,4 @@
-"""The cluster token between processes on different nodes (network namespaces): who has it joins, nobody else."""
+"""The cluster token between processes on different nodes (network namespaces): only processes that have it join."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 HTTP, GRPC, CONTROL = 8100, 8102, 8101
 
 
-def test_only_who_has_the_token_joins_and_drains(tmp_path: Path) -> None:
+def test_join_and_drain_require_the_cluster_token(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("right", "wrong")}
     for name, file in files.items():
         file.write_text(f"the {name} token, of more than sixteen characters\n")

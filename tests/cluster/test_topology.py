@@ -1,4 +1,4 @@
-"""A topology file brought up on one machine: the nodes of a cluster as addresses of loopback."""
+"""A topology file started on one machine: the nodes of the cluster are loopback addresses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ask(topology: Path) -> httpx.Response:
     return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
 
 
-def test_each_node_starts_its_own_part_and_the_coordinator_waits_for_all(tmp_path: Path) -> None:
+def test_each_node_starts_its_own_processes_and_the_cluster_is_ready_once_all_joined(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
     (probed,) = free_ports(1)
     topology.write_text(topology.read_text().replace("[[prefill]]\n", f"[[prefill]]\nhealth_port = {probed}\n"))
@@ -70,7 +70,7 @@ def test_each_node_starts_its_own_part_and_the_coordinator_waits_for_all(tmp_pat
             process.wait(20)
 
 
-def test_one_host_that_is_every_node_starts_everything(tmp_path: Path) -> None:
+def test_up_on_a_host_with_every_address_of_the_topology_starts_all_nodes(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"), tensor_parallel=2)
     out = tmp_path / "up.out"
     process = start(topology, out)
@@ -82,9 +82,9 @@ def test_one_host_that_is_every_node_starts_everything(tmp_path: Path) -> None:
         assert process.wait(40) == 0, out.read_text()
 
 
-def test_the_failure_of_a_rank_is_the_last_thing_said(tmp_path: Path) -> None:
+def test_the_failure_of_a_rank_is_reported_in_the_last_lines_of_the_output(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
-    (model / "model.safetensors").write_bytes(b"no safetensors")  # only who loads it finds out
+    (model / "model.safetensors").write_bytes(b"no safetensors")  # only detected by the process that loads it
     topology, out = loopback_topology(tmp_path / "t.toml", model, tensor_parallel=2), tmp_path / "up.out"
     assert start(topology, out).wait(60) == 3
     lines = out.read_text().strip().splitlines()
@@ -93,7 +93,7 @@ def test_the_failure_of_a_rank_is_the_last_thing_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--prefill=2", "--model=x", "--port=1"])
-def test_what_the_file_decides_is_no_option_beside_it(flag: str, tmp_path: Path) -> None:
+def test_options_set_by_the_topology_file_are_refused_on_the_command_line(flag: str, tmp_path: Path) -> None:
     topology, out = loopback_topology(tmp_path / "t.toml", "builtin"), tmp_path / "up.out"
     assert start(topology, out, flag).wait(60) == 3
     assert f"error: {flag.partition('=')[0]} is what the topology file says" in out.read_text()

@@ -1,4 +1,4 @@
-"""Bad input and trouble with real processes. After each, every block is free and nothing is left in any table."""
+"""Bad input and failures with real processes. After each, every block is free and every table is empty."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(model: Path) -> Iterator[Cluster]:
-    """Two decode workers, so that the death of one leaves the others something to show."""
+    """Two decode workers: when one is killed, its streams can continue on the other."""
     with cluster(model, dtype="float32", decode=2, step_tokens=32, served_model_name="m") as started:
         yield started
 
@@ -39,19 +39,19 @@ def all_ready(running: Cluster) -> bool:
 
 
 async def until(running: Cluster, condition: Callable[[Cluster], bool], what: str) -> None:
-    """Waits without holding up the streams of this test."""
+    """Waits without blocking the streams of this test."""
     await asyncio.to_thread(running.wait_until, condition, what)
 
 
 @pytest.fixture(autouse=True)
-def whole_again(request: pytest.FixtureRequest) -> Iterator[None]:
+def wait_for_ready_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "running" in request.fixturenames:
         running: Cluster = request.getfixturevalue("running")
         running.wait_until(all_ready, "all workers ready again", 60)
 
 
-async def test_an_over_long_prompt_names_both_numbers(running: Cluster) -> None:
+async def test_an_overlong_prompt_is_refused_with_its_length_and_the_limit(running: Cluster) -> None:
     async with Client(running) as client:
         answer = await client.http.post("/v1/completions", json=body([1] * (LIMIT + 5), 4))
         assert answer.status_code == 400
@@ -70,8 +70,8 @@ async def test_an_unknown_model_is_404(running: Cluster) -> None:
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_client_that_leaves_frees_both_pools(running: Cluster) -> None:
-    """During prefill (no first token yet) and during decode, streamed and not."""
+async def test_a_client_disconnect_frees_the_blocks_of_both_pools(running: Cluster) -> None:
+    """The client disconnects during prefill (before the first token) and during decode, streaming and not."""
     async with Client(running) as client:
         before = {w: f["tokens_generated"] for w, f in running.workers().items()}
         leaving = [
@@ -96,7 +96,7 @@ async def test_a_client_that_leaves_frees_both_pools(running: Cluster) -> None:
 
 
 @pytest.mark.long  # test_recovery.py does the same with fewer streams
-async def test_streams_of_a_killed_decode_worker_go_on_elsewhere(running: Cluster) -> None:
+async def test_streams_of_a_killed_decode_worker_continue_on_another_worker(running: Cluster) -> None:
     async with Client(running) as client:
         streams = [asyncio.create_task(_outcome(client, [n + 1] * 30, 2500)) for n in range(8)]
         there: dict[str, int] = {}
@@ -113,7 +113,7 @@ async def test_streams_of_a_killed_decode_worker_go_on_elsewhere(running: Cluste
         await client.idle(running)
 
 
-async def test_a_killed_prefill_worker_makes_the_cluster_unready_and_spares_running_streams(running: Cluster) -> None:
+async def test_a_killed_prefill_worker_makes_the_cluster_unready_and_ends_no_stream(running: Cluster) -> None:
     async with Client(running) as client:
         decoding = asyncio.create_task(_outcome(client, [3] * 20, 1500))
         await until(running, lambda c: sum(w["running"] for w in c.workers().values()) >= 1, "a running stream")
@@ -140,7 +140,7 @@ async def test_a_killed_prefill_worker_makes_the_cluster_unready_and_spares_runn
         await client.idle(running)
 
 
-async def test_a_client_that_does_not_read_blocks_nobody(running: Cluster) -> None:
+async def test_a_client_that_does_not_read_blocks_no_other_client(running: Cluster) -> None:
     host, port = running.url.removeprefix("http://").split(":")
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -165,7 +165,7 @@ class _Outcome:
 
 
 async def _outcome(client: Client, prompt: list[int], count: int) -> _Outcome:
-    """A stream read to its end: how many tokens came, and the error that ended it, if one did."""
+    """Reads a stream to its end. Returns how many tokens arrived, and the error that ended it, if any."""
     outcome = _Outcome()
     async with client.http.stream("POST", "/v1/completions", json=body(prompt, count, stream=True)) as answer:
         if answer.status_code != 200:

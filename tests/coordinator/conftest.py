@@ -1,4 +1,4 @@
-"""What the tests of the front share."""
+"""Fixtures shared by the tests of the front."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where keys are wanted, both fronts let in who presents one, and nobody else."""
+"""If API keys are required, both fronts accept requests that present one, and no others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def guarded(text_model: TextModel, keys: ApiKeys) -> AsyncIterator[httpx.A
 
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
-def test_a_known_key_is_let_in(keys: ApiKeys, key: str) -> None:
+def test_a_valid_key_is_accepted(keys: ApiKeys, key: str) -> None:
     assert keys.client(f"Bearer {key}") == keys.client(f"bearer  {key} ")
 
 
@@ -71,7 +71,7 @@ def test_a_known_key_is_let_in(keys: ApiKeys, key: str) -> None:
         (f"Bearer sha256:{hashlib.sha256(OTHER.encode()).hexdigest()}", "invalid_api_key"),
     ],
 )
-def test_anything_else_is_refused(keys: ApiKeys, sent: str, code: str) -> None:
+def test_a_missing_or_invalid_key_is_refused(keys: ApiKeys, sent: str, code: str) -> None:
     with pytest.raises(Unauthenticated) as refused:
         keys.client(sent)
     assert refused.value.code == code
@@ -90,13 +90,13 @@ def test_anything_else_is_refused(keys: ApiKeys, sent: str, code: str) -> None:
         ("schlüssel-mit-umlaut\n", 0o600, "keys are ASCII"),
     ],
 )
-def test_a_bad_file_is_refused_by_its_line(tmp_path: Path, text: str, mode: int, expected: str) -> None:
+def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: str, mode: int, expected: str) -> None:
     with pytest.raises(StartupError, match=expected) as refused:
         read_api_keys(key_file(tmp_path, text, mode))
     assert refused.value.message.startswith("--api-key-file ") and "short" not in refused.value.message
 
 
-def test_a_missing_file_is_refused_and_no_file_lets_all_in(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_refused_and_without_the_option_no_key_is_needed(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="No such file"):
         read_api_keys(str(tmp_path / "none"))
     assert not read_api_keys("")
@@ -104,7 +104,7 @@ def test_a_missing_file_is_refused_and_no_file_lets_all_in(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
-async def test_http_wants_a_key(guarded: httpx.AsyncClient, path: str) -> None:
+async def test_http_endpoints_require_a_key(guarded: httpx.AsyncClient, path: str) -> None:
     for headers in ({}, {"authorization": "Bearer wrong-key-of-somebody"}):
         answer = await guarded.post(path, json=GOOD[path], headers=headers)
         assert answer.status_code == 401 and answer.json()["error"]["type"] == "invalid_request_error"
@@ -113,7 +113,7 @@ async def test_http_wants_a_key(guarded: httpx.AsyncClient, path: str) -> None:
     assert (await guarded.post(path, json=GOOD[path], headers=twice)).status_code == 401
 
 
-async def test_only_probes_need_none(guarded: httpx.AsyncClient) -> None:
+async def test_only_probes_need_no_key(guarded: httpx.AsyncClient) -> None:
     for path in ("/", "/live", "/health", "/ready"):
         assert (await guarded.get(path)).status_code == 200
     rest = ("/metrics", "/version", "/workers", "/requests", "/requests/x", "/v1/models", "/v1/models/tiny")
@@ -123,7 +123,7 @@ async def test_only_probes_need_none(guarded: httpx.AsyncClient) -> None:
 
 
 def tricks(method: str, path: str) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Request lines, Host headers and further ones that have let others past a check of keys somewhere."""
+    """Returns request lines, Host headers and further headers that have bypassed a check of keys in some server."""
     target = re.sub(r"{[^}]*}", "x", path)
     plain: list[tuple[str, str]] = [
         (target, "t"), (target, "evil/health?x="), (target, "t/live"), (target, "t."), (f"/{target}", "t"),
@@ -137,10 +137,10 @@ def tricks(method: str, path: str) -> list[tuple[str, str, tuple[str, ...]]]:
     return [*lines, (f"{method} {target} HTTP/1.1", "t", forwarded), (f"{method} {target} HTTP/1.0", "t", ())]
 
 
-async def test_no_route_is_reached_without_a_key_by_any_trick(
+async def test_the_key_check_cannot_be_bypassed_on_any_route(
     text_model: TextModel, keys: ApiKeys, tmp_path: Path
 ) -> None:
-    """Every route there is, over a socket, since some tricks are in the bytes."""
+    """Every route is tried over a socket, since some tricks depend on the exact bytes."""
     generator = FakeGenerator()
     store = BatchStore(str(tmp_path / "data"), 1 << 20)
     app = create_app(generator, text_model, HttpSettings("tiny", api_keys=keys), store=store)
@@ -162,7 +162,7 @@ async def test_no_route_is_reached_without_a_key_by_any_trick(
 
 
 def test_every_key_is_compared_whole_and_in_constant_time(keys: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What takes as long for any key tells nobody how much of a key is right, or whose it is."""
+    """The time is the same for any key, so it does not reveal how much of a key is right, or whose it is."""
     compared = []
 
     def compare_digest(one: bytes, other: bytes) -> bool:
@@ -176,8 +176,8 @@ def test_every_key_is_compared_whole_and_in_constant_time(keys: ApiKeys, monkeyp
     assert compared == [(32, 32)] * 6
 
 
-async def test_operators_ask_another_port(text_model: TextModel) -> None:
-    """Where clients need keys: its routes are those of operators, the other's those of clients, and none is both."""
+async def test_admin_routes_are_served_on_a_separate_port(text_model: TextModel) -> None:
+    """The admin port serves the operators' routes, the API port the clients'; only the probes are on both."""
     probes = {"/", "/live", "/health", "/ready"}
     paths = {}
     for routes in ("api", "admin", "all"):
@@ -188,7 +188,9 @@ async def test_operators_ask_another_port(text_model: TextModel) -> None:
     assert {"/workers", "/metrics", "/requests"} <= paths["admin"] and "/v1/completions" in paths["api"]
 
 
-async def test_the_official_client_knows_the_error(guarded: httpx.AsyncClient, text_model: TextModel) -> None:
+async def test_the_openai_client_raises_authentication_error_for_a_wrong_key(
+    guarded: httpx.AsyncClient, text_model: TextModel
+) -> None:
     answer = await guarded.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"authorization": "Bearer x"})
     request = httpx.Request("POST", "http://baton")
     found = openai.OpenAI(api_key="x")._make_status_error(
@@ -197,7 +199,7 @@ async def test_the_official_client_knows_the_error(guarded: httpx.AsyncClient, t
     assert isinstance(found, openai.AuthenticationError)
 
 
-async def test_grpc_wants_a_key(text_model: TextModel, keys: ApiKeys) -> None:
+async def test_grpc_calls_require_a_key(text_model: TextModel, keys: ApiKeys) -> None:
     generator = FakeGenerator()
     async with (
         served(generator, text_model, keys) as client,
@@ -226,7 +228,7 @@ LINES = f"""
 """
 
 
-def test_a_key_says_whose_it_is_and_what_it_may_take(tmp_path: Path) -> None:
+def test_a_key_line_sets_name_tenant_priority_and_limits(tmp_path: Path) -> None:
     keys = read_api_keys(key_file(tmp_path, LINES))
     assert keys.client(f"Bearer {KEY}") == Client("search", "acme", 5, Limits(2, 9, 1000))
     name = hashlib.sha256(OTHER.encode()).hexdigest()[:8]
@@ -248,14 +250,14 @@ def test_a_key_says_whose_it_is_and_what_it_may_take(tmp_path: Path) -> None:
         (f"\n{KEY}", "the same key again"),
     ],
 )
-def test_a_bad_option_is_refused_by_its_line(tmp_path: Path, words: str, expected: str) -> None:
+def test_an_invalid_key_option_is_refused_with_its_line_number(tmp_path: Path, words: str, expected: str) -> None:
     with pytest.raises(StartupError, match=r"line [12]: ") as refused:
         read_api_keys(key_file(tmp_path, f"{KEY} {words}\n"))
     assert expected in refused.value.message and KEY not in refused.value.message
 
 
-async def test_both_fronts_say_whose_a_request_is(text_model: TextModel, tmp_path: Path) -> None:
-    """And a client may step back, not forward."""
+async def test_both_fronts_apply_the_tenant_and_priority_of_the_key(text_model: TextModel, tmp_path: Path) -> None:
+    """A client may lower the priority of its key, but not raise it."""
     keys = read_api_keys(key_file(tmp_path, LINES))
     generator = FakeGenerator()
     app = create_app(generator, text_model, HttpSettings("tiny", api_keys=keys))

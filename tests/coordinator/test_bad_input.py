@@ -15,7 +15,7 @@ from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD, Bad
 
 _INSIDE = re.compile(r"Traceback|site-packages|File .{0,2}\"|\.py\b|/(home|root|usr|tmp|opt|var|etc)/|\bat 0x[0-9a-f]+")
-SLOW_ROW_S = 0.25  # processor time: tests share their machine
+SLOW_ROW_S = 0.25  # CPU time: tests share their machine
 
 
 GROUPS: dict[str, list[Bad]] = {}
@@ -24,7 +24,7 @@ for _row in TABLE:
 
 
 def complaints(row: Bad, response: httpx.Response) -> list[str]:
-    """What is wrong with an answer; nothing, if all is well."""
+    """Returns what is wrong with an answer; nothing if it is correct."""
     if response.status_code != row.status:
         return [f"status {response.status_code}: {response.text[:200]}"]
     error = response.json()["error"]
@@ -42,17 +42,19 @@ def complaints(row: Bad, response: httpx.Response) -> list[str]:
 
 
 @pytest.fixture
-def no_collection() -> Iterator[None]:
-    """A full collection of all that the test session ever imported takes longer than any row may."""
+def gc_disabled() -> Iterator[None]:
+    """A full collection of everything that the test session has imported takes longer than the limit for a row."""
     gc.collect()
     gc.disable()
     yield
     gc.enable()
 
 
-@pytest.mark.usefixtures("no_collection")
+@pytest.mark.usefixtures("gc_disabled")
 @pytest.mark.parametrize("group", GROUPS)
-async def test_refused(client: httpx.AsyncClient, generator: FakeGenerator, group: str) -> None:
+async def test_bad_requests_are_refused_and_not_submitted(
+    client: httpx.AsyncClient, generator: FakeGenerator, group: str
+) -> None:
     found = {}
     for row in GROUPS[group]:
         headers = {"content-type": "application/json"} | row.headers
@@ -69,7 +71,7 @@ async def test_refused(client: httpx.AsyncClient, generator: FakeGenerator, grou
     assert generator.submissions == []
 
 
-def test_the_table_is_as_long_as_promised_and_names_rows_once() -> None:
+def test_the_table_has_at_least_300_rows_with_unique_ids() -> None:
     assert len(TABLE) >= 300
     ids = [row.id for row in TABLE]
     assert sorted({i for i in ids if ids.count(i) > 1}) == []
@@ -80,7 +82,7 @@ ACCEPTED = [
     (COMPLETIONS, {"model": None}),
     (COMPLETIONS, {"prompt": "   "}),
     (COMPLETIONS, {"prompt": "\ufffe \U0001f600 \\u0000"}),
-    (COMPLETIONS, {"prompt": [411, 511]}),  # past the tokenizer, within the model
+    (COMPLETIONS, {"prompt": [411, 511]}),  # beyond the tokenizer's vocabulary, within the model's
     (COMPLETIONS, {"prompt": [5] * 127}),
     (COMPLETIONS, {"prompt": [5] * 127, "max_tokens": 1}),
     (COMPLETIONS, {"prompt": [5] * 100, "max_tokens": 28}),
@@ -102,12 +104,16 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("path", "fields"), ACCEPTED)
-async def test_accepted(client: httpx.AsyncClient, path: str, fields: dict[str, object]) -> None:
+async def test_unusual_but_valid_requests_are_accepted(
+    client: httpx.AsyncClient, path: str, fields: dict[str, object]
+) -> None:
     response = await client.post(path, json=GOOD[path] | fields)
     assert response.status_code == 200, response.text
 
 
-async def test_both_forms_of_content_give_the_same_prompt(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_string_and_text_part_content_give_the_same_prompt(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
     for content in (
         "Hello\nworld",
         [{"type": "text", "text": "Hello\nworld"}],
@@ -117,7 +123,7 @@ async def test_both_forms_of_content_give_the_same_prompt(client: httpx.AsyncCli
     assert len({s.prompt for s in generator.submissions}) == 1 and len(generator.submissions) == 3
 
 
-async def test_types_of_content_that_are_accepted(client: httpx.AsyncClient) -> None:
+async def test_variants_of_the_json_content_type_are_accepted(client: httpx.AsyncClient) -> None:
     raw = b'{"prompt":"Hello"}'
     for kind in ("application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"'):
         response = await client.post(COMPLETIONS, content=raw, headers={"content-type": kind})

@@ -1,4 +1,4 @@
-"""Files and batches with the official client, over a scripted generator: what is asked, what is kept, what goes on."""
+"""The files and batches API over a scripted generator: requests, results, limits, restarts."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Echo(FakeGenerator):
-    """Answers with the number of prompt tokens, `answers` times. `hold` stops every answer; `refusals` requests are
-    refused first."""
+    """Replies with the number of prompt tokens, `answers` times; later requests never end. Every answer waits for
+    `hold`, if there is one. The first `refusals` requests are refused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ async def until_completed(client: openai.AsyncOpenAI, batch_id: str, lines: int)
             await asyncio.sleep(0.01)
 
 
-def stored(store: BatchStore, content: bytes = b"x", owner: str = "", name: str = "f") -> dict[str, Any]:
-    """A file that somebody uploaded."""
+def store_file(store: BatchStore, content: bytes = b"x", owner: str = "", name: str = "f") -> dict[str, Any]:
+    """Adds an uploaded file to the store and returns its description."""
     part = store.new_part(len(content))
     part.write_bytes(content)
     return store.add_file(owner, part, name, "batch")
@@ -133,7 +133,7 @@ async def rows_of(client: openai.AsyncOpenAI, file_id: str) -> list[dict[str, An
     return [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
 
 
-async def test_a_batch_from_its_file_to_its_answers(tmp_path: Path, text_model: TextModel) -> None:
+async def test_a_batch_runs_every_line_and_writes_output_and_error_files(tmp_path: Path, text_model: TextModel) -> None:
     generator = Echo()
     async with served(tmp_path, generator, text_model) as (client, _):
         asked = [line(f"r{i}", "a" * (i + 1)) for i in range(5)]
@@ -154,7 +154,7 @@ async def test_a_batch_from_its_file_to_its_answers(tmp_path: Path, text_model: 
         assert [b.id async for b in client.batches.list(limit=1)] == [batch.id]
 
 
-async def test_each_endpoint(tmp_path: Path, text_model: TextModel) -> None:
+async def test_batches_serve_the_chat_and_responses_endpoints(tmp_path: Path, text_model: TextModel) -> None:
     messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     async with served(tmp_path, Echo(), text_model) as (client, _):
         for endpoint, body in ((CHAT, messages), ("/v1/responses", {"input": "hi"})):
@@ -197,7 +197,9 @@ WRONG = {
 }
 
 
-async def test_a_file_with_a_wrong_line_fails_and_names_it(tmp_path: Path, text_model: TextModel) -> None:
+async def test_an_invalid_line_fails_the_batch_with_its_line_number_and_field(
+    tmp_path: Path, text_model: TextModel
+) -> None:
     generator = Echo()
     async with served(tmp_path, generator, text_model) as (client, _):
         for text, (code, param) in WRONG.items():
@@ -210,7 +212,7 @@ async def test_a_file_with_a_wrong_line_fails_and_names_it(tmp_path: Path, text_
         assert not generator.submissions
 
 
-async def test_requests_are_bounded_and_a_cancelled_batch_keeps_what_it_has(
+async def test_running_requests_are_bounded_and_a_cancelled_batch_keeps_its_results(
     tmp_path: Path, text_model: TextModel
 ) -> None:
     generator = Echo()
@@ -230,7 +232,9 @@ async def test_requests_are_bounded_and_a_cancelled_batch_keeps_what_it_has(
         assert (await client.batches.cancel(batch.id)).status == "cancelled"
 
 
-async def test_a_restart_goes_on_and_asks_nothing_twice(tmp_path: Path, text_model: TextModel) -> None:
+async def test_a_batch_resumes_after_a_restart_without_repeating_answered_lines(
+    tmp_path: Path, text_model: TextModel
+) -> None:
     first, answered = Echo(), 20
     first.answers = answered
     async with served(tmp_path, first, text_model) as (client, _):
@@ -245,7 +249,7 @@ async def test_a_restart_goes_on_and_asks_nothing_twice(tmp_path: Path, text_mod
         assert [row["custom_id"] for row in rows] == [f"r{i}" for i in range(50)]
 
 
-async def test_a_refusal_for_want_of_room_is_tried_again(
+async def test_a_line_refused_as_unavailable_is_retried(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_runner, "RETRIES_S", (0.001, 0.002))
@@ -256,7 +260,7 @@ async def test_a_refusal_for_want_of_room_is_tried_again(
         assert batch.request_counts.completed == 3 and len(generator.submissions) == 43
 
 
-async def test_nobody_finds_what_belongs_to_another(tmp_path: Path, text_model: TextModel) -> None:
+async def test_files_and_batches_of_another_tenant_are_not_found(tmp_path: Path, text_model: TextModel) -> None:
     keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n"))
     async with served(tmp_path / "data", Echo(), text_model, api_keys=keys) as (client, _):
         batch = await ended(client, (await submit(client, line("r"))).id)
@@ -274,7 +278,7 @@ async def test_nobody_finds_what_belongs_to_another(tmp_path: Path, text_model: 
             await other.batches.list(after=batch.id)
 
 
-async def test_what_is_too_large_or_no_file_is_refused(
+async def test_oversized_or_malformed_uploads_and_batches_are_refused(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_batches, "_OVERHEAD_BYTES", 1000)
@@ -317,8 +321,10 @@ async def test_what_is_too_large_or_no_file_is_refused(
         await http.aclose()
 
 
-async def test_a_form_is_utf_8(tmp_path: Path, text_model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
-    """Some of Python's charsets take quadratic time on the event loop, and any name that was looked up is kept."""
+async def test_only_utf_8_upload_forms_are_accepted(
+    tmp_path: Path, text_model: TextModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other charsets are refused: some Python codecs take quadratic time, and each name looked up stays cached."""
 
     def form(boundary: bytes, purpose: bytes) -> bytes:
         disposition = b"--%b\r\nContent-Disposition: form-data; name=" % boundary
@@ -353,10 +359,10 @@ async def test_a_form_is_utf_8(tmp_path: Path, text_model: TextModel, caplog: py
         await http.aclose()
 
 
-async def test_the_body_of_a_new_batch_is_small(
+async def test_an_oversized_create_batch_body_is_refused_before_it_is_parsed(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is parsed on the event loop: what is larger is not parsed, whether its length is declared or not."""
+    """It is parsed on the event loop, so a larger body is refused unparsed, whether or not its length is declared."""
     parsed: list[int] = []
 
     def parse(model: Any, body: bytes) -> Any:
@@ -391,7 +397,7 @@ async def test_the_body_of_a_new_batch_is_small(
         await raw.close()
 
 
-async def test_a_line_as_long_as_a_file_is_not_parsed(
+async def test_a_line_over_the_length_limit_is_not_parsed(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_store, "MAX_LINE_BYTES", 1000)
@@ -401,9 +407,9 @@ async def test_a_line_as_long_as_a_file_is_not_parsed(
         assert batch.status == "failed" and errors == [(2, "line_too_long"), (4, "invalid_json_line")]
 
 
-async def test_a_batch_that_is_cancelled_before_it_begins_stays_so(tmp_path: Path) -> None:
+async def test_a_batch_cancelled_before_it_begins_stays_cancelled(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1 << 20)
-    batch = store.add_batch("", "", COMPLETIONS, stored(store)["id"], {})
+    batch = store.add_batch("", "", COMPLETIONS, store_file(store)["id"], {})
     store.cancel("", batch["id"])
     store.begin(batch["id"], [Line(batch["id"], 1, "a", b"{}")])
     assert store.batch("", batch["id"])["status"] == "cancelling"
@@ -412,7 +418,9 @@ async def test_a_batch_that_is_cancelled_before_it_begins_stays_so(tmp_path: Pat
     store.close()
 
 
-async def test_a_file_that_is_deleted_before_its_batch_begins_is_named(tmp_path: Path, text_model: TextModel) -> None:
+async def test_a_batch_whose_input_file_was_deleted_fails_with_that_reason(
+    tmp_path: Path, text_model: TextModel
+) -> None:
     async with served(tmp_path, Echo(), text_model) as (client, app):
         store = app.state.batches._store
         file = await client.files.create(file=("a", jsonl(line("a"))), purpose="batch")
@@ -423,10 +431,10 @@ async def test_a_file_that_is_deleted_before_its_batch_begins_is_named(tmp_path:
         assert found.status == "failed" and "its input file was deleted" in found.errors.data[0].message
 
 
-async def test_a_disk_that_fails_costs_a_batch_time_and_no_answer(
+async def test_storage_failures_delay_a_batch_but_lose_no_result(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing spins meanwhile, clients are answered with 503, and every line is there in the end."""
+    """The runner pauses between two tries, clients get 503, and every line has a result in the end."""
     monkeypatch.setattr(batch_runner, "DISK_PAUSE_S", 0.05)
     async with served(tmp_path, Echo(), text_model) as (client, app):
         store, tries = app.state.batches._store, 0
@@ -466,7 +474,7 @@ async def test_a_disk_that_fails_costs_a_batch_time_and_no_answer(
         assert refused.value.status_code == 503 and refused.value.code == "storage_failed"
 
 
-def test_one_coordinator_has_a_directory(tmp_path: Path) -> None:
+def test_a_data_directory_is_used_by_only_one_coordinator(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1)
     with pytest.raises(StartupError, match="another coordinator uses it"):
         BatchStore(str(tmp_path), 1)
@@ -477,20 +485,20 @@ def test_one_coordinator_has_a_directory(tmp_path: Path) -> None:
         BatchStore(str(tmp_path / "file"), 1)
 
 
-async def test_without_a_directory_they_are_off(client: httpx.AsyncClient) -> None:
+async def test_files_and_batches_are_off_without_a_data_directory(client: httpx.AsyncClient) -> None:
     for path in ("/v1/files", "/v1/batches"):
         for answer in (await client.get(path), await client.post(path)):
             assert answer.status_code == 400 and "--data-dir" in answer.json()["error"]["message"]
 
 
-async def test_a_file_that_nobody_takes_is_cut(
+async def test_a_download_whose_client_does_not_read_is_closed(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.3)
     async with served(tmp_path, Echo(), text_model, max_file_bytes=32 << 20, max_bytes=64 << 20) as (client, app):
         file = await client.files.create(file=("a", b"x" * (24 << 20)), purpose="batch")
         async with running(app) as server:
-            raw = await RawClient.that_reads_nothing(server)
+            raw = await RawClient.connect_without_reading(server)
             await raw.send(f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\n\r\n".encode())
             await asyncio.sleep(0.8)
             raw.writer.transport.resume_reading()  # type: ignore[attr-defined]
@@ -498,10 +506,10 @@ async def test_a_file_that_nobody_takes_is_cut(
         assert len((await client.files.content(file.id)).content) == 24 << 20
 
 
-async def test_so_many_downloads_at_once(
+async def test_concurrent_downloads_are_limited_per_owner_and_in_total(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an owner and of all; what a client reads nothing of makes room when it leaves."""
+    """Downloads are limited per owner and in total; one that is not read frees its slot when its client leaves."""
     monkeypatch.setattr(http_batches, "MAX_DOWNLOADS", 2)
     monkeypatch.setattr(http_batches, "MAX_DOWNLOADS_OF_OWNER", 1)
     third = "sk-third-0123456789abcdef"
@@ -512,7 +520,7 @@ async def test_so_many_downloads_at_once(
         files = [await each.files.create(file=("a", b"x" * (4 << 20)), purpose="batch") for each in clients]
         held = []
         for key, file in zip((KEY, OTHER), files, strict=False):
-            held.append(await RawClient.that_reads_nothing(server))
+            held.append(await RawClient.connect_without_reading(server))
             head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {key}\r\n\r\n"
             await held[-1].send(head.encode())
         downloads = routes_of(app)._downloads
@@ -532,7 +540,7 @@ async def test_so_many_downloads_at_once(
         assert len((await client.files.content(files[0].id)).content) == 4 << 20
 
 
-async def test_a_download_goes_out_in_small_pieces(tmp_path: Path) -> None:
+async def test_a_download_is_sent_in_small_chunks(tmp_path: Path) -> None:
     path, sizes, never = tmp_path / "f", list[int](), asyncio.Event()
     path.write_bytes(b"x" * (1 << 20))
 
@@ -547,7 +555,9 @@ def routes_of(app: FastAPI) -> Any:
     return next(r.endpoint.__self__ for r in app.routes if isinstance(r, APIRoute) and r.path == "/v1/files")  # type: ignore[attr-defined]
 
 
-async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_uploads_are_limited(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_batches, "MAX_UPLOADS", 1)
     async with served(tmp_path, Echo(), text_model) as (client, app), running(app) as server:
         slow = await RawClient.connect(server)
@@ -589,7 +599,7 @@ async def test_the_uploads_of_one_key_leave_room_for_others(tmp_path: Path, text
                 await asyncio.sleep(0.01)
 
 
-async def test_an_upload_that_drips_is_cut_and_a_steady_one_is_not(
+async def test_a_slow_upload_times_out_and_a_steady_one_does_not(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_batches, "UPLOAD_GRACE_S", 0.5)
@@ -615,18 +625,18 @@ async def test_an_upload_that_drips_is_cut_and_a_steady_one_is_not(
         await http.aclose()
 
 
-def test_only_its_owner_may_read_what_clients_wrote(tmp_path: Path) -> None:
+def test_the_data_directory_is_accessible_only_to_its_os_user(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path / "data"), 1 << 20)
-    stored(store)
+    store_file(store)
     kept = [tmp_path / "data", *(tmp_path / "data").glob("baton*"), tmp_path / "data" / "files"]
     assert {path.name for path in kept} >= {"baton.db", "baton.db-wal", "files"}
     assert [path for path in kept if path.stat().st_mode & 0o077] == []
     store.close()
 
 
-def test_a_file_has_a_row_or_is_not_there(tmp_path: Path) -> None:
+def test_a_failed_add_leaves_neither_a_file_nor_a_row(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1 << 20)
-    assert stored(store, name="a\ud800b")["filename"] == "a?b"
+    assert store_file(store, name="a\ud800b")["filename"] == "a?b"
     with pytest.raises(FileNotFoundError):
         store.add_file("", tmp_path / "files" / "none.part", "f", "batch")
     gone = store.new_part(1)
@@ -646,7 +656,7 @@ async def test_a_batch_counts_against_the_quota_of_its_key(tmp_path: Path, text_
     assert submission.client == replace(keys.client(f"Bearer {KEY}"), priority=100) and submission.priority == 100
 
 
-async def test_a_batch_whose_key_is_gone_ends(tmp_path: Path, text_model: TextModel) -> None:
+async def test_a_batch_whose_key_was_removed_fails_and_keeps_its_results(tmp_path: Path, text_model: TextModel) -> None:
     keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=acme\n{OTHER} tenant=acme\n"))
     left = read_api_keys(key_file(tmp_path, f"{OTHER} tenant=acme\n"))
     first = Echo()
@@ -661,7 +671,7 @@ async def test_a_batch_whose_key_is_gone_ends(tmp_path: Path, text_model: TextMo
         assert len(await rows_of(other, batch.output_file_id)) == 1, "what it has is kept"
 
 
-async def test_owners_take_turns_and_what_has_not_begun_is_cancelled_at_once(
+async def test_owners_take_turns_and_a_batch_that_has_not_begun_is_cancelled_immediately(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_runner, "MAX_BATCHES", 2)
@@ -672,7 +682,7 @@ async def test_owners_take_turns_and_what_has_not_begun_is_cancelled_at_once(
         store, made = app.state.batches._store, []
         for owner, count in (("a", 4), ("b", 2)):
             for _ in range(count):
-                file = stored(store, jsonl(line("r")), owner)
+                file = store_file(store, jsonl(line("r")), owner)
                 key = keys.client(f"Bearer {KEY if owner == 'a' else OTHER}").key
                 made.append(store.add_batch(owner, key, COMPLETIONS, file["id"], {})["id"])
         assert [batch["owner"] for batch in store.unfinished()] == ["a", "b", "a", "b", "a", "a"]
@@ -685,8 +695,10 @@ async def test_owners_take_turns_and_what_has_not_begun_is_cancelled_at_once(
         assert (await ended(client, made[2])).status == "completed"
 
 
-async def test_what_nobody_said_is_too_large_is_refused_when_it_is_there(tmp_path: Path, text_model: TextModel) -> None:
-    """A chunked upload, and the copies of a batch's lines count too."""
+async def test_chunked_uploads_over_the_storage_limit_and_cross_origin_uploads_are_refused(
+    tmp_path: Path, text_model: TextModel
+) -> None:
+    """A chunked upload over the storage limit leaves no file; a cross-origin upload is refused with 403."""
     form = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
     form += b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 300_000 + b"\r\n--x--\r\n"
 
@@ -705,12 +717,12 @@ async def test_what_nobody_said_is_too_large_is_refused_when_it_is_there(tmp_pat
         await http.aclose()
 
 
-def test_so_many_batches_have_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an owner and of all; one that has ended makes room. What is refused leaves nothing."""
+def test_unfinished_batches_are_limited_per_owner_and_in_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unfinished batches are limited per owner and in total; one that ends makes room. A refused one leaves no row."""
     monkeypatch.setattr(batch_store, "MAX_UNFINISHED_OF_OWNER", 2)
     monkeypatch.setattr(batch_store, "MAX_UNFINISHED", 3)
     store = BatchStore(str(tmp_path), 1 << 20)
-    files = {owner: stored(store, owner=owner)["id"] for owner in ("a", "b")}
+    files = {owner: store_file(store, owner=owner)["id"] for owner in ("a", "b")}
 
     def add(owner: str) -> Any:
         return store.add_batch(owner, "", COMPLETIONS, files[owner], {})["id"]
@@ -733,12 +745,12 @@ def test_so_many_batches_have_not_ended(tmp_path: Path, monkeypatch: pytest.Monk
     store.close()
 
 
-def test_a_batch_for_which_there_is_no_room_is_refused(tmp_path: Path) -> None:
-    """Its lines are a copy of its file, and its metadata is kept, too."""
+def test_a_batch_that_would_exceed_the_storage_limit_is_refused(tmp_path: Path) -> None:
+    """A batch stores a copy of the lines of its file, and its metadata."""
     store = BatchStore(str(tmp_path), 1 << 20)
-    file, small = stored(store, b"x" * 450_000)["id"], stored(store)["id"]
+    file, small = store_file(store, b"x" * 450_000)["id"], store_file(store)["id"]
     assert store.add_batch("", "", COMPLETIONS, file, {})["status"] == "validating"
-    stored(store, b"x" * 200_000)
+    store_file(store, b"x" * 200_000)
     for wanted, metadata in ((file, {}), (small, {"k": "x" * 400_000})):
         with pytest.raises(QuotaExceeded, match="delete some") as refused:
             store.add_batch("", "", COMPLETIONS, wanted, metadata)
@@ -751,7 +763,7 @@ def test_a_batch_for_which_there_is_no_room_is_refused(tmp_path: Path) -> None:
 async def test_the_runner_reads_as_many_batches_as_it_may_start(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are. One that only has to be cancelled does not wait for those in front of it."""
+    """It reads no more, however many exist. A batch that only has to be cancelled does not wait for earlier ones."""
     monkeypatch.setattr(batch_runner, "MAX_BATCHES", 2)
     generator = Echo()
     generator.hold = asyncio.Event()
@@ -775,15 +787,15 @@ async def test_the_runner_reads_as_many_batches_as_it_may_start(
         assert len(read) >= 12 and max(read) <= 2 + 3, "two that run, one that is cancelled, and as many again"
 
 
-def long(given: dict[str, Any]) -> bytes:
-    """A line that is parsed in a child, where 1000 bytes are many."""
+def padded(given: dict[str, Any]) -> bytes:
+    """Returns a line that is parsed in a child process if `INLINE_BYTES` is 1000."""
     return json.dumps(given).encode().replace(b'"body": ', b'"body": ' + b" " * 2000)
 
 
-async def test_a_long_line_is_parsed_in_a_child(
+async def test_a_long_line_is_parsed_in_a_child_process(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lists of 4 MiB hold the interpreter for 0.2 s, on the store's thread too."""
+    """Parsing lists of 4 MiB holds the GIL for 0.2 s, on the store's thread too."""
     assert batch_runner.INLINE_BYTES == 64 * 1024
     monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
     here, children = list[int](), list[Executor]()
@@ -800,26 +812,26 @@ async def test_a_long_line_is_parsed_in_a_child(
     monkeypatch.setattr(batch_runner, "start_child", start)
     before = multiprocessing.active_children()
     async with served(tmp_path, Echo(), text_model) as (client, _):
-        batch = await ended(client, (await submit(client, line("a"), long(line("b")), long(line("c")))).id)
+        batch = await ended(client, (await submit(client, line("a"), padded(line("b")), padded(line("c")))).id)
         assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a", "b", "c"]
         assert len(here) == 1 and len(children) == 1
-        wrong = (b'{"a": [' + b"[], " * 1000, long(line("a", stream=True)), long(line("a")))
+        wrong = (b'{"a": [' + b"[], " * 1000, padded(line("a", stream=True)), padded(line("a")))
         batch = await ended(client, (await submit(client, line("a"), *wrong)).id)
         found = [(error.line, error.code) for error in batch.errors.data]
         assert found == [(2, "invalid_json_line"), (3, "invalid_value"), (4, "duplicate_custom_id")]
         assert len(here) == 2 and max(here) < 1000 and len(children) == 1
-    await until_gone(before)
+    await until_children_exit(before)
 
 
-async def until_gone(before: list[Any]) -> None:
-    """Until there are no other children than `before`."""
+async def until_children_exit(before: list[Any]) -> None:
+    """Waits until there are no child processes besides `before`."""
     async with asyncio.timeout(30):
         while set(multiprocessing.active_children()) - set(before):
             await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(("prepare", "value", "parse_s"), [(os._exit, 3, 30.0), (time.sleep, 1000, 0.1)])
-async def test_a_child_that_parses_lines_and_dies_or_hangs_costs_one_batch(
+async def test_a_parser_process_that_exits_or_hangs_fails_only_one_batch(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch, prepare: Any, value: int, parse_s: float
 ) -> None:
     before = multiprocessing.active_children()
@@ -828,16 +840,18 @@ async def test_a_child_that_parses_lines_and_dies_or_hangs_costs_one_batch(
         with monkeypatch.context() as broken:
             broken.setattr(batch_runner, "start_child", lambda: start_child(prepare, value))
             broken.setattr(batch_runner, "PARSE_S", parse_s)
-            batch = await ended(client, (await submit(client, line("a"), long(line("b")))).id)
+            batch = await ended(client, (await submit(client, line("a"), padded(line("b")))).id)
         assert batch.status == "failed" and batch.errors.data[0].code == "internal_error"
-        await until_gone(before)
-        batch = await ended(client, (await submit(client, line("a"), long(line("b")))).id)
+        await until_children_exit(before)
+        batch = await ended(client, (await submit(client, line("a"), padded(line("b")))).id)
         assert batch.status == "completed"
-    await until_gone(before)
+    await until_children_exit(before)
 
 
-async def test_a_coordinator_that_ends_waits_for_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is checked again by the next one."""
+async def test_shutdown_does_not_wait_for_a_line_that_is_being_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next coordinator validates the batch again."""
     monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
     monkeypatch.setattr(batch_runner, "PARSE_S", 1000)
     children = list[Executor]()
@@ -849,7 +863,7 @@ async def test_a_coordinator_that_ends_waits_for_no_line(tmp_path: Path, monkeyp
     monkeypatch.setattr(batch_runner, "start_child", start)
     before = multiprocessing.active_children()
     store = BatchStore(str(tmp_path), 1 << 20)
-    store.add_batch("", "", COMPLETIONS, stored(store, jsonl(line("a"), long(line("b"))))["id"], {})
+    store.add_batch("", "", COMPLETIONS, store_file(store, jsonl(line("a"), padded(line("b"))))["id"], {})
     runner = BatchRunner(store, partial(http_batches.ask, FastAPI()), lambda _: None)
     checked = runner._thread.submit(runner._validate, store.unfinished()[0])
     async with asyncio.timeout(30):
@@ -862,7 +876,7 @@ async def test_a_coordinator_that_ends_waits_for_no_line(tmp_path: Path, monkeyp
         kill_child(children[0])
     with pytest.raises(Unavailable):
         checked.result()
-    await until_gone(before)
+    await until_children_exit(before)
     store = BatchStore(str(tmp_path), 1 << 20)
     (batch,) = store.unfinished()
     assert batch["status"] == "validating" and store.open_lines(batch["id"], 0, 9) == []

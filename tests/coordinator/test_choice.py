@@ -38,7 +38,7 @@ class FakeSink:
 
 
 class Run:
-    """A request whose deltas go to `sink` or are yielded; `d` is the worker that runs it."""
+    """A request whose deltas go to `sink` or are yielded."""
 
     def __init__(self, b: Bench, sink: FakeSink, **more: Any) -> None:
         self.b, self.sink = b, sink
@@ -51,10 +51,10 @@ class Run:
             self.yielded.append(delta)
 
     async def begun(self) -> tuple[FakeWorker, SequenceId]:
-        """With token 1 read and the sequence at decode."""
+        """Waits until token 1 has been read, with the KV handed over; returns the decode worker and the sequence."""
         p, d = self.b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
         await until(lambda: len(self.yielded) == 1)
         return d, s
@@ -62,7 +62,7 @@ class Run:
     def tokens(self, deltas: list[Delta]) -> list[int]:
         return [t for delta in deltas for t in delta.token_ids]
 
-    async def known(self, count: int) -> None:
+    async def until_tokens(self, count: int) -> None:
         await until(lambda: len(self.tokens(self.yielded)) + len(self.tokens(self.sink.taken)) == count)
 
 
@@ -71,121 +71,121 @@ async def test_all_but_the_first_and_the_last_delta_go_to_the_sink() -> None:
         run = Run(b, FakeSink(), max_tokens=6)
         d, s = await run.begun()
         for index in range(1, 6):
-            d.say(s, index, 5 + index)
-            await run.known(index + 1)
+            d.report(s, index, 5 + index)
+            await run.until_tokens(index + 1)
         await run.task
         assert run.tokens(run.sink.taken) == [6, 7, 8, 9]
         assert run.tokens(run.yielded) == [5, 10] and run.yielded[-1].finish_reason == "length"
-        assert b.pipeline._metrics.tokens.generated == 6  # what the sink took is counted too
+        assert b.pipeline._metrics.tokens.generated == 6  # the sink's tokens are counted too
 
 
-async def test_a_sink_that_is_not_ready_gets_nothing_and_the_reader_all_of_it() -> None:
+async def test_the_reader_receives_all_tokens_while_the_sink_is_not_ready() -> None:
     async with bench("p0", "d0") as b:
         run = Run(b, FakeSink(), max_tokens=6)
         d, s = await run.begun()
         run.sink.ready = False
-        d.say(s, 1, 6, 7)
-        await run.known(3)
+        d.report(s, 1, 6, 7)
+        await run.until_tokens(3)
         run.sink.ready = True
-        d.say(s, 3, 8)
-        await run.known(4)
-        d.say(s, 4, 9, 10)
+        d.report(s, 3, 8)
+        await run.until_tokens(4)
+        d.report(s, 4, 9, 10)
         await run.task
         assert (run.tokens(run.yielded), run.tokens(run.sink.taken)) == ([5, 6, 7, 9, 10], [8])
 
 
-async def test_while_the_reader_is_busy_tokens_wait_for_it() -> None:
+async def test_tokens_are_kept_for_the_reader_while_it_is_busy() -> None:
     async with bench("p0", "d0") as b:
         sink, submission = FakeSink(), Submission("r", (1, 2), 4)
         deltas = b.pipeline.generate(submission, sink)
         first = asyncio.ensure_future(anext(deltas))
         p, d = b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         await first
         p.hand_over(s, "d0")
-        d.say(s, 1, 6, 7)
+        d.report(s, 1, 6, 7)
         request = b.in_flight(s)
         await until(lambda: request.journal.next_index == 3)
-        assert sink.taken == []  # nobody waits for them yet
+        assert sink.taken == []  # no task waits for them yet
         assert (await anext(deltas)).token_ids == (6, 7)
         last = asyncio.ensure_future(anext(deltas))
-        d.say(s, 3, 8, ended="length")
+        d.report(s, 3, 8, ended="length")
         assert (await last).finish_reason == "length"
         await deltas.aclose()
 
 
-async def test_a_stop_string_that_the_sink_would_have_seen_ends_the_stream() -> None:
+async def test_a_stop_string_in_pushed_tokens_ends_the_stream() -> None:
     async with bench("p0", "d0") as b:
         tokens = list(byte_level().encode("Hello, Hello world").ids)
         run = Run(b, FakeSink(), stop=("lo wor",))
         p, d = b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, tokens[0])
+        p.report(s, 0, tokens[0])
         p.hand_over(s, "d0")
         await until(lambda: run.yielded)
         journal = b.in_flight(s).journal
         for index, token in enumerate(tokens[1:], 1):
-            d.say(s, index, token)
+            d.report(s, index, token)
             await until(lambda index=index: journal.next_index > index or run.task.done())  # type: ignore[misc]
         await run.task
         text = "".join(delta.text for delta in [run.yielded[0], *run.sink.taken, *run.yielded[1:]])
         assert text == "Hello, Hel" and run.yielded[-1].stop_reason == "lo wor" and run.sink.taken
 
 
-async def test_many_tokens_at_once_are_not_put_together_in_the_callback() -> None:
+async def test_a_delta_of_many_tokens_is_not_built_in_the_callback() -> None:
     async with bench() as b:
         for name in ("p0", "d0"):
             await b.add(name, blocks=100, max_model_len=400)
         run = Run(b, FakeSink(), max_tokens=200)
         d, s = await run.begun()
         many = MAX_PUSHED_TOKENS + 1
-        d.say(s, 1, *[7] * many)
-        await run.known(1 + many)
+        d.report(s, 1, *[7] * many)
+        await run.until_tokens(1 + many)
         assert run.sink.taken == [] and len(run.yielded) == 2
         run.task.cancel()
         await asyncio.wait([run.task])
 
 
-async def test_a_sink_that_fails_fails_its_own_request_and_not_the_session_of_the_worker() -> None:
+async def test_a_failing_sink_ends_only_its_request_and_not_the_worker_session() -> None:
     async with bench("p0", "d0") as b:
         run = Run(b, FakeSink(fails=True))
         d, s = await run.begun()
-        d.say(s, 1, 6)
+        d.report(s, 1, 6)
         with pytest.raises(ValueError, match="the sink is broken"):
             await run.task
         await b.submit_and_run("other", "p0", "d0")
         assert len(d.welcomes) == 1
 
 
-async def test_the_deadline_of_a_pushed_stream_holds() -> None:
+async def test_a_pushed_stream_ends_at_its_deadline() -> None:
     async with bench("p0", "d0") as b:
         run = Run(b, FakeSink(), deadline_s=0.4)
         d, s = await run.begun()
-        d.say(s, 1, 6)
-        await run.known(2)
+        d.report(s, 1, 6)
+        await run.until_tokens(2)
         with pytest.raises(DeadlineExceeded):
             await run.task
         assert run.tokens(run.sink.taken) == [6]
 
 
-async def test_choices_of_one_request_wake_their_reader() -> None:
-    """Their deltas are merged by a task."""
+async def test_deltas_of_several_choices_go_to_the_reader_and_not_to_the_sink() -> None:
+    """A task merges their deltas, so none go to the sink."""
     async with bench("p0", "d0") as b:
         run = Run(b, FakeSink(), n=2, max_tokens=2)
         p, d = b.workers
         for choice in range(2):
             s = (await p.received(Prefill, choice + 1)).request.sequence_id
-            p.say(s, 0, 5)
+            p.report(s, 0, 5)
             p.hand_over(s, "d0")
-            d.say(s, 0, 5, 6, ended="length")
+            d.report(s, 0, 5, 6, ended="length")
         await run.task
         assert run.sink.taken == [] and run.tokens(run.yielded) == [5, 6, 5, 6]
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What goes past the answer's task to the connection."""
+    """Collects what is written to the connection without the answer's task."""
     found: list[bytes] = []
     write: Callable[[Any, bytes], None] = http_server.ChunkWriter.write
 
@@ -197,10 +197,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return found
 
 
-async def test_a_stream_over_a_socket_is_the_same_with_and_without(
+async def test_an_http_stream_has_the_same_events_with_and_without_pushing(
     text_model: TextModel, written: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Event by event, but for ids and times."""
+    """The events are equal, except for ids and times."""
     tokens = list(byte_level().encode("Hello, one two three four five").ids)
     answers = []
     async with bench("p0", "d0") as b:
@@ -213,11 +213,11 @@ async def test_a_stream_over_a_socket_is_the_same_with_and_without(
                 body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
                 await client.post("/v1/completions", body, "Connection: close")
                 s = (await p.received(Prefill, turn + 1)).request.sequence_id
-                p.say(s, 0, tokens[0])
+                p.report(s, 0, tokens[0])
                 p.hand_over(s, "d0")
                 answer = await _read_events(client, b"", 1)
                 for index, token in enumerate(tokens[1:], 1):
-                    d.say(s, index, token, ended="length" * (index == len(tokens) - 1))
+                    d.report(s, index, token, ended="length" * (index == len(tokens) - 1))
                     answer = await _read_events(client, answer, index + 1)
                 async with asyncio.timeout(5):
                     answers.append(_events(answer + await client.reader.read()))
@@ -227,8 +227,8 @@ async def test_a_stream_over_a_socket_is_the_same_with_and_without(
     assert len(written) == len(tokens) - 2  # of the first answer, all but the first and the last token
 
 
-async def test_text_that_a_parser_holds_back_does_not_end_the_body(written: list[bytes]) -> None:
-    """A delta may make no event: an empty chunk would be the end of the answer."""
+async def test_an_empty_delta_does_not_end_the_chunked_body(written: list[bytes]) -> None:
+    """A delta may produce no event, and an empty chunk would end the answer."""
 
     cycle = SimpleNamespace(transport=SimpleNamespace(write=written.append))
     writer = http_server.ChunkWriter(cycle)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One request and its two workers: the coordinator gives each token once and in order, each error with its stage."""
+"""One request and its two workers: the client gets each token once and in order, and each error with its stage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from baton.core.events import KVCacheEvents, StepEvents
 from baton.core.handles import verify
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from tests.support.builders import make_facts
-from tests.support.fake_workers import begun, bench, run_out
+from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until
 
 
-async def test_the_happy_path() -> None:
+async def test_a_request_is_prefilled_handed_over_and_decoded() -> None:
     async with bench("p0", "d0", "d1") as b:
         reader = b.submit(max_tokens=4)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         command = p.all(Prefill)[0]
         assert command.request.prompt == (1, 2, 3) and command.request.max_tokens == 4
         assert [t.worker_id for t in command.targets] == ["d0", "d1"]
@@ -36,7 +36,7 @@ async def test_the_happy_path() -> None:
                 source_incarnation=1,
                 now_ms=now_ms,
             )
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         assert await reader.done() == [5, 6, 7, 8]
         last = reader.deltas[-1]
         assert (last.finish_reason, last.usage.prompt_tokens, last.usage.completion_tokens) == ("length", 3, 4)  # type: ignore[union-attr]
@@ -46,15 +46,15 @@ async def test_the_happy_path() -> None:
         await until(lambda: len(p.session.log) == len(d.session.log) == 0)
 
 
-async def test_invariants_are_checked_when_the_last_request_has_gone() -> None:
+async def test_invariants_are_checked_when_the_last_request_has_ended() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=1)
-        p, _, s = await begun(b)
-        await asyncio.sleep(0.2)  # the tick has seen it
+        p, _, s = await wait_for_dispatch(b)
+        await asyncio.sleep(0.2)  # until a tick has run with it in flight
         worker = b.cluster.workers.get("d0")
         assert worker is not None
         worker.running += 1
-        p.say(s, 0, 5, ended="length")
+        p.report(s, 0, 5, ended="length")
         await reader.done()
         with pytest.raises(InvariantError, match="should hold 0 blocks, 0 tokens, 0 running"):
             await asyncio.wait_for(b.tick, 3)
@@ -62,39 +62,39 @@ async def test_invariants_are_checked_when_the_last_request_has_gone() -> None:
         b.tick = asyncio.create_task(b.cluster.tick())
 
 
-async def test_a_gap_is_filled_from_the_other_stream_and_repeats_count_once() -> None:
+async def test_a_gap_is_filled_from_the_other_worker_and_repeated_tokens_count_once() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=3)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         d.session.post(StepEvents())
-        d.say(s, 1, 6)
+        d.report(s, 1, 6)
         await asyncio.sleep(0.05)
         assert reader.deltas == []
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         await reader.got(2)
-        p.say(s, 0, 5)
-        d.say(s, 1, 6, 7, ended="length")
+        p.report(s, 0, 5)
+        d.report(s, 1, 6, 7, ended="length")
         assert await reader.done() == [5, 6, 7]
 
 
-async def test_a_differing_repeat_ends_the_request_and_both_workers_hear() -> None:
+async def test_a_repeated_token_that_differs_ends_the_request_and_aborts_both_workers() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        p, d, s = await begun(b)
-        p.say(s, 0, 5)
+        p, d, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
         await reader.got(1)
-        d.say(s, 0, 9)
+        d.report(s, 0, 9)
         assert isinstance(await reader.failed(), InvariantError)
         await p.received(Abort)
         await d.received(Abort)
 
 
-async def test_one_token_needs_no_decode_worker() -> None:
+async def test_a_one_token_request_needs_no_decode_worker() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=1)
-        p, _, s = await begun(b)
+        p, _, s = await wait_for_dispatch(b)
         assert p.all(Prefill)[0].targets == ()
-        p.say(s, 0, 5, ended="length")
+        p.report(s, 0, 5, ended="length")
         assert await reader.done() == [5]
 
 
@@ -108,14 +108,14 @@ async def test_one_token_needs_no_decode_worker() -> None:
 async def test_a_workers_error_reaches_the_client_with_its_stage(code: str, kind: type[Exception]) -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         p.fail(s, code, "so it is")
         error = await reader.failed()
         assert isinstance(error, kind) and (error.code, error.message) == (code, "so it is (stage prefill)")
         await d.received(Abort)
 
 
-async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix() -> None:
+async def test_a_request_goes_to_the_workers_that_reported_its_prefix_as_cached() -> None:
     async with bench("p0", "p1", "d0", "d1") as b:
         prompt = tuple(range(13))
         facts = make_facts()
@@ -137,17 +137,17 @@ async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix()
         await reader.leave()
 
 
-async def test_parked_kv_goes_to_another_worker_under_the_next_attempt_and_the_old_one_is_stale() -> None:
+async def test_parked_kv_is_offered_under_the_next_attempt_and_older_events_are_stale() -> None:
     async with bench("p0", "d0", "d1") as b:
         reader = b.submit()
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         p.park(s)
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         assign = await p.received(Assign)
         assert (assign.sequence, assign.attempt) == (s, 2)
         assert assign.targets[0].handle.sequence == s._replace(attempt=2)
         stale = b.requests.stale_events
-        d.say(s, 1, 99)
+        d.report(s, 1, 99)
         await until(lambda: b.requests.stale_events > stale)
         second = s._replace(attempt=2)
         p.park(second)
@@ -155,6 +155,6 @@ async def test_parked_kv_goes_to_another_worker_under_the_next_attempt_and_the_o
         assert (assign.sequence, assign.attempt) == (second, 3)
         third = s._replace(attempt=3)
         p.hand_over(third, "d1")
-        b.workers[2].say(third, 0, 5, 6, 7, 8, ended="length")
+        b.workers[2].report(third, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
         assert reader.deltas[-1].timeline.decode_worker == "d1"  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""What is refused, left by its client, too late or drained: it ends with a code, and all its workers hear."""
+"""A request that is refused, left by its client, late or drained ends with a code, and its workers get `Abort`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from baton.core.commands import Abort, Drain, Prefill
 from baton.core.errors import DeadlineExceeded, DuplicateRequest, JoinRefused
-from tests.support.fake_workers import begun, bench, run_out
+from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 
 
-async def test_nobody_there_is_refused_at_once() -> None:
+async def test_requests_are_refused_immediately_when_a_role_has_no_worker() -> None:
     async with bench() as b:
         assert (await b.submit().failed(0.5)).code == "no_prefill_worker"
         assert b.pipeline.ready() == (False, "no prefill worker is ready")
@@ -22,7 +22,7 @@ async def test_nobody_there_is_refused_at_once() -> None:
         assert b.pipeline.ready() == (True, "ready")
 
 
-async def test_a_worker_that_does_not_fit_is_told_the_field_and_stays_away() -> None:
+async def test_a_worker_with_different_facts_is_refused_with_the_field_name() -> None:
     async with bench("p0", "d0") as b:
         worker = await b.add("d1", ready=False, model_digest="other")
         assert worker.task is not None
@@ -31,38 +31,38 @@ async def test_a_worker_that_does_not_fit_is_told_the_field_and_stays_away() -> 
         assert b.state("d1") == "forgotten"
 
 
-async def test_what_waits_ends_when_a_role_stays_empty_for_longer_than_the_hold() -> None:
+async def test_waiting_requests_end_when_a_role_has_no_worker_for_longer_than_the_hold() -> None:
     async with bench("p0", "d0", lease_s=0.5, hold_s=0.3) as b:
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         d.wire.refuses = True
         d.cut()
         assert (await second.failed()).code == "no_decode_worker"
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         p.park(s)
         assert (await first.failed()).code == "no_decode_worker"
 
 
-async def test_queue_full_and_duplicates() -> None:
+async def test_requests_beyond_the_queue_limit_and_duplicate_ids_are_refused() -> None:
     async with bench("p0", "d0", max_requests=1) as b:
         a, waits = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         assert (await b.submit("c").failed()).code == "overloaded"
         for name in ("a", "b"):
             assert isinstance(await b.submit(name).failed(), DuplicateRequest)
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         assert len(await a.done()) == 4
-        run_out(p, d, (await p.received(Prefill, 2)).request.sequence_id)
+        run_to_end(p, d, (await p.received(Prefill, 2)).request.sequence_id)
         assert len(await waits.done()) == 4
 
 
 @pytest.mark.parametrize("phase", ["dispatched", "first token", "handed over"])
-async def test_both_workers_and_the_spare_hear_when_the_client_leaves(phase: str) -> None:
+async def test_all_target_workers_receive_abort_when_the_client_disconnects(phase: str) -> None:
     async with bench("p0", "d0", "d1") as b:
         reader = b.submit()
-        p, _d, s = await begun(b)
+        p, _d, s = await wait_for_dispatch(b)
         if phase != "dispatched":
-            p.say(s, 0, 5)
+            p.report(s, 0, 5)
             await reader.got(1)
         if phase == "handed over":
             p.hand_over(s, "d0")
@@ -72,22 +72,22 @@ async def test_both_workers_and_the_spare_hear_when_the_client_leaves(phase: str
         assert len(b.requests) == 0
 
 
-async def test_a_client_that_leaves_the_queue_is_gone_from_it() -> None:
+async def test_a_queued_request_is_removed_when_its_client_disconnects() -> None:
     async with bench("p0", "d0") as b:
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         assert b.dispatcher.num_queued == 1
         await second.leave()
         assert b.dispatcher.num_queued == 0
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         await first.done()
         assert len(p.all(Prefill)) == 1
 
 
-async def test_a_deadline_names_its_stage_and_both_workers_hear() -> None:
+async def test_an_exceeded_deadline_names_the_stage_and_aborts_both_workers() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(deadline_s=0.3)
-        p, d, _ = await begun(b)
+        p, d, _ = await wait_for_dispatch(b)
         assert p.all(Prefill)[0].request.deadline_s <= 0.3
         error = await reader.failed()
         assert isinstance(error, DeadlineExceeded) and "stage prefill" in error.message
@@ -95,22 +95,22 @@ async def test_a_deadline_names_its_stage_and_both_workers_hear() -> None:
         await d.received(Abort)
 
 
-async def test_a_deadline_that_is_over_starts_nothing() -> None:
+async def test_a_request_whose_deadline_has_passed_is_not_dispatched() -> None:
     async with bench("p0", "d0") as b:
         assert isinstance(await b.submit(deadline_s=-1.0).failed(), DeadlineExceeded)
         await asyncio.sleep(0.05)
         assert not b.workers[0].commands
 
 
-async def test_draining() -> None:
+async def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         draining = asyncio.create_task(b.cluster.drain(2.0))
         await asyncio.sleep(0)
         assert (await b.submit("late").failed()).code == "draining"
         assert b.pipeline.ready() == (False, "draining")
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         assert len(await reader.done()) == 4
         for worker in (p, d):
             await worker.received(Drain)
@@ -120,10 +120,10 @@ async def test_draining() -> None:
         assert b.pipeline.workers()["workers"] == []
 
 
-async def test_a_drain_ends_what_does_not_finish_in_time() -> None:
+async def test_a_drain_aborts_requests_that_do_not_finish_in_time() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        _p, d, s = await begun(b)
+        _p, d, s = await wait_for_dispatch(b)
         draining = asyncio.create_task(b.cluster.drain(0.1))
         assert (await reader.failed()).code == "draining"
         assert (await d.received(Abort)).sequence == s

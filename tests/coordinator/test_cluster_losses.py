@@ -1,4 +1,4 @@
-"""A worker falls silent, gives up, stands still or comes back: its requests go on, and no others are touched."""
+"""A worker is silent, gives up, stalls or rejoins: its requests continue, and no others are affected."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from baton.core.commands import Abort, Prefill
 from baton.core.errors import JoinRefused
 from baton.rpc import session
 from coordinator.policy.requests import Stage
-from tests.support.fake_workers import begun, bench
+from tests.support.fake_workers import bench, wait_for_dispatch
 from tests.support.nodes import until
 
 
 @pytest.fixture
-def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers give their sequences up after one lease of silence."""
+def no_retention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes workers end their sequences after one lease without a message from the coordinator."""
     monkeypatch.setattr(session, "KEEP_SEQUENCES_S", 0.0)
 
 
-async def test_a_coordinator_that_is_silent_for_a_lease_costs_no_worker_its_sequences() -> None:
+async def test_a_worker_keeps_its_sequences_when_the_coordinator_is_silent_for_a_lease() -> None:
     async with bench("p0", "d0", lease_s=2.0) as b:
         reader = b.submit()
-        p, d, s = await begun(b)
-        p.say(s, 0, 5)
+        p, d, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
         d.here.add(s)
-        d.say(s, 0, 5, 6)
+        d.report(s, 0, 5, 6)
         await reader.got(2)
         sessions = len(d.welcomes)
-        d.session._lease_s = 0.05  # it seems to hear nothing, and redials
+        d.session._lease_s = 0.05  # it seems to receive nothing, and redials
         await until(lambda: len(d.welcomes) > sessions, what="a redial")
         d.session._lease_s = 2.0
         assert d.abandoned == []
-        d.say(s, 2, 7, 8, ended="length")
+        d.report(s, 2, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 
 
-async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_go_on_elsewhere(keeps_nothing: None) -> None:
+async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_are_rescheduled(no_retention: None) -> None:
     async with bench("p0", "d0", "d1", lease_s=0.8) as b:
         a, other = b.submit("a"), b.submit("b")
         p, d0, d1 = b.workers
         sa, sb = (await p.received(Prefill, 1)).request.sequence_id, (await p.received(Prefill, 2)).request.sequence_id
         for s, d in ((sa, d0), (sb, d1)):
-            p.say(s, 0, 5)
+            p.report(s, 0, 5)
             p.hand_over(s, d.name)
         await a.got(1)
         d0.here.add(sa)
@@ -57,19 +57,19 @@ async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_go_on_el
         assert [t.worker_id for t in resumed.targets] == ["d1"]
         assert (await p.received(Abort)).sequence == sa
         again = resumed.request.sequence_id
-        p.say(again, 1, 6)
+        p.report(again, 1, 6)
         p.hand_over(again, "d1")
-        d1.say(again, 1, 6, 7, 8, ended="length")
-        d1.say(sb, 0, 5, 6, 7, 8, ended="length")
+        d1.report(again, 1, 6, 7, 8, ended="length")
+        d1.report(sb, 0, 5, 6, 7, 8, ended="length")
         assert await a.done() == await other.done() == [5, 6, 7, 8]
         await until(lambda: d0.abandoned, what="the silent worker to give up by itself")
 
 
-async def test_a_new_incarnation_replaces_the_old_one_at_once_and_takes_over_its_requests() -> None:
+async def test_a_new_incarnation_replaces_the_old_one_and_takes_over_its_requests() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        p, old, s = await begun(b)
-        p.say(s, 0, 5)
+        p, old, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
         await reader.got(1)
         old.wire.mute()
@@ -79,12 +79,12 @@ async def test_a_new_incarnation_replaces_the_old_one_at_once_and_takes_over_its
         assert command.targets[0].incarnation == 2 and command.request.output == (5,)
         old.wire.refuses = True
         old.wire._flows.set()
-        old.say(s, 0, 5)
+        old.report(s, 0, 5)
         await until(lambda: not old.session.connected, what="the old one to be cut off")
         again = command.request.sequence_id
-        p.say(again, 1, 6)
+        p.report(again, 1, 6)
         p.hand_over(again, "d0")
-        new.say(again, 1, 6, 7, 8, ended="length")
+        new.report(again, 1, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
         with pytest.raises(JoinRefused, match="incarnation"):
             old.wire.refuses = False
@@ -92,15 +92,15 @@ async def test_a_new_incarnation_replaces_the_old_one_at_once_and_takes_over_its
             await asyncio.wait_for(old.task, 3)
 
 
-async def test_a_worker_that_was_lost_and_took_the_kv_goes_on_with_it_when_it_joins_again() -> None:
-    """Its lease ended while the KV was on its way; told of nothing, it would drop the sequence in silence."""
+async def test_a_lost_worker_that_received_the_kv_resumes_the_sequence_when_it_rejoins() -> None:
+    """Its lease ended during the transfer; if `Welcome` did not list the sequence, it would silently drop it."""
     async with bench("p0", "d0", lease_s=0.8) as b:
         reader = b.submit()
-        p, d, s = await begun(b)
-        p.say(s, 0, 5)
+        p, d, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
         await reader.got(1)
         d.here.add(s)
-        d.session._lease_s = 60.0  # it was cut off, and would not know
+        d.session._lease_s = 60.0  # cut off, it does not detect the loss itself
         d.wire.refuses = True
         d.cut()
         await until(lambda: b.state("d0") == "lost")
@@ -108,73 +108,73 @@ async def test_a_worker_that_was_lost_and_took_the_kv_goes_on_with_it_when_it_jo
         await until(lambda: len(d.welcomes) == 2, timeout_s=3)
         assert [f.sequence for f in d.welcomes[-1].following] == [s] and s in d.here
         p.hand_over(s, "d0")
-        d.say(s, 0, 5, 6, 7, 8, ended="length")
+        d.report(s, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 
 
-async def test_a_prompt_goes_to_the_new_incarnation_of_the_worker_that_computed_it() -> None:
+async def test_a_prompt_is_rescheduled_to_the_new_incarnation_of_its_prefill_worker() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=1)
-        old, _, s = await begun(b)
+        old, _, s = await wait_for_dispatch(b)
         old.wire.mute()
         new = await b.add("p0", incarnation=2)
         again = (await new.received(Prefill)).request.sequence_id
         assert again.attempt > s.attempt
-        new.say(again, 0, 5, ended="length")
+        new.report(again, 0, 5, ended="length")
         assert await reader.done() == [5]
 
 
-async def test_a_worker_that_gave_up_says_so_and_the_request_goes_on(keeps_nothing: None) -> None:
-    """It heard nothing for a lease; the coordinator may have heard it all the while, and its clients must not wait."""
+async def test_sequences_that_a_worker_abandons_are_reported_and_rescheduled(no_retention: None) -> None:
+    """It received nothing for a lease; the coordinator may still receive its messages, and clients must not wait."""
     async with bench("p0", "d0", lease_s=2.0) as b:
         reader = b.submit()
-        p, d, s = await begun(b)
-        p.say(s, 0, 5)
+        p, d, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
-        d.say(s, 0, 5, 6)
+        d.report(s, 0, 5, 6)
         await reader.got(2)
-        await until(lambda: b.in_flight(s).stage is Stage.DECODE)  # which another worker says
-        d.session._lease_s = 0.05  # shorter than the heartbeat: it seems to hear nothing
+        await until(lambda: b.in_flight(s).stage is Stage.DECODE)  # reported by the prefill worker, on another stream
+        d.session._lease_s = 0.05  # shorter than the heartbeat interval: it seems to receive nothing
         resumed = (await p.received(Prefill, 2)).request
         assert d.abandoned == ["the coordinator was silent for 0.05 s"]
         assert resumed.output == (5, 6) and resumed.attempt > s.attempt
-        p.say(resumed.sequence_id, 2, 7)
+        p.report(resumed.sequence_id, 2, 7)
         p.hand_over(resumed.sequence_id, "d0")
         d.here.add(resumed.sequence_id)
-        d.say(resumed.sequence_id, 2, 7, 8, ended="length")
+        d.report(resumed.sequence_id, 2, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 
 
-async def test_a_process_that_stood_still_reads_first_what_came_meanwhile() -> None:
+async def test_a_stalled_worker_reads_pending_messages_before_it_abandons_its_sequences() -> None:
     async with bench("p0", "d0", lease_s=1.6) as b:
         reader = b.submit()
-        p, d, s = await begun(b)
-        p.say(s, 0, 5)
+        p, d, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
-        d.say(s, 0, 5, 6)
+        d.report(s, 0, 5, 6)
         await reader.got(2)
-        time.sleep(1.0)  # the coordinator, on the same loop, stands still too and renews the lease first
+        time.sleep(1.0)  # the coordinator, on the same loop, stalls too, and renews the lease first
         d.session._last_received_at -= 0.7
         await asyncio.sleep(0.5)
         assert not d.abandoned
-        d.say(s, 2, 7, 8, ended="length")
+        d.report(s, 2, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 
 
-async def test_a_coordinator_that_stood_still_longer_than_a_lease_loses_nobody() -> None:
+async def test_a_coordinator_stalled_longer_than_a_lease_loses_no_worker() -> None:
     async with bench("p0", "d0", lease_s=1.6) as b:
         reader = b.submit()
-        p, d, s = await begun(b)
-        p.say(s, 0, 5)
+        p, d, s = await wait_for_dispatch(b)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
-        d.say(s, 0, 5, 6)
+        d.report(s, 0, 5, 6)
         await reader.got(2)
-        time.sleep(2.4)  # workers, on the same loop, stand still too, and their heartbeats come late
+        time.sleep(2.4)  # workers, on the same loop, stall too, and send their heartbeats late
         await asyncio.sleep(0.5)
         assert b.state("p0") == b.state("d0") == "ready" and not d.abandoned
-        d.say(s, 2, 7, 8, ended="length")
+        d.report(s, 2, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
         began = time.monotonic()
-        d.wire.mute()  # and silence counts again
+        d.wire.mute()  # now silence counts again
         await until(lambda: b.state("d0") == "lost")
         assert time.monotonic() - began > 0.8

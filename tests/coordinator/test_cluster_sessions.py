@@ -1,4 +1,4 @@
-"""The stream between the coordinator and a worker breaks: what was said meanwhile is said again, and counts once."""
+"""The stream between the coordinator and a worker breaks: output sent meanwhile is sent again, and counts once."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from baton.rpc import codec
 from baton.rpc.streams import LARGE_BYTES
 from coordinator.policy.requests import Stage
 from coordinator.submission import Submission
-from tests.support.fake_workers import begun, bench, run_out
+from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until
 
 
 @pytest.mark.parametrize("phase", ["dispatched", "first token", "handed over", "decoding", "last token"])
 @pytest.mark.parametrize("who", ["p0", "d0", "both"])
-async def test_a_session_that_breaks_in_any_phase_loses_and_doubles_nothing(phase: str, who: str) -> None:
-    """What is said while the wire is down is said again after the redial."""
+async def test_a_session_that_breaks_in_any_phase_loses_and_repeats_no_token(phase: str, who: str) -> None:
+    """Output that is posted while the connection is down is sent again after the redial."""
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=4)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         steps = {
             "dispatched": lambda: None,
-            "first token": lambda: p.say(s, 0, 5),
+            "first token": lambda: p.report(s, 0, 5),
             "handed over": lambda: (p.hand_over(s, "d0"), p.here.discard(s), d.here.add(s)),
-            "decoding": lambda: (d.say(s, 0, 5, 6), d.say(s, 2, 7)),
-            "last token": lambda: d.say(s, 3, 8, ended="length"),
+            "decoding": lambda: (d.report(s, 0, 5, 6), d.report(s, 2, 7)),
+            "last token": lambda: d.report(s, 3, 8, ended="length"),
         }
         for name, step in steps.items():
             if name == phase:
                 broken = [w for w in (p, d) if who in (w.name, "both")]
                 for worker in broken:
-                    worker.cut()  # the step below is said into a dead stream, or into none
+                    worker.cut()  # the step below posts to a dead stream, or to none
                 step()
                 await until(lambda ws=broken: all(len(w.welcomes) == 2 for w in ws), timeout_s=3, what="the redial")
                 await asyncio.sleep(0.02)
@@ -46,10 +46,10 @@ async def test_a_session_that_breaks_in_any_phase_loses_and_doubles_nothing(phas
                 step()
         assert await reader.done() == [5, 6, 7, 8]
         assert not p.abandoned and not d.abandoned
-        assert len(p.all(Prefill)) == 1  # it was here, though nothing had been said of it
+        assert len(p.all(Prefill)) == 1  # the worker had it, though it had reported nothing of it
 
 
-async def test_a_command_lost_with_its_stream_is_given_again() -> None:
+async def test_a_command_lost_with_its_stream_is_sent_again() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers
         p.wire.refuses = True
@@ -61,15 +61,15 @@ async def test_a_command_lost_with_its_stream_is_given_again() -> None:
         p.wire._flows.set()
         p.wire.refuses = False
         command = await p.received(Prefill)
-        run_out(p, d, command.request.sequence_id)
+        run_to_end(p, d, command.request.sequence_id)
         assert await reader.done() == [5, 6, 7, 8]
         assert len(p.all(Prefill)) == 1
 
 
-async def test_a_short_break_does_not_refuse_what_waits_in_the_queue() -> None:
+async def test_queued_requests_are_not_refused_during_a_short_session_break() -> None:
     async with bench("p0", "d0") as b:
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         d.wire.refuses = True
         d.cut()
         await until(lambda: b.state("d0") == "joining")
@@ -77,21 +77,21 @@ async def test_a_short_break_does_not_refuse_what_waits_in_the_queue() -> None:
             await b.pipeline.generate(Submission("c", (1,), 4)).__anext__()
         await asyncio.sleep(0.25)
         d.wire.refuses = False
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         assert len(await first.done()) == 4
         s2 = (await p.received(Prefill, 2)).request.sequence_id
-        run_out(p, d, s2)
+        run_to_end(p, d, s2)
         assert len(await second.done()) == 4
 
 
-async def test_a_decode_worker_is_not_asked_for_what_may_be_on_its_way() -> None:
-    """It would say that it does not know the sequence, and could be heard after it has taken the KV."""
+async def test_a_decode_worker_is_not_expected_to_have_a_sequence_that_may_be_in_transit() -> None:
+    """It would report the sequence as unknown, and the report could arrive after it has received the KV."""
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=4)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         for handed_over in (False, True):
             if handed_over:
-                p.say(s, 0, 5)
+                p.report(s, 0, 5)
                 p.hand_over(s, "d0")
                 await reader.got(1)
                 await until(lambda: b.in_flight(s).stage is Stage.DECODE)
@@ -102,39 +102,39 @@ async def test_a_decode_worker_is_not_asked_for_what_may_be_on_its_way() -> None
             await until(lambda seen=welcomes: all(len(w.welcomes) > seen[w.name] for w in (p, d)), timeout_s=3)
             assert d.welcomes[-1].following == (Following(s, int(handed_over), handed_over),)
             assert p.welcomes[-1].following == (Following(s, int(handed_over), not handed_over),)
-        d.say(s, 0, 5, 6, 7, 8, ended="length")
+        d.report(s, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 
 
-async def test_a_command_that_cannot_be_sent_breaks_the_session_and_not_in_silence(
+async def test_a_command_that_cannot_be_sent_breaks_the_session_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         b.cluster.send("p0", object())  # type: ignore[arg-type]
         await until(lambda: len(p.welcomes) == 2, what="p0 to join again", timeout_s=3)
         assert "commands to p0" in caplog.text
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         assert await reader.done() == [5, 6, 7, 8]
 
 
-async def test_two_sessions_of_one_worker_are_one_worker() -> None:
-    """A half-open stream and its successor: the successor counts, what the old one still says is dropped."""
+async def test_two_sessions_of_one_incarnation_count_as_one_worker() -> None:
+    """A half-open stream and its successor: the successor counts, messages on the old one are dropped."""
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        p, d, s = await begun(b)
-        d.wire.refuses = True  # the old one does not dial again
-        # The same incarnation, as after a redial that the coordinator saw before the break.
+        p, d, s = await wait_for_dispatch(b)
+        d.wire.refuses = True  # the old session cannot redial
+        # The same incarnation, as after a redial that the coordinator accepts before it detects the break.
         twin = await b.add("d0", here=[s])
         stale = list(b.cluster._outgoing.values())
         assert len(stale) == 2
-        run_out(p, twin, s)
+        run_to_end(p, twin, s)
         assert len(await reader.done()) == 4
         b.requests.check()
 
 
-async def test_heartbeats_bring_the_usage_of_gpus() -> None:
+async def test_heartbeats_report_gpu_usage() -> None:
     async with bench("p0", "d0") as b:
         b.workers[1].session.show_gpu(GpuUsage(3 << 30, 80 << 30, 0.25))
 
@@ -146,7 +146,7 @@ async def test_heartbeats_bring_the_usage_of_gpus() -> None:
         assert shown() == {"p0": None, "d0": usage}
 
 
-async def test_a_large_message_is_parsed_past_the_event_loop(
+async def test_a_large_message_is_parsed_off_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unwrap, threads = codec.unwrap, dict[str, str]()

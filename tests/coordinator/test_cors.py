@@ -1,4 +1,4 @@
-"""Browsers: pages of allowed origins may call the API and read what it says in headers, others may not."""
+"""CORS: pages of allowed origins may call the API and read its response headers, others may not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def browser(text_model: TextModel) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_an_allowed_page_may_ask_and_read(browser: httpx.AsyncClient) -> None:
+async def test_an_allowed_origin_may_send_requests_and_read_responses(browser: httpx.AsyncClient) -> None:
     asked = await browser.options(CHAT, headers={"origin": PAGE, **PREFLIGHT})
     assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == PAGE
     assert "authorization" in asked.headers["access-control-allow-headers"]
@@ -37,13 +37,13 @@ async def test_an_allowed_page_may_ask_and_read(browser: httpx.AsyncClient) -> N
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_other_pages_may_not(browser: httpx.AsyncClient) -> None:
+async def test_other_origins_get_no_cors_headers(browser: httpx.AsyncClient) -> None:
     other = {"origin": "https://other.example"}
     assert (await browser.options(CHAT, headers=other | PREFLIGHT)).status_code == 400
     assert "access-control-allow-origin" not in (await browser.post(CHAT, json=GOOD[CHAT], headers=other)).headers
 
 
-async def test_without_the_option_there_is_none(client: httpx.AsyncClient) -> None:
+async def test_without_allowed_origins_no_cors_headers_are_sent(client: httpx.AsyncClient) -> None:
     answer = await client.post(CHAT, json=GOOD[CHAT], headers={"origin": PAGE})
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
     assert (await client.options(CHAT, headers={"origin": PAGE, **PREFLIGHT})).status_code == 405
@@ -59,8 +59,8 @@ FOREIGN = (
 )
 
 
-async def test_a_page_that_gives_its_name_this_machines_address_is_refused(text_model: TextModel) -> None:
-    """DNS rebinding: to the browser it is of the same origin."""
+async def test_dns_rebinding_is_refused_by_the_host_header(text_model: TextModel) -> None:
+    """DNS rebinding: to the browser, the page and the API have the same origin."""
 
     async def statuses(settings: HttpSettings, hosts: tuple[str, ...]) -> set[int]:
         app = create_app(FakeGenerator(), text_model, settings)
@@ -87,7 +87,7 @@ async def test_a_page_that_gives_its_name_this_machines_address_is_refused(text_
     "text",
     ["chat.example", "https://", "https://a/b", "http://[", "http://[1.2]", "https://a b", "https://a:99999", "*, x"],
 )
-def test_what_is_no_origin_is_refused_by_name(text: str) -> None:
+def test_invalid_allowed_origins_are_refused_and_valid_ones_normalised(text: str) -> None:
     with pytest.raises(StartupError, match=r"--allowed-origins: .* is no origin such as"):
         _origins(text)
     assert _origins(" https://A.example:8443, https://a.example:443,null,*,http://[::1]:3000,") == (

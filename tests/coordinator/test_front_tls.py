@@ -27,22 +27,24 @@ from tests.support.requests_kit import COMPLETIONS, GOOD
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def certificate_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("certificates")
     make_certificates(directory, ("localhost", "127.0.0.1"), 1)
     return directory
 
 
 @pytest.fixture
-def front(made: Path) -> FrontTls:
-    found = read_front_tls(str(made / "server.pem"), str(made / "server-key.pem"))
+def front(certificate_dir: Path) -> FrontTls:
+    found = read_front_tls(str(certificate_dir / "server.pem"), str(certificate_dir / "server-key.pem"))
     assert found is not None
     return found
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
-async def test_https_answers_whom_it_can_show_its_certificate(app: FastAPI, front: FrontTls, made: Path) -> None:
-    trusts = ssl.create_default_context(cafile=str(made / "ca.pem"))
+async def test_https_serves_trusting_clients_and_refuses_plain_http_and_old_tls(
+    app: FastAPI, front: FrontTls, certificate_dir: Path
+) -> None:
+    trusts = ssl.create_default_context(cafile=str(certificate_dir / "ca.pem"))
     async with running(app, tls=front.context) as server:
         url = f"https://127.0.0.1:{server.address[1]}"
         async with httpx.AsyncClient(verify=trusts) as client:
@@ -55,13 +57,13 @@ async def test_https_answers_whom_it_can_show_its_certificate(app: FastAPI, fron
             with pytest.raises(httpx.RemoteProtocolError):
                 await client.get(url.replace("https", "http") + "/live")
         old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        old.load_verify_locations(made / "ca.pem")
+        old.load_verify_locations(certificate_dir / "ca.pem")
         old.maximum_version = ssl.TLSVersion.TLSv1_1
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await asyncio.open_connection(*server.address, ssl=old)
 
 
-async def test_a_handshake_that_does_not_go_on_is_cut(
+async def test_a_stalled_tls_handshake_times_out(
     app: FastAPI, front: FrontTls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
@@ -72,10 +74,12 @@ async def test_a_handshake_that_does_not_go_on_is_cut(
         writer.close()
 
 
-async def test_grpc_too(front: FrontTls, made: Path, text_model: TextModel) -> None:
+async def test_grpc_serves_tls_clients_and_refuses_plaintext(
+    front: FrontTls, certificate_dir: Path, text_model: TextModel
+) -> None:
     server = PublicServer(FakeGenerator(), Translator(text_model), "tiny", 1 << 16, None, front.credentials)
     port = await server.start("127.0.0.1", 0)
-    trusted = grpc.ssl_channel_credentials((made / "ca.pem").read_bytes())
+    trusted = grpc.ssl_channel_credentials((certificate_dir / "ca.pem").read_bytes())
     asked = serving_pb2.GenerateRequest(text="Hello")
     try:
         async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted) as channel:
@@ -90,15 +94,15 @@ async def test_grpc_too(front: FrontTls, made: Path, text_model: TextModel) -> N
         await server.stop(0)
 
 
-def test_what_does_not_fit_is_refused_by_its_flag(made: Path, tmp_path: Path) -> None:
+def test_invalid_tls_files_are_refused_with_the_name_of_their_flag(certificate_dir: Path, tmp_path: Path) -> None:
     assert read_front_tls("", "") is None
-    certificate, key = str(made / "server.pem"), str(made / "server-key.pem")
+    certificate, key = str(certificate_dir / "server.pem"), str(certificate_dir / "server-key.pem")
     with pytest.raises(StartupError, match="--tls-cert-file needs --tls-key-file"):
         read_front_tls(certificate, "")
     with pytest.raises(StartupError, match="--tls-key-file needs --tls-cert-file"):
         read_front_tls("", key)
     with pytest.raises(StartupError, match="do not fit"):
-        read_front_tls(certificate, str(made / "decode-key.pem"))
+        read_front_tls(certificate, str(certificate_dir / "decode-key.pem"))
     with pytest.raises(StartupError, match=r"--tls-cert-file .*No such file"):
         read_front_tls(str(tmp_path / "none"), key)
     with pytest.raises(StartupError, match=r"--tls-key-file .*no PEM"):

@@ -1,4 +1,4 @@
-"""Full garbage collections of the coordinator: when memory has grown, and soon where no request is in flight."""
+"""Full garbage collections of the coordinator run when memory has grown; by less if no request is in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from coordinator import garbage
 
 
 class Cycle:
-    """Garbage that only a search finds."""
+    """A reference cycle, which only a garbage collection frees."""
 
     alive = 0
 
@@ -26,10 +26,10 @@ class Cycle:
 
 
 @asynccontextmanager
-async def searching(requests: int) -> AsyncIterator[None]:
+async def collector_running(requests: int) -> AsyncIterator[None]:
     gc.collect()
     task = asyncio.create_task(garbage.search_when_grown(lambda: requests))
-    await asyncio.sleep(0.05)  # it has looked once
+    await asyncio.sleep(0.05)  # until it has checked once
     try:
         yield
     finally:
@@ -37,47 +37,49 @@ async def searching(requests: int) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def leave(count: int) -> None:
-    """Old garbage."""
+def create_garbage(count: int) -> None:
+    """Creates garbage in the oldest generation."""
     kept = [Cycle() for _ in range(count)]
     gc.collect(1)
     gc.collect(1)
     del kept
 
 
-async def until_none_is_left() -> None:
+async def until_all_freed() -> None:
     async with asyncio.timeout(10):
         while Cycle.alive:
             await asyncio.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "LOOK_S", 0.01)
 
 
 @pytest.mark.parametrize(("requests", "limit"), [(0, "IDLE_BLOCKS"), (1, "BUSY_BLOCKS")])
-async def test_everything_is_searched_when_memory_has_grown(
+async def test_a_full_collection_runs_when_memory_has_grown(
     requests: int, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(garbage.sys, "getallocatedblocks", lambda: 1_000_000 + 10 * Cycle.alive)
     monkeypatch.setattr(garbage, limit, 1000)
-    growth = 100 if requests == 0 else 100_000  # while streams run, as much as there was
+    growth = 100 if requests == 0 else 100_000  # while streams run, as much as was in use
     before = gc.get_threshold()
-    async with searching(requests):
-        leave(growth // 2)
+    async with collector_running(requests):
+        create_garbage(growth // 2)
         await asyncio.sleep(0.1)
         assert Cycle.alive == growth // 2 and gc.get_threshold()[2] == garbage._NEVER
-        leave(growth - growth // 2)
-        await until_none_is_left()
+        create_garbage(growth - growth // 2)
+        await until_all_freed()
     assert gc.get_threshold() == before
 
 
-async def test_streams_are_not_held_up_for_what_an_idle_coordinator_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_growth_beyond_the_idle_limit_triggers_no_collection_while_streams_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(garbage, "IDLE_BLOCKS", 0)
-    async with searching(1):
-        leave(100)
+    async with collector_running(1):
+        create_garbage(100)
         await asyncio.sleep(0.1)
         assert Cycle.alive == 100
-    async with searching(0):
-        await until_none_is_left()
+    async with collector_running(0):
+        await until_all_freed()

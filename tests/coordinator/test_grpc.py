@@ -1,4 +1,4 @@
-"""The public gRPC API over a generator that plays a script."""
+"""The public gRPC API over a scripted generator."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from coordinator.grpc.service import NEUTRAL, SERVICE, PublicServer
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.grpc_kit import Client, served
 
 
-async def test_started_then_deltas_then_finished(grpc_client: Client, generator: FakeGenerator) -> None:
-    generator.script = say("Hel", "lo", " you", finish="length")
+async def test_a_call_sends_started_then_deltas_then_finished(grpc_client: Client, generator: FakeGenerator) -> None:
+    generator.script = reply("Hel", "lo", " you", finish="length")
     started, *deltas, finished = await grpc_client.all(request_id="mine", model="tiny", max_tokens=3)
     assert started.WhichOneof("message") == "started"
     assert (started.started.request_id, started.started.model, started.started.prompt_tokens) == ("mine", "tiny", 3)
@@ -38,14 +38,16 @@ async def test_started_then_deltas_then_finished(grpc_client: Client, generator:
     assert (f.stages.queue_s, f.stages.decode_s) == (0.001, 0.25)
 
 
-async def test_a_stop_string_is_named(grpc_client: Client, generator: FakeGenerator) -> None:
-    generator.script = say("x", stop_reason="END")
+async def test_finished_names_the_stop_string(grpc_client: Client, generator: FakeGenerator) -> None:
+    generator.script = reply("x", stop_reason="END")
     *_, finished = await grpc_client.all(stop=["END"])
     assert (finished.finished.finish_reason, finished.finished.stop_reason) == ("stop", "END")
     assert generator.submissions[0].stop == ("END",)
 
 
-async def test_each_kind_of_prompt(grpc_client: Client, generator: FakeGenerator) -> None:
+async def test_text_and_chat_prompts_are_accepted_and_empty_text_is_refused(
+    grpc_client: Client, generator: FakeGenerator
+) -> None:
     await grpc_client.all(text="Hello")
     await grpc_client.all(messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")]))
     assert all(s.prompt for s in generator.submissions)
@@ -54,7 +56,7 @@ async def test_each_kind_of_prompt(grpc_client: Client, generator: FakeGenerator
     assert details["BadRequest"].field_violations[0].field == "prompt"
 
 
-async def test_zero_is_a_value_not_an_absence(grpc_client: Client, generator: FakeGenerator) -> None:
+async def test_an_explicit_zero_is_not_treated_as_unset(grpc_client: Client, generator: FakeGenerator) -> None:
     await grpc_client.all(sampling=types_pb2.SamplingParams(temperature=0.0, seed=0))
     assert generator.submissions[0].sampling.temperature == 0.0
     assert generator.submissions[0].sampling.seed == 0
@@ -62,7 +64,7 @@ async def test_zero_is_a_value_not_an_absence(grpc_client: Client, generator: Fa
     assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens")
 
 
-async def test_every_sampling_field_arrives(grpc_client: Client, generator: FakeGenerator) -> None:
+async def test_every_sampling_field_reaches_the_submission(grpc_client: Client, generator: FakeGenerator) -> None:
     asked = types_pb2.SamplingParams(
         temperature=0.5,
         top_p=0.75,
@@ -90,10 +92,10 @@ async def test_every_sampling_field_arrives(grpc_client: Client, generator: Fake
     )
 
 
-async def test_log_probabilities_and_the_stop_token_are_told(grpc_client: Client, generator: FakeGenerator) -> None:
+async def test_log_probabilities_and_the_stop_token_are_returned(grpc_client: Client, generator: FakeGenerator) -> None:
     score = TokenLogprob(0, -0.5, 1, (0, 3), (-0.5, -1.5))
     first = Delta("a", (0,), logprobs=(score,), prompt_logprobs=(TokenLogprob(9, -2.0, 4),))
-    last = say("b", stop_reason=17)[0]
+    last = reply("b", stop_reason=17)[0]
     generator.script = [first, last]
     asked = types_pb2.SamplingParams(logprobs=2, prompt_logprobs=0)
     started, delta, *_, finished = await grpc_client.all(sampling=asked)
@@ -104,15 +106,13 @@ async def test_log_probabilities_and_the_stop_token_are_told(grpc_client: Client
     assert finished.finished.stop_reason == "17"
 
 
-async def test_values_that_ask_for_nothing_are_accepted(grpc_client: Client) -> None:
+async def test_unsupported_fields_are_accepted_with_values_that_have_no_effect(grpc_client: Client) -> None:
     messages = await grpc_client.all(**{name: values[0] for name, values in NEUTRAL.items()})
     assert messages[-1].WhichOneof("message") == "finished"
 
 
-async def test_a_client_that_cancels_closes_the_generator_at_once(
-    grpc_client: Client, generator: FakeGenerator
-) -> None:
-    generator.script = [*say("a", "b")[:1], asyncio.Event()]
+async def test_cancelling_a_call_closes_the_generator(grpc_client: Client, generator: FakeGenerator) -> None:
+    generator.script = [*reply("a", "b")[:1], asyncio.Event()]
     call = grpc_client.generate()
     assert (await call.read()).WhichOneof("message") == "started"
     assert (await call.read()).WhichOneof("message") == "delta"
@@ -120,7 +120,9 @@ async def test_a_client_that_cancels_closes_the_generator_at_once(
     await generator.until(finished=1, timeout_s=1.0)
 
 
-async def test_a_client_that_cancels_before_the_first_token(grpc_client: Client, generator: FakeGenerator) -> None:
+async def test_cancelling_before_the_first_token_closes_the_generator(
+    grpc_client: Client, generator: FakeGenerator
+) -> None:
     generator.script = [asyncio.Event()]
     call = grpc_client.generate()
     reading = asyncio.ensure_future(call.read())
@@ -142,19 +144,25 @@ async def test_the_deadline_of_the_call_is_the_deadline_of_the_request(
     await generator.until(finished=1, timeout_s=1.0)
 
 
-async def test_without_a_deadline_the_servers_own_holds(grpc_client: Client, generator: FakeGenerator) -> None:
+async def test_a_call_without_a_deadline_gets_the_default_deadline(
+    grpc_client: Client, generator: FakeGenerator
+) -> None:
     await grpc_client.all()
     assert generator.submissions[0].deadline_s == 600.0
 
 
-async def test_model_info(grpc_client: Client, text_model: TextModel) -> None:
+async def test_model_info_returns_the_name_vocabulary_size_and_eos_tokens(
+    grpc_client: Client, text_model: TextModel
+) -> None:
     info = await grpc_client.stub.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.model, info.vocab_size) == ("tiny", text_model.vocab_size)
     assert tuple(info.eos_token_ids) == text_model.eos_token_ids
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
-async def test_health_follows_the_pools(grpc_client: Client, generator: FakeGenerator, service: str) -> None:
+async def test_health_reports_whether_the_pools_are_ready(
+    grpc_client: Client, generator: FakeGenerator, service: str
+) -> None:
     stub = health_pb2_grpc.HealthStub(grpc_client.channel)
     asked = health_pb2.HealthCheckRequest(service=service)
     assert (await stub.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
@@ -162,8 +170,8 @@ async def test_health_follows_the_pools(grpc_client: Client, generator: FakeGene
     assert (await stub.Check(asked)).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_no_call_to_health_stays_open_or_leaves_anything(grpc_client: Client, generator: FakeGenerator) -> None:
-    """A Watch whose client reads nothing, and names of a megabyte, kept grpc's own servicer from the truth."""
+async def test_health_refuses_watch_calls_and_unknown_services(grpc_client: Client, generator: FakeGenerator) -> None:
+    """An unread Watch, or names of a megabyte, prevented grpc's own servicer from reporting the true state."""
     stub = health_pb2_grpc.HealthStub(grpc_client.channel)
     unknown = health_pb2.HealthCheckRequest(service="a" * 50_000)
     for call, code in (
@@ -192,7 +200,7 @@ async def test_reflection_lists_and_describes_the_service(grpc_client: Client, v
     call.cancel()
 
 
-async def test_a_port_in_use_is_one_plain_line(generator: FakeGenerator, text_model: TextModel) -> None:
+async def test_a_port_in_use_is_a_startup_error(generator: FakeGenerator, text_model: TextModel) -> None:
     first = PublicServer(generator, Translator(text_model), "tiny", 1 << 16)
     port = await first.start("127.0.0.1", 0)
     with pytest.raises(errors.StartupError, match=f"gRPC port {port} on 127.0.0.1 is in use"):
@@ -200,8 +208,8 @@ async def test_a_port_in_use_is_one_plain_line(generator: FakeGenerator, text_mo
     await first.stop(0)
 
 
-async def test_choices_are_told_apart(grpc_client: Client, generator: FakeGenerator) -> None:
-    mixed = zip(say("a", "b"), say("x", "y", finish="length"), strict=True)
+async def test_messages_carry_the_index_of_their_choice(grpc_client: Client, generator: FakeGenerator) -> None:
+    mixed = zip(reply("a", "b"), reply("x", "y", finish="length"), strict=True)
     generator.script = [d._replace(choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[union-attr]
     messages = await grpc_client.all(n=2)
     assert generator.submissions[0].n == 2
@@ -211,7 +219,9 @@ async def test_choices_are_told_apart(grpc_client: Client, generator: FakeGenera
     assert [(f.choice, f.finish_reason) for f in finished] == [(0, "stop"), (1, "length")]
 
 
-async def test_a_cache_salt_goes_with_the_request(grpc_client: Client, generator: FakeGenerator) -> None:
+async def test_the_cache_salt_reaches_the_submission_and_its_length_is_limited(
+    grpc_client: Client, generator: FakeGenerator
+) -> None:
     await grpc_client.all(cache_salt="team-7")
     await grpc_client.all()
     assert [s.cache_salt for s in generator.submissions] == ["team-7", ""]
@@ -220,17 +230,19 @@ async def test_a_cache_salt_goes_with_the_request(grpc_client: Client, generator
     assert [v.field for v in details["BadRequest"].field_violations] == ["cache_salt"]
 
 
-async def test_a_client_that_takes_nothing_is_cut(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_whose_client_does_not_read_is_closed(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service, "SEND_TIMEOUT_S", 0.5)
     generator = FakeGenerator([Delta("x" * 100_000, (1,))] * 10, endless=True)
     async with served(generator, text_model) as client:
         call = client.generate()
         await call.read()
-        await generator.until(finished=1, timeout_s=20)  # it is not read any more
+        await generator.until(finished=1, timeout_s=20)  # the server has closed it
         call.cancel()
 
 
-async def test_a_connection_that_says_nothing_is_cut(text_model: TextModel) -> None:
+async def test_a_connection_that_sends_nothing_is_closed(text_model: TextModel) -> None:
     async with served(FakeGenerator(), text_model) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
         async with asyncio.timeout(30):

@@ -1,4 +1,4 @@
-"""What one message of the public gRPC API may cost: counted before it is looked at, and nothing kept of it."""
+"""Limits on messages of the public gRPC API: entries are counted before they are read, refused messages are freed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.support.fake_generator import FakeGenerator
 from tests.support.grpc_kit import logged, served
 
 
-class Untouchable:
-    """A repeated field that has a length, and whose entries nobody may look at."""
+class UnreadableField:
+    """A repeated field that has a length, and whose entries must not be read."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -43,8 +43,8 @@ class Untouchable:
         raise AssertionError("entries were looked at")
 
 
-class Instead:
-    """A message with other values in some fields."""
+class OverriddenMessage:
+    """A message with the values of some fields replaced."""
 
     def __init__(self, message: Any, **values: Any) -> None:
         self._message = message
@@ -54,7 +54,7 @@ class Instead:
         return getattr(self._message, name)
 
 
-MANY = Untouchable(4_000_000)
+MANY = UnreadableField(4_000_000)
 IDS = SimpleNamespace(ids=MANY)
 ENTRIES = "{} has at most {} entries, not 4000000"
 TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
@@ -70,7 +70,7 @@ TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("param", "values", "message"), TOO_MANY, ids=lambda v: v if isinstance(v, str) else "")
-async def test_entries_are_counted_before_they_are_looked_at(
+async def test_entries_are_counted_before_they_are_read(
     generator: FakeGenerator, text_model: TextModel, param: str, values: dict[str, Any], message: str
 ) -> None:
     serving = Serving(generator, Translator(text_model), "tiny", ApiKeys())
@@ -81,14 +81,14 @@ async def test_entries_are_counted_before_they_are_looked_at(
         case {"token_ids": _}:
             request.token_ids.SetInParent()
         case {"sampling": sampling}:
-            values = {"sampling": Instead(request.sampling, **sampling)}
+            values = {"sampling": OverriddenMessage(request.sampling, **sampling)}
     with pytest.raises(InvalidRequest) as refused:
-        await serving._submission(Instead(request, **values), None)  # type: ignore[arg-type]
+        await serving._submission(OverriddenMessage(request, **values), None)  # type: ignore[arg-type]
     assert message in refused.value.message and refused.value.param == param
 
 
-class Refused:
-    """The context of a call. As grpc does, it keeps what `abort` raises."""
+class FakeCallContext:
+    """The context of a call. Like grpc, it keeps the exception that `abort` raises."""
 
     raised: grpc.aio.AbortError | None = None
 
@@ -110,7 +110,7 @@ class Refused:
 
 
 @pytest.fixture
-def no_collection() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
@@ -121,7 +121,7 @@ def large(**fields: Any) -> bytes:
     return pb.GenerateRequest(**fields).SerializeToString()
 
 
-@pytest.mark.usefixtures("no_collection")
+@pytest.mark.usefixtures("gc_disabled")
 @pytest.mark.parametrize(
     ("method", "content", "keys", "expected"),
     [
@@ -132,7 +132,7 @@ def large(**fields: Any) -> bytes:
         ("Generate", large(), {b"digest": Client("k", "t")}, "an API key is needed"),
     ],
 )
-async def test_nothing_of_a_refused_message_is_kept(
+async def test_a_refused_message_is_freed(
     generator: FakeGenerator,
     text_model: TextModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +149,7 @@ async def test_nothing_of_a_refused_message_is_kept(
 
     parse = service.parsed
     monkeypatch.setattr(service, "parsed", parsed)
-    serving, context = Serving(generator, Translator(text_model), "tiny", ApiKeys(keys)), Refused(content)
+    serving, context = Serving(generator, Translator(text_model), "tiny", ApiKeys(keys)), FakeCallContext(content)
 
     async def found(details: Any) -> Any:
         return serving.service(details)
@@ -157,18 +157,18 @@ async def test_nothing_of_a_refused_message_is_kept(
     details = SimpleNamespace(method=f"/{SERVICE}/{method}", invocation_metadata=())
     handler = await FirstMessage().intercept_service(found, details)
     assert handler is not None
-    references = sys.getrefcount(content) - (0 if keys else 1)  # a call without a key is not read
+    references = sys.getrefcount(content) - (0 if keys else 1)  # without a key, the message is not read
     try:
         await (handler.stream_stream or handler.stream_unary)(None, context)
     except grpc.aio.AbortError as raised:
         assert expected in str(raised)
     assert context.raised is not None and context.raised.__traceback__ is not None
     assert sys.getrefcount(content) == references
-    assert [sys.getrefcount(message) for message in seen] == [3] * len(seen)  # two of them are this line's
+    assert [sys.getrefcount(message) for message in seen] == [3] * len(seen)  # two of the three are this line's
 
 
 @pytest.mark.parametrize("method", [f"/{SERVICE}/Generate", f"/{SERVICE}/GetModelInfo", "/grpc.health.v1.Health/Check"])
-async def test_a_message_has_so_long_to_arrive(
+async def test_a_call_whose_message_does_not_arrive_in_time_ends(
     generator: FakeGenerator,
     text_model: TextModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -187,7 +187,7 @@ async def test_a_message_has_so_long_to_arrive(
     assert not logged(caplog)
 
 
-async def test_of_too_many_messages_that_do_not_arrive_the_oldest_ends(
+async def test_the_oldest_call_ends_when_too_many_wait_for_their_message(
     generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(first_message, "MAX_ARRIVING", 2)
@@ -205,7 +205,7 @@ async def test_of_too_many_messages_that_do_not_arrive_the_oldest_ends(
         assert [call.done() for call in silent[2:]] == [True, False]
 
 
-async def test_bytes_that_are_no_message_are_no_traceback_in_the_log(
+async def test_malformed_health_messages_cause_no_traceback_in_the_log(
     generator: FakeGenerator, text_model: TextModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(generator, text_model) as client:
@@ -224,13 +224,13 @@ async def test_a_call_without_a_key_is_refused_before_its_message_is_read(
             assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_messages_that_are_never_complete_hold_little_of_a_connection() -> None:
+def test_incomplete_messages_of_a_connection_use_at_most_256_mib() -> None:
     assert MAX_CONCURRENT_STREAMS * message_limit(4 << 20, 131_072) <= 256 << 20
     assert message_limit(1 << 16, 131_072) == 1 << 16
     assert message_limit(16 << 20, 1 << 20) == 8 << 20
 
 
-async def test_a_message_may_be_of_the_limit_and_not_larger(generator: FakeGenerator, text_model: TextModel) -> None:
+async def test_a_message_larger_than_the_size_limit_is_refused(generator: FakeGenerator, text_model: TextModel) -> None:
     frame = len(pb.GenerateRequest(text="a" * MAX_MESSAGE_BYTES).SerializeToString()) - MAX_MESSAGE_BYTES
     async with served(generator, text_model, max_body_bytes=4 << 20) as client:
         for more, code in ((0, grpc.StatusCode.INVALID_ARGUMENT), (1, grpc.StatusCode.RESOURCE_EXHAUSTED)):
@@ -239,13 +239,13 @@ async def test_a_message_may_be_of_the_limit_and_not_larger(generator: FakeGener
             assert refused.value.code() is code
 
 
-async def test_a_connection_carries_so_many_calls_at_a_time(
+async def test_concurrent_calls_of_a_connection_are_limited(
     generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "MAX_CONCURRENT_STREAMS", 2)
     generator.script = [asyncio.Event()]
     async with served(generator, text_model) as client:
-        await client.stub.GetModelInfo(pb.GetModelInfoRequest())  # then the client knows the limit
+        await client.stub.GetModelInfo(pb.GetModelInfoRequest())  # so that the client knows the limit
         calls = [client.generate() for _ in range(3)]
         await generator.until(submitted=2)
         with pytest.raises(grpc.aio.AioRpcError) as waited:

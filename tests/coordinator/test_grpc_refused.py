@@ -16,12 +16,12 @@ from baton.v1 import types_pb2
 from coordinator.grpc import service as grpc_service
 from coordinator.grpc.service import SERVICE
 from coordinator.text.model import TextModel
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.grpc_kit import Client, logged, served
 
 
 @pytest.mark.parametrize("method", [m.name for m in pb.DESCRIPTOR.services_by_name["Serving"].methods])
-async def test_bytes_that_are_no_message_are_bad_input(
+async def test_a_malformed_message_is_an_invalid_argument(
     grpc_client: Client, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -31,15 +31,15 @@ async def test_bytes_that_are_no_message_are_bad_input(
     assert not logged(caplog)
 
 
-async def test_connections_that_say_nothing_leave_files_and_answers_for_others(
+async def test_idle_connections_are_limited_so_that_other_clients_are_served(
     generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_service, "connection_limit", lambda other_files: 20)  # five of them gRPC's
+    monkeypatch.setattr(grpc_service, "connection_limit", lambda other_files: 20)  # five of them for gRPC
     async with served(generator, text_model) as client:
         await client.all(text="a")
         silent = [await asyncio.open_connection("127.0.0.1", client.port) for _ in range(12)]
         async with asyncio.timeout(10):
-            greeted = [bool(await reader.read(1024)) for reader, _ in silent]  # gRPC begins with its settings
+            greeted = [bool(await reader.read(1024)) for reader, _ in silent]  # a gRPC server sends its settings first
         assert greeted == [True] * 4 + [False] * 8
         await client.all(text="a")
         for _, writer in silent:
@@ -58,7 +58,7 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
     *[("logit_bias", {"logit_bias": b}) for b in ({-1: 0.0}, {512: 0.0}, {1: math.nan}, {1: 100.5})],
     *[(n, {n: ids}) for n in ("stop_token_ids", "allowed_token_ids") for ids in ([-1], [512], [1, 2**31 - 1])],
     *[("bad_words", {"bad_words": [types_pb2.TokenIds(ids=ids)]}) for ids in ([], [512], [-1], [1] * 65)],
-    ("bad_words", {"bad_words": [types_pb2.TokenIds(ids=[1])] * 129}),  # counted as they come, not as they differ
+    ("bad_words", {"bad_words": [types_pb2.TokenIds(ids=[1])] * 129}),  # all entries count, equal ones too
     ("stop_token_ids", {"stop_token_ids": [1] * 65}),
 ]
 
@@ -77,18 +77,18 @@ OTHERS = {"n": 129, "priority": 101, "tenant": "t", "include_stop_str_in_output"
 
 
 @pytest.mark.parametrize(("name", "value"), OTHERS.items())
-async def test_an_unserved_field_is_refused_by_name(grpc_client: Client, name: str, value: Any) -> None:
+async def test_an_unsupported_field_or_value_is_refused_by_name(grpc_client: Client, name: str, value: Any) -> None:
     code, _, details, _ = await grpc_client.refused(**{name: value})
     assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, name)
 
 
 @pytest.mark.parametrize("bad", ["é", "a\nb", "x" * 129])
-async def test_a_request_id_is_short_and_printable(grpc_client: Client, bad: str) -> None:
+async def test_a_long_or_unprintable_request_id_is_refused(grpc_client: Client, bad: str) -> None:
     code, _, details, _ = await grpc_client.refused(request_id=bad)
     assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id")
 
 
-async def test_no_prompt_and_another_model(grpc_client: Client) -> None:
+async def test_a_missing_prompt_or_another_model_is_refused(grpc_client: Client) -> None:
     code, *_ = await grpc_client.refused(token_ids=types_pb2.TokenIds())
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     with pytest.raises(grpc.aio.AioRpcError, match="one of text, token_ids and messages"):
@@ -98,7 +98,9 @@ async def test_no_prompt_and_another_model(grpc_client: Client) -> None:
     assert details["ErrorInfo"].reason == "MODEL_NOT_FOUND"
 
 
-async def test_a_prompt_that_is_too_long_names_both_numbers(grpc_client: Client, text_model: TextModel) -> None:
+async def test_a_prompt_over_the_context_length_is_refused_with_both_lengths(
+    grpc_client: Client, text_model: TextModel
+) -> None:
     context = text_model.max_model_len
     code, message, details, _ = await grpc_client.refused(token_ids=types_pb2.TokenIds(ids=[1] * (context + 1)))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
@@ -127,7 +129,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("where", ["before the first token", "in the middle"])
 @pytest.mark.parametrize(("error", "code", "pushback"), ERRORS, ids=lambda e: type(e).__name__)
-async def test_the_error_table(
+async def test_each_error_has_its_status_and_retry_delay(
     grpc_client: Client,
     generator: FakeGenerator,
     error: errors.BatonError,
@@ -135,7 +137,7 @@ async def test_the_error_table(
     pushback: str | None,
     where: str,
 ) -> None:
-    generator.script = [*(say("a", "b")[:1] if where == "in the middle" else []), error]
+    generator.script = [*(reply("a", "b")[:1] if where == "in the middle" else []), error]
     got, message, details, metadata = await grpc_client.refused()
     assert got == code
     assert metadata.get("grpc-retry-pushback-ms") == pushback

@@ -1,4 +1,4 @@
-"""The endpoints, over the app itself."""
+"""The HTTP endpoints, called on the app without a socket."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.submission import Delta
 from coordinator.text import model as listing
 from coordinator.text.model import TextModel
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.requests_kit import events
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -63,7 +63,7 @@ async def test_chat(client: httpx.AsyncClient, generator: FakeGenerator) -> None
     assert submission.max_tokens == 128 - len(submission.prompt)
 
 
-async def test_streams_join_to_the_same_text(client: httpx.AsyncClient) -> None:
+async def test_streamed_chunks_join_to_the_whole_text(client: httpx.AsyncClient) -> None:
     text = events(await client.post("/v1/completions", json=TEXT | {"stream": True}))
     assert [e["choices"][0]["text"] for e in text] == ["Hello", " world"]
     assert [e["choices"][0]["finish_reason"] for e in text] == [None, "stop"]
@@ -90,18 +90,18 @@ async def test_stream_usage(client: httpx.AsyncClient) -> None:
     assert [len(e["choices"]) for e in chunks] == [1, 1, 0]
 
 
-async def test_text_that_lags_makes_no_empty_events(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = say("", "a", "", "b", "")
+async def test_tokens_without_text_produce_no_empty_events(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = reply("", "a", "", "b", "")
     chunks = events(await client.post("/v1/completions", json=TEXT | {"stream": True}))
     assert [e["choices"][0]["text"] for e in chunks] == ["a", "b", ""]
     chunks = events(await client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
     assert [e["choices"][0]["delta"].get("content") for e in chunks] == ["", "a", "b", ""]
 
 
-async def test_token_ids_come_beside_the_text_where_asked_for(
+async def test_token_ids_are_returned_with_the_text_on_request(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    generator.script = say("a", "", "b")
+    generator.script = reply("a", "", "b")
     wanted = {"return_token_ids": True}
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
         choice = (await client.post(path, json=body | wanted)).json()["choices"][0]
@@ -111,9 +111,11 @@ async def test_token_ids_come_beside_the_text_where_asked_for(
     assert "token_ids" not in (await client.post("/v1/completions", json=TEXT)).json()["choices"][0]
 
 
-async def test_odd_line_breaks_stay_inside_an_event(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_unusual_line_breaks_in_text_are_escaped_in_events(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
     odd = 'a\u2028b\u2029c\x85d\ne\r"\\'
-    generator.script = say(odd, "中")
+    generator.script = reply(odd, "中")
     response = await client.post("/v1/completions", json=TEXT | {"stream": True})
     assert not any(c in response.text for c in "\u2028\u2029\x85\r")
     assert "".join(e["choices"][0]["text"] for e in events(response)) == odd + "中"
@@ -121,12 +123,12 @@ async def test_odd_line_breaks_stay_inside_an_event(client: httpx.AsyncClient, g
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-async def test_no_event_of_a_stream_has_odd_line_breaks(
+async def test_stream_events_contain_no_unescaped_unusual_line_breaks(
     generator: FakeGenerator, text_model: TextModel, path: str, fails: bool
 ) -> None:
     """Wherever they come from: the text, the stop string, the model's name, an error, the request's instructions."""
     odd = "a\u2028b\u2029c\x85d"
-    first, last = say(odd, "", stop_reason=odd)
+    first, last = reply(odd, "", stop_reason=odd)
     generator.script = [first, Unavailable(odd) if fails else last]
     app = create_app(generator, text_model, HttpSettings(f"tiny{odd}", created=1))
     given = {"/v1/responses": {"input": "Hi", "instructions": odd, "metadata": {"k": odd}}, "/v1/completions": TEXT}
@@ -137,8 +139,8 @@ async def test_no_event_of_a_stream_has_odd_line_breaks(
     assert not any(c in response.text for c in "\u2028\u2029\x85")
 
 
-async def test_a_stop_string_is_named(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = say("a", "", stop_reason="END")
+async def test_stop_reason_names_the_stop_string(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = reply("a", "", stop_reason="END")
     body = (await client.post("/v1/completions", json=TEXT | {"stop": ["END"]})).json()
     assert body["choices"][0]["stop_reason"] == "END"
     chunks = events(await client.post("/v1/completions", json=TEXT | {"stop": "END", "stream": True}))
@@ -146,7 +148,7 @@ async def test_a_stop_string_is_named(client: httpx.AsyncClient, generator: Fake
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_refusal_before_the_first_token_is_a_status(
+async def test_error_before_the_first_token_is_an_http_status(
     client: httpx.AsyncClient, generator: FakeGenerator, stream: bool
 ) -> None:
     generator.script = [Unavailable("no decode worker", code="no_decode_worker", retry_after_s=2.5)]
@@ -164,7 +166,7 @@ async def test_a_refusal_before_the_first_token_is_a_status(
     assert (response.status_code, response.headers["x-request-id"]) == (409, "abc")
 
 
-async def test_a_failure_in_the_middle_is_an_event(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_error_in_the_middle_of_a_stream_is_an_event(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.script = [Delta("Hel", (1,)), WorkerLost("decode worker decode-0 died")]
     chunks = events(await client.post("/v1/completions", json=TEXT | {"stream": True}))
     assert chunks[0]["choices"][0]["text"] == "Hel"
@@ -174,8 +176,8 @@ async def test_a_failure_in_the_middle_is_an_event(client: httpx.AsyncClient, ge
     assert response.status_code == 503 and "choices" not in response.json()
 
 
-@pytest.mark.parametrize("script", [[], [Delta("a", (1,))], [ValueError("/secret")], say("a", "b", finish="error")])
-async def test_our_bugs_are_500_and_say_nothing(
+@pytest.mark.parametrize("script", [[], [Delta("a", (1,))], [ValueError("/secret")], reply("a", "b", finish="error")])
+async def test_internal_errors_are_500_without_details(
     client: httpx.AsyncClient, generator: FakeGenerator, script: list[Any]
 ) -> None:
     generator.script = script
@@ -194,7 +196,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
+async def test_tokenize_and_detokenize_round_trip(client: httpx.AsyncClient) -> None:
     body = (await client.post("/tokenize", json={"prompt": "Hello <s>", "return_token_strs": True})).json()
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
     assert body["max_model_len"] == 128
@@ -205,7 +207,7 @@ async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_many_tokens_are_listed_in_slices_and_not_on_the_loop(
+async def test_long_token_lists_are_serialized_in_slices_off_the_event_loop(
     client: httpx.AsyncClient, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[threading.Thread] = set()
@@ -240,11 +242,11 @@ async def test_many_tokens_are_listed_in_slices_and_not_on_the_loop(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8])
-def test_a_list_of_tokens_is_whole_whatever_the_slices(
+def test_token_list_is_complete_for_any_number_of_slices(
     count: int, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listing, "SLICE", 4)
-    ids = [*range(count - 1), 511][:count]  # the last of the model's ids, which the tokenizer has no name for
+    ids = [*range(count - 1), 511][:count]  # the model's last id, for which the tokenizer has no name
     names = [text_model.tokenizer.id_to_token(i) for i in ids]
     found = orjson.loads(listing.tokens_json(text_model.tokenizer, ids, 128, names=True))
     assert found == {"count": count, "max_model_len": 128, "tokens": ids, "token_strs": names}
@@ -276,14 +278,14 @@ async def test_openapi_describes_paths_and_bodies(client: httpx.AsyncClient) -> 
     assert all(ref.split('"')[0] in schemas for ref in text.split('"#/components/schemas/')[1:])
 
 
-async def test_a_generator_that_cancels_its_caller_is_a_bug(
+async def test_generator_that_cancels_its_caller_is_an_internal_error(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
     generator.script = [asyncio.CancelledError()]
     assert (await client.post("/v1/completions", json=TEXT)).json()["error"]["code"] == "internal_error"
 
 
-async def test_what_gateways_and_load_tools_ask(client: httpx.AsyncClient) -> None:
+async def test_gateway_and_load_tool_endpoints(client: httpx.AsyncClient) -> None:
     info = (await client.get("/server_info")).json()
     assert info["version"] == "1.2" and info["model"] == "tiny" and info["workers"] == {"prefill": 1, "decode": 1}
     (load,) = (await client.get("/loads")).json()
@@ -295,7 +297,7 @@ async def test_what_gateways_and_load_tools_ask(client: httpx.AsyncClient) -> No
     assert tokenizer["model_max_length"] == limit and "eos_token" in tokenizer
 
 
-async def test_the_page_needs_nothing_from_elsewhere(client: httpx.AsyncClient) -> None:
+async def test_root_page_loads_no_external_resources(client: httpx.AsyncClient) -> None:
     answer = await client.get("/")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     policy = answer.headers["content-security-policy"]

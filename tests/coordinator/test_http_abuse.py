@@ -33,10 +33,10 @@ FOREVER = 60.0
     [b"\r\n", b"\r\n\r\n", b"POST /health HTTP/1.1\r\nHost: t\r\ncontent-length: 10\r\n\r\nx", b"GE", b""],
     ids=["CRLF", "two CRLF", "a byte of a body", "part of a head", "nothing"],
 )
-async def test_no_connection_without_a_request_lasts(
+async def test_connection_without_a_complete_request_is_closed(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, behind: bytes
 ) -> None:
-    """Whatever it sends behind its answer, or before any request."""
+    """Whatever its client sends after an answer, or before any request."""
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 1.0)
     async with running(app) as server:
@@ -50,9 +50,7 @@ async def test_no_connection_without_a_request_lasts(
         await before.close()
 
 
-async def test_a_pipelined_request_does_not_hide_that_the_client_has_left(
-    app: FastAPI, generator: FakeGenerator
-) -> None:
+async def test_client_disconnect_is_detected_behind_pipelined_requests(app: FastAPI, generator: FakeGenerator) -> None:
     generator.script = [Delta("a", (1,)), FOREVER]
     async with running(app) as server:
         client = await RawClient.connect(server)
@@ -64,7 +62,7 @@ async def test_a_pipelined_request_does_not_hide_that_the_client_has_left(
         await generator.until(finished=1)
 
 
-async def test_endless_pipelining_is_cut(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_too_many_pipelined_requests_close_the_connection(app: FastAPI, generator: FakeGenerator) -> None:
     generator.script = [FOREVER]
     async with running(app) as server:
         client = await RawClient.connect(server)
@@ -80,10 +78,8 @@ def whole(text: str, **more: Any) -> Delta:
     return Delta(text, (1,), "stop", usage=Usage(3, 1), **more)
 
 
-async def test_what_comes_behind_too_many_pipelined_requests_is_not_parsed(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """14,000 in one piece held the event loop for seconds."""
+async def test_input_beyond_the_pipelining_limit_is_not_parsed(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """14,000 requests in one piece blocked the event loop for seconds."""
     heads: list[int] = []
     complete = http_server.GuardedProtocol.on_headers_complete
 
@@ -100,8 +96,8 @@ async def test_what_comes_behind_too_many_pipelined_requests_is_not_parsed(
     assert len(heads) == http_server.MAX_PIPELINED + 1 and max(heads) <= http_server.MAX_PIPELINED
 
 
-async def test_little_of_a_body_is_parsed_at_once(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk of one byte is a callback; between two pieces the event loop does what else there is."""
+async def test_chunked_body_is_parsed_in_small_pieces(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one-byte chunk costs a callback, so input is read in small pieces, and other tasks run between them."""
     largest: list[int] = []
     received = http_server.GuardedProtocol.data_received
 
@@ -119,12 +115,14 @@ async def test_little_of_a_body_is_parsed_at_once(app: FastAPI, monkeypatch: pyt
     assert sum(largest) > 120_000 and max(largest) <= http_server.READ_BYTES
 
 
-async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_is_closed_if_the_client_does_not_read_the_response(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = FakeGenerator([whole("x" * 50_000_000)])
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.5)
     app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
-        client = await RawClient.that_reads_nothing(server)
+        client = await RawClient.connect_without_reading(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
         protocols = server.server_state.connections
         async with asyncio.timeout(FOREVER):
@@ -135,13 +133,13 @@ async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel, mo
         await client.close()
 
 
-async def test_pipelined_answers_that_nobody_reads_are_cut(
+async def test_connection_is_closed_if_pipelined_responses_are_not_read(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.5)
     app = create_app(FakeGenerator(), text_model, HttpSettings("tiny"))
     async with running(app) as server:
-        client = await RawClient.that_reads_nothing(server)
+        client = await RawClient.connect_without_reading(server)
         protocols = server.server_state.connections
         await client.send(b"GET / HTTP/1.1\r\nhost: t\r\n\r\n" * http_server.MAX_PIPELINED)
         async with asyncio.timeout(FOREVER):
@@ -190,7 +188,7 @@ async def test_trailers_are_dropped_and_their_bytes_counted(
         await client.close()
 
 
-async def test_a_few_trailers_do_no_harm(text_model: TextModel) -> None:
+async def test_requests_with_a_few_trailers_succeed(text_model: TextModel) -> None:
     app = create_app(FakeGenerator([whole("hello")]), text_model, HttpSettings("tiny"))
     async with running(app) as server:
         client = await RawClient.connect(server)
@@ -202,16 +200,16 @@ async def test_a_few_trailers_do_no_harm(text_model: TextModel) -> None:
         await client.close()
 
 
-async def test_large_answers_that_are_being_sent_have_a_common_bound(
+async def test_total_memory_of_large_responses_being_sent_is_bounded(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small ones are sent whatever the others take."""
+    """Small answers are sent, however much memory the large ones take."""
     monkeypatch.setattr(http_generation, "MAX_LARGE_BYTES", 10_000_000)
     generator = FakeGenerator([whole("x" * 8_000_000)])
     app = create_app(generator, text_model, HttpSettings("tiny"))
     large = http_generation._LARGE
     async with running(app) as server:
-        slow = await RawClient.that_reads_nothing(server)
+        slow = await RawClient.connect_without_reading(server)
         other = await RawClient.connect(server)
         await slow.post("/v1/completions", {"prompt": "Hello"})
         async with asyncio.timeout(FOREVER):
@@ -233,7 +231,7 @@ async def test_large_answers_that_are_being_sent_have_a_common_bound(
     assert not large._bytes
 
 
-async def test_a_whole_answer_that_is_read_slowly_arrives(
+async def test_slowly_read_response_is_delivered_completely(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = FakeGenerator([whole("x" * 4_000_000)])
@@ -243,7 +241,7 @@ async def test_a_whole_answer_that_is_read_slowly_arrives(
         client = await RawClient.connect(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
         got = 0
-        while got < 4_000_000:  # takes longer than the limit for a client that takes nothing
+        while got < 4_000_000:  # takes longer than the limit for a client that reads nothing
             data = await client.reader.read(65536)
             assert data
             got += len(data)
@@ -251,7 +249,9 @@ async def test_a_whole_answer_that_is_read_slowly_arrives(
         await client.close()
 
 
-async def test_bodies_that_are_read_have_a_common_bound(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_total_memory_of_request_bodies_being_read_is_bounded(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_body, "MAX_READING_BYTES", 150_000)
     generator = FakeGenerator()
     app = create_app(generator, text_model, HttpSettings("tiny"))
@@ -264,7 +264,7 @@ async def test_bodies_that_are_read_have_a_common_bound(text_model: TextModel, m
         assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
         await first.close()
         await asyncio.sleep(0.1)
-        await third.post("/v1/completions", {"prompt": "Hello" * 25_000})  # what was held is free again
+        await third.post("/v1/completions", {"prompt": "Hello" * 25_000})  # the first body's memory is free again
         assert (await third.answer())[0] in (200, 400)
         await second.close()
         await third.close()
@@ -278,7 +278,7 @@ async def test_bodies_that_are_read_have_a_common_bound(text_model: TextModel, m
         ({"n": 128, "logprobs": 20, "max_tokens": 500}, "logprobs"),
     ],
 )
-async def test_more_log_probabilities_than_an_answer_may_have_are_refused(
+async def test_too_many_requested_log_probabilities_are_refused(
     text_model: TextModel, more: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = FakeGenerator()
@@ -293,7 +293,7 @@ async def test_more_log_probabilities_than_an_answer_may_have_are_refused(
         await client.close()
 
 
-async def test_the_prompt_is_scored_once_for_all_choices_and_not_on_the_event_loop(
+async def test_prompt_logprobs_are_built_once_for_all_choices_off_the_event_loop(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored, threads = 0, 0
@@ -306,7 +306,7 @@ async def test_the_prompt_is_scored_once_for_all_choices_and_not_on_the_event_lo
 
     async def threaded(*what: Any) -> Any:
         nonlocal threads
-        threads += what[0].__name__ != "count_files"  # the server's own
+        threads += what[0].__name__ != "count_files"  # not counted: a call of the server itself
         return await to_thread(*what)
 
     monkeypatch.setattr(CompletionLogprobs, "of_prompt", counted)
@@ -329,7 +329,7 @@ async def test_the_prompt_is_scored_once_for_all_choices_and_not_on_the_event_lo
         await client.close()
 
 
-async def test_a_bias_that_no_float_holds_is_refused_by_name(app: FastAPI) -> None:
+async def test_logit_bias_outside_the_float_range_is_refused_by_name(app: FastAPI) -> None:
     async with running(app) as server:
         client = await RawClient.connect(server)
         body = b'{"prompt": "a", "logit_bias": {"3": 1' + b"0" * 400 + b"}}"
@@ -339,10 +339,10 @@ async def test_a_bias_that_no_float_holds_is_refused_by_name(app: FastAPI) -> No
         await client.close()
 
 
-async def test_an_answer_of_no_named_length_has_as_many_tokens_as_can_be_scored(
+async def test_default_max_tokens_is_reduced_to_the_log_probability_limit(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chat may fill the context otherwise; its client asked for no length that could be refused."""
+    """Otherwise a chat may fill the context. Its client gave no length that could be refused, so it is reduced."""
     monkeypatch.setattr(text_model, "max_model_len", 131_072)
     message = [ChatMessage("user", "Hello")]
     translate = Translator(text_model).from_messages
@@ -351,7 +351,7 @@ async def test_an_answer_of_no_named_length_has_as_many_tokens_as_can_be_scored(
     assert (await translate("r", message, Options())).max_tokens > 131_000
 
 
-async def test_large_bodies_that_are_held_stop_no_small_ones(
+async def test_incomplete_large_bodies_do_not_block_small_ones(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_body, "MAX_READING_BYTES", 150_000)
@@ -365,15 +365,15 @@ async def test_large_bodies_that_are_held_stop_no_small_ones(
         await other.close()
 
 
-async def test_a_connection_whose_last_answer_is_not_read_ends(
+async def test_connection_is_closed_if_a_fully_buffered_response_is_not_read(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end lies in the server's buffer, which has written all of it: no answer is under way any more."""
+    """The app has written the whole answer, but its end is still in the send buffer: no answer is in progress."""
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     monkeypatch.setattr(http_server, "CLOSE_S", 0.5)
     app = create_app(FakeGenerator([whole("x" * 150_000)]), text_model, HttpSettings("tiny"))
     async with running(app) as server:
-        client = await RawClient.that_reads_nothing(server)
+        client = await RawClient.connect_without_reading(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
         protocols = server.server_state.connections
         async with asyncio.timeout(20.0):

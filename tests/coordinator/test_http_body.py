@@ -1,4 +1,4 @@
-"""Large bodies: counted before they are walked, and parsed while the event loop turns."""
+"""Large bodies: their entries are counted before they are read, and parsing them does not block the event loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 HANG_S = 10.0
 JSON = {"content-type": "application/json"}
 LARGE = b"x" * (INLINE_BYTES + 1)
-# Every entry is wrong in itself, so what is said tells whether one was looked at.
+# Every entry is invalid in itself, so the message shows whether an entry was read.
 TOO_MANY: list[tuple[str, Any, int]] = [
     ("stop", [None] * 65, 64),
     ("logit_bias", {f"x{i}": None for i in range(301)}, 300),
@@ -45,7 +45,7 @@ TOO_MANY: list[tuple[str, Any, int]] = [
 ]
 
 
-# A body of 4 MiB has room for these. What the process that parsed it hands over is unpickled by the event loop.
+# A body of 4 MiB has room for these. The event loop unpickles what the process that parsed it returns.
 _MANY = [[1]] * 600_000
 _CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
 MANY_VALUES: dict[str, tuple[type[validation.Strict], dict[str, Any]]] = {
@@ -75,8 +75,8 @@ MANY_VALUES: dict[str, tuple[type[validation.Strict], dict[str, Any]]] = {
 }
 
 
-def test_where_a_string_is_said_when_it_is_refused_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key of megabytes, and a path with it for each string of a list, took minutes."""
+def test_json_path_of_a_string_is_built_only_when_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key of megabytes, in a path that was built for each string of a list, took minutes."""
     made: list[object] = []
     path = json_body._path
     monkeypatch.setattr(json_body, "_path", lambda place: made.append(place) or path(place))
@@ -91,8 +91,8 @@ def test_where_a_string_is_said_when_it_is_refused_and_not_before(monkeypatch: p
     assert len(made) == 3
 
 
-class Held:
-    """A parse function that waits until it is let go. `most` is how many bodies were ever in it at the same time."""
+class BlockingParse:
+    """A parse function that blocks until `go` is set. `most` is the largest number of bodies in it at the same time."""
 
     def __init__(self) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -107,12 +107,12 @@ class Held:
         return len(body)
 
 
-def on_a_thread() -> BodyParser:
+def thread_parser() -> BodyParser:
     return BodyParser(lambda: ThreadPoolExecutor(1))
 
 
 @pytest.mark.parametrize(("name", "entries", "most"), TOO_MANY, ids=[name for name, *_ in TOO_MANY])
-def test_entries_are_counted_before_they_are_looked_at(name: str, entries: Any, most: int) -> None:
+def test_entries_are_counted_before_they_are_validated(name: str, entries: Any, most: int) -> None:
     with pytest.raises(InvalidRequest, match=f"at most {most} entries, not {most + 1}") as refused:
         validation.parse(openai_schema.ChatBody, json.dumps(GOOD[CHAT] | {name: entries}).encode())
     assert refused.value.param == name
@@ -126,7 +126,7 @@ def test_entries_are_counted_before_they_are_looked_at(name: str, entries: Any, 
         (openai_schema.CompletionBody, "guided_choice", {"prompt": "a"}),
     ],
 )
-def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
+def test_list_validation_stops_at_the_first_invalid_entry(
     model: type[validation.Strict], field: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
@@ -138,7 +138,7 @@ def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
 
 
 @pytest.mark.parametrize("end", [b"", b"["], ids=["json", "not json"])
-def test_lists_are_not_searched_for_garbage_while_they_are_made(end: bytes) -> None:
+def test_garbage_collection_is_suspended_while_json_is_parsed(end: bytes) -> None:
     collections: list[str] = []
 
     def seen(phase: str, _: dict[str, int]) -> None:
@@ -156,10 +156,10 @@ def test_lists_are_not_searched_for_garbage_while_they_are_made(end: bytes) -> N
 
 
 @pytest.mark.parametrize("name", MANY_VALUES)
-async def test_what_is_long_to_unpickle_is_refused_where_it_was_parsed(name: str) -> None:
+async def test_body_with_too_many_values_to_unpickle_is_refused_by_the_parser(name: str) -> None:
     model, more = MANY_VALUES[name]
     body = json.dumps(({} if model is ResponsesBody else GOOD[CHAT]) | more).encode()
-    parser = on_a_thread()
+    parser = thread_parser()
     with pytest.raises(InvalidRequest, match=r"more than 100,000 values|at most 20000 values"):
         await parser.parse(partial(validation.parse, model), body)
     parser.close()
@@ -173,7 +173,7 @@ async def test_what_is_long_to_unpickle_is_refused_where_it_was_parsed(name: str
         (openai_schema.CompletionBody, "allowed_token_ids"),
     ],
 )
-def test_a_million_ids_are_one_value_to_unpickle(model: type[validation.Strict], field: str) -> None:
+def test_a_million_token_ids_are_pickled_as_one_value(model: type[validation.Strict], field: str) -> None:
     extra = {"prompt": "a"} if field == "allowed_token_ids" else {}
     parsed = validation.parse(model, json.dumps({**extra, field: list(range(1000)) * 1000}).encode())
     pickled = pickle.dumps(parsed)
@@ -183,7 +183,7 @@ def test_a_million_ids_are_one_value_to_unpickle(model: type[validation.Strict],
 
 
 @pytest.mark.parametrize("length", [INLINE_BYTES // 2, 2 * INLINE_BYTES])
-async def test_a_large_body_is_parsed_as_a_small_one(client: httpx.AsyncClient, length: int) -> None:
+async def test_large_and_small_bodies_are_parsed_identically(client: httpx.AsyncClient, length: int) -> None:
     response = await client.post(COMPLETIONS, json={"prompt": "a", "user": 5, "model": "m" * length})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "user")
     assert (await client.post(COMPLETIONS, content=b"[" * length, headers=JSON)).json()["error"][
@@ -218,7 +218,7 @@ async def test_requests_are_answered_while_a_large_body_is_parsed(
 
 
 async def test_large_bodies_are_parsed_one_at_a_time() -> None:
-    parser, held = on_a_thread(), Held()
+    parser, held = thread_parser(), BlockingParse()
     waiting = [asyncio.create_task(parser.parse(held, LARGE)) for _ in range(3)]
     assert await asyncio.to_thread(held.begun.wait, HANG_S)
     assert await parser.parse(len, b"small") == 5
@@ -229,7 +229,7 @@ async def test_large_bodies_are_parsed_one_at_a_time() -> None:
 
 async def test_too_many_large_bodies_are_refused_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_body, "MAX_WAITING_BYTES", 2 * len(LARGE))
-    parser, held = on_a_thread(), Held()
+    parser, held = thread_parser(), BlockingParse()
     waiting = [asyncio.create_task(parser.parse(held, LARGE)) for _ in range(2)]
     assert await asyncio.to_thread(held.begun.wait, HANG_S)
     with pytest.raises(Unavailable, match="too many large bodies"):
@@ -250,7 +250,7 @@ def refuse(body: bytes) -> None:
 
 
 async def test_large_bodies_are_parsed_in_a_child_process() -> None:
-    """On a thread a parser would hold the interpreter, and with it the event loop."""
+    """A parser on a thread would hold the GIL and so block the event loop."""
     parser = BodyParser()
     assert await parser.parse(pid_of, b"small") == os.getpid()
     child = await parser.parse(pid_of, LARGE)
@@ -282,30 +282,30 @@ async def test_a_child_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     hanging = asyncio.create_task(parser.parse(hang, LARGE))
     await asyncio.sleep(0.1)
     behind = asyncio.create_task(parser.parse(pid_of, LARGE))
-    for task in (hanging, behind):  # refused, and not cancelled: that would be their client's doing
+    for task in (hanging, behind):  # refused; a cancellation would mean that the client left
         with pytest.raises(Unavailable, match="hangs"):
             await asyncio.wait_for(task, HANG_S)
-    await until_gone(child)
+    await until_exited(child)
     monkeypatch.setattr(http_body, "PARSE_S", HANG_S)
     assert await parser.parse(pid_of, LARGE) != child
 
 
-async def test_closing_ends_the_child() -> None:
+async def test_closing_the_parser_ends_the_child_process() -> None:
     parser = BodyParser()
     child = await parser.parse(pid_of, LARGE)
     parser.close()
-    await until_gone(child)
+    await until_exited(child)
     parser.close()
 
 
-async def until_gone(pid: int) -> None:
+async def until_exited(pid: int) -> None:
     async with asyncio.timeout(HANG_S):
         while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
             await asyncio.sleep(0.02)
 
 
-def test_a_child_ends_with_a_parent_that_is_killed_at_once(tmp_path: Path) -> None:
-    """Also one whose parent dies before the child has asked for the signal."""
+def test_child_process_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """Also a child whose parent dies before the child has requested the parent-death signal."""
     code = (
         "import asyncio, os, sys, threading\n"
         "from coordinator.http.body import BodyParser, INLINE_BYTES\n"
@@ -321,5 +321,5 @@ def test_a_child_ends_with_a_parent_that_is_killed_at_once(tmp_path: Path) -> No
     for after_s in ("0.02", "0.3", "1.5"):
         parent = subprocess.Popen([sys.executable, str(script), after_s], stdout=subprocess.PIPE)
         assert parent.stdout is not None
-        parent.stdout.read()  # its end: nobody has the pipe any more
+        parent.stdout.read()  # until no process has the pipe open
         assert parent.wait(HANG_S) == -signal.SIGKILL

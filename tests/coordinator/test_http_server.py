@@ -1,4 +1,4 @@
-"""The app on a real socket: clients that leave, that read slowly, that speak bad HTTP; start and stop."""
+"""The app on a real socket: clients that disconnect, read slowly or send bad HTTP; start and stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import bind
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.front_kit import RawClient, running
 
 TEXT = {"prompt": "Hello"}
@@ -29,7 +29,7 @@ FOREVER = 60.0
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", [[FOREVER], [Delta("a", (1,)), FOREVER]], ids=["prefill", "decode"])
-async def test_a_client_that_leaves_closes_the_generator_at_once(
+async def test_client_disconnect_closes_the_generator_immediately(
     app: FastAPI, generator: FakeGenerator, stream: bool, script: list[Delta | float]
 ) -> None:
     generator.script = script
@@ -44,10 +44,10 @@ async def test_a_client_that_leaves_closes_the_generator_at_once(
         assert time.monotonic() - left < 2.0
 
 
-async def test_a_client_that_leaves_takes_its_prompt_out_of_the_queue(
+async def test_client_disconnect_removes_its_prompt_from_the_encoding_queue(
     app: FastAPI, generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything is generated for it."""
+    """A prompt that still waits to be encoded is dropped when its client disconnects."""
     waiting, never = set[asyncio.Task[Any] | None](), asyncio.Event()
 
     async def encode_soon(text: str, **_: Any) -> list[int]:
@@ -76,30 +76,30 @@ async def test_a_client_that_leaves_takes_its_prompt_out_of_the_queue(
     assert not waiting and len(generator.submissions) == 1
 
 
-async def test_a_slow_reader_holds_back_its_own_stream_only(
+async def test_slow_reader_pauses_its_stream_until_the_send_timeout_closes_it(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = FakeGenerator([Delta("x" * 200, (1,))] * 50, endless=True)
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.6)
     app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
-        slow = await RawClient.that_reads_nothing(server)
+        slow = await RawClient.connect_without_reading(server)
         await slow.post("/v1/completions", TEXT | {"stream": True})
         await generator.until(submitted=1)
         stuck_at = -1
-        while generator.yielded != stuck_at:  # until the socket is full and nothing more is asked for
+        while generator.yielded != stuck_at:  # until the socket is full and no more deltas are requested
             stuck_at = generator.yielded
             await asyncio.sleep(0.2)
         assert generator.yielded * 350 < 300 << 10 and generator.finished == []
-        await generator.until(finished=1)  # and given up after send_timeout_s
+        await generator.until(finished=1)  # the stream is closed after SEND_TIMEOUT_S
         await slow.close()
 
 
-async def test_a_client_that_reads_slowly_and_steadily_is_not_cut(
+async def test_client_that_reads_slowly_but_steadily_is_not_disconnected(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has piled up for it takes longer than the limit, and each part of it less."""
-    generator = FakeGenerator([Delta("x" * 1_000_000, (1,)), *say("y")])
+    """Reading all buffered output takes longer than the limit, but reading each part of it takes less."""
+    generator = FakeGenerator([Delta("x" * 1_000_000, (1,)), *reply("y")])
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.8)
     app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
@@ -119,8 +119,8 @@ async def test_a_client_that_reads_slowly_and_steadily_is_not_cut(
     assert answer.count(b"x") >= 1_000_000 and time.monotonic() - began > 0.8
 
 
-async def test_stop_lets_a_running_answer_end(app: FastAPI, generator: FakeGenerator) -> None:
-    generator.script = [Delta("a", (1,)), 0.3, *say("b")]
+async def test_stop_lets_running_requests_finish(app: FastAPI, generator: FakeGenerator) -> None:
+    generator.script = [Delta("a", (1,)), 0.3, *reply("b")]
     async with running(app) as server:
         client, idle = [await RawClient.connect(server) for _ in range(2)]
         await client.post("/v1/completions", TEXT)
@@ -134,7 +134,7 @@ async def test_stop_lets_a_running_answer_end(app: FastAPI, generator: FakeGener
         await idle.close()
 
 
-async def test_stop_ends_what_does_not_end_by_itself(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_stop_ends_requests_that_exceed_the_grace_period(app: FastAPI, generator: FakeGenerator) -> None:
     generator.script = [Delta("a", (1,)), FOREVER]
     async with running(app, grace_s=1) as server:
         streaming, whole = [await RawClient.connect(server) for _ in range(2)]
@@ -150,7 +150,7 @@ async def test_stop_ends_what_does_not_end_by_itself(app: FastAPI, generator: Fa
     await whole.close()
 
 
-async def test_a_port_in_use_is_one_line(app: FastAPI) -> None:
+async def test_port_in_use_is_reported_in_one_line(app: FastAPI) -> None:
     async with running(app) as server:
         with pytest.raises(StartupError) as caught:
             bind(*server.address)
@@ -191,7 +191,7 @@ BAD_HTTP = {
 }
 
 
-async def test_bad_http_is_refused_in_the_same_shape(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_malformed_http_is_refused_with_the_standard_error_body(app: FastAPI, generator: FakeGenerator) -> None:
     found = {}
     async with running(app) as server:
         for name, (raw, _) in BAD_HTTP.items():
@@ -209,7 +209,7 @@ async def test_bad_http_is_refused_in_the_same_shape(app: FastAPI, generator: Fa
     assert generator.submissions == []
 
 
-async def test_slow_heads_and_bodies_are_cut(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_request_heads_and_bodies_time_out(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.4)
     app = create_app(FakeGenerator(), text_model, HttpSettings("tiny", body_timeout_s=0.2))
     async with running(app) as server:
@@ -223,7 +223,7 @@ async def test_slow_heads_and_bodies_are_cut(text_model: TextModel, monkeypatch:
             await client.close()
 
 
-async def test_connections_are_kept_and_pipelined(app: FastAPI) -> None:
+async def test_connections_support_keep_alive_and_pipelining(app: FastAPI) -> None:
     async with running(app) as server:
         client = await RawClient.connect(server)
         await client.send((GET + b"Host: t\r\n\r\n") * 3)
@@ -233,7 +233,7 @@ async def test_connections_are_kept_and_pipelined(app: FastAPI) -> None:
         await client.close()
 
 
-async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_over_the_limit_are_refused(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 2)
     async with running(app) as server:
         clients = [await RawClient.connect(server) for _ in range(3)]
@@ -243,21 +243,21 @@ async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: p
             await client.close()
 
 
-def test_one_address_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_address_cannot_use_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 8)
     connections = connection_limits.ConnectionLimit()
     assert [connections.opened("10.0.0.1") for _ in range(8)] == [True] * 6 + [False] * 2
     for _ in range(2):
         connections.closed("10.0.0.1")  # they were refused and are closed
     assert connections.opened("10.0.0.2") and connections.opened("10.0.0.2")
-    assert not connections.opened("10.0.0.3")  # all together
+    assert not connections.opened("10.0.0.3")  # the limit for all addresses together
     for address in ["10.0.0.3"] + ["10.0.0.2"] * 2 + ["10.0.0.1"] * 6:
         connections.closed(address)
     assert connections._total == 0 and not connections._of
-    assert [connections.opened("127.0.0.1") for _ in range(9)] == [True] * 8 + [False]  # a proxy on this host
+    assert [connections.opened("127.0.0.1") for _ in range(9)] == [True] * 8 + [False]  # loopback: may be a proxy
 
 
-def test_files_that_others_open_leave_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_open_files_reduce_the_connection_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = connection_limits.RESERVED_FILES + 20
     monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (limit, limit))
     connections = connection_limits.ConnectionLimit()
@@ -267,13 +267,13 @@ def test_files_that_others_open_leave_fewer_connections(monkeypatch: pytest.Monk
     assert connections.limit == 2 and not connections.opened("c")
 
 
-async def test_connections_leave_files_to_open(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_limit_reserves_file_descriptors(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit of open files every accept would fail and be logged, thousands of times a second."""
     few = connection_limits.RESERVED_FILES + 50
     monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (few, few))
-    monkeypatch.setattr(connection_limits, "_open_files", lambda: 48)  # gRPC's connections, say
+    monkeypatch.setattr(connection_limits, "_open_files", lambda: 48)  # such as gRPC connections
     async with running(app) as server:
-        await asyncio.sleep(0.1)  # they are counted
+        await asyncio.sleep(0.1)  # until open files are counted
         clients = [await RawClient.connect(server) for _ in range(3)]
         status, _, body = await clients[2].answer()
         assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
@@ -285,7 +285,7 @@ async def test_connections_leave_files_to_open(app: FastAPI, monkeypatch: pytest
     ("soft", "hard", "expected"),
     [(1024, 1 << 20, (16_512, 1 << 20)), (1024, 2048, (2048, 2048)), (1024, -1, (16_512, -1)), (20_000, 20_000, None)],
 )
-def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+def test_open_file_limit_is_raised_as_far_as_allowed(
     soft: int, hard: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
@@ -295,7 +295,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     assert asked == ([expected] if expected else [])
 
 
-async def test_a_burst_of_connections_does_not_use_up_the_files(
+async def test_burst_of_connections_does_not_exhaust_file_descriptors(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -307,7 +307,7 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
         for client in clients:
             client.setblocking(False)
             client.connect_ex(server.address)
-        # The kernel has queued them all; 100 files are left, and 3 may be connections.
+        # The kernel has queued all of them; 100 more files may be opened, of which 3 may be connections.
         resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 400, before[1]))
         try:
             await asyncio.sleep(0.5)
@@ -318,11 +318,9 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
     assert not [r for r in caplog.records if "out of system resource" in r.message]
 
 
-async def test_a_stream_whose_tokens_come_slowly_is_not_cut(
-    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The limit for a client that takes nothing counts while something is written to it, not between two tokens."""
-    first, second = say("a", "b")
+async def test_stream_with_slow_tokens_is_not_closed(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit for a client that reads nothing runs while it has unread output, not between two tokens."""
+    first, second = reply("a", "b")
     generator = FakeGenerator([first, 0.8, second])
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.3)
     app = create_app(generator, text_model, HttpSettings("tiny"))

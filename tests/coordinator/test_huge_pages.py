@@ -1,4 +1,4 @@
-"""How the coordinator's program gets its large blocks of memory."""
+"""The coordinator allocates large blocks of memory in huge pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ print(os.environ["GLIBC_TUNABLES"], sys.argv[1:])
         ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
     ],
 )
-def test_the_program_starts_itself_anew_with_the_setting_unless_it_is_given(given: str | None, found: str) -> None:
+def test_program_restarts_itself_with_huge_pages_unless_already_configured(given: str | None, found: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     if given is not None:
         environment["GLIBC_TUNABLES"] = given

@@ -1,4 +1,4 @@
-"""What changes nothing is accepted and named; what could change an answer is refused (bad_inputs.py)."""
+"""Fields without effect are accepted and named; fields that could change an answer are refused (bad_inputs.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize(("path", "fields", "named"), ACCEPTED, ids=[json.dumps(f)[:60] for _, f, _ in ACCEPTED])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_accepted_and_named(
+async def test_ignored_fields_are_accepted_and_listed_in_a_header(
     client: httpx.AsyncClient, path: str, fields: dict[str, Any], named: str | None, stream: bool
 ) -> None:
     body = GOOD[path] | fields | ({"stream": True} if stream and path != "/tokenize" else {})
@@ -46,7 +46,7 @@ async def test_accepted_and_named(
     assert answer.headers.get("x-ignored-fields") == named
 
 
-async def test_an_ignored_field_changes_nothing(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_ignored_fields_do_not_change_the_submission(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     inert: dict[str, Any] = dict.fromkeys(INERT - {"metadata"}, "x") | {"metadata": {"a": "b"}}
     for more in ({}, inert):
         assert (await client.post(CHAT, json=GOOD[CHAT] | {"seed": 1} | more)).status_code == 200
@@ -54,7 +54,7 @@ async def test_an_ignored_field_changes_nothing(client: httpx.AsyncClient, gener
     assert (plain.prompt, plain.sampling) == (with_inert.prompt, with_inert.sampling)
 
 
-async def test_a_misspelt_key_of_a_message_is_not_lost_in_silence(client: httpx.AsyncClient) -> None:
+async def test_misspelt_message_key_is_refused(client: httpx.AsyncClient) -> None:
     answer = await client.post(CHAT, json={"messages": [{"role": "user", "contnt": "a"}]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content")
 
@@ -65,7 +65,7 @@ def test_the_header_is_printable_and_short() -> None:
     assert as_header(f"name{i:02}" for i in range(30)).endswith("name19, ...")
 
 
-async def test_half_a_million_keys_of_a_message_are_not_kept(client: httpx.AsyncClient) -> None:
+async def test_number_of_ignored_message_keys_kept_is_bounded(client: httpx.AsyncClient) -> None:
     message = USER | {f"{'k' * 70}{i}": 1 for i in range(5000)}
     found = parse(ChatBody, json.dumps({"messages": [message]}).encode()).ignored
     assert len(found) <= MAX_NAMED + 1 and max(map(len, found)) <= 64 + len("messages.")
@@ -74,8 +74,8 @@ async def test_half_a_million_keys_of_a_message_are_not_kept(client: httpx.Async
 
 
 @pytest.mark.parametrize("name", ["prefix", "partial"])
-async def test_a_message_to_be_continued_is_refused(client: httpx.AsyncClient, name: str) -> None:
-    """It would change the answer where it is known."""
+async def test_partial_assistant_message_is_refused(client: httpx.AsyncClient, name: str) -> None:
+    """A server that supports the field would give another answer."""
     for value, status in ((True, 400), (False, 200), (None, 200)):
         body = {"messages": [USER, {"role": "assistant", "content": "a", name: value}]}
         assert (await client.post(CHAT, json=body)).status_code == status

@@ -1,4 +1,4 @@
-"""Who does not fit is refused at the join, over the wire, within a second, by the name of the field; and counted."""
+"""A worker that does not fit is refused at the join, over the wire, within a second, by field name, and counted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def facts(**changes: Any) -> Join:
     return replace(HERE, worker_id="d1", facts=make_facts(**changes))
 
 
-# What else is refused, and why, is in test_policy_workers.py.
+# Further refusals are in test_policy_workers.py.
 CASES: dict[str, tuple[Join, str]] = {
     "another model": (facts(model_digest="other"), "model_digest"),
     "larger heads": (facts(layout=make_layout(head_dim=16)), "layers[0].head_dim"),
@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Join, str]] = {
     "another token": (replace(facts(), token="correct horse battery stable"), "token"),
     "no token": (replace(facts(), token=""), "token"),
     "a token no text can be": (replace(facts(), token="tök\u0000en" * 100), "token"),
-    # Nobody learns what the cluster is made of without the token.
+    # Without the token, a refusal reveals nothing about the cluster.
     "no token and another model": (replace(facts(model_digest="other"), token=""), "token"),
 }
 
@@ -54,7 +54,7 @@ async def join(port: int, request: Join) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_it_is_refused_by_the_name_of_the_field(case: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_join_is_refused_with_the_name_of_the_field(case: str, caplog: pytest.LogCaptureFixture) -> None:
     request, field = CASES[case]
     async with bench(token=TOKEN) as b:
         assert isinstance(await join(b.port, HERE), Welcome)
@@ -72,21 +72,21 @@ async def test_it_is_refused_by_the_name_of_the_field(case: str, caplog: pytest.
         assert record is not None and record.join.token == ""
 
 
-async def test_what_may_differ_joins() -> None:
+async def test_worker_with_another_tensor_parallel_size_joins() -> None:
     async with bench(token=TOKEN) as b:
         for number, request in enumerate((HERE, replace(facts(tensor_parallel=2), pids=(1, 2)))):
             assert isinstance(await join(b.port, replace(request, worker_id=f"d{number}")), Welcome)
 
 
-async def test_a_token_that_the_cluster_has_not_is_refused() -> None:
-    """The worker would refuse the links of the others, which have none."""
+async def test_join_with_a_token_is_refused_if_the_cluster_has_none() -> None:
+    """The worker would refuse the links of the other workers, which have no token."""
     async with bench() as b:
         with pytest.raises(BatonError, match="token: this cluster has none; leave out --cluster-token-file"):
             await join(b.port, HERE)
         assert isinstance(await join(b.port, replace(HERE, token="")), Welcome)
 
 
-async def test_draining_a_worker_takes_the_token_too() -> None:
+async def test_draining_a_worker_requires_the_cluster_token() -> None:
     async with bench(token=TOKEN) as b:
         address = f"127.0.0.1:{b.port}"
         await join(b.port, HERE)

@@ -1,4 +1,4 @@
-"""What holds the event loop is counted and named."""
+"""Calls that block the event loop are counted and named."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def holds_the_loop(seconds: float) -> None:
         pass
 
 
-async def test_a_call_that_holds_the_loop_is_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_call_that_blocks_the_event_loop_is_logged_by_name(caplog: pytest.LogCaptureFixture) -> None:
     watch = LoopWatch()
     running = asyncio.create_task(watch.run())
     with caplog.at_level(logging.WARNING):
         await asyncio.sleep(0.1)
-        before = watch.stalls  # of a busy machine
+        before = watch.stalls  # stalls of a busy machine
         holds_the_loop(0.4)
         while watch.stalls == before:
             await asyncio.sleep(0.01)

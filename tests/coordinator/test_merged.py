@@ -1,4 +1,4 @@
-"""Several generators as one: everything comes, in order, and nothing is left behind."""
+"""Several generators merged into one: all items arrive, in order, and no source or task stays open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator.merged import merged
 
 
 class Source:
-    """Counts up to `count`, then raises `error` if it has one. Knows whether it was closed."""
+    """Counts up to `count`, then raises `error` if it has one. `closed`: whether it was closed."""
 
     def __init__(self, name: str, count: int, error: Exception | None = None, pause_s: float = 0.0) -> None:
         self.name, self.count, self.error, self.pause_s, self.closed = name, count, error, pause_s, False
@@ -28,21 +28,21 @@ class Source:
             self.closed = True
 
 
-async def test_all_items_come_each_source_in_order() -> None:
+async def test_all_items_are_yielded_in_order_per_source() -> None:
     sources = [Source("a", 5), Source("b", 0), Source("c", 3, pause_s=0.001)]
     found = [item async for item in merged([s.run() for s in sources])]
     for s in sources:
         assert [i for name, i in found if name == s.name] == list(range(s.count))
 
 
-async def test_the_first_error_ends_all() -> None:
+async def test_first_error_closes_all_sources() -> None:
     sources = [Source("a", 1000), Source("b", 2, ValueError("b")), Source("c", 1, pause_s=60)]
     with pytest.raises(ValueError, match="b"):
         _ = [item async for item in merged([s.run() for s in sources])]
     assert all(s.closed for s in sources)
 
 
-async def test_leaving_closes_all_and_leaves_no_task() -> None:
+async def test_closing_the_iterator_closes_all_sources_and_tasks() -> None:
     before = asyncio.all_tasks()
     sources = [Source("a", 1000), Source("b", 1, pause_s=60)]
     async with aclosing(merged([s.run() for s in sources])) as items:
@@ -51,8 +51,8 @@ async def test_leaving_closes_all_and_leaves_no_task() -> None:
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_a_cancellation_while_it_is_closed_leaves_no_source_open(turns: int) -> None:
-    """A client leaves while its answer ends: what still closes is cancelled, in any turn of the loop."""
+async def test_cancelled_close_still_closes_every_source(turns: int) -> None:
+    """A client leaves while its answer ends: the closing is cancelled, in any turn of the event loop."""
     opened = closed = 0
 
     async def source() -> AsyncGenerator[int, None]:

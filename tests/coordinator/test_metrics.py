@@ -1,4 +1,4 @@
-"""What a scrape gets, from requests observed delta by delta and from a `/workers` document."""
+"""The metrics of a scrape, from requests observed delta by delta and from a `/workers` document."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(metrics.text(CLUSTER).decode())
     found = [(s.name, tuple(sorted(s.labels.items())), s.value) for family in families for s in family.samples]
-    assert len({(name, labels) for name, labels, _ in found}) == len(found)  # none twice
+    assert len({(name, labels) for name, labels, _ in found}) == len(found)  # no sample is repeated
     return {(name, labels): value for name, labels, value in found}
 
 
@@ -94,7 +94,7 @@ def test_a_request_is_counted(clock: Clock) -> None:
     assert value(metrics, "baton_inter_token_latency_seconds_bucket", le="0.008") == 0
 
 
-def test_choices_are_counted_each_and_their_gaps_apart(clock: Clock) -> None:
+def test_choices_and_their_token_gaps_are_counted_separately(clock: Clock) -> None:
     metrics = Metrics()
     play(metrics, clock, choices=3)
     assert value(metrics, "baton_requests_finished_total", finish_reason="length") == 3
@@ -113,10 +113,10 @@ def test_a_failure_is_counted_by_its_code(end: BaseException, code: str, clock: 
     play(metrics, clock, end)
     assert value(metrics, "baton_requests_failed_total", code=code) == 1
     assert not [name for name, _ in samples(metrics) if name == "baton_requests_finished_total"]
-    assert value(metrics, "baton_request_seconds_count") == 0  # as quick as refusals are, they would look like speed
+    assert value(metrics, "baton_request_seconds_count") == 0  # failures are fast, and would lower the measured time
 
 
-def test_a_reader_that_stops_behind_the_last_delta_has_not_cancelled(clock: Clock) -> None:
+def test_closing_after_the_last_delta_does_not_count_as_cancelled(clock: Clock) -> None:
     metrics = Metrics()
     observed = metrics.request(Submission("r1", (1,), 4))
     observed.delta(Delta("x", (1,), "stop", usage=Usage(1, 1)))
@@ -124,13 +124,13 @@ def test_a_reader_that_stops_behind_the_last_delta_has_not_cancelled(clock: Cloc
     assert value(metrics, "baton_requests_finished_total", finish_reason="stop") == 1
 
 
-def test_the_cluster_is_as_workers_says() -> None:
+def test_cluster_metrics_match_the_workers_report() -> None:
     metrics = Metrics()
     assert value(metrics, "baton_requests_running") == 4 and value(metrics, "baton_requests_queued") == 3
     assert value(metrics, "baton_oldest_queued_seconds") == 1.5
     assert value(metrics, "baton_loop_stalls_total") == 4
     assert value(metrics, "baton_loop_longest_stall_seconds") == 0.25
-    assert value(metrics, "baton_kv_usage") == 0  # a lost worker's last load is no use
+    assert value(metrics, "baton_kv_usage") == 0  # a lost worker's last load does not count
     CLUSTER["workers"][1]["state"] = "ready"
     try:
         assert value(metrics, "baton_kv_usage") == pytest.approx(0.25)
@@ -143,10 +143,10 @@ def test_the_cluster_is_as_workers_says() -> None:
     assert value(metrics, "baton_worker_gpu_memory_used_bytes", worker="prefill-0", role="prefill") == 3 << 30
     assert value(metrics, "baton_worker_gpu_utilisation", worker="prefill-0", role="prefill") == 0.5
     gpus = [labels for name, labels in samples(metrics) if name == "baton_worker_gpu_memory_total_bytes"]
-    assert gpus == [(("role", "prefill"), ("worker", "prefill-0"))]  # on CPU there is nothing to say
+    assert gpus == [(("role", "prefill"), ("worker", "prefill-0"))]  # a worker on CPU has none
 
 
-def test_names_of_vllm(clock: Clock) -> None:
+def test_vllm_metric_names(clock: Clock) -> None:
     assert not [name for name, _ in samples(Metrics()) if name.startswith("vllm:")]
     metrics = Metrics("m", "vllm")
     play(metrics, clock)
@@ -158,7 +158,7 @@ def test_names_of_vllm(clock: Clock) -> None:
     assert value(metrics, "vllm:time_to_first_token_seconds_bucket", model_name="m", le="0.3") == 1
 
 
-def test_a_request_is_a_line_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_is_logged_in_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.requests")
     play(Metrics(slow_s=1.0), clock)
     play(Metrics(slow_s=0.5), clock, WorkerLost("x"))
@@ -171,13 +171,15 @@ def test_a_request_is_a_line_in_the_log(clock: Clock, caplog: pytest.LogCaptureF
     assert slow.getMessage().startswith("slow: r1 failed: worker_lost; 10 prompt tokens (0 cached), 3 generated; first")
 
 
-def test_requests_refused_before_a_token_are_no_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_refused_before_the_first_token_are_not_logged(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "baton.requests")
     Metrics().request(Submission("r1", (1,), 4)).end(WorkerLost("x"))
     assert not caplog.records
 
 
-async def test_metrics_are_served_and_answers_counted(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_metrics_are_served_and_responses_are_counted_by_status(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
     answer = await client.get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
     await client.post("/v1/completions", json={"prompt": 1.5})

@@ -1,4 +1,4 @@
-"""What is answered is what `/openapi.json` says: every route's reply fits its schema, which is closed."""
+"""Answers match `/openapi.json`: the reply of every route fits its schema, which allows no other fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordinator.batches.store import BatchStore
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 RESPONSES = "/v1/responses"
@@ -33,7 +33,7 @@ class Document:
         self.document = document
 
     def fits(self, path: str, answer: httpx.Response) -> None:
-        """`path` as the document has it."""
+        """Checks an answer; `path` is spelled as in the document."""
         replies = self.document["paths"][path][answer.request.method.lower()]["responses"]
         status = str(answer.status_code)
         content = (replies.get(status) or replies[f"{status[0]}XX"])["content"]
@@ -45,7 +45,7 @@ class Document:
             assert kind in content, (path, kind)
 
 
-async def test_every_reply_is_described(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_every_response_matches_the_openapi_document(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     document = Document((await client.get("/openapi.json")).json())
     seen = set()
 
@@ -64,17 +64,17 @@ async def test_every_reply_is_described(client: httpx.AsyncClient, generator: Fa
     for path, body in (("/tokenize", {"prompt": "a", "return_token_strs": True}), ("/detokenize", {"tokens": [40]})):
         assert (await check("POST", path, json=body)).status_code == 200
     entry = TokenLogprob(40, -0.5, 1, (40, 41), (-0.5, -1.0))
-    scored = [Delta("a", (40,), logprobs=(entry,), prompt_logprobs=(entry,)), say("b")[0]]
+    scored = [Delta("a", (40,), logprobs=(entry,), prompt_logprobs=(entry,)), reply("b")[0]]
     more = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
     asked: list[tuple[str, dict[str, Any], list[Any]]] = [
-        (COMPLETIONS, {}, say("a", "b")),
+        (COMPLETIONS, {}, reply("a", "b")),
         (COMPLETIONS, {"logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "echo": True}, scored),
-        (CHAT, {}, say("a", "b")),
+        (CHAT, {}, reply("a", "b")),
         (CHAT, more, scored),
-        (COMPLETIONS, {"stream": True}, say("a", "b")),
+        (COMPLETIONS, {"stream": True}, reply("a", "b")),
         (CHAT, {"temperature": 9}, []),
-        (RESPONSES, {}, say("a", "b")),
-        (RESPONSES, {"stream": True}, say("a", "b")),
+        (RESPONSES, {}, reply("a", "b")),
+        (RESPONSES, {"stream": True}, reply("a", "b")),
     ]
     for path, fields, script in asked:
         generator.script = script

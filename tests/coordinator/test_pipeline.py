@@ -16,7 +16,7 @@ from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.policy.quotas import Client, Limits
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
-from tests.support.fake_workers import Reader, bench, run_out
+from tests.support.fake_workers import Reader, bench, run_to_end
 from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_level
 
@@ -31,23 +31,23 @@ async def test_text_and_tokens_arrive_together_and_the_text_is_whole() -> None:
         reader = b.submit(max_tokens=len(tokens))
         p, d = b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, tokens[0])
+        p.report(s, 0, tokens[0])
         for index in range(1, len(tokens)):
-            d.say(s, index, tokens[index])
+            d.report(s, index, tokens[index])
         assert await reader.done() == tokens
         assert "".join(x.text for x in reader.deltas) == "Hello world, 中文"
         assert [x.finish_reason for x in reader.deltas[:-1]] == [None] * (len(reader.deltas) - 1)
 
 
-async def test_a_stop_string_ends_the_text_before_it_and_both_workers_at_once() -> None:
+async def test_stop_string_truncates_the_text_and_aborts_both_workers() -> None:
     async with bench("p0", "d0") as b:
         tokens = ids("Hello world")
         reader = b.submit(max_tokens=50, stop=("lo wor",))
         p, d = b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, tokens[0])
+        p.report(s, 0, tokens[0])
         p.hand_over(s, "d0")
-        d.say(s, 0, *tokens, *ids("never seen"))
+        d.report(s, 0, *tokens, *ids("never seen"))
         read = await reader.done()
         last = reader.deltas[-1]
         assert "".join(x.text for x in reader.deltas) == "Hel"
@@ -57,24 +57,24 @@ async def test_a_stop_string_ends_the_text_before_it_and_both_workers_at_once() 
             assert (await worker.received(Abort)).sequence == s
 
 
-async def test_a_slow_reader_holds_up_nobody_and_nothing_but_its_journal() -> None:
-    """Only its own journal waits for it: the workers are told, and the blocks it had reserved serve others."""
+async def test_slow_reader_does_not_delay_workers_or_other_requests() -> None:
+    """Only its own journal waits for it: its workers receive the end, and its reserved blocks are free for others."""
     async with bench("p0") as b:
         await b.add("d0", blocks=2)  # room for one request at a time
         p, d = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 6))
         first = asyncio.ensure_future(slow.__anext__())
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         await first
         p.hand_over(s, "d0")
-        d.say(s, 0, 5, 6, 7)
-        d.say(s, 3, 8, 9, 10, ended="length")
+        d.report(s, 0, 5, 6, 7)
+        d.report(s, 3, 8, 9, 10, ended="length")
         other = b.submit("other")
         s2 = (await p.received(Prefill, 2)).request.sequence_id
-        p.say(s2, 0, 5)
+        p.report(s2, 0, 5)
         p.hand_over(s2, "d0")
-        d.say(s2, 0, 5, 6, 7, 8, ended="length")
+        d.report(s2, 0, 5, 6, 7, 8, ended="length")
         assert len(await other.done()) == 4
         assert b.dispatcher.num_active == 0 and len(b.requests) == 1
         await until(lambda: len(d.session.log) == len(p.session.log) == 0)
@@ -83,13 +83,13 @@ async def test_a_slow_reader_holds_up_nobody_and_nothing_but_its_journal() -> No
         assert deltas[-1].finish_reason == "length"
 
 
-async def test_a_failure_frees_both_pools_although_the_client_does_not_read() -> None:
+async def test_failure_frees_both_pools_even_if_the_client_does_not_read() -> None:
     async with bench("p0", "d0", "d1", hold_s=0.2, lease_s=0.5) as b:
         p, d, d1 = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 6))
         first = asyncio.ensure_future(slow.__anext__())
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
         await first
         for worker in (d, d1):
@@ -101,7 +101,7 @@ async def test_a_failure_frees_both_pools_although_the_client_does_not_read() ->
             await slow.__anext__()
 
 
-async def test_a_quota_counts_what_was_used_and_is_free_again_however_a_request_ends() -> None:
+async def test_quota_charges_used_tokens_and_is_released_however_a_request_ends() -> None:
     who = Client("k", "t", limits=Limits(requests_at_once=1, tokens_per_minute=600))
     async with bench("p0", "d0") as b:
         p, d = b.workers
@@ -117,39 +117,39 @@ async def test_a_quota_counts_what_was_used_and_is_free_again_however_a_request_
         await asyncio.wait([leaves])
         reads = asyncio.create_task(ask("reads"))
         s = (await p.received(Prefill, 2)).request.sequence_id
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         await reads
         account = b.pipeline._quotas._accounts["k"]
         assert account.running == 0 and account.tokens is not None
         assert account.tokens.level == pytest.approx(600 - 3 - 4, abs=1.0)
 
 
-async def test_a_deadline_holds_although_the_client_does_not_read() -> None:
+async def test_deadline_is_enforced_even_if_the_client_does_not_read() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 6, deadline_s=0.3))
         first = asyncio.ensure_future(slow.__anext__())
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         await first
         assert (await d.received(Abort)).sequence == s
-        d.say(s, 0, 5, 6)
+        d.report(s, 0, 5, 6)
         with contextlib.suppress(DeadlineExceeded):
             await slow.__anext__()
             raise AssertionError("a passed deadline is an error")
 
 
 @pytest.mark.parametrize("first", ["the choice's timer", "the policy's tick"])
-async def test_scores_of_the_prompt_that_never_come_are_waited_for_until_the_deadline(first: str) -> None:
-    """The answer is whole, so only its deadline ends it, whichever of the two sees that first."""
+async def test_missing_prompt_logprobs_are_awaited_until_the_deadline(first: str) -> None:
+    """All tokens have arrived, so no worker can fail the request: only its deadline ends it, wherever that is seen."""
     async with bench("p0", "d0") as b:
         p, d = b.workers
         deadline_s = 60.0 if first == "the policy's tick" else 0.3
         asked = Submission("r", (1, 2), 2, SamplingParams(prompt_logprobs=1), deadline_s=deadline_s)
         delta = asyncio.ensure_future(b.pipeline.generate(asked).__anext__())
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
-        d.say(s, 0, 5, 6, ended="length")
+        p.report(s, 0, 5)
+        d.report(s, 0, 5, 6, ended="length")
         if first == "the policy's tick":
             await until(lambda: b.in_flight(s).journal.finish)
             assert not delta.done()
@@ -160,27 +160,27 @@ async def test_scores_of_the_prompt_that_never_come_are_waited_for_until_the_dea
         assert len(b.requests) == 0
 
 
-async def test_an_id_is_taken_until_its_client_has_read_the_end() -> None:
+async def test_request_id_stays_in_use_until_the_client_has_read_the_end() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 2))
         first = asyncio.ensure_future(slow.__anext__())
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         await first
-        d.say(s, 0, 5, 6, ended="length")
+        d.report(s, 0, 5, 6, ended="length")
         await until(lambda: b.dispatcher.num_active == 0)
         assert (await b.submit("slow").failed()).code == "duplicate_request"
         assert [t for x in [delta async for delta in slow] for t in x.token_ids] == [6]
 
 
-async def test_closing_the_generator_is_leaving() -> None:
+async def test_closing_the_generator_aborts_the_request() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers
         deltas = b.pipeline.generate(Submission("r", (1, 2), 6))
         first = asyncio.ensure_future(deltas.__anext__())
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         await first
         await deltas.aclose()
         assert len(b.requests) == 0
@@ -188,11 +188,11 @@ async def test_closing_the_generator_is_leaving() -> None:
 
 
 @pytest.mark.parametrize("speaks", ["prefill", "decode"])
-async def test_usage_tells_how_much_of_the_prompt_prefill_did_not_compute(speaks: str) -> None:
-    """Whichever of the two is heard before the end."""
+async def test_usage_reports_cached_prompt_tokens(speaks: str) -> None:
+    """Either worker may report it before the end."""
     async with bench("p0", "d0") as b:
         p, d = b.workers
-        for name, cached in (("a", 2), ("b", 5), ("c", 0)):  # 5: an earlier attempt's output counts at prefill only
+        for name, cached in (("a", 2), ("b", 5), ("c", 0)):  # 5 includes output of an earlier attempt
             reader = b.submit(name, max_tokens=2)
             await until(lambda name=name: any(c.request.request_id == name for c in p.all(Prefill)), timeout_s=3)
             s = p.all(Prefill)[-1].request.sequence_id
@@ -200,27 +200,27 @@ async def test_usage_tells_how_much_of_the_prompt_prefill_did_not_compute(speaks
             step_events = StepEvents(tokens=(TokenEvent(s, 0, (7,), cached_tokens=cached),))
             (p if speaks == "prefill" else d).session.post(step_events)
             await until(lambda reader=reader: reader.deltas, timeout_s=3)
-            d.say(s, 0, 7, 8, ended="length")
+            d.report(s, 0, 7, 8, ended="length")
             p.hand_over(s, "d0")
             await reader.done()
             usage = reader.deltas[-1].usage
             assert usage is not None and (usage.prompt_tokens, usage.cached_tokens) == (3, min(cached, 3))
 
 
-async def test_a_stop_token_ends_the_text_before_it_and_is_named() -> None:
+async def test_stop_token_truncates_the_text_and_is_the_stop_reason() -> None:
     async with bench("p0", "d0") as b:
         tokens = ids("Hello world")
         reader = b.submit(max_tokens=50, sampling=SamplingParams(stop_token_ids=(tokens[-1],)))
         p, d = b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, tokens[0])
-        d.say(s, 0, *tokens, *ids("never seen"))
+        p.report(s, 0, tokens[0])
+        d.report(s, 0, *tokens, *ids("never seen"))
         assert await reader.done() == tokens
         assert "".join(x.text for x in reader.deltas) == byte_level().decode(tokens[:-1])
         assert (reader.deltas[-1].finish_reason, reader.deltas[-1].stop_reason) == ("stop", tokens[-1])
 
 
-async def test_log_probabilities_come_with_their_tokens_and_the_prompts_with_the_first() -> None:
+async def test_logprobs_come_with_their_tokens_and_prompt_logprobs_with_the_first_delta() -> None:
     async with bench("p0", "d0") as b:
         tokens = ids("Hello wonderful world")
         scores = [TokenLogprob(token, -1.0, 1) for token in tokens]
@@ -231,7 +231,7 @@ async def test_log_probabilities_come_with_their_tokens_and_the_prompts_with_the
         s = request.sequence_id
         d.session.post(StepEvents(tokens=(TokenEvent(s, 0, tuple(tokens[:2]), tuple(scores[:2])),)))
         await asyncio.sleep(0.02)
-        assert reader.deltas == []  # the prompt's are not here yet
+        assert reader.deltas == []  # the prompt's have not arrived yet
         before = tuple(TokenLogprob(token, -2.0, 1) for token in request.prompt[1:])
         p.session.post(StepEvents(tokens=(TokenEvent(s, 0, (tokens[0],), (scores[0],), before),)))
         for index in range(2, len(tokens)):
@@ -242,7 +242,7 @@ async def test_log_probabilities_come_with_their_tokens_and_the_prompts_with_the
         assert [x.prompt_logprobs for x in reader.deltas] == [before] + [None] * (len(reader.deltas) - 1)
 
 
-async def test_choices_share_one_prompt_and_end_one_by_one() -> None:
+async def test_choices_share_one_prompt_and_end_independently() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=3, n=3, sampling=SamplingParams(prompt_logprobs=0))
         p, d = b.workers
@@ -260,9 +260,9 @@ async def test_choices_share_one_prompt_and_end_one_by_one() -> None:
         for request in [*others, first]:
             s = request.sequence_id
             if request is not first:
-                p.say(s, 0, 5)
+                p.report(s, 0, 5)
                 p.hand_over(s, "d0")
-            d.say(s, 0, 5, 6, 7 + request.choice, ended="length")
+            d.report(s, 0, 5, 6, 7 + request.choice, ended="length")
         await until(lambda: sum(x.finish_reason is not None for x in reader.deltas) == 3, timeout_s=3)
         for choice in range(3):
             mine = [x for x in reader.deltas if x.choice == choice]
@@ -270,12 +270,12 @@ async def test_choices_share_one_prompt_and_end_one_by_one() -> None:
             assert mine[-1].usage is not None and mine[-1].usage.completion_tokens == 3
 
 
-async def test_one_choice_that_fails_ends_the_others() -> None:
+async def test_failed_choice_ends_the_other_choices() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=9, n=2)
         p, d = b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         p.hand_over(s, "d0")
         await until(lambda: len(p.all(Prefill)) == 2, timeout_s=3)
         other = p.all(Prefill)[1].request.sequence_id
@@ -286,12 +286,12 @@ async def test_one_choice_that_fails_ends_the_others() -> None:
         assert b.dispatcher.num_active == len(b.requests) == 0
 
 
-async def test_a_client_that_leaves_ends_all_choices_also_those_that_have_not_begun() -> None:
+async def test_client_disconnect_ends_all_choices_including_those_not_started() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=9, n=4)
         p, _ = b.workers
         s = (await p.received(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
+        p.report(s, 0, 5)
         await reader.got(1)
         await reader.leave()
         assert (await p.received(Abort)).sequence == s
@@ -300,7 +300,7 @@ async def test_a_client_that_leaves_ends_all_choices_also_those_that_have_not_be
 
 
 class SlowGrammars:
-    """Compiles when `ready` is set; `asked` are the clients, `left` how many of their requests did not wait for it."""
+    """Compiles when `ready` is set. `asked`: the client of each request; `left`: how many were cancelled before."""
 
     def __init__(self) -> None:
         self.ready = asyncio.Event()
@@ -317,7 +317,7 @@ class SlowGrammars:
         return f"grammar of {constraint.value}"
 
 
-async def test_a_request_whose_grammar_waits_counts_against_its_quota_until_it_leaves() -> None:
+async def test_request_waiting_for_its_grammar_counts_against_the_quota() -> None:
     who = Client("k", "t", limits=Limits(requests_at_once=2))
     async with bench("p0", "d0") as b:
         p, d = b.workers
@@ -339,12 +339,12 @@ async def test_a_request_whose_grammar_waits_counts_against_its_quota_until_it_l
         for count in (1, 2):
             request = (await p.received(Prefill, count)).request
             assert request.sampling.grammar == f"grammar of {request.request_id}"
-            run_out(p, d, request.sequence_id)
+            run_to_end(p, d, request.sequence_id)
         await asyncio.gather(stays.done(), other.done())
         assert b.pipeline._quotas._accounts["k"].running == 0
 
 
-async def test_without_a_compiler_structured_output_is_refused_by_the_fields_name() -> None:
+async def test_structured_output_is_refused_by_field_name_without_a_compiler() -> None:
     async with bench("p0", "d0") as b:
         error = await b.submit(constraint=Constraint("regex", "a", "guided_regex")).failed()
         assert isinstance(error, InvalidRequest) and error.param == "guided_regex"

@@ -31,9 +31,9 @@ def make_requests(count: int, seed: int) -> list[GenerateRequest]:
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 6))])
-def test_a_thousand_requests_with_a_death_every_twenty_steps(seed: int) -> None:
-    """Each ends with the tokens of the undisturbed run; or, where two workers died while they ran it, with that error
-    and a prefix of them. Nothing is left on any worker."""
+def test_a_thousand_requests_stay_correct_with_a_worker_loss_every_twenty_steps(seed: int) -> None:
+    """Each request ends with the tokens of the undisturbed run, or with `WorkerLost` and a prefix of them if two
+    workers died while they ran it. No worker keeps anything."""
     sim = ClusterSim(*NAMES, seed=seed, kill_every=20, lost_acks=0.03, damaged=0.002)
     requests = make_requests(1000, seed)
     for i, request in enumerate(requests):
@@ -54,7 +54,7 @@ def test_a_thousand_requests_with_a_death_every_twenty_steps(seed: int) -> None:
     assert min(sim.transfers, sim.chunks_early) > 100 and sim.chunks_resent, (sim.chunks_early, sim.chunks_resent)
 
 
-def test_without_deaths_nothing_is_computed_twice() -> None:
+def test_nothing_is_computed_twice_without_worker_losses() -> None:
     sim = ClusterSim(*NAMES)
     requests = make_requests(200, 7)
     for request in requests:
@@ -64,7 +64,7 @@ def test_without_deaths_nothing_is_computed_twice() -> None:
     assert (sim.requests.rescheduled, sim.requests.stale_events) == (0, 0)
 
 
-def test_one_death_costs_nobody_an_answer() -> None:
+def test_every_request_finishes_after_a_single_worker_loss() -> None:
     for victim in NAMES:
         sim = ClusterSim(*NAMES)
         requests = make_requests(100, 5)

@@ -47,8 +47,8 @@ def refusal(d: Dispatcher, ticket: Ticket) -> BatonError:
     return caught.value
 
 
-def test_a_worker_started_with_a_shorter_context_gets_nothing_longer() -> None:
-    """Its engine would end with an error of ours, and take the worker with it."""
+def test_worker_with_a_shorter_context_gets_no_longer_requests() -> None:
+    """A longer request would end its engine with an internal error, and with it the worker."""
     short = view("d0", max_tokens=12)
     d = dispatcher(view("p0"), short)
     assert "13 tokens; the largest decode worker holds 12" in refusal(d, Ticket("long", 4, 13)).message
@@ -60,21 +60,21 @@ def test_a_worker_started_with_a_shorter_context_gets_nothing_longer() -> None:
     assert "largest prefill worker holds 3" in refusal(short_prefill, Ticket("x", 4, 8)).message
 
 
-def test_a_pair_and_a_spare() -> None:
+def test_request_is_placed_on_a_pair_of_workers_and_a_spare() -> None:
     d = dispatcher(view("p0"), view("d0"), view("d1"), view("d2"))
     d.submit(Ticket("a", 4, 8))
     assert d.place() == [Placement("a", "p0", "d0", "d1")]
     assert d.place() == []
 
 
-def test_a_request_that_ends_at_its_first_token_reserves_nothing() -> None:
+def test_single_token_request_reserves_no_decode_blocks() -> None:
     d = dispatcher(view("p0"), view("d0", blocks=1))
     d.submit(Ticket("a", 4, 400, needs_decode=False))
     assert d.place() == [Placement("a", "p0", None, None)]
     d.check()
 
 
-def test_at_most_two_step_budgets_are_dispatched_but_an_idle_worker_takes_any_length() -> None:
+def test_prefill_backlog_is_capped_but_an_idle_worker_accepts_any_prompt_length() -> None:
     d = dispatcher(view("p0", blocks=100), view("d0", blocks=1000))
     for name, tokens in (("long", 20), ("b", 1), ("c", 15), ("d", 1), ("e", 1)):
         d.submit(Ticket(name, tokens, tokens + 1))
@@ -87,7 +87,7 @@ def test_at_most_two_step_budgets_are_dispatched_but_an_idle_worker_takes_any_le
     d.check()
 
 
-def test_the_head_waits_for_blocks_and_is_not_overtaken() -> None:
+def test_queue_head_waits_for_blocks_and_is_not_overtaken() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=10))
     for name, prompt in (("a", 28), ("big", 16), ("small", 4)):
         d.submit(Ticket(name, prompt, prompt + 4))
@@ -96,7 +96,7 @@ def test_the_head_waits_for_blocks_and_is_not_overtaken() -> None:
     assert [p.name for p in d.place()] == ["big", "small"]
 
 
-def test_blocks_of_what_has_arrived_are_those_that_the_worker_tells() -> None:
+def test_blocks_of_handed_over_requests_are_counted_from_the_worker_load() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=10))
     for name in "ab":
         d.submit(Ticket(name, 20, 20))
@@ -121,14 +121,14 @@ def test_nothing_is_placed_on_a_worker_that_is_not_ready(away: str) -> None:
     assert len(d.place()) == 1
 
 
-def test_a_spare_is_ready_and_has_room() -> None:
+def test_spare_worker_must_be_ready_and_have_room() -> None:
     d = dispatcher(view("p0"), view("d0"), view("d1"), view("d2", blocks=1))
     set_ready(d, "d1", False)
     d.submit(Ticket("a", 4, 8))
     assert d.place() == [Placement("a", "p0", "d0", None)]
 
 
-def test_refusals_say_why() -> None:
+def test_refusals_carry_the_reason() -> None:
     d = dispatcher(view("p0"), view("d0"), requests=2, tokens=10)
     d.submit(Ticket("a", 4, 8))
     assert isinstance(refusal(d, Ticket("a", 4, 8)), DuplicateRequest)
@@ -140,7 +140,7 @@ def test_refusals_say_why() -> None:
     d.place()
     assert isinstance(refusal(d, Ticket("a", 4, 8)), DuplicateRequest)  # active, no longer queued
     too_large = refusal(d, Ticket("huge", 4, 65))
-    assert isinstance(too_large, InvalidRequest)  # 400: another try would be in vain
+    assert isinstance(too_large, InvalidRequest)  # 400: a retry would fail too
     assert too_large.code == "exceeds_pool" and "65 tokens; the largest decode worker holds 64" in too_large.message
     set_ready(d, "d0", False)
     gone = refusal(d, Ticket("x", 1, 2))
@@ -149,7 +149,7 @@ def test_refusals_say_why() -> None:
     assert refusal(d, Ticket("x", 1, 2)).code == "no_prefill_worker"
 
 
-def test_a_role_can_serve_while_a_worker_of_it_may_come_back_and_not_while_all_drain() -> None:
+def test_role_is_servable_while_a_worker_may_return_but_not_while_all_drain() -> None:
     d, ticket = dispatcher(), Ticket("a", 4, 8)
     set_ready(d, "d0", False)
     assert d.missing_role() == "decode" and d.unservable(ticket, d.capacity()) is None
@@ -160,7 +160,7 @@ def test_a_role_can_serve_while_a_worker_of_it_may_come_back_and_not_while_all_d
     assert d.unservable(ticket, d.capacity()) == ("no prefill worker is left", "no_prefill_worker")
 
 
-def test_nobody_waits_behind_what_only_a_draining_worker_could_hold() -> None:
+def test_request_that_fits_only_a_draining_worker_does_not_block_the_queue() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=100), view("d1", blocks=4))
     d.submit(Ticket("large", 4, 400))
     worker(d, "d0").state = "draining"
@@ -168,7 +168,7 @@ def test_nobody_waits_behind_what_only_a_draining_worker_could_hold() -> None:
     assert [p.name for p in d.place()] == ["small"]
 
 
-def test_a_request_that_no_present_worker_can_hold_waits_and_nobody_behind_it() -> None:
+def test_request_that_fits_no_present_worker_waits_without_blocking_the_queue() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=100), view("d1", blocks=4))
     for ticket in (Ticket("large", 4, 400), Ticket("small", 4, 8)):
         d.submit(ticket)
@@ -181,7 +181,7 @@ def test_a_request_that_no_present_worker_can_hold_waits_and_nobody_behind_it() 
     d.check()
 
 
-def test_what_is_queued_again_keeps_the_place_of_its_age() -> None:
+def test_resubmitted_requests_keep_their_queue_position_by_age() -> None:
     d = dispatcher(view("p0", step_tokens=64, blocks=100), view("d0", blocks=100))
     for age in (1, 2, 3):
         d.submit(Ticket(f"r{age}", 4, 8, age=age))
@@ -194,7 +194,7 @@ def test_what_is_queued_again_keeps_the_place_of_its_age() -> None:
     assert [p.name for p in d.place()] == ["r1", "r2", "r3", "r4"]
 
 
-def test_a_lost_worker_and_its_namesake_starts_empty() -> None:
+def test_new_worker_with_the_name_of_a_lost_one_starts_empty() -> None:
     d = dispatcher()
     d.submit(Ticket("a", 4, 8))
     d.place()
@@ -205,7 +205,7 @@ def test_a_lost_worker_and_its_namesake_starts_empty() -> None:
     d.check()
 
 
-def test_moving_to_a_worker_that_is_gone_is_not_charged_to_its_namesake() -> None:
+def test_move_to_a_lost_worker_is_not_charged_to_a_new_worker_of_that_name() -> None:
     d = dispatcher(view("p0"), view("d0"), view("d1"))
     d.submit(Ticket("a", 4, 8))
     assert d.place()[0].spare == "d1"
@@ -221,12 +221,12 @@ def test_a_hand_over_reported_twice_counts_once() -> None:
     d = dispatcher()
     d.submit(Ticket("a", 4, 8))
     d.place()
-    for _ in range(2):  # by prefill, and by the first tokens of decode
+    for _ in range(2):  # by the prefill worker, and by the decode worker's first tokens
         d.handed_over("a")
         d.check()
 
 
-def test_parked_kv_gets_another_decode_worker_or_none() -> None:
+def test_parked_kv_is_reassigned_to_a_ready_decode_worker_or_none() -> None:
     d = dispatcher(view("p0"), view("d0"), view("d1"))
     d.submit(Ticket("a", 4, 8))
     d.place()
@@ -238,13 +238,13 @@ def test_parked_kv_gets_another_decode_worker_or_none() -> None:
     set_ready(d, "d1", True)
     assert d.reassign("a") is not None
     d.handed_over("a")
-    assert d.reassign("a") is None  # prefill has nothing of it any more
+    assert d.reassign("a") is None  # the prefill worker no longer has its KV
     assert d.reassign("unknown") is None
     d.check()
 
 
-def test_no_more_is_placed_on_a_decode_worker_than_runs_there_and_a_few_that_compute_meanwhile() -> None:
-    """The others wait in the queue, where a worker that joins can take them, and hold no KV."""
+def test_placements_on_a_decode_worker_are_limited_to_slightly_more_than_it_can_run() -> None:
+    """The others wait in the queue, hold no KV, and can be placed on a worker that joins later."""
     d = dispatcher(view("p0", step_tokens=1000), view("d0", blocks=1000, max_running=8))
     for n in range(20):
         d.submit(Ticket(f"r{n}", 4, 8))
@@ -256,7 +256,7 @@ def test_no_more_is_placed_on_a_decode_worker_than_runs_there_and_a_few_that_com
     d.check()
 
 
-def test_room_is_asked_for_all_choices_of_a_request() -> None:
+def test_queue_limit_counts_all_choices_of_a_request() -> None:
     d = dispatcher(requests=10)
     d.submit(Ticket("a", 4, 8))
     with pytest.raises(Unavailable, match="1 requests with 4 prompt tokens are waiting already"):
@@ -268,7 +268,7 @@ def test_room_is_asked_for_all_choices_of_a_request() -> None:
     empty.check()
 
 
-def test_room_is_kept_for_choices_that_come_later() -> None:
+def test_queue_room_is_reserved_for_choices_submitted_later() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=64), requests=10)
     d.submit(Ticket("a", 4, 8), choices=8)
     assert [p.name for p in d.place()] == ["a"]  # the queue is empty, and 7 are still to come
@@ -285,11 +285,11 @@ def test_room_is_kept_for_choices_that_come_later() -> None:
     with pytest.raises(Unavailable):
         d.submit(Ticket("g", 4, 8))
     d.finish("f")
-    d.forget("f")  # it failed before its other choices had come
+    d.forget("f")  # it failed before its other choices were submitted
     d.submit(Ticket("g", 4, 8), choices=3)
 
 
-def test_a_name_that_is_used_again_waits_for_nothing_that_only_the_first_needed() -> None:
+def test_request_that_reuses_a_name_does_not_wait_for_the_needs_of_the_first() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=16))
     d.submit(Ticket("a", 20, 24))
     assert [p.name for p in d.place()] == ["a"]
@@ -300,7 +300,7 @@ def test_a_name_that_is_used_again_waits_for_nothing_that_only_the_first_needed(
     assert [p.name for p in d.place()] == ["b"]
 
 
-def test_what_waits_is_looked_at_again_when_answers_become_shorter() -> None:
+def test_waiting_requests_are_reconsidered_when_the_expected_output_shrinks() -> None:
     d = dispatcher(view("p0", blocks=100, step_tokens=1000), view("d0", blocks=100))
     d.submit(Ticket("a", 40, 400))
     assert [p.name for p in d.place()] == ["a"]
@@ -312,7 +312,7 @@ def test_what_waits_is_looked_at_again_when_answers_become_shorter() -> None:
     assert [p.name for p in d.place()] == ["b"]
 
 
-def test_lower_priority_goes_first_also_before_what_found_no_room() -> None:
+def test_lower_priority_value_goes_first_even_before_waiting_requests() -> None:
     d = dispatcher(view("p0", step_tokens=64, blocks=100), view("d0", blocks=4))
     d.submit(Ticket("runs", 12, 12, age=1))
     assert [p.name for p in d.place()] == ["runs"]
@@ -329,7 +329,7 @@ def test_lower_priority_goes_first_also_before_what_found_no_room() -> None:
     d.check()
 
 
-# Where a request goes whose prefix some workers hold already.
+# Routing of requests whose prefix some workers have cached.
 
 HINTS = tuple(bytes([n]) * 8 for n in range(10))
 
@@ -346,7 +346,7 @@ def placed(d: Dispatcher, name: str, tokens: int = 41, prefix: tuple[bytes, ...]
     return placement.prefill, placement.decode
 
 
-def test_the_worker_that_holds_the_prefix_computes_the_rest() -> None:
+def test_prefill_goes_to_the_worker_that_holds_the_prefix() -> None:
     d = wide(2, 1)
     worker(d, "p1").update_held(KVCacheEvents(stored=HINTS))
     assert placed(d, "a")[0] == "p1"
@@ -362,7 +362,7 @@ def test_a_long_backlog_outweighs_a_short_prefix() -> None:
     assert placed(d, "b", prefix=HINTS[:2])[0] == "p0"
 
 
-def test_a_request_of_which_little_is_left_fits_under_the_cap() -> None:
+def test_request_with_a_cached_prefix_fits_under_the_backlog_cap() -> None:
     d = wide(1, 1)
     assert placed(d, "a", tokens=60, prefix=())[0] == "p0"
     d.submit(Ticket("b", 41, 45, prefix={4: HINTS}))
@@ -372,7 +372,7 @@ def test_a_request_of_which_little_is_left_fits_under_the_cap() -> None:
     d.check()
 
 
-def test_only_a_prefix_counts_and_only_while_it_is_held() -> None:
+def test_only_a_contiguous_cached_prefix_counts() -> None:
     held = HeldBlocks(100)
     held.update(KVCacheEvents(stored=HINTS[:3] + HINTS[4:6]))
     assert held.count(HINTS) == 3
@@ -382,21 +382,21 @@ def test_only_a_prefix_counts_and_only_while_it_is_held() -> None:
     assert (held.count(HINTS), held.count(HINTS[1:])) == (0, 1)
 
 
-def test_what_a_worker_can_claim_to_hold_is_bounded_by_its_pool() -> None:
+def test_reported_cached_blocks_are_bounded_by_the_pool_size() -> None:
     held = HeldBlocks(4)
     for _ in range(3):
         held.update(KVCacheEvents(stored=HINTS))
     assert len(held) <= 4
 
 
-def test_decode_goes_where_the_prefix_is_until_that_worker_is_much_fuller() -> None:
+def test_decode_prefers_the_worker_with_the_prefix_until_it_is_much_fuller() -> None:
     d = wide(1, 2, step_tokens=10_000)
     worker(d, "d1").update_held(KVCacheEvents(stored=HINTS))
     went = [placed(d, f"r{n}")[1] for n in range(PREFIX_SLACK + 3)]
     assert went == ["d1"] * (PREFIX_SLACK + 1) + ["d0", "d1"]
 
 
-def test_a_prefix_is_computed_for_the_block_sizes_of_workers_that_hold_anything() -> None:
+def test_prefix_block_sizes_are_those_of_present_workers_with_cached_blocks() -> None:
     d = wide(1, 1)
     assert not d.held_block_sizes
     worker(d, "p0").update_held(KVCacheEvents(stored=HINTS))

@@ -22,7 +22,7 @@ prefill_ids, decode_ids = st.sampled_from(PREFILLS), st.sampled_from(DECODES)
 
 
 class Model:
-    """What each request holds, recomputed from what was called."""
+    """What each request holds, recomputed from the calls so far."""
 
     def __init__(self) -> None:
         self.queue: list[Ticket] = []
@@ -95,7 +95,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule()
     def place(self) -> None:
         for p in self.d.place():
-            ticket = next(t for t in self.m.queue if not self.hopeless(t))  # first come, first served
+            ticket = next(t for t in self.m.queue if not self.unservable(t))  # first come, first served
             self.m.queue.remove(ticket)
             assert p.name == ticket.name not in self.m.placed
             self.check_prefill(p, ticket)
@@ -121,24 +121,24 @@ class DispatcherMachine(RuleBasedStateMachine):
             alone = worker not in self.m.decode.values()
             assert alone or self.left(worker) >= -(-ticket.prefill_tokens // 4)
 
-    def hopeless(self, ticket: Ticket) -> bool:
-        """Whether no present worker could hold it."""
+    def unservable(self, ticket: Ticket) -> bool:
+        """Returns whether no present worker could hold the request."""
         needs = [("prefill", ticket.prefill_tokens)] + [("decode", ticket.total_tokens)] * ticket.needs_decode
         roles = {w.role for w in self.m.workers.values()}
         return any(role not in roles or not self.pool_holds(role, tokens) for role, tokens in needs)
 
-    def a_placed(self, data: st.DataObject) -> str | None:
+    def draw_placed(self, data: st.DataObject) -> str | None:
         return data.draw(st.sampled_from(sorted(self.m.placed))) if self.m.placed else None
 
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
-        if (r := self.a_placed(data)) is not None:
+        if (r := self.draw_placed(data)) is not None:
             self.d.prefilled(r)
             self.m.computing.discard(r)
 
     @rule(data=st.data())
     def handed_over(self, data: st.DataObject) -> None:
-        if (r := self.a_placed(data)) is not None:
+        if (r := self.draw_placed(data)) is not None:
             self.d.handed_over(r)
             self.m.arrived.add(r)
             self.m.computing.discard(r)
@@ -146,7 +146,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), to=decode_ids)
     def moved(self, data: st.DataObject, to: str) -> None:
-        if (r := self.a_placed(data)) is not None and self.m.placed[r].needs_decode:
+        if (r := self.draw_placed(data)) is not None and self.m.placed[r].needs_decode:
             self.d.moved(r, to)
             if self.m.decode[r] != to:
                 self.m.decode[r] = to if to in self.m.workers else None
@@ -154,7 +154,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def reassign(self, data: st.DataObject) -> None:
-        if (r := self.a_placed(data)) is None or not self.m.placed[r].needs_decode:
+        if (r := self.draw_placed(data)) is None or not self.m.placed[r].needs_decode:
             return
         placement = self.d.reassign(r)
         if self.m.prefill[r] is None:
@@ -167,9 +167,9 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.m.decode[r] = placement.decode
 
     @rule(data=st.data())
-    def begin_again(self, data: st.DataObject) -> None:
-        """It is rescheduled: it takes the place of its age in the queue, however full that is."""
-        if (r := self.a_placed(data)) is None:
+    def reschedule(self, data: st.DataObject) -> None:
+        """Reschedules a request: it returns to its place by age in the queue, even if the queue is full."""
+        if (r := self.draw_placed(data)) is None:
             return
         ticket = self.m.placed[r]
         self.d.finish(r)

@@ -1,4 +1,4 @@
-"""How many sequences are let in: by what answers take, not by what they might take, nor by their prompts alone."""
+"""How many sequences are admitted: by the expected length of answers, not by the maximum nor by prompts alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.overload_sim import Overload, make_worker, overload
 
 
 class PromptsAlone(OutputExpectation):
-    """Lets in whatever has room for its prompt."""
+    """Admits a request if there is room for its prompt."""
 
     def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
         return -(-prefill_tokens // block_size)
 
 
 class EveryToken(OutputExpectation):
-    """Lets in what has room for all it might ever say."""
+    """Admits a request if there is room for its prompt and its longest possible output."""
 
     def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
         return -(-total_tokens // block_size)
@@ -35,7 +35,7 @@ def busy_dispatcher(blocks: int) -> tuple[Dispatcher, Worker]:
     return Dispatcher(table, 100, 10_000), add_worker(table, "d0", blocks=blocks, block_size=16)
 
 
-def test_the_mean_follows_the_answers_and_not_those_that_said_nothing() -> None:
+def test_mean_output_follows_finished_requests_and_ignores_empty_ones() -> None:
     expectation = OutputExpectation()
     expectation.ended(0)
     assert expectation.mean_tokens == START_TOKENS
@@ -44,7 +44,7 @@ def test_the_mean_follows_the_answers_and_not_those_that_said_nothing() -> None:
     assert 20 <= expectation.mean_tokens < 21
 
 
-def test_no_more_is_expected_than_a_request_may_say_and_at_least_a_block_of_what_runs() -> None:
+def test_expected_blocks_are_capped_by_max_tokens_and_growth_is_at_least_one_block() -> None:
     expectation = OutputExpectation()
     assert expectation.blocks(32, 40, 16) == 3
     assert expectation.blocks(32, 4096, 16) == 2 + START_TOKENS / 16
@@ -53,7 +53,7 @@ def test_no_more_is_expected_than_a_request_may_say_and_at_least_a_block_of_what
     assert expectation.growth(32, 4096, 3000, 16) == 1
 
 
-def test_what_runs_is_left_room_to_grow_and_what_ends_gives_it_back() -> None:
+def test_room_for_growth_is_reserved_while_running_and_released_at_the_end() -> None:
     dispatcher, decode = busy_dispatcher(28)
     for name in ("a", "b", "c"):
         dispatcher.submit(Ticket(name, 32, 4096 // 16))
@@ -72,8 +72,8 @@ def test_what_runs_is_left_room_to_grow_and_what_ends_gives_it_back() -> None:
 
 
 def flooded(expectation: OutputExpectation | None, count: int = 200) -> Overload:
-    """Requests of up to 2,000 tokens, whose answers are of 200 on average, on a decode worker that has room for
-    about sixteen whole sequences of that length."""
+    """Runs requests for up to 2,000 tokens, whose answers have 200 on average, on a decode worker with room for
+    about sixteen whole sequences of average length."""
     generator = random.Random(4)
     requests = [make_request(f"r{i}", generator.randint(20, 80), 2000, eos=()) for i in range(count)]
     lengths = [max(2, min(1000, round(generator.expovariate(1 / 200)))) for _ in requests]
@@ -85,7 +85,7 @@ def outcome() -> Overload:
     return flooded(None)
 
 
-def test_under_overload_hardly_anything_is_preempted(outcome: Overload) -> None:
+def test_few_sequences_are_preempted_under_overload(outcome: Overload) -> None:
     thrashing = flooded(PromptsAlone())
     assert thrashing.preemptions > 15 and thrashing.refused > 100
     assert outcome.preemptions < thrashing.preemptions / 5
@@ -94,7 +94,7 @@ def test_under_overload_hardly_anything_is_preempted(outcome: Overload) -> None:
     assert outcome.ended_at < 1.05 * thrashing.ended_at
 
 
-def test_under_overload_memory_is_not_kept_for_what_is_never_said(outcome: Overload) -> None:
+def test_memory_is_not_reserved_for_output_that_is_never_generated_under_overload(outcome: Overload) -> None:
     idle = flooded(EveryToken(), count=10)
     assert idle.preemptions == 0 and idle.widest <= 2
     assert outcome.widest > 12

@@ -19,7 +19,7 @@ Message = tuple[int, int, tuple[int, ...]]
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> tuple[list[int], str, list[Message]]:
-    """The output of a choice, its end, and messages that carry all of it: cut, repeated, mixed, with stale ones."""
+    """Draws the output of a choice, its end, and messages with all of it: split, repeated, shuffled, some stale."""
     ends_with_eos = draw(st.booleans())
     tokens = draw(st.lists(st.integers(1, 50), min_size=0 if ends_with_eos else 1, max_size=12))
     tokens += [EOS] * ends_with_eos
@@ -50,21 +50,21 @@ def test_any_delivery_gives_every_token_once_in_order_and_one_end(case: tuple[li
     assert (journal.tokens, journal.finish) == (tokens, end)
 
 
-def test_a_differing_repeat_is_our_bug() -> None:
+def test_conflicting_repeat_of_a_token_raises_invariant_error() -> None:
     journal = Journal(make_request())
     journal.accept(1, 0, (5, 6))
     with pytest.raises(InvariantError, match="output 1 came as 6 and as 7"):
         journal.accept(1, 1, (7,))
 
 
-def test_a_repeat_of_a_held_token_must_be_equal_too() -> None:
+def test_conflicting_repeat_of_a_held_token_raises_invariant_error() -> None:
     journal = Journal(make_request())
     assert journal.accept(1, 3, (5,)) == "held"
     with pytest.raises(InvariantError):
         journal.accept(1, 3, (6,))
 
 
-def test_an_index_below_zero_is_refused_and_counts_nothing() -> None:
+def test_negative_index_is_refused_and_adds_no_tokens() -> None:
     journal = Journal(make_request())
     journal.accept(1, 0, (5, 6))
     with pytest.raises(InvariantError, match="index -1"):
@@ -72,7 +72,7 @@ def test_an_index_below_zero_is_refused_and_counts_nothing() -> None:
     assert journal.tokens == [5, 6]
 
 
-def test_what_comes_after_the_end_is_dropped() -> None:
+def test_tokens_after_the_end_are_dropped() -> None:
     journal = Journal(make_request(max_tokens=3))
     assert journal.accept(1, 0, (5, EOS, 7, 8)) == "appended"
     assert (journal.tokens, journal.finish) == ([5, EOS], "stop")
@@ -87,7 +87,7 @@ def test_held_tokens_are_bounded() -> None:
         journal.accept(1, 1, tuple(range(1, MAX_HELD_TOKENS + 2)))
 
 
-def test_a_new_attempt_drops_what_was_held_and_keeps_what_was_journaled() -> None:
+def test_new_attempt_drops_held_tokens_and_keeps_journaled_tokens() -> None:
     journal = Journal(make_request())
     journal.accept(1, 0, (5,))
     journal.accept(1, 2, (7,))
@@ -106,14 +106,14 @@ def test_output_of_earlier_attempts_counts() -> None:
     assert (journal.tokens, journal.finish) == ([5, 6, 7], "length")
 
 
-def test_a_request_that_begins_anew_goes_on_at_the_next_index() -> None:
+def test_rescheduled_request_continues_at_the_next_index() -> None:
     journal = Journal(make_request(max_tokens=4, eos=()))
     journal.accept(1, 0, (5, 6))
     journal.accept(1, 3, (8,))
     journal.resume(4)
     assert (journal.request.output, journal.request.attempt, journal.next_index) == ((5, 6), 4, 2)
     assert journal.accept(1, 2, (7,)) == "stale"
-    assert journal.accept(4, 3, (9,)) == "held"  # what the old attempt said of index 3 does not count
+    assert journal.accept(4, 3, (9,)) == "held"  # the old attempt's token at index 3 does not count
     assert journal.accept(4, 2, (7,)) == "appended"
     assert (journal.tokens, journal.finish) == ([5, 6, 7, 9], "length")
     with pytest.raises(InvariantError):
@@ -133,7 +133,7 @@ def test_log_probabilities_are_kept_with_their_tokens_in_any_order() -> None:
     assert journal.logprobs == scores
 
 
-def test_tokens_without_the_log_probabilities_asked_for_are_refused() -> None:
+def test_tokens_without_the_requested_log_probabilities_are_refused() -> None:
     asked = Journal(replace(make_request(), sampling=SamplingParams(logprobs=0)))
     with pytest.raises(InvariantError, match="0 log-probabilities came with 1 tokens"):
         asked.accept(1, 0, (5,))

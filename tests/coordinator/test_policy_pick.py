@@ -1,4 +1,4 @@
-"""The workers that a placement picks are those that looking at each in turn would pick."""
+"""A placement picks the same workers as a linear scan over all workers would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def held_tokens(worker: Worker, ticket: Ticket) -> int:
 
 
 def plain_prefill(table: WorkerTable, ticket: Ticket) -> str | None:
-    """The twin of Dispatcher._pick_prefill."""
+    """The reference for Dispatcher._pick_prefill, as a linear scan."""
     scored = []
     for worker in table.present():
         to_compute = max(1, ticket.prefill_tokens - held_tokens(worker, ticket))
@@ -33,7 +33,7 @@ def plain_prefill(table: WorkerTable, ticket: Ticket) -> str | None:
 
 
 def plain_decode(dispatcher: Dispatcher, table: WorkerTable, ticket: Ticket) -> tuple[str | None, str | None]:
-    """The twin of Dispatcher._pick_decode."""
+    """The reference for Dispatcher._pick_decode, as a linear scan."""
     fits = []
     for worker in table.present():
         size = worker.block_size
@@ -78,7 +78,7 @@ def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int
 
 @pytest.mark.parametrize("sizes", [SIZES, SIZES[:1]], ids=str)
 @pytest.mark.parametrize("workers", [24, 2])
-def test_the_pick_is_that_of_looking_at_each(workers: int, sizes: tuple[int, ...]) -> None:
+def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[int, ...]) -> None:
     dice, table = random.Random(workers), WorkerTable(3.0)
     dispatcher = Dispatcher(table, 100, 10_000)
     names = [f"{role}{n}" for role in "pd" for n in range(workers)]

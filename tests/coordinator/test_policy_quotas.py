@@ -1,4 +1,4 @@
-"""What one API key may take, in virtual time."""
+"""The quotas of an API key, in virtual time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_without_limits_nothing_is_counted() -> None:
     quotas.ended(ANYBODY, 10**9, 0.0)
 
 
-def test_so_many_at_once() -> None:
+def test_concurrent_requests_are_limited() -> None:
     quotas, who = Quotas(), client(requests_at_once=2)
     quotas.admit(who, 0.0)
     quotas.admit(who, 0.0)
@@ -35,20 +35,20 @@ def test_so_many_at_once() -> None:
     quotas.admit(Client("other", limits=who.limits), 0.0)
 
 
-def test_choices_run_like_requests() -> None:
+def test_each_choice_counts_as_a_concurrent_request() -> None:
     quotas, who = Quotas(), client(requests_at_once=4)
     quotas.admit(who, 0.0, choices=3)
     assert refused(quotas, who, 0.0, choices=2)
     quotas.admit(who, 0.0)
     quotas.ended(who, 0, 0.0, choices=3)
     quotas.ended(who, 0, 0.0)
-    quotas.admit(who, 0.0, choices=128)  # more than may run, and nothing else does
+    quotas.admit(who, 0.0, choices=128)  # above the limit, but nothing else runs
     assert refused(quotas, who, 0.0)
     quotas.ended(who, 0, 0.0, choices=128)
     quotas.admit(who, 0.0, choices=4)
 
 
-def test_so_many_a_minute_and_the_wait_is_named() -> None:
+def test_requests_per_minute_are_limited_with_a_retry_after() -> None:
     quotas, who = Quotas(), client(requests_per_minute=3)
     for _ in range(3):
         quotas.admit(who, 0.0)
@@ -59,7 +59,7 @@ def test_so_many_a_minute_and_the_wait_is_named() -> None:
     assert refused(quotas, who, 20.1)
 
 
-def test_tokens_are_paid_afterwards_and_made_up_for() -> None:
+def test_tokens_are_charged_at_the_end_and_an_overdraft_delays_new_requests() -> None:
     quotas, who = Quotas(), client(tokens_per_minute=600)
     quotas.admit(who, 0.0)
     quotas.ended(who, 1000, 0.0)
@@ -69,7 +69,7 @@ def test_tokens_are_paid_afterwards_and_made_up_for() -> None:
     quotas.admit(who, 40.1)
 
 
-def test_an_idle_key_saves_up_one_minute_and_not_more() -> None:
+def test_idle_key_accrues_at_most_one_minute_of_tokens() -> None:
     quotas, who = Quotas(), client(tokens_per_minute=600)
     quotas.admit(who, 0.0)
     quotas.ended(who, 1, 0.0)
@@ -78,7 +78,7 @@ def test_an_idle_key_saves_up_one_minute_and_not_more() -> None:
     assert refused(quotas, who, 10_000.0).retry_after_s == 10.0
 
 
-def test_a_refusal_costs_nothing() -> None:
+def test_refused_requests_are_not_charged() -> None:
     quotas, who = Quotas(), client(requests_at_once=1, requests_per_minute=2)
     quotas.admit(who, 0.0)
     for _ in range(50):
@@ -87,7 +87,7 @@ def test_a_refusal_costs_nothing() -> None:
     quotas.admit(who, 0.0)
 
 
-def test_an_end_without_a_beginning_is_a_bug() -> None:
+def test_end_without_admission_raises_invariant_error() -> None:
     quotas, who = Quotas(), client(requests_at_once=1)
     quotas.admit(who, 0.0)
     quotas.ended(who, 0, 0.0)

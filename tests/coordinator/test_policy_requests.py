@@ -1,4 +1,4 @@
-"""What becomes of a request, event by event: no socket, no clock, no worker."""
+"""The state machine of requests, event by event, without sockets, clocks or workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ A = TypeVar("A")
 
 
 class Drive:
-    """Requests over workers that a test plays by hand. `new` are the actions since the last look."""
+    """Requests over workers whose events a test feeds by hand. `new`: the actions since the last `take`."""
 
     def __init__(self, *workers: str, hold_s: float = 30.0) -> None:
         self.table = WorkerTable(3.0)
@@ -49,25 +49,25 @@ class Drive:
         for name in workers:
             self.join(name)
 
-    def did(self, actions: Iterable[Action]) -> None:
+    def record(self, actions: Iterable[Action]) -> None:
         self.new += actions
         self.requests.check()
 
     def take(self, kind: type[A]) -> list[A]:
-        """Actions of a kind; all are forgotten."""
+        """Returns the new actions of a kind, and drops all new actions."""
         found, self.new = [a for a in self.new if isinstance(a, kind)], []
         return found
 
     def sent(self, kind: type[A]) -> list[tuple[str, A]]:
-        """To whom commands of a kind were sent."""
+        """Returns the new commands of a kind, each with the worker it was sent to."""
         return [(a.worker, a.command) for a in self.take(Send) if isinstance(a.command, kind)]
 
     def join(self, name: str, *, blocks: int = 16) -> None:
         self.incarnations[name] = self.incarnations.get(name, 0) + 1
         joined = self.table.join(make_join(name, self.incarnations[name], blocks=blocks), self.now)
         if joined.replaced is not None:
-            self.did(self.requests.worker_gone(name, "replaced", self.now, drained=False))
-        self.did(self.requests.worker_joined(self.now))
+            self.record(self.requests.worker_gone(name, "replaced", self.now, drained=False))
+        self.record(self.requests.worker_joined(self.now))
 
     def lose(self, name: str, *, drained: bool = False) -> None:
         if drained:
@@ -76,16 +76,16 @@ class Drive:
             worker = self.table.get(name)
             assert worker is not None
             worker.state = "lost"
-        self.did(self.requests.worker_gone(name, "silent", self.now, drained=drained))
+        self.record(self.requests.worker_gone(name, "silent", self.now, drained=drained))
 
     def submit(self, name: str = "r", max_tokens: int = 4, **more: object) -> Request:
         values: dict[str, object] = {"prompt": (1, 2, 3), "max_tokens": max_tokens, **more}
         r, actions = self.requests.admit(GenerateRequest(name, **values), self.now)  # type: ignore[arg-type]
-        self.did(actions)
+        self.record(actions)
         return r
 
     def events(self, worker: str, events: StepEvents) -> None:
-        self.did(self.requests.on_events(worker, events, self.now))
+        self.record(self.requests.on_events(worker, events, self.now))
 
     def tokens(self, worker: str, sequence: SequenceId, first: int, *tokens: int, **more: object) -> None:
         event = TokenEvent(sequence, first, tokens, **more)  # type: ignore[arg-type]
@@ -102,10 +102,10 @@ class Drive:
 
     def tick(self, after: float = 0.1) -> None:
         self.now += after
-        self.did(self.requests.tick(self.now))
+        self.record(self.requests.tick(self.now))
 
     def at(self, stage: Stage, name: str = "r", **more: object) -> tuple[Request, SequenceId]:
-        """A request brought to a stage on p0 and d0, with the sequence under which it is there."""
+        """Returns a request that has been brought to a stage on p0 and d0, and its sequence at that stage."""
         r = self.submit(name, **more)  # type: ignore[arg-type]
         s = r.sequence
         if stage in (Stage.HANDOVER, Stage.PARKED, Stage.DECODE):
@@ -127,7 +127,7 @@ class Drive:
         return r.error
 
 
-def test_the_life_of_a_request() -> None:
+def test_request_passes_through_its_stages_until_all_workers_release_it() -> None:
     d = Drive("p0", "d0", "d1")
     r = d.submit()
     (start,) = d.take(StartPrefill)
@@ -147,7 +147,7 @@ def test_the_life_of_a_request() -> None:
 
 
 @pytest.mark.parametrize(("stage", "dies"), [(Stage.PREFILL, "p0"), (Stage.DECODE, "d0")])
-def test_when_the_worker_that_runs_it_dies_it_goes_on_elsewhere_and_two_deaths_end_it(stage: Stage, dies: str) -> None:
+def test_request_is_rescheduled_after_one_worker_loss_and_fails_after_two(stage: Stage, dies: str) -> None:
     d = Drive("p0", "d0", "p1", "d1")
     r, s = d.at(stage, max_tokens=8)
     if stage is Stage.DECODE:
@@ -172,7 +172,7 @@ def test_when_the_worker_that_runs_it_dies_it_goes_on_elsewhere_and_two_deaths_e
     assert error.message.startswith(f"2 workers were lost while they ran the request: {dies} (silent, stage ")
 
 
-def test_the_kv_of_a_dead_decode_worker_is_offered_to_another_before_any_second_prefill() -> None:
+def test_kv_is_offered_to_another_decode_worker_before_a_second_prefill() -> None:
     d = Drive("p0", "d0", "d1")
     r, s = d.at(Stage.HANDOVER)
     d.lose("d0")
@@ -185,16 +185,16 @@ def test_the_kv_of_a_dead_decode_worker_is_offered_to_another_before_any_second_
     assert r.journal.finish == "length" and d.requests.rescheduled == 0
 
 
-def test_a_dead_decode_worker_that_has_taken_all_kv_is_a_death() -> None:
+def test_loss_of_a_decode_worker_that_has_all_kv_counts_as_a_death() -> None:
     d = Drive("p0", "d0", "d1")
     r, s = d.at(Stage.HANDOVER)
     d.lose("d0")
-    d.handed_over("p0", s, "d0")  # told when it had been lost already
+    d.handed_over("p0", s, "d0")  # reported after d0 was lost
     assert r.deaths == ["d0 (lost as it took the KV)"]
     assert d.take(StartPrefill)[0].request.output == (5,)
 
 
-def test_a_new_incarnation_is_not_the_worker_that_took_the_kv() -> None:
+def test_new_incarnation_of_a_decode_worker_does_not_have_the_kv() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.DECODE)
     d.join("d0")
@@ -205,17 +205,17 @@ def test_a_new_incarnation_is_not_the_worker_that_took_the_kv() -> None:
     assert r.journal.tokens == [5]
 
 
-def test_a_prefill_worker_is_not_missed_once_decode_has_all_kv() -> None:
+def test_loss_of_a_prefill_worker_is_harmless_once_decode_has_all_kv() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
-    d.tokens("d0", s, 0, 5, 6)  # so it has all of it, though the hand-over was never reported
+    d.tokens("d0", s, 0, 5, 6)  # proves that it has all KV, though the hand-over was not reported
     d.lose("p0")
     d.tokens("d0", s, 2, 7, 8)
     assert r.journal.tokens == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("stage", [Stage.HANDOVER, Stage.PARKED])
-def test_a_prefill_worker_that_dies_with_the_kv_costs_a_prefill_and_is_no_death(stage: Stage) -> None:
+def test_loss_of_the_prefill_worker_with_the_kv_costs_a_prefill_and_is_no_death(stage: Stage) -> None:
     d = Drive("p0", "d0", "p1")
     r, s = d.at(stage)
     d.lose("p0")
@@ -223,7 +223,7 @@ def test_a_prefill_worker_that_dies_with_the_kv_costs_a_prefill_and_is_no_death(
     assert [c.sequence for w, c in d.sent(Abort) if w == "d0"] == [s], "what had arrived is dropped"
 
 
-def test_prompt_logprobs_that_prefill_had_not_reported_are_computed_again() -> None:
+def test_unreported_prompt_logprobs_are_recomputed() -> None:
     d = Drive("p0", "d0", "p1")
     r, s = d.at(Stage.HANDOVER, sampling=SamplingParams(prompt_logprobs=0))
     d.tokens("d0", s, 0, 5, 6)
@@ -242,8 +242,8 @@ def test_prompt_logprobs_that_prefill_had_not_reported_are_computed_again() -> N
 
 
 @pytest.mark.parametrize("dies", ["", "d0"])
-def test_prompt_logprobs_may_come_after_the_last_token(dies: str) -> None:
-    """They come from prefill, over another stream."""
+def test_prompt_logprobs_may_arrive_after_the_last_token(dies: str) -> None:
+    """They come from the prefill worker, on another stream."""
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PREFILL, max_tokens=2, sampling=SamplingParams(prompt_logprobs=0))
     d.tokens("d0", s, 0, 5, 6)
@@ -255,7 +255,7 @@ def test_prompt_logprobs_may_come_after_the_last_token(dies: str) -> None:
     assert r.ended and r.error is None and r.deaths == []
 
 
-def test_the_clock_of_the_hold_runs_for_what_is_parked_with_its_first_token() -> None:
+def test_hold_timeout_applies_to_kv_parked_before_its_first_token() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     r, s = d.at(Stage.PREFILL)
     d.lose("d0")
@@ -268,7 +268,7 @@ def test_the_clock_of_the_hold_runs_for_what_is_parked_with_its_first_token() ->
 
 
 @pytest.mark.parametrize("parked", ["before its last token", "after"])
-def test_parked_kv_of_a_request_that_has_ended_is_dropped(parked: str) -> None:
+def test_parked_kv_of_an_ended_request_is_dropped(parked: str) -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PARKED if parked.startswith("before") else Stage.HANDOVER)
     d.tokens("d0", s, 0, 5, 6, 7, 8)
@@ -278,8 +278,8 @@ def test_parked_kv_of_a_request_that_has_ended_is_dropped(parked: str) -> None:
     assert ("p0", s) in [(w, c.sequence) for w, c in d.sent(Abort)]
 
 
-def test_a_repeat_of_an_earlier_attempt_does_not_drop_the_kv_of_the_present_one() -> None:
-    """A prefill worker knows a hand-over by the attempt that it began as, too."""
+def test_stale_parked_event_does_not_drop_the_kv_of_the_current_attempt() -> None:
+    """A prefill worker also finds a hand-over by its first attempt, so an `Abort` of that one would drop the KV."""
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.park("p0", s)
@@ -289,7 +289,7 @@ def test_a_repeat_of_an_earlier_attempt_does_not_drop_the_kv_of_the_present_one(
     assert not d.sent(Abort) and r.stage is Stage.HANDOVER
 
 
-def test_a_draining_cluster_finishes_the_other_choices_of_what_it_has_accepted() -> None:
+def test_draining_cluster_still_admits_other_choices_of_accepted_requests() -> None:
     d = Drive("p0", "d0")
     d.at(Stage.DECODE)
     d.requests.draining = True
@@ -305,11 +305,11 @@ def test_a_request_that_needs_no_decode_worker_does_not_wait_for_one() -> None:
     d.lose("d0")
     d.tick(40.0)
     assert last.error is None
-    d.did(d.requests.end(busy, "the client left", d.now))
+    d.record(d.requests.end(busy, "the client left", d.now))
     assert last.stage is Stage.PREFILL
 
 
-def test_what_ends_late_or_never_was_there_is_released() -> None:
+def test_hand_over_is_released_if_the_request_ended_and_stale_if_no_worker_runs_it() -> None:
     d = Drive("p0", "d0")
     _, s = d.at(Stage.HANDOVER)
     d.tokens("d0", s, 0, 5, 6, 7, 8)
@@ -317,7 +317,7 @@ def test_what_ends_late_or_never_was_there_is_released() -> None:
     d.handed_over("p0", s, "d0")
     assert [w for w, _ in d.sent(Release)] == ["p0"]
     waiting = d.submit("waiting", prompt=(1,) * 40), d.submit("queued")
-    d.handed_over("p0", waiting[1].sequence, "d0")  # of an attempt that no worker has
+    d.handed_over("p0", waiting[1].sequence, "d0")  # of an attempt that no worker runs
     assert waiting[1].stage is Stage.QUEUED and d.requests.stale_events
 
 
@@ -326,7 +326,7 @@ def test_rescheduled_requests_go_first_in_order_of_age() -> None:
     names = ["a", "b", "c", "d"]
     for name in names:
         d.submit(name, prompt=(1,) * 16)
-    assert [a.request.request_id for a in d.take(StartPrefill)] == ["a", "b"]  # one each, c and d wait
+    assert [a.request.request_id for a in d.take(StartPrefill)] == ["a", "b"]  # one per worker; c and d wait
     d.lose("p1")
     d.lose("p0")
     d.join("p0", blocks=64)
@@ -336,7 +336,7 @@ def test_rescheduled_requests_go_first_in_order_of_age() -> None:
     assert [a.request.request_id for a in d.take(StartPrefill)] == ["c"]
 
 
-def test_while_a_role_is_empty_accepted_requests_wait_and_then_end_with_the_reason() -> None:
+def test_accepted_requests_wait_for_an_empty_role_and_then_fail_with_the_reason() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     running, _ = d.at(Stage.DECODE, "running")
     d.lose("d0")
@@ -355,7 +355,7 @@ def test_while_a_role_is_empty_accepted_requests_wait_and_then_end_with_the_reas
     assert d.error(running).code == "no_prefill_worker"
 
 
-def test_a_role_that_comes_back_without_room_for_all_stops_the_clock() -> None:
+def test_returning_role_stops_the_hold_timeout_even_without_room_for_all() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     first, _ = d.at(Stage.DECODE, "first", prompt=(1,) * 40)
     second, _ = d.at(Stage.HANDOVER, "second", prompt=(1,) * 20)
@@ -368,7 +368,7 @@ def test_a_role_that_comes_back_without_room_for_all_stops_the_clock() -> None:
     assert not second.ended
 
 
-def test_parked_kv_waits_for_a_decode_worker_too() -> None:
+def test_parked_kv_waits_for_a_decode_worker_until_the_hold_timeout() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     r, s = d.at(Stage.PARKED)
     d.lose("d0")
@@ -382,7 +382,7 @@ def test_parked_kv_waits_for_a_decode_worker_too() -> None:
     assert d.error(r).code == "no_decode_worker"
 
 
-def test_what_only_a_lost_worker_could_hold_waits_for_one_like_it() -> None:
+def test_request_that_fits_only_a_lost_worker_waits_and_then_fails() -> None:
     d = Drive("p0", "d0", "d1", hold_s=30.0)
     d.lose("d1")
     d.join("d1", blocks=4)
@@ -396,7 +396,7 @@ def test_what_only_a_lost_worker_could_hold_waits_for_one_like_it() -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.HANDOVER, Stage.DECODE])
-def test_a_drained_worker_gives_back_what_it_had_and_that_is_no_death(stage: Stage) -> None:
+def test_requests_of_a_drained_worker_are_rescheduled_and_count_no_death(stage: Stage) -> None:
     d = Drive("p0", "d0", "p1", "d1")
     r, _ = d.at(stage)
     d.lose("d0" if stage is Stage.DECODE else "p0", drained=True)
@@ -404,7 +404,7 @@ def test_a_drained_worker_gives_back_what_it_had_and_that_is_no_death(stage: Sta
     assert r.journal.request.output == tuple(r.journal.tokens)
 
 
-def test_a_hand_over_to_a_worker_that_has_left_is_given_back() -> None:
+def test_hand_over_to_a_worker_that_has_left_is_rescheduled() -> None:
     d = Drive("p0", "d0", "d1")
     r, s = d.at(Stage.HANDOVER)
     d.lose("d0", drained=True)
@@ -413,14 +413,14 @@ def test_a_hand_over_to_a_worker_that_has_left_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("order", ["tokens first", "parked first"])
-def test_a_lost_last_acknowledgement_reschedules_what_decode_has_begun(order: str) -> None:
-    """Prefill has told decode to end it; outside exact mode another worker might not repeat its tokens."""
+def test_lost_last_acknowledgement_reschedules_a_request_that_decode_has_started(order: str) -> None:
+    """The prefill worker has made decode end it; outside exact mode another worker might generate other tokens."""
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     if order == "parked first":
         worker = d.table.get("d0")
         assert worker is not None
-        worker.state = "joining"  # so that nobody can be named
+        worker.state = "joining"  # so that it cannot be a target
         d.park("p0", s)
         assert r.stage is Stage.PARKED
         worker.state = "ready"
@@ -448,7 +448,7 @@ def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attem
     assert d.requests.stale_events == 1
 
 
-def test_who_refused_just_now_is_asked_again_ever_later_and_not_for_ever() -> None:
+def test_refused_kv_is_offered_again_with_backoff_up_to_a_limit() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.park("p0", s)
@@ -461,13 +461,13 @@ def test_who_refused_just_now_is_asked_again_ever_later_and_not_for_ever() -> No
         while not d.take(AssignTargets):
             d.tick(0.01)
         waited.append(round(d.now - began, 1))
-    assert waited[:5] == [0.1, 0.2, 0.4, 0.8, 1.0] and 20 < sum(waited) < 30  # as long as a request is held
+    assert waited[:5] == [0.1, 0.2, 0.4, 0.8, 1.0] and 20 < sum(waited) < 30  # about as long as a request is held
     d.park("p0", r.sequence)
     error = d.error(r)
     assert isinstance(error, HandoffError) and "30 tries" in error.message
 
 
-def test_what_is_repeated_after_a_redial_counts_once() -> None:
+def test_parked_events_repeated_after_a_redial_count_once() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PREFILL)
     d.park("p0", s)
@@ -483,7 +483,7 @@ def test_what_is_repeated_after_a_redial_counts_once() -> None:
     assert (r.stage, r.times_parked) == (Stage.PARKED, 2)
 
 
-def test_parked_kv_is_not_assigned_while_its_worker_cannot_be_told() -> None:
+def test_parked_kv_is_not_assigned_while_its_worker_is_disconnected() -> None:
     d = Drive("p0", "d0")
     r, _ = d.at(Stage.PARKED)
     d.table.disconnected("p0", 1, d.now)
@@ -498,8 +498,8 @@ def test_parked_kv_is_not_assigned_while_its_worker_cannot_be_told() -> None:
 
 
 @pytest.mark.parametrize("code", ["worker_lost", "unknown_sequence"])
-def test_a_decode_worker_that_lost_its_source_is_no_loss_while_prefill_has_the_kv(code: str) -> None:
-    """Also while the session of prefill is broken: it keeps its lease."""
+def test_decode_worker_losing_its_source_is_ignored_while_prefill_has_the_kv(code: str) -> None:
+    """This holds while the session of the prefill worker is broken, too, since it keeps its lease."""
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.table.disconnected("p0", 1, d.now)
@@ -509,26 +509,26 @@ def test_a_decode_worker_that_lost_its_source_is_no_loss_while_prefill_has_the_k
 
 @pytest.mark.parametrize("who", ["p0", "d0"])
 @pytest.mark.parametrize("code", ["abandoned", "draining"])
-def test_what_a_worker_has_given_up_goes_on_from_the_journal(who: str, code: str) -> None:
+def test_sequence_given_up_by_a_worker_is_rescheduled_from_the_journal(who: str, code: str) -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.ended(who, s, code)
     assert d.take(StartPrefill)[0].request.output == (5,) and r.deaths == []
 
 
-def test_a_prefill_command_that_was_lost_with_its_session_is_sent_again() -> None:
+def test_prefill_command_lost_with_its_session_is_resent() -> None:
     d = Drive("p0", "d0", "d1")
     r, s = d.at(Stage.PREFILL)
     d.ended("p0", s, "unknown_sequence")
     (start,) = d.take(StartPrefill)
     assert start.request.sequence_id == s and r.stage is Stage.PREFILL
-    d.join("d0")  # its handle was for the incarnation before
+    d.join("d0")  # the handle was for its previous incarnation
     d.ended("p0", s, "unknown_sequence")
     assert d.take(StartPrefill)[0].request.attempt > s.attempt
 
 
 @pytest.mark.parametrize("code", ["kv_corrupt", "handoff_failed"])
-def test_kv_that_is_damaged_or_gone_is_computed_again_and_not_a_third_time(code: str) -> None:
+def test_damaged_or_missing_kv_is_recomputed_at_most_once(code: str) -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.ended("p0", s, code)
@@ -546,7 +546,7 @@ def test_a_sequence_that_a_worker_ends_early_is_rescheduled_once() -> None:
     assert "p0 (ended the request: aborted)" in d.error(r).message
 
 
-def test_another_error_of_a_worker_reaches_the_client_with_its_stage() -> None:
+def test_other_worker_errors_reach_the_client_with_their_stage() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PREFILL)
     d.ended("p0", s, "nonsense")
@@ -554,14 +554,14 @@ def test_another_error_of_a_worker_reaches_the_client_with_its_stage() -> None:
     assert (error.code, error.message) == ("nonsense", "so it is (stage prefill)")
 
 
-def test_a_differing_repeat_ends_the_request() -> None:
+def test_conflicting_repeat_of_a_token_ends_the_request() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.tokens("d0", s, 0, 9)
     assert isinstance(d.error(r), InvariantError)
 
 
-def test_counters_and_times_go_on_over_attempts() -> None:
+def test_counters_and_times_accumulate_over_attempts() -> None:
     d = Drive("p0", "d0", "d1")
     r, s = d.at(Stage.HANDOVER, max_tokens=9)
     d.handed_over("p0", s, "d0", queue_s=0.1, prefill_s=1.0)
@@ -580,7 +580,7 @@ def test_counters_and_times_go_on_over_attempts() -> None:
     assert r.first_token_at == 100.0
 
 
-def test_a_short_answer_has_the_times_of_prefill_though_its_hand_over_is_reported_later() -> None:
+def test_short_response_has_prefill_times_before_its_hand_over_is_reported() -> None:
     d = Drive("p0", "d0")
     r = d.submit(max_tokens=2)
     s = r.sequence
@@ -590,12 +590,12 @@ def test_a_short_answer_has_the_times_of_prefill_though_its_hand_over_is_reporte
     assert r.all_stamps() == StageStamps(queue_s=0.1, prefill_s=1.0, reserve_s=0.2)
 
 
-def test_time_in_the_queue_adds_up_and_only_new_output_is_expected_again() -> None:
+def test_queue_time_accumulates_and_only_new_output_updates_the_expectation() -> None:
     d = Drive("p0", "d0")
     blocker = d.submit("blocker", prompt=(1,) * 40)
     r = d.submit(max_tokens=20)
     d.now += 1.0
-    d.did(d.requests.end(blocker, "the client left", d.now))
+    d.record(d.requests.end(blocker, "the client left", d.now))
     s = r.sequence
     assert r.queued_s == 1.0
     d.tokens("p0", s, 0, *range(10))
@@ -605,12 +605,12 @@ def test_time_in_the_queue_adds_up_and_only_new_output_is_expected_again() -> No
     assert r.queued_s == 3.0
     mean = d.requests.dispatcher.expectation.mean_tokens
     d.tokens("p0", r.sequence, 10, 5)
-    d.did(d.requests.end(r, "the client left", d.now))
+    d.record(d.requests.end(r, "the client left", d.now))
     expected = mean + 0.05 * (1 - mean)  # one token in this dispatch, not eleven
     assert d.requests.dispatcher.expectation.mean_tokens == pytest.approx(expected)
 
 
-def test_choices_share_the_age_of_their_request_and_wait_whatever_the_limits() -> None:
+def test_choices_share_the_age_and_queue_position_of_their_request() -> None:
     d = Drive("p0", "d0")
     first = d.submit("r", prompt=(1,) * 16)
     later = d.submit("later", prompt=(1,) * 16)
@@ -620,7 +620,7 @@ def test_choices_share_the_age_of_their_request_and_wait_whatever_the_limits() -
     assert (other.stage, later.stage) == (Stage.PREFILL, Stage.QUEUED)
 
 
-def test_a_redialled_worker_is_told_what_is_expected_of_it() -> None:
+def test_redialled_worker_receives_the_sequences_expected_of_it() -> None:
     d = Drive("p0", "d0", "d1")
     _, s = d.at(Stage.HANDOVER)
     assert d.requests.following("p0") == (Following(s, 1, here=True),)
@@ -630,23 +630,23 @@ def test_a_redialled_worker_is_told_what_is_expected_of_it() -> None:
 
 
 @pytest.mark.parametrize("stage", [s for s in Stage if s is not Stage.ENDED])
-def test_the_end_is_told_to_every_worker_that_may_hold_something(stage: Stage) -> None:
+def test_request_end_is_sent_to_every_worker_that_may_hold_state(stage: Stage) -> None:
     d = Drive("p0", "d0", "d1")
     if stage is Stage.QUEUED:
         blocker = d.submit("blocker", prompt=(1,) * 40)
         r = d.submit()
         d.new.clear()
-        d.did(d.requests.end(r, "the client left", d.now))
+        d.record(d.requests.end(r, "the client left", d.now))
         assert not d.new and d.requests.dispatcher.num_queued == 0
-        d.did(d.requests.end(blocker, "the client left", d.now))
+        d.record(d.requests.end(blocker, "the client left", d.now))
     else:
         r, s = d.at(stage)
-        d.did(d.requests.end(r, "the client left", d.now))
+        d.record(d.requests.end(r, "the client left", d.now))
         assert [(w, c.sequence) for w, c in d.sent(Abort)] == [("d0", s), ("d1", s), ("p0", s)]
     assert r.ended and not LEGAL_MOVES[r.stage]
 
 
-def test_a_deadline_names_its_stage() -> None:
+def test_deadline_error_names_the_stage() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PREFILL, deadline_s=1.0)
     d.tick(0.9)
@@ -657,14 +657,14 @@ def test_a_deadline_names_its_stage() -> None:
     assert [c.sequence for _, c in d.sent(Abort)] == [s, s]
 
 
-def test_room_for_choices_is_given_back_with_their_request() -> None:
+def test_queue_room_for_choices_is_released_with_their_request() -> None:
     d = Drive("p0", "d0")
     request = make_request("r", max_tokens=4)
     r, actions = d.requests.admit(request, d.now, 5)
-    d.did(actions)
+    d.record(actions)
     assert d.requests.dispatcher.incomplete == {r.name}
     d.requests.check()
-    d.did(d.requests.end(r, "the client left", d.now))  # before the others came
+    d.record(d.requests.end(r, "the client left", d.now))  # before its other choices were submitted
     d.requests.forget(r)
     assert not d.requests.dispatcher.incomplete
     d.requests.check()
@@ -673,11 +673,11 @@ def test_room_for_choices_is_given_back_with_their_request() -> None:
         d.requests.check()
 
 
-def test_deadlines_pass_in_whatever_order_requests_came() -> None:
+def test_deadlines_expire_in_any_order_of_arrival() -> None:
     d = Drive("p0", "d0")
     limits = {"a": 5.0, "b": 1.0, "c": 3.0, "d": 2.0}
     all_of = {name: d.submit(name, deadline_s=limit) for name, limit in limits.items()}
-    d.did(d.requests.end(all_of["d"], "the client left", d.now))  # its deadline counts no more
+    d.record(d.requests.end(all_of["d"], "the client left", d.now))  # its deadline no longer counts
     d.requests.forget(all_of["d"])
     began = d.now
     while d.now - began < 6.0:
@@ -686,8 +686,8 @@ def test_deadlines_pass_in_whatever_order_requests_came() -> None:
         assert late == {name for name, limit in limits.items() if limit <= d.now - began} - {"d"}, d.now - began
 
 
-def test_a_decode_step_does_not_look_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens make room for nobody; a look costs as much as there are workers and sequences."""
+def test_decode_step_does_not_scan_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens free no room, and a scan takes time proportional to the number of workers and sequences."""
     drive, looks = Drive("p0", "d0"), 0
     r, s = drive.at(Stage.DECODE)
     place = drive.requests.dispatcher.place

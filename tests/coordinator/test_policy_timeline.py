@@ -1,4 +1,4 @@
-"""Where the time of a request went: spans that add up to the whole, whatever became of the request."""
+"""The time spans of a request: they add up to the whole, however the request ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.coordinator.test_policy_requests import Drive
 from tests.support.cluster_sim import ClusterSim
 
 
-def check_whole(request: Request, found: tuple[Span, ...], now: float) -> None:
+def check_spans(request: Request, found: tuple[Span, ...], now: float) -> None:
     assert found[0].start_s == 0.0 and found[-1].end_s == pytest.approx(now - request.started_at)
     for before, after in pairwise(found):
         assert before.end_s == pytest.approx(after.start_s)
@@ -26,7 +26,7 @@ def named(found: tuple[Span, ...]) -> list[tuple[str, float, str]]:
     return [(s.name, pytest.approx(s.end_s - s.start_s), s.worker) for s in found]
 
 
-def test_each_stage_has_its_share() -> None:
+def test_each_stage_has_a_span_of_its_duration() -> None:
     d = Drive("p0", "d0")
     r = d.submit(max_tokens=3)
     s = r.sequence
@@ -41,7 +41,7 @@ def test_each_stage_has_its_share() -> None:
     assert r.stage is Stage.ENDED
     d.now += 0.25
     found = spans(r, d.now)
-    check_whole(r, found, d.now)
+    check_spans(r, found, d.now)
     assert named(found) == [
         ("prefill_queue", 0.25, "p0"),
         ("prefill", 0.75, "p0"),
@@ -53,7 +53,7 @@ def test_each_stage_has_its_share() -> None:
     ]
 
 
-def test_a_running_request_has_its_stage_so_far() -> None:
+def test_running_request_has_a_span_for_its_current_stage() -> None:
     d = Drive("p0", "d0")
     r, _ = d.at(Stage.DECODE)
     d.now += 3.0
@@ -70,18 +70,18 @@ def test_each_attempt_is_split_by_its_own_measurements() -> None:
     d.tokens("p0", r.sequence, 1, 8)
     d.handed_over("p0", r.sequence, "d1", queue_s=0.5)
     found = spans(r, d.now)
-    check_whole(r, found, d.now)
+    check_spans(r, found, d.now)
     assert named(found) == [("decode", 2.0, "d0"), ("prefill_queue", 0.5, "p0"), ("prefill", 0.5, "p0")]
 
 
-def test_parked_kv_shows() -> None:
+def test_parked_time_has_its_own_span() -> None:
     d = Drive("p0", "d0")
     r, _ = d.at(Stage.PARKED)
     d.now += 4.0
     assert named(spans(r, d.now)) == [("parked", 4.0, "p0")]
 
 
-def test_the_spans_of_a_thousand_requests_add_up_through_deaths() -> None:
+def test_spans_of_a_thousand_requests_add_up_despite_worker_losses() -> None:
     sim = ClusterSim(*NAMES, seed=3, kill_every=20, lost_acks=0.02)
     requests = make_requests(1000, 3)
     for i, request in enumerate(requests):
@@ -92,6 +92,6 @@ def test_the_spans_of_a_thousand_requests_add_up_through_deaths() -> None:
         ended_at = r.history[-1].at
         assert r.stage is Stage.ENDED and ended_at > r.started_at
         found = spans(r, ended_at)
-        check_whole(r, found, ended_at)
+        check_spans(r, found, ended_at)
         seen |= {span.name for span in found}
     assert sim.kills > 10 and seen >= {"queue", "prefill", "transfer", "decode"}, seen

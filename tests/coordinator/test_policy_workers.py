@@ -1,4 +1,4 @@
-"""Who belongs to the cluster."""
+"""The worker table: joins, leases, incarnations, draining."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = OwnModel(
         )
     ),
 )
-"""What the workers of `make_facts` have loaded."""
+"""The model that workers with `make_facts` have loaded."""
 
 
 def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
@@ -45,7 +45,7 @@ def state(workers: WorkerTable, worker: str = "d0") -> str:
 
 
 def layers(**changes: object) -> KVLayout:
-    """The layout of `make_facts`, with other layers."""
+    """Returns the layout of `make_facts` with changed layers."""
     return replace(make_layout(), layers=(replace(make_layout().layers[0], **changes),) * 2)  # type: ignore[arg-type]
 
 
@@ -78,7 +78,7 @@ def test_a_fact_that_differs_is_refused_by_name(workers: WorkerTable, param: str
     assert state(workers, "d1") == "forgotten"
 
 
-def test_the_first_worker_must_fit_the_coordinators_own_model_and_have_blocks(workers: WorkerTable) -> None:
+def test_first_worker_must_match_the_coordinators_model_and_have_a_block_size(workers: WorkerTable) -> None:
     with pytest.raises(JoinRefused, match="config_digest"):
         workers.join(join(config_digest="x"), 0.0)
     with pytest.raises(JoinRefused, match="block_size"):
@@ -94,7 +94,7 @@ def test_the_first_worker_must_fit_the_coordinators_own_model_and_have_blocks(wo
         ({}, "this one has KV and a vocabulary of the same size but another config.json"),
     ],
 )
-def test_another_model_than_the_coordinators_is_refused_with_how_it_differs(
+def test_worker_with_another_model_is_refused_with_the_difference(
     workers: WorkerTable, facts: dict[str, object], difference: str
 ) -> None:
     with pytest.raises(JoinRefused) as caught:
@@ -106,7 +106,7 @@ def test_another_model_than_the_coordinators_is_refused_with_how_it_differs(
     assert caught.value.param == "config_digest"
 
 
-def test_other_weights_than_those_here_are_refused_with_who_has_them(workers: WorkerTable) -> None:
+def test_worker_with_other_weights_is_refused_with_the_name_of_a_present_worker(workers: WorkerTable) -> None:
     workers.join(replace(join(model_digest="a" * 64), host="10.0.0.7"), 0.0)
     with pytest.raises(JoinRefused) as caught:
         workers.join(join("d1", model_digest="b" * 64), 0.0)
@@ -131,9 +131,7 @@ def ranks(count: int, *pids: int) -> dict[str, object]:
         *(("tensor_parallel", given) for given in (ranks(3, 1, 2, 3), ranks(2, 1), ranks(1 << 30), ranks(0))),
     ],
 )
-def test_what_no_worker_says_of_itself_is_refused_by_name(
-    workers: WorkerTable, field: str, given: dict[str, object]
-) -> None:
+def test_invalid_join_fields_are_refused_by_name(workers: WorkerTable, field: str, given: dict[str, object]) -> None:
     with pytest.raises(JoinRefused) as caught:
         workers.join(replace(join(), **given), 0.0)  # type: ignore[arg-type]
     assert caught.value.param == field
@@ -147,14 +145,14 @@ def test_tensor_parallel_may_differ(workers: WorkerTable) -> None:
     assert state(workers, "p0") == "ready"
 
 
-def test_a_lost_worker_sets_no_standard(workers: WorkerTable) -> None:
+def test_joins_are_not_compared_with_lost_workers(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     workers.expire(3.0)
     workers.join(join("d1", model_digest="new"), 3.0)
     assert state(workers, "d1") == "ready"
 
 
-def test_heartbeats_keep_a_worker_and_silence_loses_it(workers: WorkerTable) -> None:
+def test_heartbeats_renew_the_lease_and_a_silent_worker_is_lost(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     assert workers.renew_lease("d0", 1, Load(blocks_free=5), 2.9)
     assert workers.expire(5.8) == []
@@ -169,19 +167,19 @@ def test_heartbeats_keep_a_worker_and_silence_loses_it(workers: WorkerTable) -> 
     assert state(workers) == "forgotten"
 
 
-def test_the_table_says_what_was_planned_ahead(workers: WorkerTable) -> None:
+def test_worker_row_reports_async_scheduling_counters(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     workers.renew_lease("d0", 1, Load(steps=9, steps_ahead=7, rows_discarded=2), 0.5)
     (row,) = [w.row(0.5) for w in workers.all()]
     assert (row["steps"], row["steps_ahead"], row["rows_discarded"]) == (9, 7, 2)
 
 
-def test_a_lease_that_ran_out_fences_before_anyone_looked(workers: WorkerTable) -> None:
+def test_expired_lease_fences_the_worker_before_the_expiry_check_runs(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     assert not workers.renew_lease("d0", 1, None, 3.0)
 
 
-def test_a_broken_stream_may_come_back_within_the_lease(workers: WorkerTable) -> None:
+def test_disconnected_worker_may_redial_within_the_lease(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     workers.renew_lease("d0", 1, Load(blocks_total=8, blocks_free=3), 0.5)
     assert workers.disconnected("d0", 1, 1.0)
@@ -189,11 +187,11 @@ def test_a_broken_stream_may_come_back_within_the_lease(workers: WorkerTable) ->
     known = workers.get("d0")
     assert known is not None and workers.join(join(), 2.0).worker is known
     assert state(workers) == "ready"
-    assert next(w.row(100.0) for w in workers.all())["blocks_free"] == 3  # what it said last still stands
+    assert next(w.row(100.0) for w in workers.all())["blocks_free"] == 3  # its last report is still valid
     assert workers.expire(4.9) == []
 
 
-def test_whose_connection_closed_has_less_time_than_who_is_silent(workers: WorkerTable) -> None:
+def test_closed_connection_shortens_the_lease(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     workers.disconnected("d0", 1, 1.0)
     assert workers.expire(1.0 + REDIAL_S - 0.01) == []
@@ -202,7 +200,7 @@ def test_whose_connection_closed_has_less_time_than_who_is_silent(workers: Worke
     assert not workers.renew_lease("d0", 1, None, 1.0 + REDIAL_S)
     workers.join(join("d1"), 0.0)
     workers.disconnected("d1", 1, 2.9)
-    ((lost, why),) = workers.expire(3.0)  # its lease was nearly over already
+    ((lost, why),) = workers.expire(3.0)  # its lease ends before REDIAL_S is over
     assert lost.worker_id == "d1"
 
 
@@ -220,23 +218,23 @@ def test_a_new_incarnation_replaces_the_old_one_which_is_fenced(workers: WorkerT
 
 
 def test_a_restart_is_not_refused_because_a_clock_was_set_back(workers: WorkerTable) -> None:
-    """While the newer one holds its lease it is: that one may redial."""
+    """An older incarnation is refused only while the newer one holds its lease, since that one may redial."""
     workers.join(join(incarnation=2), 0.0)
     workers.disconnected("d0", 2, 0.2)
     with pytest.raises(JoinRefused, match="1 is older"):
         workers.join(join(incarnation=1), 0.3)
     workers.expire(3.0)
     assert workers.join(join(incarnation=1), 3.1).replaced is None
-    assert not workers.renew_lease("d0", 2, None, 3.2)  # what it may have sent last
+    assert not workers.renew_lease("d0", 2, None, 3.2)  # a late message of the lost incarnation
 
 
-def test_who_takes_a_name_with_an_impossible_incarnation_holds_it_only_while_it_is_there(workers: WorkerTable) -> None:
+def test_impossible_incarnation_blocks_its_worker_name_only_until_its_lease_ends(workers: WorkerTable) -> None:
     workers.join(join(incarnation=(1 << 63) - 1), 0.0)
     workers.expire(3.0)
     assert workers.join(join(incarnation=1), 3.1).worker.incarnation == 1
 
 
-def test_a_name_keeps_its_role_while_its_worker_lives(workers: WorkerTable) -> None:
+def test_worker_name_keeps_its_role_while_the_worker_is_present(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     with pytest.raises(JoinRefused, match="role"):
         workers.join(join(role="prefill", incarnation=2), 1.0)
@@ -254,7 +252,7 @@ def test_draining_and_leaving(workers: WorkerTable) -> None:
     assert not list(workers.all())
 
 
-def test_the_table_lists_prefill_first(workers: WorkerTable) -> None:
+def test_worker_table_lists_prefill_workers_first(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     workers.join(join("p0", "prefill"), 0.0)
     rows = [w.row(100.0) for w in workers.all()]

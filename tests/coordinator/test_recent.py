@@ -1,4 +1,4 @@
-"""What operators can ask of requests: those that run and the last ones, by any of their names."""
+"""What operators can query: running requests and the most recent ones, by any of their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_policy_requests import Drive
 from tests.support.fake_generator import FakeGenerator
-from tests.support.fake_workers import begun, bench, run_out
+from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.requests_kit import events
 
 SPANS = (Span("queue", 0.0, 0.25), Span("prefill", 0.25, 1.0, "p0"))
@@ -36,7 +36,7 @@ TEXT = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
-def test_running_ones_come_first_then_the_latest() -> None:
+def test_running_requests_are_listed_first_then_the_latest() -> None:
     d, recent = Drive("p0", "d0"), RecentRequests()
     done, _ = d.at(Stage.HANDOVER, name="done")
     d.now += 1.0
@@ -49,7 +49,7 @@ def test_running_ones_come_first_then_the_latest() -> None:
     assert (found[1].generated_tokens, found[1].prompt_tokens, found[1].attempts) == (1, 3, 1)
 
 
-def test_only_so_many_are_kept() -> None:
+def test_number_of_kept_requests_is_bounded() -> None:
     d, recent = Drive("p0", "d0"), RecentRequests()
     r = d.submit()
     for _ in range(KEPT + 5):
@@ -85,13 +85,13 @@ def test_a_request_is_found_by_each_of_its_names(asked: str, found: list[int]) -
     assert sorted(r.request_id for r in recent.named([], asked, d.now)) == sorted(IDS[i] for i in found)
 
 
-async def test_the_pipeline_remembers_how_each_one_ended() -> None:
+async def test_pipeline_records_how_each_request_ended() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=4)
-        p, d, s = await begun(b)
+        p, d, s = await wait_for_dispatch(b)
         (row,) = b.pipeline.requests(10)
         assert row.outcome == "running" and row.timeline.spans
-        run_out(p, d, s)
+        run_to_end(p, d, s)
         await reader.done()
         (row,) = b.pipeline.request(s.request_id)
         assert (row.outcome, row.generated_tokens, row.timeline.prefill_worker) == ("length", 4, "p0")
@@ -101,9 +101,7 @@ async def test_the_pipeline_remembers_how_each_one_ended() -> None:
         assert timeline.spans[0].start_s == 0.0 and timeline.spans[-1].name == "detokenise"
 
 
-async def test_the_timeline_is_in_the_last_message_where_asked_for(
-    client: httpx.AsyncClient, generator: FakeGenerator
-) -> None:
+async def test_timeline_is_in_the_last_chunk_on_request(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.script = [Delta("a", (1,)), Delta("b", (2,), "stop", None, Usage(3, 2), TIMES)]
     wanted = {"return_timeline": True}
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
@@ -114,7 +112,7 @@ async def test_the_timeline_is_in_the_last_message_where_asked_for(
         assert "timeline" not in (await client.post(path, json=body)).json()["choices"][0]
 
 
-async def test_requests_over_http(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_recent_requests_are_served_over_http(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.records = [RECORD, RECORD]
     rows = (await client.get("/requests?limit=1")).json()["requests"]
     assert len(rows) == 1 and rows[0]["outcome"] == "stop" and rows[0]["spans"] == TIMELINE["spans"]
@@ -126,7 +124,9 @@ async def test_requests_over_http(client: httpx.AsyncClient, generator: FakeGene
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit", limit
 
 
-async def test_requests_are_not_for_everybody(generator: FakeGenerator, text_model: TextModel) -> None:
+async def test_recent_requests_are_not_served_on_the_api_routes(
+    generator: FakeGenerator, text_model: TextModel
+) -> None:
     app: FastAPI = create_app(generator, text_model, HttpSettings("tiny", routes="api"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         for path in ("/requests", "/requests/r-1"):

@@ -1,4 +1,4 @@
-"""`/v1/responses`: items in and out, whole and streamed, by OpenAI's own types and client."""
+"""`/v1/responses`: items in and out, whole and streamed, checked with OpenAI's own types and client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from coordinator.structured_output import GrammarCompiler
 from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_tools import TWO, WEATHER
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.model_dirs import text_dir
 from tests.support.tool_templates import TEMPLATES
 
@@ -58,20 +58,20 @@ async def events_of(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, 
     return found
 
 
-async def test_a_text_whole(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_text_response_without_streaming(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     answer = (await client.post(PATH, json={"input": "Hi", "instructions": "Be brief.", "temperature": 0})).json()
     OfficialResponse.model_validate(answer)
     (item,) = answer["output"]
     assert item["content"][0]["text"] == "Hello world" and item["role"] == "assistant"
     assert answer["status"] == "completed" and answer["usage"]["output_tokens"] == 2
-    generator.script = say("Hel", finish="length")
+    generator.script = reply("Hel", finish="length")
     answer = (await client.post(PATH, json={"input": "Hi", "max_output_tokens": 1})).json()
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert answer["output"][0]["status"] == "incomplete" and generator.submissions[-1].max_tokens == 1
 
 
-async def test_a_stream_builds_what_the_whole_answer_is(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = say("<think>", "Hm.", "</think>", "\n", *TWO)
+async def test_streamed_response_equals_the_whole_response(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = reply("<think>", "Hm.", "</think>", "\n", *TWO)
     whole = (await client.post(PATH, json={"input": "Hi", "tools": [TOOL]})).json()
     OfficialResponse.model_validate(whole)
     assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
@@ -92,31 +92,33 @@ async def test_a_stream_builds_what_the_whole_answer_is(client: httpx.AsyncClien
         assert "".join(parts) == text and len(parts) > 1 - (item["type"] == "reasoning")
 
 
-async def test_a_stream_that_breaks_off_says_so(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = [*say("a", "b")[:1], WorkerLost("both died")]
+async def test_interrupted_stream_ends_with_an_error_event(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = [*reply("a", "b")[:1], WorkerLost("both died")]
     last = (await events_of(client))[-1]
     assert (last["type"], last["code"]) == ("error", "worker_lost") and "both died" in last["message"]
 
 
-async def test_the_official_client(official: openai.AsyncOpenAI, generator: FakeGenerator) -> None:
+async def test_official_client_completes_requests_streams_and_tool_calls(
+    official: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
     answer = await official.responses.create(model="tiny", input="Hi")
     assert answer.output_text == "Hello world"
     async with official.responses.stream(model="tiny", input=[{"role": "user", "content": "Hi"}]) as stream:
         kinds = [event.type async for event in stream]
         assert (await stream.get_final_response()).output_text == "Hello world"
     assert kinds.count("response.output_text.delta") == 2
-    generator.script = say(*TWO)
+    generator.script = reply(*TWO)
     tools: Any = [TOOL]
     answer = await official.responses.create(model="tiny", input="Weather?", tools=tools)
     call = answer.output[1]
     assert call.type == "function_call" and json.loads(call.arguments) == {"city": "Rome"}
     history: Any = [{"role": "user", "content": "Weather?"}, *[item.model_dump() for item in answer.output]]
     history.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
-    generator.script = say("Sunny.")
+    generator.script = reply("Sunny.")
     assert (await official.responses.create(model="tiny", input=history, tools=tools)).output_text == "Sunny."
 
 
-def test_items_are_messages() -> None:
+def test_input_items_are_converted_to_chat_messages() -> None:
     call = {"type": "function_call", "id": "fc", "status": "completed", "name": "f"}
     body = {
         "instructions": "Be brief.",
@@ -137,7 +139,7 @@ def test_items_are_messages() -> None:
     assert parsed.ignored == {"input.reasoning"}
 
 
-async def test_formats_and_choices(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_text_format_and_tool_choice_set_the_grammar(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     wanted = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}}
     answer = (await client.post(PATH, json={"input": "Hi", "text": wanted})).json()
     assert "city" in generator.submissions[-1].sampling.grammar
@@ -184,14 +186,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[json.dumps(f)[:50] for f, _ in REFUSED])
-async def test_refused(client: httpx.AsyncClient, generator: FakeGenerator, fields: dict[str, Any], param: str) -> None:
+async def test_invalid_fields_are_refused_by_name(
+    client: httpx.AsyncClient, generator: FakeGenerator, fields: dict[str, Any], param: str
+) -> None:
     answer = await client.post(PATH, json={"input": "Hi"} | fields)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == param, answer.text
     assert not generator.submissions
 
 
-async def test_what_changes_nothing_is_accepted_and_named(client: httpx.AsyncClient) -> None:
+async def test_ignored_fields_are_accepted_and_listed_in_a_header(client: httpx.AsyncClient) -> None:
     inert = {"store": True, "reasoning": {"effort": "low"}, "include": [], "truncation": "auto", "metadata": {"a": "b"}}
     answer = await client.post(PATH, json={"input": "Hi"} | inert)
     assert answer.status_code == 200 and answer.json()["metadata"] == {"a": "b"}

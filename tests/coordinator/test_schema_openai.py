@@ -1,4 +1,4 @@
-"""What comes out fits OpenAI's own schemas and OpenAI's own client."""
+"""Answers match OpenAI's own schemas and work with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.core import errors
 from baton.core.request import TokenLogprob
 from coordinator.submission import Delta
 from tests.support.bad_inputs import TABLE
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD, events
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "openai_schemas.json").read_text())
@@ -28,7 +28,7 @@ def fits(name: str, value: Any) -> None:
 
 async def test_answers_fit_the_official_schemas(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     for finish in ("stop", "length"):
-        generator.script = say("Hel", "lo", finish=finish)  # type: ignore[arg-type]
+        generator.script = reply("Hel", "lo", finish=finish)  # type: ignore[arg-type]
         fits("CreateCompletionResponse", (await client.post(COMPLETIONS, json=GOOD[COMPLETIONS])).json())
         fits("CreateChatCompletionResponse", (await client.post(CHAT, json=GOOD[CHAT])).json())
         for options in ({}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
@@ -45,15 +45,15 @@ def scored() -> list[Any]:
     """Two deltas with log-probabilities of three tokens, one of them special, and of the prompt."""
     entries = [TokenLogprob(i, -0.5 * i, i, (7, i), (-0.25, -0.5 * i)) for i in (40, 41, 1)]
     first = Delta("Hé", (40, 41), logprobs=tuple(entries[:2]), prompt_logprobs=(TokenLogprob(6, -1.5, 2),))
-    last = say("lo")[0]._replace(token_ids=(1,), logprobs=(entries[2],))  # type: ignore[union-attr]
+    last = reply("lo")[0]._replace(token_ids=(1,), logprobs=(entries[2],))  # type: ignore[union-attr]
     return [first, last]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_choices_are_told_apart_and_the_prompt_counts_once(
+async def test_choices_are_separated_by_index_and_the_prompt_counts_once(
     client: httpx.AsyncClient, generator: FakeGenerator, path: str
 ) -> None:
-    mixed = zip(say("a", "b"), say("x", "y", finish="length"), strict=True)
+    mixed = zip(reply("a", "b"), reply("x", "y", finish="length"), strict=True)
     generator.script = [d._replace(choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[union-attr]
     whole = (await client.post(path, json=GOOD[path] | {"n": 2})).json()
     fits("CreateChatCompletionResponse" if path == CHAT else "CreateCompletionResponse", whole)
@@ -93,7 +93,7 @@ async def test_log_probabilities_fit_the_official_schemas(client: httpx.AsyncCli
     assert generator.submissions[1].sampling.logprobs == 2 and generator.submissions[1].sampling.prompt_logprobs is None
 
 
-async def test_the_prompts_log_probabilities_are_where_vllm_has_them(
+async def test_prompt_log_probabilities_are_in_the_same_fields_as_in_vllm(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
     generator.script = scored()
@@ -111,7 +111,7 @@ async def test_errors_fit_the_official_schema(client: httpx.AsyncClient) -> None
         fits("ErrorResponse", (await client.request(row.method, row.path, content=row.raw(), headers=headers)).json())
 
 
-def test_the_check_has_teeth() -> None:
+def test_schema_check_rejects_an_invalid_response() -> None:
     with pytest.raises(jsonschema.ValidationError):
         fits("CreateCompletionResponse", {"id": "x", "object": "text_completion", "created": 1, "model": "m"})
 
@@ -218,7 +218,7 @@ async def test_client_sees_an_error_in_the_middle_of_a_stream(
 
 
 @pytest.mark.parametrize(("error", "calls"), [(errors.Unavailable("full", retry_after_s=0.0), 2), (ValueError(), 1)])
-async def test_the_client_retries_what_is_worth_it(
+async def test_client_retries_only_retryable_errors(
     official: openai.AsyncOpenAI, generator: FakeGenerator, error: Exception, calls: int
 ) -> None:
     generator.script = [error]
@@ -228,7 +228,7 @@ async def test_the_client_retries_what_is_worth_it(
 
 
 @pytest.mark.parametrize(("given", "scored"), [({}, 2), ({"prompt_logprobs": 0}, 0), ({"prompt_logprobs": 5}, 5)])
-async def test_echo_scores_the_prompt_as_the_output_unless_the_request_says_otherwise(
+async def test_echo_scores_the_prompt_like_the_output_unless_prompt_logprobs_is_set(
     client: httpx.AsyncClient, generator: FakeGenerator, given: dict[str, int], scored: int
 ) -> None:
     body = {"prompt": [5, 6], "logprobs": 2, "echo": True, "max_tokens": 1, **given}

@@ -25,8 +25,8 @@ from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import COMPLETIONS
 
 
-class Echoing(FakeGenerator):
-    """Says, for each choice, how long its prompt is and which choice it is; scores the prompt with its length."""
+class EchoGenerator(FakeGenerator):
+    """Outputs, for each choice, the length of its prompt and its number; scores the prompt with its length."""
 
     def __init__(self, refuse: int = -1) -> None:
         super().__init__()
@@ -52,26 +52,26 @@ class Echoing(FakeGenerator):
 
 
 @pytest.fixture
-def generator() -> Echoing:
-    return Echoing()
+def generator() -> EchoGenerator:
+    return EchoGenerator()
 
 
 @pytest.fixture
-def app(generator: Echoing, text_model: TextModel) -> FastAPI:
+def app(generator: EchoGenerator, text_model: TextModel) -> FastAPI:
     return create_app(generator, text_model, HttpSettings("tiny"))
 
 
 PROMPTS: list[Any] = [[[1], [1, 2], [1, 2, 3]], ["a", "Hello", "a"]]
 
 
-def lengths(generator: Echoing) -> list[int]:
+def lengths(generator: EchoGenerator) -> list[int]:
     return [len(submission.prompt) for submission in generator.submissions]
 
 
 @pytest.mark.parametrize("prompts", PROMPTS, ids=["ids", "texts"])
 @pytest.mark.parametrize("n", [1, 2])
 async def test_choices_are_numbered_prompt_by_prompt(
-    client: httpx.AsyncClient, generator: Echoing, prompts: list[Any], n: int
+    client: httpx.AsyncClient, generator: EchoGenerator, prompts: list[Any], n: int
 ) -> None:
     named = {"x-request-id": "mine"}
     answer = (await client.post(COMPLETIONS, json={"prompt": prompts, "n": n}, headers=named)).json()
@@ -87,7 +87,9 @@ async def test_choices_are_numbered_prompt_by_prompt(
     assert usage["prompt_tokens_details"]["cached_tokens"] == 3
 
 
-async def test_streamed(client: httpx.AsyncClient, generator: Echoing) -> None:
+async def test_streamed_choices_are_numbered_prompt_by_prompt(
+    client: httpx.AsyncClient, generator: EchoGenerator
+) -> None:
     body = {"prompt": PROMPTS[0], "n": 2, "stream": True, "stream_options": {"include_usage": True}}
     text = (await client.post(COMPLETIONS, json=body)).text
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -100,7 +102,9 @@ async def test_streamed(client: httpx.AsyncClient, generator: Echoing) -> None:
     assert events[-1]["usage"]["prompt_tokens"] == 6
 
 
-async def test_echo_and_scores_are_those_of_each_prompt(client: httpx.AsyncClient, generator: Echoing) -> None:
+async def test_echo_and_log_probabilities_belong_to_each_prompt(
+    client: httpx.AsyncClient, generator: EchoGenerator
+) -> None:
     body = {"prompt": ["Hello", "a"], "n": 2, "echo": True, "logprobs": 0}
     choices = (await client.post(COMPLETIONS, json=body)).json()["choices"]
     counts = lengths(generator)
@@ -115,10 +119,10 @@ async def test_echo_and_scores_are_those_of_each_prompt(client: httpx.AsyncClien
     assert whole["choices"][1]["prompt_logprobs"][1]["2"]["logprob"] == -3.0
 
 
-async def test_what_they_share_is_made_once_and_others_have_a_turn_between_two(
+async def test_shared_options_are_prepared_once_and_the_event_loop_runs_between_prompts(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """128 prompts with 64 bad words, 3.5 KB, held the event loop for 2.9 s."""
+    """128 prompts with 64 bad words, 3.5 KB in all, blocked the event loop for 2.9 s."""
     words: list[str] = []
     bad_word = TextModel.bad_word
     monkeypatch.setattr(TextModel, "bad_word", lambda text, word: words.append(word) or bad_word(text, word))
@@ -137,7 +141,7 @@ async def test_what_they_share_is_made_once_and_others_have_a_turn_between_two(
             other_turns += 1
             await asyncio.sleep(0)
 
-    generator = Echoing()
+    generator = EchoGenerator()
     app = create_app(generator, text_model, HttpSettings("tiny"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
         beside = asyncio.create_task(other())
@@ -151,7 +155,7 @@ async def test_what_they_share_is_made_once_and_others_have_a_turn_between_two(
     assert len(set(of_prompts)) == 32
 
 
-async def test_an_echo_in_every_choice_is_bounded(client: httpx.AsyncClient, generator: Echoing) -> None:
+async def test_total_size_of_echoed_prompts_is_bounded(client: httpx.AsyncClient, generator: EchoGenerator) -> None:
     """A prompt of 1 MB made an answer of 128 MB."""
     body = {"prompt": ["abc " * 5, "de"], "n": 3, "echo": True, "max_tokens": 1}
     assert (await client.post(COMPLETIONS, json=body)).status_code == 200
@@ -162,16 +166,16 @@ async def test_an_echo_in_every_choice_is_bounded(client: httpx.AsyncClient, gen
     assert len(generator.submissions) == 2
 
 
-async def test_one_that_is_refused_ends_all(text_model: TextModel) -> None:
-    generator = Echoing(refuse=1)
+async def test_one_refused_prompt_fails_the_whole_request(text_model: TextModel) -> None:
+    generator = EchoGenerator(refuse=1)
     transport = httpx.ASGITransport(create_app(generator, text_model, HttpSettings("tiny")))
     async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
         answer = await client.post(COMPLETIONS, json={"prompt": PROMPTS[0]})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
 
-def test_scores_of_all_prompts_together_are_bounded() -> None:
-    """What one prompt may ask for, 64 may not."""
+def test_log_probabilities_of_all_prompts_together_are_bounded() -> None:
+    """Scores that one prompt may request can be too many for 64 prompts."""
     asked = Options(n=2, logprobs=20)
     translate._check_scores(asked, 10, 400)
     with pytest.raises(InvalidRequest, match="would have 1075200 log-probabilities") as refused:

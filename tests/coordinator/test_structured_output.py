@@ -1,5 +1,5 @@
-"""What an output has to match: every way to ask for it, what is refused before anything is computed, and grammars that
-kill or hang the process that compiles them."""
+"""Structured output: every way to request it, what is refused before anything is computed, and grammars that kill or
+hang the process that compiles them."""
 
 from __future__ import annotations
 
@@ -83,18 +83,20 @@ SAME: list[tuple[dict[str, Any], Constraint]] = [
 
 
 @pytest.mark.parametrize(("fields", "wanted"), SAME, ids=[json.dumps(f)[:50] for f, _ in SAME])
-def test_every_way_to_ask_for_it(fields: dict[str, Any], wanted: Constraint) -> None:
+def test_every_field_that_requests_structured_output_is_parsed(fields: dict[str, Any], wanted: Constraint) -> None:
     chat = parse(ChatBody, json.dumps(GOOD[CHAT] | fields).encode()).options()
     completion = parse(CompletionBody, json.dumps(GOOD[COMPLETIONS] | fields).encode()).options()
     assert chat.constraint == completion.constraint == wanted
 
 
 @pytest.mark.parametrize("asked", [None, {"type": "text"}, {"type": "text", "json_schema": None}])
-def test_text_asks_for_nothing(asked: Any) -> None:
+def test_text_response_format_sets_no_constraint(asked: Any) -> None:
     assert parse(ChatBody, json.dumps(GOOD[CHAT] | {"response_format": asked}).encode()).options().constraint is None
 
 
-async def test_a_grammar_is_compiled_once_and_a_bad_one_refused_with_its_reason(compiler: GrammarCompiler) -> None:
+async def test_grammar_is_compiled_once_and_an_invalid_one_is_refused_with_the_reason(
+    compiler: GrammarCompiler,
+) -> None:
     good = Constraint("json_schema", TEXT, "f")
     assert json.loads(await compiler.compile(good))["grammars"][0]["json_schema"]["properties"] == SCHEMA["properties"]
     refused = [
@@ -110,20 +112,18 @@ async def test_a_grammar_is_compiled_once_and_a_bad_one_refused_with_its_reason(
         with pytest.raises(InvalidRequest, match=why) as caught:
             await compiler.compile(constraint)
         assert (caught.value.param, caught.value.code) == ("f", "invalid_grammar")
-    compiler.close()  # verdicts need no child
+    compiler.close()  # cached verdicts need no child
     assert await compiler.compile(good)
     with pytest.raises(InvalidRequest, match="banana"):
         await compiler.compile(refused[0][0])
     assert compiler._children[0].executor is None
 
 
-async def test_keywords_that_are_not_implemented_are_ignored_where_the_schema_is_not_strict(
-    compiler: GrammarCompiler,
-) -> None:
+async def test_unimplemented_schema_keywords_are_ignored_if_the_schema_is_not_strict(compiler: GrammarCompiler) -> None:
     assert await compiler.compile(Constraint("json_schema", '{"type":"string","not":{"const":"a"}}', "f", lenient=True))
 
 
-async def test_a_grammar_that_kills_its_process_is_refused_and_others_are_served(compiler: GrammarCompiler) -> None:
+async def test_grammar_that_crashes_its_process_is_refused_and_others_are_compiled(compiler: GrammarCompiler) -> None:
     """A chain of 4,000 rules overflows the stack of llguidance's compiler."""
     killer = Constraint("lark", CHAIN, "f")
     asked = [compiler.compile(killer)] + [compiler.compile(Constraint("regex", f"a{i}", "g")) for i in range(5)]
@@ -135,7 +135,7 @@ async def test_a_grammar_that_kills_its_process_is_refused_and_others_are_served
 async def test_a_grammar_that_takes_too_long_is_refused(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await compiler.compile(Constraint("regex", "a", "f"))  # the child is there
+    await compiler.compile(Constraint("regex", "a", "f"))  # starts the child
     monkeypatch.setattr(structured_output, "COMPILE_S", 0.0)
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"takes over|too complex|too many"):
@@ -145,7 +145,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
     assert await compiler.compile(Constraint("regex", "b", "f"))
 
 
-def test_what_only_grows_while_it_is_used_is_found_by_trying_it_out(
+def test_grammar_that_grows_during_matching_is_refused_after_a_trial_run(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from baton.engine.grammars import GrammarError, load_tokenizer
@@ -158,7 +158,7 @@ def test_what_only_grows_while_it_is_used_is_found_by_trying_it_out(
     assert compile_here(Constraint("regex", "[a-z]{40}", "f"))
 
 
-async def test_a_child_that_died_with_nothing_to_do_costs_nobody_a_grammar(compiler: GrammarCompiler) -> None:
+async def test_death_of_an_idle_child_process_fails_no_grammar(compiler: GrammarCompiler) -> None:
     await compiler.compile(Constraint("regex", "a", "f"))
     (child,) = compiler._children[0].executor._processes.values()  # type: ignore[union-attr]
     os.kill(child.pid, signal.SIGKILL)
@@ -166,7 +166,7 @@ async def test_a_child_that_died_with_nothing_to_do_costs_nobody_a_grammar(compi
     assert await compiler.compile(Constraint("regex", "[0-9]{4}", "f"))
 
 
-async def test_what_took_too_long_once_is_tried_again(
+async def test_grammar_that_timed_out_is_compiled_again_on_the_next_request(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = Constraint("regex", "[0-9]{4}", "f")
@@ -180,7 +180,7 @@ async def test_what_took_too_long_once_is_tried_again(
     assert await compiler.compile(wanted)
 
 
-async def test_who_leaves_stops_no_other_and_one_grammar_is_compiled_once(
+async def test_cancelled_request_does_not_stop_others_that_share_its_grammar(
     monkeypatch: pytest.MonkeyPatch, model_dir: Path
 ) -> None:
     asked: list[str] = []
@@ -198,8 +198,8 @@ async def test_who_leaves_stops_no_other_and_one_grammar_is_compiled_once(
 
 
 class Gate:
-    """Stands for the child's work: notes what it is asked for, and waits with it while the gate is shut. `turns` is the
-    order in which it was decided what comes next: the threads that are asked may begin in another one."""
+    """Replaces the child's work: records each grammar in `asked`, and compiles it only when `open` is set. `turns` is
+    the order in which the queue selected grammars; the threads that compile them may start in another order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
         self.asked: list[str] = []
@@ -225,7 +225,7 @@ class Gate:
         return asyncio.create_task(self.compiler.compile(Constraint("regex", value, "f"), client))
 
     async def flood(self, count: int, client: str = "flood") -> list[asyncio.Task[str]]:
-        """So many different grammars of one client, the first of them under way."""
+        """Requests `count` different grammars for one client; returns when the first is being compiled."""
         tasks = [self.ask(f"flood{number}", client) for number in range(count)]
         await until(lambda: self.asked)
         return tasks
@@ -238,7 +238,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Iterator[Gate]:
     made.open.set()
 
 
-async def test_a_flood_from_one_key_delays_no_grammar_of_another(gate: Gate) -> None:
+async def test_flood_from_one_api_key_does_not_delay_grammars_of_another(gate: Gate) -> None:
     flood = await gate.flood(50)
     await asyncio.sleep(0.05)
     assert gate.asked == ["flood0"]  # one at a time
@@ -254,10 +254,10 @@ async def test_a_flood_from_one_key_delays_no_grammar_of_another(gate: Gate) -> 
     assert [name for name in gate.turns if name.startswith("flood")] == [f"flood{number}" for number in range(50)]
 
 
-async def test_a_flood_of_large_schemas_from_one_key_over_the_real_children(
+async def test_flood_of_large_schemas_does_not_delay_another_key_in_real_child_processes(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured_output, "WAIT_S", 100.0)  # the children are niced: here it is the order that counts
+    monkeypatch.setattr(structured_output, "WAIT_S", 100.0)  # the children are niced; only the order matters here
     await asyncio.gather(*(compiler.compile(Constraint("regex", name, "f"), name) for name in "xy"))
     assert all(child.executor for child in compiler._children)
     ended: list[str] = []
@@ -275,7 +275,7 @@ async def test_a_flood_of_large_schemas_from_one_key_over_the_real_children(
     await asyncio.gather(*asked)
 
 
-async def test_the_grammar_of_a_client_that_left_is_not_compiled(gate: Gate) -> None:
+async def test_grammar_of_a_disconnected_client_is_not_compiled(gate: Gate) -> None:
     flood = await gate.flood(20)
     stays = gate.ask("flood7", "other")
     await asyncio.sleep(0)
@@ -288,9 +288,9 @@ async def test_the_grammar_of_a_client_that_left_is_not_compiled(gate: Gate) -> 
     assert gate.asked == ["flood0", "flood7"]
 
 
-async def test_a_client_has_so_many_grammars_waiting_and_others_are_served(gate: Gate) -> None:
+async def test_waiting_grammars_are_limited_per_client_and_others_are_served(gate: Gate) -> None:
     flood = await gate.flood(MAX_WAITING)
-    flood.append(gate.ask("one more", "flood"))  # as many wait as may, beside the one under way
+    flood.append(gate.ask("one more", "flood"))  # now MAX_WAITING wait, besides the one being compiled
     await asyncio.sleep(0)
     with pytest.raises(QuotaExceeded, match=f"{MAX_WAITING} grammars of this API key wait") as caught:
         await gate.ask("too many", "flood")
@@ -303,7 +303,7 @@ async def test_a_client_has_so_many_grammars_waiting_and_others_are_served(gate:
     assert "too many" not in gate.asked
 
 
-async def test_a_request_waits_so_long_for_its_grammar(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wait_for_a_grammar_is_limited(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "WAIT_S", 0.2)
     flood = await gate.flood(2)
     with pytest.raises(Unavailable, match=r"not compiled within 0.2 s"):
@@ -311,11 +311,11 @@ async def test_a_request_waits_so_long_for_its_grammar(gate: Gate, monkeypatch: 
     await asyncio.gather(*flood, return_exceptions=True)
     gate.open.set()
     monkeypatch.setattr(structured_output, "WAIT_S", 20.0)
-    assert await gate.ask("flood0", "other") == "grammar of flood0"  # its verdict is known
+    assert await gate.ask("flood0", "other") == "grammar of flood0"  # its verdict is cached
     assert gate.asked == ["flood0"]
 
 
-async def test_a_child_that_does_not_start_fails_those_that_wait_and_no_other(
+async def test_child_process_that_does_not_start_fails_only_waiting_requests(
     monkeypatch: pytest.MonkeyPatch, model_dir: Path
 ) -> None:
     monkeypatch.setattr(structured_output, "START_S", 0.0)
@@ -328,7 +328,7 @@ async def test_a_child_that_does_not_start_fails_those_that_wait_and_no_other(
     compiler.close()
 
 
-async def test_verdicts_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+async def test_verdict_cache_is_bounded_by_size(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
     asked: list[str] = []
     monkeypatch.setattr(structured_output, "compile_here", lambda c: asked.append(c.value) or c.value)
     monkeypatch.setattr(structured_output, "KEPT_CHARS", 10_000)
@@ -341,7 +341,7 @@ async def test_verdicts_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch, m
         assert await compiler.compile(Constraint("regex", name * 1500, "f"))
     assert await compiler.compile(Constraint("regex", "a" * 1500, "f"))
     assert [value[0] for value in asked] == ["a", "b", "c", "d"] and compiler._kept_chars <= 10_000
-    assert await compiler.compile(Constraint("regex", "b" * 1500, "f"))  # pushed out, and asked for again
+    assert await compiler.compile(Constraint("regex", "b" * 1500, "f"))  # evicted, so it is compiled again
     assert asked[-1][0] == "b"
     assert await compiler.compile(Constraint("json_schema", "{}", "f", whitespace=" " * 9_900))
     assert compiler._kept_chars <= 10_200 and len(compiler._verdicts) == 1, "what is kept beside the value counts"
@@ -376,7 +376,7 @@ async def front(
         yield client
 
 
-async def test_workers_get_the_grammar_and_clients_the_reason(
+async def test_workers_receive_the_grammar_and_clients_the_refusal_reason(
     front: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
     for path in (CHAT, COMPLETIONS):
@@ -390,7 +390,7 @@ async def test_workers_get_the_grammar_and_clients_the_reason(
     assert generator.submissions[-1].sampling.grammar == "" and len(generator.submissions) == 3
 
 
-async def test_a_client_that_leaves_over_http_has_nothing_compiled(
+async def test_http_client_disconnect_cancels_its_waiting_grammar(
     gate: Gate, generator: FakeGenerator, text_model: TextModel
 ) -> None:
     generator.grammars = gate.compiler
@@ -406,7 +406,7 @@ async def test_a_client_that_leaves_over_http_has_nothing_compiled(
     assert gate.asked == ["flood0"] and not generator.submissions
 
 
-async def test_too_many_waiting_grammars_are_a_429_that_says_when_to_ask_again(
+async def test_too_many_waiting_grammars_are_a_429_with_retry_after(
     gate: Gate, generator: FakeGenerator, text_model: TextModel
 ) -> None:
     generator.grammars = gate.compiler

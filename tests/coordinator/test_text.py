@@ -1,4 +1,4 @@
-"""The text side of a model directory."""
+"""What the coordinator reads from a model directory: tokenizer, chat template, generation defaults."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_bos_is_never_doubled(tmp_path: Path) -> None:
     assert (await starts.encode_chat_soon(USER)).count(1) == 1
 
 
-def test_eos_is_the_union(tmp_path: Path) -> None:
+def test_eos_is_the_union_of_all_configured_tokens(tmp_path: Path) -> None:
     directory = text_dir(tmp_path, config={"eos_token_id": [1, 7]}, generation={"eos_token_id": [3, 7]})
     assert set(TextModel.load(directory).eos_token_ids) == {1, 3, 7}
     directory = text_dir(tmp_path / "b", config={"eos_token_id": None}, tokenizer_config={"eos_token": "<|im_end|>"})
@@ -69,7 +69,7 @@ def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
     assert model.ignored_defaults == ("typical_p",)
 
 
-def test_the_context_is_the_models_unless_cut(tmp_path: Path) -> None:
+def test_context_length_is_the_models_unless_reduced(tmp_path: Path) -> None:
     directory = text_dir(tmp_path)
     assert TextModel.load(directory).max_model_len == 128
     assert TextModel.load(directory, max_model_len=64).max_model_len == 64
@@ -77,7 +77,7 @@ def test_the_context_is_the_models_unless_cut(tmp_path: Path) -> None:
         TextModel.load(directory, max_model_len=129)
 
 
-async def test_chat_templates_are_found_where_they_may_be(tmp_path: Path) -> None:
+async def test_chat_template_is_found_in_every_supported_file(tmp_path: Path) -> None:
     assert not TextModel.load(text_dir(tmp_path / "none", template=None)).has_chat
     with pytest.raises(InvalidRequest, match="no chat template"):
         await TextModel.load(text_dir(tmp_path / "none", template=None)).encode_chat_soon(USER)
@@ -121,7 +121,9 @@ DAMAGE: list[tuple[str, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "named"), DAMAGE)
-def test_damage_ends_in_one_line_that_names_it(tmp_path: Path, name: str, text: str | None, named: str) -> None:
+def test_damaged_model_file_is_reported_in_one_line_with_the_cause(
+    tmp_path: Path, name: str, text: str | None, named: str
+) -> None:
     with pytest.raises(StartupError) as caught:
         TextModel.load(damage(text_dir(tmp_path), name, text))
     assert named in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
@@ -141,8 +143,8 @@ PATHOLOGICAL = ("a", " ", "\n", "1", "a1", " a", "<|", "\u0301", "é", "'s", "\U
 
 @pytest.mark.parametrize("piece", PATHOLOGICAL, ids=ascii)
 @pytest.mark.parametrize("make", [kit.byte_level, kit.byte_fallback])
-def test_no_text_takes_the_square_of_its_length(make: Callable[[], Any], piece: str) -> None:
-    """The best of several times on the processor: four times the text takes 5 to 8 times as long, a square 16 times."""
+def test_tokenization_time_is_not_quadratic_in_the_text_length(make: Callable[[], Any], piece: str) -> None:
+    """Best of several CPU times: four times the text takes 5 to 8 times as long; quadratic time would be 16 times."""
     tokenizer = make()
 
     def cost(size: int) -> float:
@@ -175,8 +177,8 @@ for make in (kit.byte_level, kit.byte_fallback):
 
 
 @pytest.mark.long
-def test_a_text_of_two_megabytes_takes_little_more_than_twice_the_time_of_one() -> None:
-    """As a coordinator encodes it."""
+def test_tokenizing_two_megabytes_takes_little_more_than_twice_as_long_as_one() -> None:
+    """Encoded as in the coordinator: with huge pages, by the batch call."""
     program = [sys.executable, "-c", TWICE]
     environment = {**os.environ, "GLIBC_TUNABLES": HUGE_PAGES}
     shown = subprocess.run(program, env=environment, capture_output=True, text=True, check=True, timeout=600).stdout
@@ -212,7 +214,7 @@ def test_the_bound_on_bytes_per_token_holds(tmp_path: Path) -> None:
     assert TextModel.load(text_dir(tmp_path / "b", kit.metaspace())).max_token_bytes is None
 
 
-async def test_a_tokenizer_that_truncates_or_pads_is_set_right(tmp_path: Path) -> None:
+async def test_truncation_and_padding_of_a_tokenizer_are_disabled(tmp_path: Path) -> None:
     tokenizer: Any = kit.renamed(kit.byte_level())
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
@@ -233,7 +235,7 @@ TOO_MUCH: dict[str, tuple[list[ChatMessage], Rendering]] = {
 
 
 @pytest.mark.parametrize("param", TOO_MUCH)
-async def test_all_that_a_template_shows_is_counted_before_it_is_rendered(
+async def test_all_template_input_is_measured_before_rendering(
     param: str, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def render(*_: object, **__: object) -> str:
@@ -246,7 +248,7 @@ async def test_all_that_a_template_shows_is_counted_before_it_is_rendered(
     assert "128" in caught.value.message and caught.value.param == param
 
 
-async def test_what_is_counted_together_has_to_fit_together(text_model: TextModel) -> None:
+async def test_messages_and_tools_together_must_fit_the_context(text_model: TextModel) -> None:
     assert text_model.max_token_bytes is not None
     half = "a " * (text_model.max_token_bytes * 128 // 4)
     with pytest.raises(ContextLengthExceeded) as caught:
@@ -254,7 +256,7 @@ async def test_what_is_counted_together_has_to_fit_together(text_model: TextMode
     assert caught.value.param == "tools"
 
 
-async def test_the_loop_gets_its_turn_while_values_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_runs_while_values_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "VALUES_AT_ONCE", 10)
     turns: list[float] = []
     counting = asyncio.create_task(ticking(turns))
@@ -269,8 +271,8 @@ async def ticking(turns: list[float]) -> None:
         await asyncio.sleep(0)
 
 
-class Held:
-    """Holds a step of every chat until `go` is set; notes the first letter of each."""
+class BlockedStep:
+    """Blocks a step of every chat until `go` is set; records the last letter of each text."""
 
     def __init__(self, step: str, patch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -311,8 +313,8 @@ async def turns_of_loop() -> None:
         await asyncio.sleep(0)
 
 
-async def test_messages_without_text_count_as_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversation of many is a long one."""
+async def test_empty_messages_count_towards_the_size_of_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of many empty messages is a long one."""
     model, sizes = wide(tmp_path), list[int]()
     waiting = model._waiting
     monkeypatch.setattr(model, "_waiting", lambda size: sizes.append(size) or waiting(size))
@@ -322,10 +324,12 @@ async def test_messages_without_text_count_as_what_they_take(tmp_path: Path, mon
     assert sizes[1] < 100
 
 
-async def test_what_waits_for_the_template_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_total_size_of_chats_waiting_to_be_rendered_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = wide(tmp_path)
     monkeypatch.setattr(model_module, "MAX_WAITING_BYTES", 2 * LONG)
-    held = Held("render", monkeypatch)
+    held = BlockedStep("render", monkeypatch)
     waiting = [starts(model, "x" * LONG) for _ in range(2)]
     await turns_of_loop()
     tools = [{"description": "x" * LONG}]
@@ -356,7 +360,7 @@ async def test_a_short_chat_is_rendered_before_long_ones_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = wide(tmp_path)
-    held = Held("render", monkeypatch)
+    held = BlockedStep("render", monkeypatch)
     long = [starts(model, "x" * LONG + letter) for letter in "abcd"]
     await held.until_begun(1)
     short = starts(model, "s")
@@ -367,9 +371,11 @@ async def test_a_short_chat_is_rendered_before_long_ones_that_wait(
     model.close()
 
 
-async def test_a_short_chat_is_encoded_while_long_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_chat_is_encoded_concurrently_with_long_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = wide(tmp_path)
-    held = Held("encode_rendered", monkeypatch)
+    held = BlockedStep("encode_rendered", monkeypatch)
     long = [starts(model, "x" * LONG + letter) for letter in "abcd"]
     await held.until_begun(model_module.LONG_AT_ONCE)
     short = starts(model, "s")

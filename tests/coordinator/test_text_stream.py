@@ -36,7 +36,7 @@ def ids_for(name: str) -> st.SearchStrategy[list[int]]:
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_joined_text_equals_decoding_all_ids_at_once(name: str, data: st.DataObject) -> None:
+def test_joined_text_equals_decoding_all_ids_together(name: str, data: st.DataObject) -> None:
     vocabulary = VOCABULARIES[name]
     ids = data.draw(ids_for(name))
     parts = split(ids, data.draw(st.lists(st.integers(0, 60), max_size=8)))
@@ -58,7 +58,7 @@ def test_valid_text_never_shows_a_replacement_character(name: str, text: str) ->
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_an_emoji_arrives_whole_and_as_soon_as_it_is_whole() -> None:
+def test_emoji_is_emitted_as_soon_as_its_bytes_are_complete() -> None:
     vocabulary = VOCABULARIES["byte_level"]
     table = {vocabulary.token_bytes(i): i for i in range(vocabulary.size)}
     ids = [table[bytes([b])] for b in "😀".encode()]
@@ -67,7 +67,7 @@ def test_an_emoji_arrives_whole_and_as_soon_as_it_is_whole() -> None:
     assert text.finish() == ""
 
 
-def test_an_unfinished_code_point_shows_only_at_the_end() -> None:
+def test_incomplete_code_point_is_emitted_only_at_the_end() -> None:
     vocabulary = VOCABULARIES["byte_level"]
     table = {vocabulary.token_bytes(i): i for i in range(vocabulary.size)}
     text = TextStream(vocabulary)
@@ -75,7 +75,7 @@ def test_an_unfinished_code_point_shows_only_at_the_end() -> None:
     assert text.finish() == "\ufffd"
 
 
-def test_ids_past_the_vocabulary_and_special_ones_decode_to_nothing() -> None:
+def test_special_and_out_of_vocabulary_ids_decode_to_nothing() -> None:
     for vocabulary in VOCABULARIES.values():
         assert "".join(stream(vocabulary, [[vocabulary.size, vocabulary.size + 5, 2**31 - 1, 2**31 + 1]])) == ""
     assert "".join(stream(VOCABULARIES["byte_level"], [[0, 1, 2, 3]])) == ""
@@ -106,7 +106,7 @@ def test_a_stop_string_is_found_across_tokens_and_calls(size: int) -> None:
     assert text.push(ids).text == "" and text.finish() == ""
 
 
-def test_a_tail_that_only_began_a_stop_string_comes_out_at_the_end() -> None:
+def test_partial_stop_string_is_emitted_at_the_end() -> None:
     vocabulary = VOCABULARIES["byte_level"]
     text = TextStream(vocabulary, ("STOP",))
     assert text.push(byte_ids(vocabulary, "a ST")).text == "a "
@@ -122,7 +122,7 @@ def test_the_earliest_stop_string_wins_then_the_longest() -> None:
             text.push([i])
         assert text.stopped == "bc"
     fallback = VOCABULARIES["byte_fallback"]
-    text = TextStream(fallback, ("é", "éü"))  # one run of byte tokens, given out as a whole
+    text = TextStream(fallback, ("é", "éü"))  # one run of byte tokens, emitted as a whole
     text.push(byte_ids(fallback, "oéü!"))
     assert text.stopped == "éü"
 
@@ -166,7 +166,7 @@ def test_four_thousand_tokens_cost_linear_time(name: str) -> None:
         text.finish()
         return time.thread_time() - start
 
-    for token_id in (5, 200, vocabulary.size - 1):  # among them one that is an invalid byte for ever
+    for token_id in (5, 200, vocabulary.size - 1):  # one of them is a byte that never becomes valid
         run(64, token_id)
         assert run(4096, token_id) < 0.5
 
@@ -185,7 +185,7 @@ def test_vocabulary_reads_the_decoder_kind() -> None:
     assert isinstance(wrapped, Tokenizer)
 
 
-def test_no_stop_string_is_looked_for_in_the_text_of_the_first_tokens() -> None:
+def test_stop_strings_are_ignored_within_min_tokens() -> None:
     vocabulary = Vocabulary(kit.byte_level())
     ids = list(kit.byte_level().encode("Hello Hello Hello").ids)
     cut = len(kit.byte_level().encode("Hello Hello").ids)
@@ -196,7 +196,7 @@ def test_no_stop_string_is_looked_for_in_the_text_of_the_first_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_spelling_joined_is_the_text(name: str) -> None:
+def test_joined_token_spellings_equal_the_text(name: str) -> None:
     vocabulary = VOCABULARIES[name]
     text = "Hello world" if name == "metaspace" else "Hé, 中文 wörld"
     spelled = [vocabulary.spelling(i) for i in vocabulary.tokenizer.encode(text, add_special_tokens=False).ids]
@@ -204,7 +204,7 @@ def test_spelling_joined_is_the_text(name: str) -> None:
     assert vocabulary.spelling(10**9) == ("", b"")
 
 
-def test_a_special_token_is_spelled_out_though_it_is_no_text() -> None:
+def test_special_token_has_a_spelling_but_no_text() -> None:
     tokenizer, vocabulary = kit.byte_level(), VOCABULARIES["byte_level"]
     special = next(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
     assert vocabulary.spelling(special)[0] == tokenizer.id_to_token(special)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning found in texts of four families, whatever the pieces in which they come."""
+"""Tool calls and reasoning in texts of four families of models, however the text is split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from coordinator.text.tool_calls import (
     make_parser,
 )
 from tests.support.model_dirs import CHATML
-from tests.support.tool_templates import ARGUMENTS, NAMES, TEMPLATES, WRITERS, Written, written
+from tests.support.tool_templates import ARGUMENTS, NAMES, TEMPLATES, WRITERS, ToolCallText, tool_call_texts
 
 FUNCTIONS = frozenset([*NAMES, "f"])
 ONE_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -29,8 +29,8 @@ Found = tuple[str, str, list[tuple[str, str]]]
 
 
 def parse(form: str | None, pieces: Iterable[str], *, thinks: bool = False, thinking: bool = False) -> Found:
-    """Content, reasoning, and calls with their arguments as text. Events come in order: a call begins before its
-    arguments, and the next one behind them."""
+    """Returns content, reasoning, and calls with their arguments as text. Checks the order of events: a call begins
+    before its arguments, and the next call begins after them."""
     parser = make_parser(form, FUNCTIONS, thinks=thinks, thinking=thinking)
     assert parser is not None
     events: list[Event] = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
@@ -47,8 +47,8 @@ def parse(form: str | None, pieces: Iterable[str], *, thinks: bool = False, thin
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_sixty_texts_of_each_family_cut_anywhere(form: str) -> None:
-    for row in written(form, 60):
+def test_texts_of_each_model_family_parse_the_same_when_split_anywhere(form: str) -> None:
+    for row in tool_call_texts(form, 60):
         whole = parse(form, [row.text])
         check(row, whole)
         assert parse(form, row.text) == whole, "character by character"
@@ -57,7 +57,7 @@ def test_sixty_texts_of_each_family_cut_anywhere(form: str) -> None:
             assert parse(form, [row.text[:cut], row.text[cut:]]) == whole, (row.text, cut)
 
 
-def check(row: Written, found: Found) -> None:
+def check(row: ToolCallText, found: Found) -> None:
     content, reasoning, calls = found
     assert [(name, json.loads(arguments)) for name, arguments in calls] == list(row.calls), row.text
     assert (content.strip(), reasoning) == (row.content.strip(), row.reasoning)
@@ -72,14 +72,14 @@ NO_CALLS = {
 
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in NO_CALLS.items() for text in texts])
-def test_what_is_no_call_is_text(form: str, text: str) -> None:
+def test_text_that_is_no_call_is_content(form: str, text: str) -> None:
     for pieces in ([text], text):
         content, _, calls = parse(form, pieces)
         assert not calls and content == text
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_call_that_breaks_off_keeps_its_name_and_what_there_is(form: str) -> None:
+def test_truncated_call_keeps_its_name_and_partial_arguments(form: str) -> None:
     row = WRITERS[form]("", [("f", ARGUMENTS[9])], json.dumps, 0)
     cut = row.text.index("word word")
     content, _, calls = parse(form, [row.text[:cut]])
@@ -87,7 +87,7 @@ def test_a_call_that_breaks_off_keeps_its_name_and_what_there_is(form: str) -> N
     assert calls[0][1].startswith("{") and "list" in calls[0][1]
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_arguments_are_emitted_while_they_are_generated() -> None:
     parser = make_parser("hermes", FUNCTIONS, thinks=False)
     assert parser is not None
     seen = [parser.push(c) for c in '<tool_call>{"name": "f", "arguments": {"a": "xyz']
@@ -98,7 +98,7 @@ def test_arguments_come_while_they_are_written() -> None:
 @given(
     form=st.sampled_from([*FORMATS]), text=st.text(alphabet='{}[]"\\:,<>/|name tool_call', max_size=60), cut=st.data()
 )
-def test_any_text_is_read_the_same_in_any_pieces_and_never_fails(form: str, text: str, cut: st.DataObject) -> None:
+def test_any_text_parses_the_same_in_any_split_and_never_fails(form: str, text: str, cut: st.DataObject) -> None:
     at = cut.draw(st.integers(0, len(text)))
     for lead in ("", *FORMATS[form], '{"name": "f", '):
         whole = parse(form, [lead + text])
@@ -119,52 +119,52 @@ def test_any_text_is_read_the_same_in_any_pieces_and_never_fails(form: str, text
         ("<think></think>", False, ("", "")),
     ],
 )
-def test_reasoning_is_split_off(text: str, thinking: bool, expected: tuple[str, str]) -> None:
+def test_reasoning_is_separated_from_the_content(text: str, thinking: bool, expected: tuple[str, str]) -> None:
     for pieces in ([text], text):
         assert parse(None, pieces, thinks=True, thinking=thinking)[:2] == expected
 
 
-def test_reasoning_goes_before_calls() -> None:
+def test_call_markers_inside_reasoning_are_not_calls() -> None:
     text = '<think>a <tool_call> b</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     assert parse("hermes", text, thinks=True) == ("", "a <tool_call> b", [("f", "{}")])
 
 
-def test_the_form_is_that_of_the_template() -> None:
+def test_call_format_is_detected_from_the_template() -> None:
     assert {form: detect_format(template) for form, template in TEMPLATES.items()} == {form: form for form in FORMATS}
     assert detect_format(CHATML) is None and detect_format("") is None
     assert detect_format("{{ tools }}") is None
     llama = "<|start_header_id|>parameters"
     for call in ("{{ call.function | tojson }}", "{{ {'name': call.name} | tojson }}", '{"name": "{{ call.name }}"}'):
         assert detect_format(llama + "{{ tools }}<tool_call>" + call + "</tool_call>") == "hermes"
-    # The same marks, and no JSON between them.
+    # The same markers, but no JSON between them.
     for call in ("{{ call.name }}<arg_key>{{ key }}</arg_key>", "\n<function={{ call.name }}>\n</function>"):
         assert detect_format(llama + '{{ tools }}"name"<tool_call>' + call + "</tool_call>") is None
 
 
-def test_nothing_is_parsed_where_nothing_is_wanted() -> None:
+def test_no_parser_is_made_without_functions_or_a_format() -> None:
     for form in (*FORMATS, None):
         assert make_parser(form, frozenset(), thinks=False) is None
     assert make_parser(None, FUNCTIONS, thinks=False) is None
 
 
-def test_text_behind_a_call_keeps_its_blanks() -> None:
+def test_text_after_a_call_keeps_its_inner_blanks() -> None:
     for text in (ONE_CALL + "\n I will wait", ONE_CALL + " I" + " will" + " wait"):
         for pieces in ([text], text, [ONE_CALL, " I", " will", " wait"]):
             assert parse("hermes", pieces) == ("I will wait", "", [("f", "{}")])
 
 
-def test_a_call_without_its_end_does_not_swallow_the_next() -> None:
+def test_call_without_an_end_marker_does_not_consume_the_next_call() -> None:
     broken = ONE_CALL.removesuffix("</tool_call>")
     assert parse("hermes", broken + "\n" + ONE_CALL) == ("", "", [("f", "{}"), ("f", "{}")])
 
 
-def test_json_with_a_name_is_no_call_of_llamas_unless_there_is_such_a_function() -> None:
+def test_llama_json_with_a_name_is_a_call_only_if_the_function_exists() -> None:
     text = '{"name": "Alice", "age": 30}'
     for pieces in ([text], text):
         assert parse("llama3", pieces) == (text, "", [])
         assert parse("llama3", ['{"name": "f", ', '"parameters": {}}'])[2] == [("f", "{}")]
 
 
-def test_text_that_a_grammar_has_forced_is_content_in_harmony_too() -> None:
+def test_text_forced_by_a_grammar_is_content_in_harmony_format() -> None:
     for pieces in (['{"a": 1}'], '{"a": 1}'):
         assert parse("harmony", pieces) == ('{"a": 1}', "", [])

@@ -31,7 +31,7 @@ from coordinator.text.model import TextModel
 from coordinator.text.tool_calls import FORMATS, Arguments, CallBegun, make_parser
 from tests.coordinator.test_schema_openai import fits
 from tests.support import tokenizers_kit
-from tests.support.fake_generator import FakeGenerator, say
+from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.model_dirs import text_dir
 from tests.support.requests_kit import CHAT, GOOD, events
 from tests.support.tool_templates import TEMPLATES
@@ -85,7 +85,7 @@ async def whole(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 async def streamed(client: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, Any], str]:
-    """The message put together as clients do it, and the finish reason."""
+    """Returns the message, assembled as clients do it, and the finish reason."""
     answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL, NOW], "stream": True} | fields)
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     finish = ""
@@ -106,9 +106,11 @@ async def streamed(client: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 1000])
-async def test_calls_whole_and_streamed(client: httpx.AsyncClient, generator: FakeGenerator, pieces: int) -> None:
+async def test_tool_calls_are_equal_in_whole_and_streamed_responses(
+    client: httpx.AsyncClient, generator: FakeGenerator, pieces: int
+) -> None:
     size = -(-len(TWO) // pieces)
-    generator.script = say(*(TWO[i : i + size] for i in range(0, len(TWO), size)))
+    generator.script = reply(*(TWO[i : i + size] for i in range(0, len(TWO), size)))
     choice = await whole(client)
     message = choice["message"]
     called = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
@@ -121,22 +123,22 @@ async def test_calls_whole_and_streamed(client: httpx.AsyncClient, generator: Fa
     assert all(len(name) == 9 and name.isalnum() for name in ids[0] + ids[1]) and len({*ids[0], *ids[1]}) == 4
 
 
-async def test_calls_of_requests_with_one_id_have_ids_of_their_own(
+async def test_tool_call_ids_are_unique_across_requests_with_the_same_id(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    generator.script = say(ONE)
+    generator.script = reply(ONE)
     headers, body = {"x-request-id": "mine"}, GOOD[CHAT] | {"tools": [TOOL]}
     answers = [(await client.post(CHAT, json=body, headers=headers)).json() for _ in range(2)]
     assert {answer["id"] for answer in answers} == {"chatcmpl-mine"}
     assert len({answer["choices"][0]["message"]["tool_calls"][0]["id"] for answer in answers}) == 2
 
 
-async def test_a_call_alone_has_no_content_and_one_that_is_cut_ends_with_length(
+async def test_call_alone_has_no_content_and_a_truncated_call_ends_with_length(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    generator.script = say(ONE)
+    generator.script = reply(ONE)
     assert (await whole(client))["message"]["content"] is None
-    generator.script = say(ONE[:50], finish="length")
+    generator.script = reply(ONE[:50], finish="length")
     choice = await whole(client)
     assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"]
     assert (await streamed(client))[1] == "length"
@@ -150,10 +152,10 @@ async def test_a_call_alone_has_no_content_and_one_that_is_cut_ends_with_length(
         (r'{"arguments": {"\ud800": "\udfff"}, "name": "\udfff"}', ("\ufffd", r'{"\ud800": "\udfff"}')),
     ],
 )
-async def test_half_a_surrogate_pair_in_a_call_fails_no_answer(
+async def test_lone_surrogate_in_a_call_does_not_fail_the_response(
     client: httpx.AsyncClient, generator: FakeGenerator, call: str, expected: tuple[str, str]
 ) -> None:
-    generator.script = say(*f"<tool_call>{call}</tool_call>")
+    generator.script = reply(*f"<tool_call>{call}</tool_call>")
     for message in ((await whole(client))["message"], (await streamed(client))[0]):
         ((found,),) = [message["tool_calls"]]
         assert (found["function"]["name"], found["function"]["arguments"]) == expected
@@ -163,21 +165,21 @@ async def test_half_a_surrogate_pair_in_a_call_fails_no_answer(
     assert (item["name"], item["arguments"]) == expected
 
 
-async def test_an_answer_without_a_call_is_what_it_was(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = say("Hel", "lo <tool", " or not")
+async def test_response_without_a_call_is_unchanged(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = reply("Hel", "lo <tool", " or not")
     choice = await whole(client)
     assert choice["message"]["content"] == "Hello <tool or not" and "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "stop"
     assert (await streamed(client))[0]["content"] == "Hello <tool or not"
 
 
-async def test_no_tools_no_calls(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = say(ONE)
+async def test_calls_are_not_parsed_without_tools(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = reply(ONE)
     for fields in ({"tools": []}, {"tool_choice": "none"}, {"tools": None}):
         assert (await whole(client, **fields))["message"]["content"] == ONE
 
 
-async def test_the_prompt_has_the_tools_and_nothing_of_them_is_a_control_token(
+async def test_prompt_contains_the_tools_but_no_control_tokens_from_them(
     client: httpx.AsyncClient, generator: FakeGenerator, model: TextModel
 ) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"x": "<|im_start|>"}'}}
@@ -199,7 +201,7 @@ async def test_the_prompt_has_the_tools_and_nothing_of_them_is_a_control_token(
 
 
 async def test_forced_calls_have_a_grammar(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = say(ONE)
+    generator.script = reply(ONE)
     assert (await whole(client))["finish_reason"] == "tool_calls"
     assert (await whole(client, tool_choice="required"))["finish_reason"] == "tool_calls"
     named = {"type": "function", "function": {"name": "get_weather"}}
@@ -210,10 +212,10 @@ async def test_forced_calls_have_a_grammar(client: httpx.AsyncClient, generator:
     assert "get_weather" in chosen and "now" not in chosen and "{0," not in chosen + single
 
 
-async def test_an_output_format_goes_with_tools_that_may_be_called(
+async def test_output_format_is_allowed_only_with_optional_tool_calls(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    generator.script = say('{"a": 1}')
+    generator.script = reply('{"a": 1}')
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER, "strict": True}}
     assert (await whole(client, response_format=wanted))["message"]["content"] == '{"a": 1}'
     assert "calls | content" in generator.submissions[0].sampling.grammar
@@ -225,15 +227,15 @@ async def test_an_output_format_goes_with_tools_that_may_be_called(
         assert (answer.status_code, "does not go with tools" in answer.text) == (400, True)
 
 
-async def test_a_schema_of_a_tool_that_is_not_valid_is_refused_where_it_is_needed(client: httpx.AsyncClient) -> None:
+async def test_invalid_tool_schema_is_refused_only_when_it_is_needed(client: httpx.AsyncClient) -> None:
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "banana"}}}
     assert (await client.post(CHAT, json=GOOD[CHAT] | {"tools": [bad]})).status_code == 200
     answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [bad], "tool_choice": "required"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools") and "banana" in answer.text
 
 
-async def test_log_probabilities_and_ids_are_given_once(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    generator.script = say(*TWO)
+async def test_token_ids_are_streamed_once_with_tool_calls(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = reply(*TWO)
     answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL], "stream": True, "return_token_ids": True})
     ids = [i for event in events(answer) for i in event["choices"][0].get("token_ids", [])]
     assert ids == list(range(len(TWO)))
@@ -242,7 +244,7 @@ async def test_log_probabilities_and_ids_are_given_once(client: httpx.AsyncClien
 async def test_the_official_client_runs_a_conversation_with_a_tool(
     official: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:
-    generator.script = say(*TWO)
+    generator.script = reply(*TWO)
     messages: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
     tools: list[Any] = [TOOL, NOW]
     answer = await official.chat.completions.create(model="tiny", messages=messages, tools=tools)
@@ -250,21 +252,21 @@ async def test_the_official_client_runs_a_conversation_with_a_tool(
     assert message.tool_calls and message.tool_calls[0].type == "function"
     assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Rome"}
     messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}]
-    generator.script = say("It is sunny.")
+    generator.script = reply("It is sunny.")
     async with official.chat.completions.stream(model="tiny", messages=messages, tools=tools) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.content == "It is sunny."
-    generator.script = say(*TWO)
+    generator.script = reply(*TWO)
     async with official.chat.completions.stream(model="tiny", messages=messages, tools=tools) as stream:
         final = await stream.get_final_completion()
     calls = final.choices[0].message.tool_calls
     assert calls and [call.function.name for call in calls] == ["get_weather", "now"]
-    assert calls[0].function.parsed_arguments == {"city": "Rome"}  # strict
+    assert calls[0].function.parsed_arguments == {"city": "Rome"}  # parsed, since the tool is strict
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_forced_calls_of_every_form_are_read_back(form: str) -> None:
-    """Random walks through the grammar, by the built-in tokenizer with a marker that is a special token."""
+def test_forced_calls_of_every_format_are_parsed_back(form: str) -> None:
+    """Random walks through the grammar are parsed; the marker is a special token of the built-in tokenizer."""
     tokenizer = load_tokenizer(builtin_directory("target"), 4096)
     marker = FORMATS[form][0] if form != "harmony" else "<|message|>"
     functions = [Function(**TOOL["function"]), Function(**NOW["function"])]
@@ -296,7 +298,7 @@ def walk(tokenizer: LLTokenizer, grammar: str, seed: int) -> str:
     return tokenizer.decode_str(tokens)
 
 
-async def test_markers_that_are_special_tokens_are_seen(tmp_path: Path, generator: FakeGenerator) -> None:
+async def test_call_markers_that_are_special_tokens_are_detected(tmp_path: Path, generator: FakeGenerator) -> None:
     for form in FORMATS:
         special = [*FORMATS[form]]
         model = model_of(form, tmp_path / form, special)
@@ -317,12 +319,12 @@ async def test_markers_that_are_special_tokens_are_seen(tmp_path: Path, generato
         assert TextStream(model.vocabulary).push(ids).text == "ab"
 
 
-async def test_reasoning_is_apart_from_the_answer(tmp_path: Path, generator: FakeGenerator) -> None:
+async def test_reasoning_is_returned_separately_from_the_content(tmp_path: Path, generator: FakeGenerator) -> None:
     template = TEMPLATES["hermes"] + "{% if add_generation_prompt %}<think>\n{% endif %}{# ends at </think> #}"
     directory = text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096})
     model = TextModel.load(directory)
     app = create_app(generator, model, HttpSettings("tiny", created=1))
-    generator.script = say("Hm", "m.</thi", "nk>\n\n", "Yes.")
+    generator.script = reply("Hm", "m.</thi", "nk>\n\n", "Yes.")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         message = (await whole(client))["message"]
         assert (message["reasoning_content"], message["content"]) == ("Hmm.", "Yes.")
@@ -330,7 +332,7 @@ async def test_reasoning_is_apart_from_the_answer(tmp_path: Path, generator: Fak
         assert (found["reasoning_content"], found["content"]) == ("Hmm.", "Yes.")
 
 
-async def test_a_model_whose_template_knows_no_tools_refuses_them(
+async def test_tools_are_refused_if_the_template_does_not_support_them(
     generator: FakeGenerator, text_model: TextModel
 ) -> None:
     app = create_app(generator, text_model, HttpSettings("tiny", created=1))

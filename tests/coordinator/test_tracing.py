@@ -1,4 +1,4 @@
-"""Spans of a request, below those of its client."""
+"""Trace spans of a request, as children of its client's span."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 SPANS = (Span("queue", 0.0, 0.25), Span("prefill", 0.25, 1.0, "p0"), Span("decode", 1.0, 3.0, "d0"))
 
 
-class Kept(SpanExporter):
+class MemoryExporter(SpanExporter):
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
 
@@ -38,14 +38,14 @@ def record(error: str = "") -> Record:
 
 
 def exported(error: str = "", traceparent: str = "") -> dict[str, ReadableSpan]:
-    kept = Kept()
+    kept = MemoryExporter()
     tracing = Tracing("http://127.0.0.1:1", kept)
     tracing.ended(record(error), traceparent)
     tracing.close()
     return {span.name: span for span in kept.spans}
 
 
-def test_a_request_is_a_span_with_its_parts_below_it() -> None:
+def test_request_is_a_span_with_its_stages_as_children() -> None:
     spans = exported()
     assert set(spans) == {"generate", "queue", "prefill", "decode"}
     whole = spans["generate"]
@@ -58,36 +58,36 @@ def test_a_request_is_a_span_with_its_parts_below_it() -> None:
         assert (span.attributes or {}).get("baton.worker", "") == part.worker
 
 
-def test_it_is_below_the_span_of_its_client() -> None:
+def test_request_span_is_a_child_of_the_client_span() -> None:
     whole = exported(traceparent=PARENT)["generate"]
     assert whole.parent is not None and whole.context is not None
     assert f"{whole.context.trace_id:032x}" == PARENT.split("-")[1] and f"{whole.parent.span_id:016x}" in PARENT
     assert exported(traceparent="nonsense")["generate"].parent is None
 
 
-def test_a_failure_is_marked() -> None:
+def test_failed_request_has_a_span_with_error_status() -> None:
     whole = exported(error="it was lost")["generate"]
     assert whole.status.status_code is StatusCode.ERROR and whole.status.description == "it was lost"
 
 
-async def test_both_fronts_hand_on_the_clients_span(
+async def test_http_and_grpc_fronts_pass_on_the_traceparent(
     client: httpx.AsyncClient, grpc_client: Client, generator: FakeGenerator
 ) -> None:
     await client.post(CHAT, json=GOOD[CHAT], headers={"traceparent": PARENT})
     await client.post(CHAT, json=GOOD[CHAT], headers={"traceparent": "x" * 5000})
-    async for _ in grpc_client.stub.Generate(_asked(), metadata=(("traceparent", PARENT),)):
+    async for _ in grpc_client.stub.Generate(_generate_request(), metadata=(("traceparent", PARENT),)):
         pass
     assert [len(s.traceparent) for s in generator.submissions] == [55, 64, 55]
     assert generator.submissions[0].traceparent == PARENT == generator.submissions[2].traceparent
 
 
-def _asked() -> Any:
+def _generate_request() -> Any:
     from baton.v1 import serving_pb2
 
     return serving_pb2.GenerateRequest(text="Hello")
 
 
-def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *more: Any, **named: Any) -> Any:

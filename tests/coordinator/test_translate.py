@@ -33,7 +33,7 @@ async def test_defaults(translator: Translator) -> None:
     assert len(seeds) == 20 and all(0 <= seed < 1 << 64 for seed in seeds)
 
 
-async def test_a_models_own_defaults_apply_where_nothing_is_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_model_defaults_apply_to_options_that_the_request_omits(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = text_dir(tmp_path_factory.mktemp("m"), generation={"temperature": 0.6, "top_k": 20, "top_p": 0.9})
     translator = Translator(TextModel.load(directory))
     sampling = (await translator.from_token_ids("r", [1], Options())).sampling
@@ -43,7 +43,7 @@ async def test_a_models_own_defaults_apply_where_nothing_is_asked(tmp_path_facto
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.0, 0, 1.0, 2**64 - 1)
 
 
-async def test_what_is_asked_is_kept(translator: Translator) -> None:
+async def test_requested_options_are_kept(translator: Translator) -> None:
     asked = Options(max_tokens=7, temperature=0.5, top_p=0.25, top_k=3, seed=9, stop=("a", "b"), ignore_eos=True)
     got = await translator.from_token_ids("r", [5, 6], asked, deadline_s=3.0)
     assert (got.prompt, got.max_tokens, got.stop, got.eos_token_ids, got.deadline_s) == ((5, 6), 7, ("a", "b"), (), 3.0)
@@ -53,7 +53,7 @@ async def test_what_is_asked_is_kept(translator: Translator) -> None:
     assert (await translator.from_token_ids("r", [5], Options(top_k=10_000))).sampling.top_k == 0
 
 
-async def test_the_edge_of_the_context(translator: Translator) -> None:
+async def test_context_length_is_enforced_at_the_boundary(translator: Translator) -> None:
     assert (await translator.from_token_ids("r", [5] * 127, Options())).max_tokens == 1
     assert (await translator.from_token_ids("r", [5] * 120, Options(max_tokens=8))).max_tokens == 8
     for ids, options, param in (
@@ -87,7 +87,7 @@ BAD: list[tuple[Options, str]] = [
 
 
 @pytest.mark.parametrize(("options", "param"), BAD)
-async def test_out_of_range(translator: Translator, options: Options, param: str) -> None:
+async def test_out_of_range_options_are_refused_by_name(translator: Translator, options: Options, param: str) -> None:
     for attempt in (
         translator.from_text("r", "a", options),
         translator.from_token_ids("r", [1], options),
@@ -98,7 +98,7 @@ async def test_out_of_range(translator: Translator, options: Options, param: str
         assert caught.value.param == param
 
 
-async def test_bad_prompts_and_messages(translator: Translator) -> None:
+async def test_invalid_prompts_and_messages_are_refused_by_name(translator: Translator) -> None:
     for ids in ([], [-1], [512], [2**70]):
         with pytest.raises(InvalidRequest) as caught:
             await translator.from_token_ids("r", ids, Options())
@@ -119,15 +119,15 @@ async def test_bad_prompts_and_messages(translator: Translator) -> None:
             assert caught.value.param == param
 
 
-async def test_a_model_without_a_template_takes_no_chat(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_chat_is_refused_if_the_model_has_no_template(tmp_path_factory: pytest.TempPathFactory) -> None:
     translator = Translator(TextModel.load(text_dir(tmp_path_factory.mktemp("m"), template=None)))
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
         await translator.from_messages("r", HI, Options())
     assert caught.value.param == "messages"
 
 
-class Unwalked(dict[Any, Any]):
-    """Has a length and no entries that may be looked at."""
+class LengthOnlyDict(dict[Any, Any]):
+    """A dict that has a length, and whose entries must not be read."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -145,14 +145,14 @@ class Unwalked(dict[Any, Any]):
     ("name", "most"),
     [("logit_bias", 300), ("stop_token_ids", 64), ("allowed_token_ids", 512), ("stop", 64), ("bad_words", 64)],
 )
-async def test_entries_are_counted_before_they_are_looked_at(translator: Translator, name: str, most: int) -> None:
-    many: Any = Unwalked(most + 1)
+async def test_entries_are_counted_before_they_are_read(translator: Translator, name: str, most: int) -> None:
+    many: Any = LengthOnlyDict(most + 1)
     with pytest.raises(InvalidRequest, match=f"at most {most} entries") as refused:
         await translator.from_token_ids("r", [5], Options(**{name: many}))
     assert refused.value.param == name
 
 
-async def test_a_prompt_is_counted_before_its_ids_are_looked_at(translator: Translator) -> None:
-    many: Any = Unwalked(128)
+async def test_prompt_ids_are_counted_before_they_are_read(translator: Translator) -> None:
+    many: Any = LengthOnlyDict(128)
     with pytest.raises(ContextLengthExceeded, match="the prompt has 128"):
         await translator.from_token_ids("r", many, Options())

@@ -1,4 +1,4 @@
-"""Options that vLLM has beside OpenAI's: how messages become a prompt, and what of it is in the text."""
+"""Options that vLLM has besides OpenAI's: how messages become a prompt, and what the text contains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def prompt_of(client: httpx.AsyncClient, generator: FakeGenerator, path: s
     return list(generator.submissions[-1].prompt)
 
 
-async def test_prompts_with_and_without_the_beginning_of_an_answer(
+async def test_prompts_with_and_without_a_generation_prompt(
     client: httpx.AsyncClient, generator: FakeGenerator, text_model: TextModel
 ) -> None:
     def shown(ids: list[int]) -> str:
@@ -46,7 +46,7 @@ async def test_prompts_with_and_without_the_beginning_of_an_answer(
     assert opened.count(end) == 1, "what the client wrote is no control token"
 
 
-async def test_variables_of_the_template(tmp_path: Path, generator: FakeGenerator) -> None:
+async def test_chat_template_kwargs_are_variables_of_the_template(tmp_path: Path, generator: FakeGenerator) -> None:
     model = TextModel.load(text_dir(tmp_path / "m", template=THINKS, config={"max_position_embeddings": 4096}))
     app = create_app(generator, model, HttpSettings("tiny", created=1))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
@@ -57,14 +57,16 @@ async def test_variables_of_the_template(tmp_path: Path, generator: FakeGenerato
         assert ids.count(model.tokenizer.token_to_id("<|im_end|>")) == 1
 
 
-async def test_a_template_that_hides_the_last_message_cannot_go_on_with_it(tmp_path: Path) -> None:
+async def test_final_message_cannot_be_continued_if_the_template_omits_it(tmp_path: Path) -> None:
     model = TextModel.load(text_dir(tmp_path / "m", template="{{ messages[0].content }}"))
     talk = [ChatMessage("user", "a"), ChatMessage("assistant", "bcd")]
     with pytest.raises(Exception, match="does not show the last message"):
         await model.encode_chat_soon(talk, Rendering(continue_final_message=True))
 
 
-async def test_the_end_of_a_prompt(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+async def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
     whole = await prompt_of(client, generator, COMPLETIONS, prompt=list(range(20, 60)))
     assert await prompt_of(client, generator, COMPLETIONS, prompt=whole, truncate_prompt_tokens=5) == whole[-5:]
     assert await prompt_of(client, generator, COMPLETIONS, prompt=whole * 20, truncate_prompt_tokens=7) == whole[-7:]
@@ -72,7 +74,7 @@ async def test_the_end_of_a_prompt(client: httpx.AsyncClient, generator: FakeGen
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one STOP")])
-def test_a_stop_string_may_be_in_the_text(text_model: TextModel, include: bool, text: str) -> None:
+def test_stop_string_is_included_in_the_text_on_request(text_model: TextModel, include: bool, text: str) -> None:
     ids = text_model.encode("one STOP two", add_special_tokens=False)
     for step in (1, 3, len(ids)):
         stream = TextStream(text_model.vocabulary, ["STOP"], include_stop=include)
@@ -80,7 +82,7 @@ def test_a_stop_string_may_be_in_the_text(text_model: TextModel, include: bool, 
         assert (found, stream.stopped) == (text, "STOP")
 
 
-async def test_what_of_it_the_pipeline_is_told(
+async def test_stop_and_special_token_options_reach_the_pipeline(
     client: httpx.AsyncClient, generator: FakeGenerator, text_model: TextModel
 ) -> None:
     await client.post(CHAT, json=GOOD[CHAT] | {"include_stop_str_in_output": True, "skip_special_tokens": False})
@@ -91,7 +93,7 @@ async def test_what_of_it_the_pipeline_is_told(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_echo_with_nothing_to_generate(client: httpx.AsyncClient, generator: FakeGenerator, stream: bool) -> None:
+async def test_echo_with_zero_max_tokens(client: httpx.AsyncClient, generator: FakeGenerator, stream: bool) -> None:
     entry = TokenLogprob(7, -0.5, 1)
     usage = Usage(2, 1, 0, SpeculationCounters())
     generator.script = [Delta("x", (7,), "stop", 7, usage, Timeline(), (entry,), (TokenLogprob(6, -1.5, 2),))]
@@ -109,7 +111,7 @@ async def test_echo_with_nothing_to_generate(client: httpx.AsyncClient, generato
     assert (await client.post(COMPLETIONS, json=fields | {"echo": False})).status_code == 400
 
 
-async def test_echo_only_closes_what_it_asks() -> None:
+async def test_echo_only_closes_its_inner_generator() -> None:
     generator = FakeGenerator(endless=True)
     deltas = EchoOnly(generator).generate(Submission("r", (1,), 1))
     await anext(deltas)
@@ -117,8 +119,8 @@ async def test_echo_only_closes_what_it_asks() -> None:
     assert generator.finished == ["r"]
 
 
-async def test_an_id_that_is_in_flight_may_come_again(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    """A gateway repeats it in a retry, while the first try is still ending."""
+async def test_request_id_in_flight_may_be_reused(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    """A gateway reuses the id in a retry, while the first try is still ending."""
     for _ in range(2):
         answer = await client.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"x-request-id": "mine"})
         assert (answer.headers["x-request-id"], answer.json()["id"]) == ("mine", "cmpl-mine")

@@ -1,4 +1,4 @@
-"""Rules of the block table, one by one. `test_blocks_machine` looks for what these do not name."""
+"""Rules of the block table, one by one. `test_blocks_machine` searches for violations that these do not cover."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEQ_A, SEQ_B, SEND_A = Holder("sequence", A), Holder("sequence", B), Holder("sen
 RECEIVING_A, RECEIVING_B, CACHE = Holder("receiving", A), Holder("receiving", B), Holder("cache", A)
 
 
-def test_allocate_takes_all_or_nothing() -> None:
+def test_allocate_is_all_or_nothing() -> None:
     table = BlockTable(3)
     assert table.allocate(4, SEQ_A) is None
     assert table.num_free == 3
@@ -31,7 +31,7 @@ def test_every_reuse_raises_the_generation() -> None:
     assert seen == [1, 2, 3]
 
 
-def test_block_is_free_only_when_its_last_holder_lets_go() -> None:
+def test_block_is_free_only_when_its_last_holder_releases_it() -> None:
     table = BlockTable(2)
     blocks = table.allocate(2, SEQ_A) or ()
     table.hold(blocks, SEND_A)
@@ -41,7 +41,7 @@ def test_block_is_free_only_when_its_last_holder_lets_go() -> None:
 
 
 @pytest.mark.parametrize("blocks", [(0,), (0, 0), (-1,), (5,)])
-def test_release_of_what_is_not_held_is_refused_and_changes_nothing(blocks: tuple[int, ...]) -> None:
+def test_release_of_a_block_that_is_not_held_is_refused_and_changes_nothing(blocks: tuple[int, ...]) -> None:
     table = BlockTable(3)
     table.allocate(1, SEQ_B)
     kept = table.allocate(1, SEQ_A) or ()
@@ -70,7 +70,7 @@ def test_double_free_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(RECEIVING_A, SEQ_B), (RECEIVING_A, CACHE), (SEQ_A, RECEIVING_B)])
-def test_receiving_shares_a_block_with_nobody(first: Holder, second: Holder) -> None:
+def test_receiving_holder_is_exclusive(first: Holder, second: Holder) -> None:
     table = BlockTable(1)
     blocks = table.allocate(1, first) or ()
     with pytest.raises(InvariantError, match="exclusive"):
@@ -108,7 +108,7 @@ def test_convert_neither_loses_nor_merges_holders() -> None:
     assert table.holders(blocks[0]) == {SEQ_A, SEND_A}
 
 
-def test_cached_block_that_nothing_refers_to_counts_as_free() -> None:
+def test_cached_block_without_other_holders_counts_as_free() -> None:
     table = BlockTable(3)
     blocks = table.allocate(2, SEQ_A) or ()
     table.hold(blocks, CACHE)
@@ -117,7 +117,7 @@ def test_cached_block_that_nothing_refers_to_counts_as_free() -> None:
     assert table.num_free_besides(blocks) == 1
 
 
-def test_idle_blocks_are_taken_last_and_the_end_of_a_prefix_before_its_beginning() -> None:
+def test_idle_blocks_are_allocated_last_and_a_prefix_is_evicted_from_its_end() -> None:
     table = BlockTable(4)
     evicted: list[int] = []
     table.on_evict = evicted.append
@@ -134,7 +134,7 @@ def test_idle_blocks_are_taken_last_and_the_end_of_a_prefix_before_its_beginning
     assert table.holders(second) == {SEQ_B}
 
 
-def test_what_sequences_would_give_up_does_not_count_what_others_share() -> None:
+def test_blocks_that_preemption_would_free_exclude_those_that_others_share() -> None:
     table = BlockTable(6)
     shared, own = table.allocate(2, SEQ_A) or (), table.allocate(2, SEQ_B) or ()
     table.hold(shared, SEQ_B)
@@ -147,7 +147,7 @@ def test_what_sequences_would_give_up_does_not_count_what_others_share() -> None
     assert table.num_free_without({SEQ_A}, mine) == 4 + 2
 
 
-def test_block_that_goes_on_being_cached_is_taken_for_another_use_only_when_nobody_holds_it() -> None:
+def test_cached_block_is_reallocated_only_when_it_has_no_other_holder() -> None:
     table = BlockTable(1)
     blocks = table.allocate(1, SEQ_A) or ()
     table.hold(blocks, CACHE)
@@ -158,7 +158,7 @@ def test_block_that_goes_on_being_cached_is_taken_for_another_use_only_when_nobo
     assert table.allocate(1, SEQ_B) == blocks
 
 
-def test_state_reads_as_one_line() -> None:
+def test_repr_is_one_line() -> None:
     table = BlockTable(4)
     table.allocate(1, RECEIVING_A)
     table.hold(table.allocate(1, SEQ_B) or (), Holder("send", B))
@@ -166,7 +166,7 @@ def test_state_reads_as_one_line() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["forget", "free_twice", "free_held", "share_receiving", "idle", "uncounted"])
-def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
+def test_check_detects_an_inconsistent_table(spoil: str) -> None:
     table = BlockTable(2)
     table.allocate(1, RECEIVING_A)
     {
@@ -182,7 +182,7 @@ def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
 
 
 @pytest.mark.parametrize("expected", [set(), {(0, SEQ_A), (1, SEQ_A)}, {(0, SEQ_B)}])
-def test_check_held_finds_a_leak_and_a_loss(expected: set[tuple[int, Holder]]) -> None:
+def test_check_held_detects_a_leaked_and_a_lost_block(expected: set[tuple[int, Holder]]) -> None:
     table = BlockTable(2)
     table.allocate(1, SEQ_A)
     table.check_held({(0, SEQ_A)})
@@ -191,7 +191,7 @@ def test_check_held_finds_a_leak_and_a_loss(expected: set[tuple[int, Holder]]) -
 
 
 @pytest.mark.parametrize("leaked", [SEQ_A, SEND_A, RECEIVING_A])
-def test_a_leak_is_found_by_the_check_of_an_idle_pool_with_its_holder(leaked: Holder) -> None:
+def test_idle_check_detects_a_leaked_block_and_names_its_holder(leaked: Holder) -> None:
     table = BlockTable(3)
     cached = table.allocate(1, SEQ_B) or ()
     table.hold(cached, CACHE)
@@ -205,7 +205,7 @@ def test_a_leak_is_found_by_the_check_of_an_idle_pool_with_its_holder(leaked: Ho
 
 
 @pytest.mark.parametrize("spoil", ["forget", "free_twice"])
-def test_the_check_of_an_idle_pool_counts_its_blocks(spoil: str) -> None:
+def test_idle_check_counts_the_blocks(spoil: str) -> None:
     table = BlockTable(2)
     {"forget": lambda: table._free.pop(), "free_twice": lambda: table._free.append(1)}[spoil]()
     with pytest.raises(InvariantError, match="of 2 blocks are free"):

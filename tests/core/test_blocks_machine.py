@@ -1,4 +1,4 @@
-"""BlockTable against a plain dict: whatever is asked of it, in whatever order, it does the same or refuses the same."""
+"""BlockTable against a plain dict: any calls, in any order, have the same effect or are refused alike."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data())
-    def release_one_that_is_held(self, data: st.DataObject) -> None:
+    def release_held_block(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
         holder = data.draw(st.sampled_from(sorted(self.held[block])))
         self.held[block].discard(holder)
@@ -93,7 +93,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data(), new=holders)
-    def convert_one_that_is_held(self, data: st.DataObject, new: Holder) -> None:
+    def convert_held_block(self, data: st.DataObject, new: Holder) -> None:
         block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
         old = data.draw(st.sampled_from(sorted(self.held[block])))
         self.convert([block], old, new)
@@ -109,14 +109,14 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(len(held) > 1 for held in self.held.values()))
     @rule(data=st.data())
-    def leave_to_the_cache(self, data: st.DataObject) -> None:
+    def release_to_the_cache(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
         for holder in [h for h in self.held[block] if h.kind != "cache"]:
             self.held[block].discard(holder)
             self.table.release([block], holder)
 
     @invariant()
-    def idle_blocks_keep_the_order_in_which_they_became_so(self) -> None:
+    def idle_blocks_keep_their_order(self) -> None:
         now = {block for block, held in self.held.items() if held and all(h.kind == "cache" for h in held)}
         order = list(self.table._idle)
         assert set(order) == now
@@ -124,7 +124,7 @@ class BlockTableMachine(RuleBasedStateMachine):
         self.idle = order
 
     @invariant()
-    def books_balance_and_agree_with_the_model(self) -> None:
+    def table_is_consistent_and_equals_the_model(self) -> None:
         self.table.check()
         assert {b: set(self.table.holders(b)) for b in self.held} == self.held
         assert self.table.generations(self.held) == tuple(self.generation.values())

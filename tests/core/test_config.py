@@ -56,7 +56,7 @@ def test_every_field_can_be_set_from_every_source(cls: type[Any], f: Field[Any])
 
 
 @pytest.mark.parametrize(("cls", "f"), FIELDS, ids=name_of)
-def test_every_default_is_legal_typed_and_explained(cls: type[Any], f: Field[Any]) -> None:
+def test_every_default_is_valid_typed_and_documented(cls: type[Any], f: Field[Any]) -> None:
     assert config(cls, flags={f.name: f.default}) == cls()
     assert type(f.default) is get_type_hints(cls)[f.name]
     assert f.metadata["help"]
@@ -107,18 +107,18 @@ def test_environment_text_that_does_not_parse_is_refused(cls: type[Any], f: Fiel
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "on", "0", "False", "no", "off", ""])
-def test_environment_switches_read_as_people_write_them(text: str) -> None:
+def test_environment_booleans_accept_the_common_spellings(text: str) -> None:
     assert config(env={"BATON_EXACT": text}).exact is (text.lower() in ("1", "true", "yes", "on"))
 
 
-def test_file_gives_way_to_environment_and_both_to_flags() -> None:
+def test_environment_overrides_file_and_flags_override_both() -> None:
     file, env, flags = {"threads": 1, "block_size": 1, "host": "f"}, {"BATON_THREADS": "2", "BATON_BLOCK_SIZE": "2"}, {}
     flags["threads"] = 3
     made = config(file=file, env=env, flags=flags)
     assert (made.threads, made.block_size, made.host) == (3, 2, "f")
 
 
-def test_foreign_environment_is_left_alone() -> None:
+def test_other_environment_variables_are_ignored() -> None:
     assert config(env={"HOME": "/", "THREADS": "9", "BATON_PORT": "8100"}) == WorkerConfig()
 
 
@@ -133,18 +133,18 @@ def test_unknown_key_is_refused_with_the_nearest_name(cls: type[Any], f: Field[A
     assert "did you mean" not in caught.value.message or nearest
 
 
-def test_unknown_key_like_nothing_gets_no_guess() -> None:
+def test_unknown_key_without_a_similar_name_gets_no_suggestion() -> None:
     with pytest.raises(StartupError, match=r"unknown key 'qqqq' in the config file$"):
         config(file={"qqqq": 1})
 
 
-def test_choice_out_of_the_list_is_refused_with_the_list() -> None:
+def test_value_outside_the_choices_is_refused_with_the_choices() -> None:
     with pytest.raises(StartupError, match="--dtype must be one of auto, bfloat16, float32, not 'int8'"):
         config(flags={"dtype": "int8"})
 
 
 @pytest.mark.parametrize("value", NOT_DIALLED)
-def test_what_cannot_be_dialled_is_refused_whatever_the_source(value: str) -> None:
+def test_invalid_address_is_refused_from_every_source(value: str) -> None:
     for source, name in (
         ({"flags": {"coordinator": value}}, "--coordinator"),
         ({"env": {"BATON_COORDINATOR": value}}, "BATON_COORDINATOR"),
@@ -169,12 +169,12 @@ def test_what_cannot_be_dialled_is_refused_whatever_the_source(value: str) -> No
         "[fe80::1%eth0]:8101",
     ],
 )
-def test_what_can_be_dialled_is_taken(value: str) -> None:
+def test_valid_address_is_accepted(value: str) -> None:
     assert config(flags={"coordinator": value}).coordinator == value
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "\x00", "a\u2028b", "a\u202eb", "a\udcff", "x" * 257])
-def test_a_model_cannot_be_called_what_cannot_be_printed(name: str) -> None:
+def test_unprintable_or_too_long_model_name_is_refused(name: str) -> None:
     for source, field in (
         ({"flags": {"served_model_name": name}}, "--served-model-name"),
         ({"env": {"BATON_SERVED_MODEL_NAME": name}}, "BATON_SERVED_MODEL_NAME"),
@@ -189,11 +189,11 @@ def test_a_model_cannot_be_called_what_cannot_be_printed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "org/name", "Modell ü 7B", "模型"])
-def test_a_model_may_be_called_what_can_be_printed(name: str) -> None:
+def test_printable_model_name_is_accepted(name: str) -> None:
     assert config(CoordinatorConfig, flags={"served_model_name": name}).served_model_name == name
 
 
-def test_a_refused_value_is_shown_however_deep_or_long_it_is() -> None:
+def test_deep_or_long_value_is_refused_with_a_short_message() -> None:
     deep: dict[str, Any] = {}
     for _ in range(100_000):
         deep = {"a": deep}

@@ -1,4 +1,4 @@
-"""An abort that overtook its offer is remembered until its deadline, in bounded memory."""
+"""An abort that overtook its offer leaves a tombstone until its deadline, in bounded memory."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_second_abort_never_shortens_the_first() -> None:
     assert stones.covers(A, now=59.0)
 
 
-def test_adding_again_drops_nobody_else() -> None:
+def test_adding_a_tombstone_again_drops_no_other() -> None:
     stones = Tombstones(limit=2)
     for sequence in (A, B, B):
         stones.add(sequence, now=0.0, duration_s=60.0)
     assert stones.covers(A, now=1.0)
 
 
-def test_expire_forgets_what_is_over() -> None:
+def test_expire_drops_expired_tombstones() -> None:
     stones = Tombstones()
     stones.add(A, now=0.0, duration_s=1.0)
     stones.expire(now=1.0)

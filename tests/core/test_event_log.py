@@ -14,7 +14,7 @@ from baton.core.errors import StartupError
 from baton.event_log import VARIABLE, EventLog
 
 
-def test_events_are_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_written_as_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "new"))
     events = EventLog("decode-0")
     events.write("offer", sequence=("r", 0), bytes=3)
@@ -31,7 +31,7 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.iterdir()) and set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_created_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file"))
     with pytest.raises(StartupError, match=f"{VARIABLE}=.*file: File exists"):
@@ -39,7 +39,7 @@ def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path, monk
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def log_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of event logs."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     return tmp_path
@@ -56,9 +56,9 @@ for number in range(20):
 """
 
 
-def test_where_nothing_more_fits_it_says_so_once_and_ends(room: Path) -> None:
-    """In a process of its own: the limit would hold for whatever pytest writes."""
+def test_a_failed_write_is_logged_once_and_ends_the_event_log(log_directory: Path) -> None:
+    """In a separate process: the limit would also apply to files that pytest writes."""
     done = subprocess.run([sys.executable, "-c", IN_LITTLE_ROOM], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr.count("no more events are written") == 1, done.stderr
     assert "decode-0.events.jsonl: File too large" in done.stderr
-    assert 0 < (room / "decode-0.events.jsonl").stat().st_size <= 200
+    assert 0 < (log_directory / "decode-0.events.jsonl").stat().st_size <= 200

@@ -1,4 +1,4 @@
-"""What must agree between workers, and the name of the first field that does not."""
+"""The facts that must agree between workers, and the name of the first field that differs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tensor_parallel_may_differ() -> None:
 PLACE = ["start_token", "end_token", "start_layer", "end_layer", "edge_generation", "prefill_rank", "decode_rank"]
 
 
-def test_chunk_identity_tells_request_place_and_time_apart() -> None:
+def test_chunk_identity_depends_on_sequence_place_and_generation() -> None:
     chunk = make_chunk()
     chunks: list[Chunk] = [replace(chunk, **{name: getattr(chunk, name) + 1}) for name in PLACE]
     names = [SequenceId("r2"), SequenceId(""), SequenceId("r", 1), SequenceId("r", 0, 2), SequenceId("r" + "\0" * 8)]

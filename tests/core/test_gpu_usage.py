@@ -1,4 +1,4 @@
-"""What NVML says of a worker's GPUs, with an NVML of the tests' own; and with the real one where there is no driver."""
+"""What NVML reports about a worker's GPUs: a fake NVML, and the real one with and without a driver."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotSupported(NvmlError): ...
 
 
 class Nvml:
-    """Two GPUs and a MIG instance. Calls fail from the one numbered `fails_at` on."""
+    """Two GPUs and a MIG instance. Calls fail from number `fails_at` on."""
 
     NVMLError, NVMLError_NotSupported = NvmlError, NotSupported
     devices: ClassVar = {"GPU-a": (10, 80, 30), "GPU-b": (20, 80, 90), "MIG-c": (5, 20, None)}
@@ -51,7 +51,7 @@ class Nvml:
         return SimpleNamespace(gpu=share)
 
 
-def test_gpus_are_added_up() -> None:
+def test_usage_is_combined_over_all_gpus() -> None:
     nvml: Any = Nvml()
     assert read_usage(["GPU-a", "GPU-b"], nvml) == GpuUsage(30 * GIB, 160 * GIB, 0.6)
     assert read_usage(["MIG-c"], nvml) == GpuUsage(5 * GIB, 20 * GIB, 0.0)
@@ -68,18 +68,18 @@ async def test_usage_is_reported_until_nvml_fails(
     async with asyncio.timeout(10), watching_gpus(["GPU-a"], seen.append, nvml):
         while not caplog.records:
             await asyncio.sleep(0.01)
-    assert seen == [GpuUsage(10 * GIB, 80 * GIB, 0.3)] * 3 + [None]  # an old reading is no use
+    assert seen == [GpuUsage(10 * GIB, 80 * GIB, 0.3)] * 3 + [None]  # an old reading is not kept
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         "memory and utilisation of the GPU are not known: NVML: GPU is lost"
     ]
 
 
-def test_without_a_gpu_there_is_none_to_ask() -> None:
+def test_a_worker_on_the_cpu_has_no_gpu_uuids() -> None:
     assert gpu_uuids("cpu", False, 2) == [] and gpu_uuids("auto", True, 2) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-async def test_without_a_driver_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_missing_driver_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with asyncio.timeout(10), watching_gpus(["GPU-a"], lambda usage: None):
         while not caplog.records:
             await asyncio.sleep(0.01)
@@ -87,7 +87,7 @@ async def test_without_a_driver_the_log_says_so(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.gpu
-def test_the_real_one() -> None:
+def test_the_real_nvml_reports_usage_in_range() -> None:
     uuids = gpu_uuids("cuda", False, 1)
     pynvml.nvmlInit()
     usage = read_usage(uuids, pynvml)

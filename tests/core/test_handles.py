@@ -1,4 +1,4 @@
-"""A handle is the right to one hand-over: whatever is changed in it, it is refused as stale and nothing else."""
+"""A handle is the right to one hand-over: with any field changed it is refused as stale, with no other error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPECTED: dict[str, Any] = {
     "now_ms": 4999.0,
 }
 
-# Any text, also lone surrogates that UTF-8 refuses, and integers beyond 64 bits.
+# Any text, including lone surrogates that UTF-8 refuses, and integers beyond 64 bits.
 texts = st.text(st.characters(exclude_categories=()), max_size=8)
 integers = st.one_of(st.integers(-3, 3), st.integers(-(2**70), 2**70))
 values = {
@@ -51,13 +51,13 @@ def flip(data: bytes, bit: int) -> bytes:
 mutations = st.sampled_from(sorted(values)).flatmap(lambda name: st.tuples(st.just(name), values[name]))
 
 
-def test_signed_handle_is_good_where_it_was_made_for() -> None:
+def test_signed_handle_is_valid_at_its_destination() -> None:
     verify(KEY, HANDLE, **EXPECTED)
 
 
 @settings(max_examples=1000)
 @given(mutations)
-def test_handle_changed_anywhere_is_stale(mutation: tuple[str, Any]) -> None:
+def test_handle_with_any_field_changed_is_stale(mutation: tuple[str, Any]) -> None:
     name, value = mutation
     if value == getattr(HANDLE, name):
         return
@@ -82,13 +82,13 @@ def test_handle_of_another_cluster_is_stale(key: bytes) -> None:
         ("now_ms", 5000.0, "expires_ms"),
     ],
 )
-def test_good_handle_shown_at_the_wrong_place_is_stale(expected: str, value: object, field: str) -> None:
+def test_valid_handle_presented_at_the_wrong_place_is_stale(expected: str, value: object, field: str) -> None:
     with pytest.raises(StaleHandle) as caught:
         verify(KEY, HANDLE, **{**EXPECTED, expected: value})
     assert caught.value.param == field
 
 
-def test_bytes_do_not_slide_between_neighbouring_fields() -> None:
+def test_signature_distinguishes_bytes_of_neighbouring_fields() -> None:
     one, two = make_handle(source_worker="ab", destination_worker="c"), make_handle(source_worker="a")
     assert sign(KEY, one).signature != sign(KEY, replace(two, destination_worker="bc")).signature
 
@@ -97,7 +97,7 @@ def test_every_field_is_signed() -> None:
     assert {f.name for f in fields(Handle)} == set(values)
 
 
-def test_spent_handles_are_remembered_until_they_have_expired() -> None:
+def test_spent_handles_are_kept_until_they_expire() -> None:
     spent, handle = SpentHandles(), make_handle(expires_ms=12_000, signature=b"s")
     spent.spend(handle, 10_000.0)
     with pytest.raises(StaleHandle, match="used before"):

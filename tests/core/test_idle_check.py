@@ -1,4 +1,4 @@
-"""What a worker without sequences checks on its event loop, ten times a second, between requests that may arrive."""
+"""What a worker without sequences checks on its event loop ten times a second, where it may delay requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def with_draft_model(num_blocks: int) -> DecodeScheduler:
 
 
 @pytest.mark.parametrize("make", [make_prefill, make_decode, with_draft_model])
-def test_it_takes_no_longer_with_many_blocks(make: Callable[[int], PrefillScheduler | DecodeScheduler]) -> None:
+def test_idle_check_is_fast_with_many_blocks(make: Callable[[int], PrefillScheduler | DecodeScheduler]) -> None:
     scheduler = make(100_000)
     fill_cache(scheduler, 0.8)
     took_s = []
@@ -37,7 +37,7 @@ def test_it_takes_no_longer_with_many_blocks(make: Callable[[int], PrefillSchedu
 
 
 @pytest.mark.parametrize("make", [make_prefill, make_decode])
-def test_it_finds_a_block_that_somebody_kept(make: Callable[[int], PrefillScheduler | DecodeScheduler]) -> None:
+def test_idle_check_detects_a_leaked_block(make: Callable[[int], PrefillScheduler | DecodeScheduler]) -> None:
     scheduler = make(8)
     fill_cache(scheduler, 0.5)
     scheduler.check_idle()
@@ -46,7 +46,7 @@ def test_it_finds_a_block_that_somebody_kept(make: Callable[[int], PrefillSchedu
         scheduler.check_idle()
 
 
-def test_it_finds_what_a_draft_model_keeps_of_a_sequence() -> None:
+def test_idle_check_detects_a_leaked_block_of_a_draft_model() -> None:
     scheduler = with_draft_model(8)
     drafts = scheduler.speculation.drafts
     assert isinstance(drafts, ModelDrafts)
@@ -55,7 +55,7 @@ def test_it_finds_what_a_draft_model_keeps_of_a_sequence() -> None:
         scheduler.check_idle()
 
 
-def test_it_finds_a_queue_that_is_not_empty() -> None:
+def test_idle_check_detects_a_queue_that_is_not_empty() -> None:
     scheduler = make_prefill()
     scheduler.submit(make_request("left"), 0.0, hand_over=False)
     scheduler._entries.clear()

@@ -1,4 +1,4 @@
-"""A stream may break anywhere: what was said, plus what is said again, is the whole history."""
+"""A stream may break anywhere: the events received, plus those sent again, are the whole history."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sizes = st.lists(st.integers(1, 3), min_size=1, max_size=8)
 
 
 def log_of(first_index: int, pieces: list[int], limit: int = 4096) -> tuple[OutputLog, list[StepEvents]]:
-    """A log to which `pieces` tokens at a time were told of A, numbered by their index, and its end with the last."""
+    """A log that recorded `pieces` tokens of A at a time, each equal to its index, and A's end; and the events."""
     log, history, index = OutputLog(limit), [], first_index
     for number, piece in enumerate(pieces):
         tokens = range(index, index + piece)
@@ -91,13 +91,13 @@ def test_hand_over_and_end_replace_the_parking() -> None:
     assert (len(events.handed_over), len(events.ended)) == (1, 1)
 
 
-def test_of_unknown_and_released_sequences_there_is_nothing_to_say() -> None:
+def test_unknown_and_released_sequences_have_nothing_to_resend() -> None:
     log, _ = log_of(0, [2])
     log.release([A, B])
     assert log.since([Following(A, 0), Following(B, 0)]) == StepEvents()
 
 
-def test_a_sequence_is_done_once_its_end_or_its_hand_over_has_been_said() -> None:
+def test_a_sequence_is_done_once_its_end_or_its_hand_over_is_recorded() -> None:
     log = OutputLog()
     log.record(step_events(A, 0, 1))
     log.record(StepEvents(parked=(Parked(B, "full"),)))
@@ -121,7 +121,7 @@ def test_log_is_bounded_when_nothing_is_ever_released(end: str) -> None:
     assert len(log.since([Following(SequenceId("49"), 0)]).tokens) == 1
 
 
-def test_live_sequence_outlasts_any_number_that_are_done() -> None:
+def test_unfinished_sequence_is_kept_while_finished_ones_are_dropped() -> None:
     log = OutputLog(limit=2)
     log.record(step_events(A, 0, 1))
     for number in range(5):
@@ -130,14 +130,14 @@ def test_live_sequence_outlasts_any_number_that_are_done() -> None:
     assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, (1, 2)),)
 
 
-def test_log_of_live_sequences_is_bounded_too() -> None:
+def test_log_of_unfinished_sequences_is_bounded_too() -> None:
     log = OutputLog(limit=2)
     for number in range(5):
         log.record(step_events(SequenceId(str(number)), 0, 1))
     assert len(log) == 2
 
 
-def test_log_probabilities_are_said_again_with_their_tokens() -> None:
+def test_log_probabilities_are_resent_with_their_tokens() -> None:
     log = OutputLog()
     scores = [TokenLogprob(token, -float(token), 1) for token in (1, 2, 3)]
     log.record(StepEvents(tokens=(TokenEvent(A, 0, (1, 2), tuple(scores[:2]), (scores[0],)),)))
@@ -145,7 +145,7 @@ def test_log_probabilities_are_said_again_with_their_tokens() -> None:
     assert log.since([Following(A, 1)]).tokens == (TokenEvent(A, 1, (2, 3), tuple(scores[1:]), (scores[0],)),)
 
 
-def test_cached_tokens_are_said_again_with_the_first_token() -> None:
+def test_number_of_cached_tokens_is_resent_with_the_first_token() -> None:
     log = OutputLog()
     log.record(StepEvents(tokens=(TokenEvent(A, 0, (5,), cached_tokens=32),)))
     log.record(StepEvents(tokens=(TokenEvent(A, 1, (6,)),)))

@@ -1,4 +1,4 @@
-"""The prefix cache: what matches, what is evicted, what is told; rules one by one and against a model."""
+"""The prefix cache: what matches, what is evicted, what is reported; rules one by one and against a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keys(tokens: tuple[int, ...], *, model: str = "m", tenant: str = "", salt: s
 
 
 def stored(table: BlockTable, cache: PrefixCache, tokens: tuple[int, ...], holder: Holder = SEQ_A) -> tuple[int, ...]:
-    """Blocks of `tokens`, cached and then left by their sequence."""
+    """Blocks of `tokens`, cached and then released by their sequence."""
     named = keys(tokens)
     blocks = table.allocate(len(named), holder) or ()
     cache.store(named, blocks)
@@ -34,14 +34,14 @@ def test_only_full_blocks_have_keys() -> None:
     assert [len(keys((5,) * n)) for n in range(5)] == [0, 0, 1, 1, 2]
 
 
-def test_key_stands_for_all_tokens_before_it() -> None:
+def test_key_depends_on_all_tokens_of_the_prefix() -> None:
     assert keys((1, 2, 3, 4))[0] == keys((1, 2, 9, 9))[0]
     assert keys((1, 2, 3, 4))[1] != keys((9, 2, 3, 4))[1]
     assert keys((1, 2, 1, 2))[0] != keys((1, 2, 1, 2))[1]
 
 
 @given(st.lists(st.integers(0, 200_000), max_size=30), st.lists(st.integers(0, 30), max_size=5))
-def test_keys_do_not_depend_on_how_they_were_asked_for(tokens: list[int], stops: list[int]) -> None:
+def test_keys_do_not_depend_on_how_the_chain_was_grown(tokens: list[int], stops: list[int]) -> None:
     chain = KeyChain("m", "", "s", 3)
     for stop in stops:
         asked = min(stop, len(tokens))
@@ -56,7 +56,7 @@ def test_other_model_tenant_or_salt_shares_no_key(other: dict[str, str]) -> None
     assert not set(keys(tokens)) & set(keys(tokens, **other))  # type: ignore[arg-type]
 
 
-def test_model_tenant_and_salt_do_not_run_together() -> None:
+def test_model_tenant_and_salt_are_delimited_in_keys() -> None:
     assert keys((1, 2), model="ab", salt="c") != keys((1, 2), model="a", salt="bc")
     assert keys((1, 2), tenant="ab", salt="c") != keys((1, 2), tenant="a", salt="bc")
     assert keys((1, 2), tenant="a") != keys((1, 2), salt="a")
@@ -71,7 +71,7 @@ def test_longest_stored_prefix_matches() -> None:
     cache.check()
 
 
-def test_block_stored_first_stays() -> None:
+def test_first_block_stored_under_a_key_is_kept() -> None:
     table = BlockTable(2)
     cache = PrefixCache(table, 2)
     (first,), (second,) = table.allocate(1, SEQ_A) or (), table.allocate(1, SEQ_B) or ()
@@ -83,7 +83,7 @@ def test_block_stored_first_stays() -> None:
     cache.check()
 
 
-def test_evicted_block_matches_no_more_though_its_continuation_does_not_go() -> None:
+def test_evicted_block_no_longer_matches_and_its_prefix_still_does() -> None:
     table = BlockTable(2)
     cache = PrefixCache(table, 2)
     blocks = stored(table, cache, (1, 2, 3, 4))
@@ -93,7 +93,7 @@ def test_evicted_block_matches_no_more_though_its_continuation_does_not_go() -> 
     cache.check()
 
 
-def test_dropped_blocks_match_no_more_and_stay_with_who_holds_them() -> None:
+def test_dropped_blocks_no_longer_match_and_stay_with_their_holders() -> None:
     table = BlockTable(3)
     cache = PrefixCache(table, 2)
     blocks = stored(table, cache, (1, 2, 3, 4))
@@ -105,7 +105,7 @@ def test_dropped_blocks_match_no_more_and_stay_with_who_holds_them() -> None:
     cache.check()
 
 
-def test_news_tell_each_change_once_and_all_again_after_a_restart() -> None:
+def test_events_report_each_change_once_and_everything_after_a_restart() -> None:
     table = BlockTable(2)
     cache = PrefixCache(table, 2)
     hints = tuple(k[:HINT_BYTES] for k in keys((1, 2, 3, 4)))
@@ -118,7 +118,7 @@ def test_news_tell_each_change_once_and_all_again_after_a_restart() -> None:
     assert cache.take_events() == KVCacheEvents(stored=hints[:1], cleared=True)
 
 
-def test_news_are_bounded_and_the_rest_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_bounded_and_the_rest_follows_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.core.prefix_cache.MAX_EVENTS", 2)
     table = BlockTable(5)
     cache = PrefixCache(table, 2)
@@ -128,7 +128,7 @@ def test_news_are_bounded_and_the_rest_comes_later(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("spoil", ["leak", "loss", "names", "hints"])
-def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
+def test_check_detects_an_inconsistent_cache(spoil: str) -> None:
     table = BlockTable(3)
     cache = PrefixCache(table, 2)
     blocks = stored(table, cache, (1, 2, 3, 4))
@@ -145,7 +145,7 @@ def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
 
 
 @pytest.mark.parametrize("spoil", ["leak", "loss"])
-def test_the_check_of_an_idle_pool_finds_blocks_that_the_cache_does_not_know(spoil: str) -> None:
+def test_idle_check_detects_leaked_and_lost_cache_blocks(spoil: str) -> None:
     table = BlockTable(3)
     cache = PrefixCache(table, 2)
     blocks = stored(table, cache, (1, 2, 3, 4))
@@ -161,8 +161,8 @@ def test_the_check_of_an_idle_pool_finds_blocks_that_the_cache_does_not_know(spo
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Sequences come and go over few blocks and fewer different tokens. The model is the pool itself: what was written
-    into each block. Whatever matches must hold just the tokens that were asked for."""
+    """Sequences start and end over few blocks and fewer distinct tokens. The model is the content of the pool: the
+    tokens written into each block. Matched blocks must hold exactly the requested tokens."""
 
     @initialize(num_blocks=st.integers(1, 9))
     def start(self, num_blocks: int) -> None:
@@ -196,7 +196,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
+    def finish(self, data: st.DataObject) -> None:
         holder = data.draw(st.sampled_from(sorted(self.running)))
         self.table.release(self.running.pop(holder), holder)
 
@@ -209,7 +209,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.restart_events()
 
     @rule()
-    def tell(self) -> None:
+    def report_events(self) -> None:
         cache_events = self.cache.take_events()
         if cache_events is not None:
             if cache_events.cleared:

@@ -1,4 +1,4 @@
-"""Which rank a process is."""
+"""The rank of a process, from its environment; its cores and its KV layout."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from baton.core.reshard import local_heads, local_layout
 ENV = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}
 
 
-def test_torchruns_environment() -> None:
+def test_ranks_are_read_from_the_environment_of_torchrun() -> None:
     assert Ranks.from_environment(ENV) == Ranks(3, 4, 1, 2)
     assert not Ranks.from_environment(ENV).leads
     assert Ranks.from_environment({}) == Ranks.from_environment({"WORLD_SIZE": "1"}) == Ranks(0, 1, 0, 1)
     assert Ranks().leads
 
 
-def test_ranks_share_out_the_cores_of_their_machine() -> None:
+def test_ranks_divide_the_cores_of_their_machine() -> None:
     assert [Ranks(r, 4, r % 2, 2).cores([3, 5, 7]) for r in range(4)] == [(3,), (5, 7), (3,), (5, 7)]
     assert [Ranks(r, 3, r, 3).cores([3, 5]) for r in range(3)] == [(3,), (5,), (3,)]
     assert Ranks().cores([1, 2]) == (1, 2)
@@ -29,7 +29,7 @@ def test_ranks_share_out_the_cores_of_their_machine() -> None:
     ("name", "value"),
     [("RANK", "4"), ("RANK", "-1"), ("RANK", ""), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "5"), ("WORLD_SIZE", "x")],
 )
-def test_impossible_numbers_are_refused(name: str, value: str) -> None:
+def test_invalid_rank_variables_are_refused(name: str, value: str) -> None:
     with pytest.raises(StartupError, match="environment: "):
         Ranks.from_environment({**ENV, name: value})
 

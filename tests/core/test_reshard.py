@@ -15,7 +15,9 @@ SIZES = st.sampled_from([1, 2, 4, 8])
 
 
 @given(heads=st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=1, max_size=4), prefill=SIZES, decode=SIZES)
-def test_every_destination_head_comes_once_and_from_its_own_source(heads: list[int], prefill: int, decode: int) -> None:
+def test_every_destination_head_is_sent_once_and_from_its_own_source(
+    heads: list[int], prefill: int, decode: int
+) -> None:
     covered: Counter[tuple[int, int, int]] = Counter()
     for edge in reshard(heads, prefill, decode):
         for piece in edge.slices:
@@ -40,7 +42,7 @@ def test_every_destination_head_comes_once_and_from_its_own_source(heads: list[i
     decode=SIZES,
     cut=st.integers(0, 6),
 )
-def test_an_edge_of_some_layers_and_one_of_the_others_are_the_whole(
+def test_an_edge_split_between_two_layers_covers_the_whole_edge(
     heads: list[int], prefill: int, decode: int, cut: int
 ) -> None:
     cut = min(cut, len(heads))
@@ -53,13 +55,13 @@ def test_an_edge_of_some_layers_and_one_of_the_others_are_the_whole(
 
 
 @given(heads=st.sampled_from([1, 2, 4, 8]), prefill=SIZES, decode=SIZES)
-def test_replicas_share_the_sending(heads: int, prefill: int, decode: int) -> None:
+def test_replicas_share_the_sends(heads: int, prefill: int, decode: int) -> None:
     """With as many sources as destinations for a head, no source sends twice."""
     senders = Counter(edge.prefill_rank for edge in reshard([heads], prefill, decode))
     assert max(senders.values()) <= max(decode // prefill, 1)
 
 
-def test_equal_sizes_are_one_edge_per_rank() -> None:
+def test_equal_sizes_have_one_edge_per_rank() -> None:
     plan = reshard([8, 8], 4, 4)
     assert [(e.prefill_rank, e.decode_rank) for e in plan] == [(r, r) for r in range(4)]
     assert all(piece.count == 2 for edge in plan for piece in edge.slices)

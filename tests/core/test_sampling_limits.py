@@ -1,4 +1,4 @@
-"""What is out of range is refused by the field's name, at every hop, before it reaches a tensor."""
+"""A value out of range is refused with the field's name, at every hop, before it reaches a tensor."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ BAD: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), BAD, ids=[f"{n}-{i}" for i, (n, _) in enumerate(BAD)])
-def test_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
+def test_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_sampling(SamplingParams(**{name: value}), 8, VOCAB)
     assert caught.value.param == name and len(caught.value.message) < 200
 
 
-def test_every_edge_of_every_range_is_fine() -> None:
+def test_both_limits_of_every_range_are_accepted() -> None:
     check_sampling(SamplingParams(), 1, VOCAB)
     ids = tuple(range(64))
     for low in (True, False):

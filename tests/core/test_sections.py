@@ -23,9 +23,7 @@ def test_sections_hold_all_layers_once_and_in_order(layer_bytes: list[int], sect
 
 
 @given(LAYERS, st.integers(1, 5000))
-def test_there_are_no_more_than_needed_and_none_is_longer_by_a_layer(
-    layer_bytes: list[int], section_bytes: int
-) -> None:
+def test_number_and_size_of_sections_are_bounded(layer_bytes: list[int], section_bytes: int) -> None:
     sections = cut_sections(layer_bytes, section_bytes)
     assert len(sections) <= -(-sum(layer_bytes) // section_bytes)
     assert max(s.end - s.start for s in sections) < section_bytes + max(layer_bytes)
@@ -37,13 +35,13 @@ def test_equal_layers_make_equal_sections(each: int, count: int, layer: int) -> 
     assert [s.last - s.first for s in sections] == [each] * count
 
 
-def test_what_fits_is_one_section_and_nothing_is_none() -> None:
+def test_a_chunk_that_fits_is_one_section_and_an_empty_chunk_has_none() -> None:
     assert cut_sections([3, 4, 5], 12) == (Section(0, 3, 0, 12),)
     assert cut_sections([], 12) == ()
 
 
 @given(LAYERS, st.integers(1, 5000))
-def test_all_but_the_last_section_may_go_early(layer_bytes: list[int], section_bytes: int) -> None:
+def test_all_but_the_last_section_may_be_sent_early(layer_bytes: list[int], section_bytes: int) -> None:
     early = early_layers(layer_bytes, section_bytes)
     left = sum(layer_bytes[early:])
     assert 0 <= early < len(layer_bytes) and left < section_bytes + max(layer_bytes)

@@ -1,4 +1,4 @@
-"""When a sequence ends, what its tokens are, and which moves it may make."""
+"""When a sequence ends, what its tokens are, and which state transitions are legal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_output_of_earlier_attempts_counts_towards_the_length() -> None:
 
 
 @given(prompt=tokens, output=tokens, cut=st.tuples(st.integers(0, 12), st.integers(0, 12)))
-def test_tokens_run_on_from_prompt_to_output(prompt: list[int], output: list[int], cut: tuple[int, int]) -> None:
+def test_tokens_are_the_prompt_followed_by_the_output(
+    prompt: list[int], output: list[int], cut: tuple[int, int]
+) -> None:
     sequence = Sequence(make_request(prompt=prompt, output=output), State.WAITING, 0.0)
     start, end = sorted(cut)
     assert sequence.tokens(start, end) == tuple((prompt + output)[start:end])
@@ -60,7 +62,7 @@ def test_sequence_does_not_write_into_its_request() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)))
-def test_only_the_moves_in_the_table_are_made(before: State, after: State) -> None:
+def test_only_legal_state_transitions_are_made(before: State, after: State) -> None:
     sequence = Sequence(make_request(), before, 0.0)
     if after in LEGAL_MOVES[before]:
         sequence.move(after)
@@ -71,7 +73,7 @@ def test_only_the_moves_in_the_table_are_made(before: State, after: State) -> No
         assert sequence.state is before
 
 
-def test_every_state_can_end_and_the_two_lives_never_mix() -> None:
+def test_every_state_can_finish_and_prefill_and_decode_states_never_mix() -> None:
     assert set(LEGAL_MOVES) == set(State)
     assert all(State.FINISHED in moves for state, moves in LEGAL_MOVES.items() if state is not State.FINISHED)
     assert not LEGAL_MOVES[State.FINISHED]
@@ -80,19 +82,19 @@ def test_every_state_can_end_and_the_two_lives_never_mix() -> None:
         assert not set().union(*(LEGAL_MOVES[state] for state in mine)) & others
 
 
-def test_every_try_of_every_choice_has_its_own_name() -> None:
+def test_every_attempt_of_every_choice_has_its_own_sequence_id() -> None:
     names = {make_request("r", choice=c, attempt=a).sequence_id for c in (0, 1) for a in (1, 2)}
     assert len(names) == 4
     assert str(SequenceId("r", 1, 2)) == "r/1#2"
 
 
-def ask(**params: object) -> Sequence:
+def make_sequence(**params: object) -> Sequence:
     request = replace(make_request(prompt=(1, 2, 3), eos=(EOS,)), sampling=SamplingParams(**params))  # type: ignore[arg-type]
     return Sequence(request, State.RUNNING, 0.0, block_ids=(4, 5))
 
 
-def test_a_row_names_what_it_computes_and_samples() -> None:
-    sequence = ask(temperature=0.5)
+def test_a_row_carries_its_tokens_blocks_and_sampling_counts() -> None:
+    sequence = make_sequence(temperature=0.5)
     sequence.append(7)
     row = sequence.row(3, 4, num_sampled=3, drafts=(8, 9))
     assert (row.tokens, row.num_sampled, row.output_index, row.block_ids) == ((7, 8, 9), 3, 1, (4, 5))
@@ -101,7 +103,7 @@ def test_a_row_names_what_it_computes_and_samples() -> None:
 
 @pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"bad_words": ((1,),)}])
 def test_a_row_carries_the_tokens_before_it_where_sampling_depends_on_them(params: dict[str, object]) -> None:
-    sequence = ask(**params)
+    sequence = make_sequence(**params)
     sequence.append(7)
     row = sequence.row(3, 4, num_sampled=1)
     assert row.history is not None and row.history.output == (7,)
@@ -110,8 +112,8 @@ def test_a_row_carries_the_tokens_before_it_where_sampling_depends_on_them(param
     assert StepPlan(1, (row,)).to_compute().rows[0].history is None
 
 
-def test_tokens_that_end_are_named_only_while_too_few_are_out() -> None:
-    sequence = ask(min_tokens=1, stop_token_ids=(9,))
+def test_end_token_ids_are_included_only_until_min_tokens_is_reached() -> None:
+    sequence = make_sequence(min_tokens=1, stop_token_ids=(9,))
     first = sequence.row(2, 3, num_sampled=1).history
     assert first is not None and first.end_token_ids == (EOS, 9)
     sequence.append(7)
@@ -119,7 +121,7 @@ def test_tokens_that_end_are_named_only_while_too_few_are_out() -> None:
 
 
 def test_a_chunk_is_scored_against_the_prompt_tokens_that_follow_it() -> None:
-    sequence = ask(prompt_logprobs=0)
+    sequence = make_sequence(prompt_logprobs=0)
     assert sequence.row(0, 2, num_sampled=0, score=True).scored == (2, 3)
     assert sequence.row(2, 3, num_sampled=1, score=True).scored == ()
     assert sequence.row(0, 2, num_sampled=0).scored == ()
@@ -131,8 +133,8 @@ def test_a_stop_token_ends_like_eos_but_not_before_min_tokens() -> None:
     assert [finish_reason(request, n, EOS) for n in (2, 3)] == [None, "stop"]
 
 
-def test_log_probabilities_are_told_with_their_tokens() -> None:
-    sequence = ask(logprobs=0)
+def test_log_probabilities_are_reported_with_their_tokens() -> None:
+    sequence = make_sequence(logprobs=0)
     first, second = TokenLogprob(7, -0.5, 1), TokenLogprob(8, -1.0, 2)
     sequence.append(7, first)
     sequence.append(8, second)

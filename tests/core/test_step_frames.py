@@ -1,4 +1,4 @@
-"""What followers are sent of a step: what they compute with."""
+"""Followers receive of a step only what they compute with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.rpc.frames import encode
 
 
 def test_followers_get_no_sampling_parameters() -> None:
-    """54 rows with as many allowed tokens as Qwen has would not fit into a frame."""
+    """54 rows that each allow as many tokens as Qwen has would not fit into a frame."""
     sampling = SamplingParams(allowed_token_ids=tuple(range(151_936)), logit_bias=(), seed=7)
     history = History((1, 2, 3), (4,), (0,))
     rows = tuple(Row(SequenceId(f"r{i}"), 100, (5,), (1, 2), sampling, 1, 4, history) for i in range(256))

@@ -1,4 +1,4 @@
-"""Steps planned while the one before them computes: the rules one by one, and random work against an oracle."""
+"""Steps planned while the previous step computes: the rules one by one, and random work against an oracle."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def finish(scheduler: DecodeScheduler, plan: StepPlan, token: int = 7, corrected
     return result
 
 
-def test_a_worker_is_not_idle_while_a_step_has_a_row_of_a_sequence_that_ended() -> None:
-    """The worker looks for leaks where no sequence is known to it any more."""
+def test_blocks_of_a_launched_row_of_an_ended_sequence_are_not_reported_as_leaked() -> None:
+    """The worker checks for leaks as soon as it has no sequence; the blocks of such a row are not a leak."""
     scheduler = make()
     ready(scheduler, replace(make_request("a"), eos_token_ids=(EOS,)))
     first, second = begin(scheduler), begin(scheduler)
@@ -60,12 +60,12 @@ def test_a_worker_is_not_idle_while_a_step_has_a_row_of_a_sequence_that_ended() 
     scheduler.check_idle()
 
 
-def test_second_step_names_the_rows_whose_tokens_it_computes() -> None:
+def test_second_step_refers_to_the_rows_that_sample_its_input_tokens() -> None:
     scheduler = make()
     for name in "ab":
         ready(scheduler, make_request(name))
     first = begin(scheduler)
-    ready(scheduler, make_request("c"))  # joins, with a token that is known
+    ready(scheduler, make_request("c"))  # joins; its token is known
     second = begin(scheduler)
     assert second.token_sources == (0, 1, -1)
     assert [(r.start, r.tokens, r.output_index) for r in second.rows] == [(5, (0,), 2), (5, (0,), 2), (4, (5,), 1)]
@@ -75,7 +75,7 @@ def test_second_step_names_the_rows_whose_tokens_it_computes() -> None:
     assert scheduler.steps_ahead == 1 and scheduler.rows_discarded == 0
 
 
-def test_outcomes_come_in_the_order_of_plans() -> None:
+def test_outcome_out_of_plan_order_is_refused() -> None:
     scheduler = make()
     ready(scheduler, make_request("a"))
     begin(scheduler)
@@ -84,7 +84,7 @@ def test_outcomes_come_in_the_order_of_plans() -> None:
         finish(scheduler, second)
 
 
-def test_an_end_by_length_is_known_beforehand() -> None:
+def test_no_step_is_planned_ahead_past_max_tokens() -> None:
     scheduler = make()
     ready(scheduler, make_request("a", max_tokens=2))
     plan = begin(scheduler)
@@ -93,7 +93,7 @@ def test_an_end_by_length_is_known_beforehand() -> None:
     assert (scheduler.num_sequences, scheduler.blocks.num_free, scheduler.rows_discarded) == (0, 16, 0)
 
 
-def test_an_end_by_its_token_is_told_at_once_and_blocks_are_kept_until_the_launched_step_is_done() -> None:
+def test_eos_ends_a_sequence_immediately_but_its_blocks_are_held_until_the_launched_step_ends() -> None:
     scheduler = make(num_blocks=4)
     ready(scheduler, make_request("a", 4))
     first, second = begin(scheduler), begin(scheduler)
@@ -107,7 +107,7 @@ def test_an_end_by_its_token_is_told_at_once_and_blocks_are_kept_until_the_launc
 
 
 @pytest.mark.parametrize("when", ["both out", "second out"])
-def test_an_abort_keeps_blocks_until_no_row_is_out(when: str) -> None:
+def test_aborted_sequence_keeps_its_blocks_until_its_launched_steps_end(when: str) -> None:
     scheduler = make()
     ready(scheduler, make_request("a"))
     first, second = begin(scheduler), begin(scheduler)
@@ -121,7 +121,7 @@ def test_an_abort_keeps_blocks_until_no_row_is_out(when: str) -> None:
     assert (scheduler.num_sequences, scheduler.blocks.num_free) == (0, 16)
 
 
-def test_an_aborted_sequence_has_no_row_in_the_step_behind() -> None:
+def test_aborted_sequence_has_no_row_in_the_next_step() -> None:
     scheduler = make()
     for name in "ab":
         ready(scheduler, make_request(name))
@@ -133,7 +133,7 @@ def test_an_aborted_sequence_has_no_row_in_the_step_behind() -> None:
     assert not scheduler.knows(A)
 
 
-def test_a_row_that_was_fed_a_wrong_token_is_computed_again() -> None:
+def test_row_computed_from_a_wrong_token_is_recomputed() -> None:
     scheduler = make()
     for name in "ab":
         ready(scheduler, make_request(name))
@@ -150,7 +150,7 @@ def test_a_row_that_was_fed_a_wrong_token_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("sampling", [PENALTY, SamplingParams(bad_words=((3, 4),))])
-def test_what_looks_back_at_the_token_waits_for_it(sampling: SamplingParams) -> None:
+def test_sampling_that_depends_on_previous_tokens_prevents_planning_ahead(sampling: SamplingParams) -> None:
     scheduler = make()
     ready(scheduler, replace(make_request("a"), sampling=sampling))
     ready(scheduler, make_request("b"))
@@ -163,7 +163,7 @@ def test_what_looks_back_at_the_token_waits_for_it(sampling: SamplingParams) -> 
         scheduler._entries[A].sequence.row_behind(plan.rows[0])
 
 
-def test_what_follows_from_the_number_of_tokens_does_not_wait() -> None:
+def test_sampling_that_depends_only_on_the_token_count_allows_planning_ahead() -> None:
     sampling = SamplingParams(temperature=0.8, min_tokens=3, logprobs=2, allowed_token_ids=(5, 7))
     scheduler = make()
     ready(scheduler, replace(make_request("a"), sampling=sampling))
@@ -175,14 +175,14 @@ def test_what_follows_from_the_number_of_tokens_does_not_wait() -> None:
     assert scheduler.steps_ahead == 2
 
 
-def test_guesses_are_never_planned_ahead() -> None:
+def test_steps_with_draft_tokens_are_never_planned_ahead() -> None:
     scheduler = make(speculation=Speculation(NgramDrafts(), fixed_length=2))
     assert not scheduler.plan_ahead
     row = Row(A, 0, (1, 2, 3), (0,), SamplingParams(), 2)
     assert waits_for(StepPlan(1, (row,)), []) == "how many draft tokens are right"
 
 
-def test_nothing_is_planned_ahead_where_blocks_are_short() -> None:
+def test_no_step_is_planned_ahead_when_blocks_are_short() -> None:
     scheduler = make(num_blocks=5)
     for name in "ab":
         ready(scheduler, make_request(name, 4, max_tokens=12, eos=()))
@@ -199,12 +199,12 @@ def test_nothing_is_planned_ahead_where_blocks_are_short() -> None:
     assert scheduler.preemptions > 0 and ahead > 0 and scheduler.blocks.num_free == 5
 
 
-# Random work: the tokens of FakeRunner follow from the KV, which follows from the tokens.
+# Random work: FakeRunner's tokens depend on the KV, which depends on the tokens.
 
 
 @dataclass
 class Drive:
-    """A scheduler and a late device. What is told is compared with the oracle when a sequence ends."""
+    """A scheduler and a late device. At the end, the reported tokens of each request are compared with the oracle."""
 
     seed: int
     num_blocks: int
@@ -250,7 +250,7 @@ class Drive:
                     continue
             if out:
                 assert out.popleft()
-                self.hear(scheduler.finish_step(self.device.collect(), now))
+                self.record(scheduler.finish_step(self.device.collect(), now))
             scheduler.check()
         assert not out and scheduler.blocks.num_free == self.num_blocks
         for request in requests:
@@ -264,11 +264,11 @@ class Drive:
             f"r{number}", prompt, generator.randint(1, 24), eos=eos, priority=generator.choice([0, 0, 1])
         )
         if self.penalties and generator.random() < 0.1:
-            request = replace(request, sampling=PENALTY)  # the fake model does not mind
+            request = replace(request, sampling=PENALTY)  # the fake model ignores it
         return request
 
     def hand_over(self, scheduler: DecodeScheduler, runner: FakeRunner, request: GenerateRequest) -> bool:
-        """KV comes into its blocks at once, by another thread than that of steps."""
+        """Reserves blocks and writes the KV into them immediately, outside the steps; False if none can be reserved."""
         try:
             blocks = scheduler.reserve(request, 0.0)
         except Unavailable:
@@ -282,7 +282,7 @@ class Drive:
             self.ended[request.sequence_id] = ended.reason
         return True
 
-    def hear(self, result: DecodeResult) -> None:
+    def record(self, result: DecodeResult) -> None:
         for event in result.tokens:
             assert event.sequence not in self.ended and event.sequence not in self.aborted
             reported = self.reported.setdefault(event.sequence, [])
@@ -321,7 +321,9 @@ class Drive:
     ],
     ids=["all", "aborts", "mistaken", "penalties", "half pool", "half pool, all", "shared prefixes"],
 )
-def test_random_work_says_what_the_oracle_says(seed: int, num_blocks: int, options: dict[str, float]) -> None:
+def test_planning_ahead_generates_the_tokens_of_the_oracle_under_random_load(
+    seed: int, num_blocks: int, options: dict[str, float]
+) -> None:
     drive = Drive(seed, num_blocks, **options)  # type: ignore[arg-type]
     scheduler = drive.run()
     assert drive.device.most_waiting == 2 and drive.device.rows_with_device_token > 20 and scheduler.steps_ahead > 10

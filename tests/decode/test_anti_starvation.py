@@ -1,4 +1,4 @@
-"""How long streams are silent where the pool is too small, in virtual time; and whose turn it is."""
+"""How long streams are silent when the pool is too small, in virtual time; and which sequence is boosted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_stream_is_silent_for_two_seconds_in_half_the_pool(count: int, most_s
 
 
 @pytest.mark.parametrize("count", [8, 16, 32, 64])
-def test_nor_where_steps_are_fast(count: int) -> None:
+def test_no_stream_is_silent_for_two_seconds_with_fast_steps(count: int) -> None:
     streams = [Stream()] * count
     found = drive(streams, half_pool(streams), costs=FAST)
     assert found.preemptions > 0 and found.longest_silence_s < 2.0
@@ -49,23 +49,23 @@ def test_nor_where_steps_are_fast(count: int) -> None:
 
 @pytest.mark.parametrize("count", [8, 16, 32])
 @pytest.mark.parametrize("seed", range(3))
-def test_nor_with_answers_of_all_lengths(count: int, seed: int) -> None:
+def test_no_stream_is_silent_for_two_seconds_with_random_output_lengths(count: int, seed: int) -> None:
     generator = random.Random(seed)
     streams = [Stream(64, generator.randint(32, 480)) for _ in range(count)]
     found = drive(streams, half_pool(streams))
     assert found.preemptions > 0 and found.longest_silence_s < 2.0
 
 
-def test_what_cannot_be_heard_in_time_waits_longer_and_costs_no_more() -> None:
-    """Sixteen streams of a thousand tokens: that those who wait are heard every 2 s would take 0.38 ms a token of
-    some 7,000, again and again: more than all time."""
+def test_long_outputs_lengthen_silences_but_not_the_recompute_share() -> None:
+    """Sixteen streams of a thousand tokens: for each waiting stream to emit a token every 2 s, some 7,000 tokens would
+    have to be recomputed at 0.38 ms each in that time, which is more than 2 s."""
     streams = [Stream(64, 1000)] * 16
     found = drive(streams, half_pool(streams))
     assert 2.0 < found.longest_silence_s < 7.0
     assert found.recompute_share < 0.3
 
 
-def test_who_came_first_is_never_kept_waiting_for_blocks() -> None:
+def test_first_sequence_never_waits_for_blocks() -> None:
     streams = [Stream()] * 16
     found = drive(streams, half_pool(streams))
     ended = list(found.ended_at)
@@ -73,7 +73,7 @@ def test_who_came_first_is_never_kept_waiting_for_blocks() -> None:
     assert ended.index("s0") < 4 and found.silence_s["s0"] < found.longest_silence_s
 
 
-def test_nobody_of_a_higher_priority_rests_or_waits_while_a_lower_one_has_blocks() -> None:
+def test_higher_priority_is_not_throttled_or_starved_while_a_lower_one_holds_blocks() -> None:
     streams = [Stream(priority=index % 2) for index in range(16)]
     found = drive(streams, half_pool(streams))
     assert found.preemptions > 0 and found.resting_steps > 0
@@ -88,11 +88,11 @@ def test_nobody_of_a_higher_priority_rests_or_waits_while_a_lower_one_has_blocks
     part=st.floats(0.2, 0.9),
     costs=st.sampled_from([COSTS, FAST, ((1, 0.01), (512, 0.012))]),
 )
-def test_whatever_the_pool_all_end_and_each_waits_for_a_round_of_turns_at_most(
+def test_all_streams_end_and_wait_at_most_one_round_of_boosts_in_any_pool(
     shapes: list[tuple[int, int]], part: float, costs: tuple[tuple[int, float], ...]
 ) -> None:
     streams = [Stream(prompt, output) for prompt, output in shapes]
-    prompts = sum(Stream(s.prompt, 0).blocks for s in streams) + len(streams)  # or not all are let in
+    prompts = sum(Stream(s.prompt, 0).blocks for s in streams) + len(streams)  # fewer would not admit all
     blocks = max(round(part * sum(s.blocks for s in streams)), max(s.blocks for s in streams), prompts)
     found = drive(streams, blocks, costs=costs)
     token_s = StepModel(costs, budget_s=0.05).again_s()
@@ -111,8 +111,8 @@ def boosted(entries: list[Entry]) -> list[str]:
     return [entry.sequence.id.request_id for entry in entries if entry.boosted]
 
 
-def test_a_turn_is_given_as_late_as_all_can_be_heard_in_time() -> None:
-    """Ten milliseconds a token and a share of three tenths: a turn over 9 tokens takes 0.3 s."""
+def test_boost_starts_as_late_as_the_silence_limit_allows() -> None:
+    """At 10 ms a token and a share of 0.3, a boost of a sequence of 9 tokens takes 0.3 s."""
     turns, entries = AntiStarvation(), [waiting("s1", 9, 0.1), waiting("s2", 9, 0.0), waiting("s3", 9, 0.05)]
     turns.update(entries, 0.6, 0.01)
     assert boosted(entries) == []
@@ -122,7 +122,7 @@ def test_a_turn_is_given_as_late_as_all_can_be_heard_in_time() -> None:
     assert boosted(entries) == ["s2"], "one at a time"
 
 
-def test_a_turn_ends_after_some_tokens_and_the_next_comes_when_the_share_allows() -> None:
+def test_boost_ends_after_some_tokens_and_the_next_starts_when_the_share_allows() -> None:
     turns, entries = AntiStarvation(), [waiting("s1", 9, 0.0), waiting("s2", 9, 0.1)]
     turns.update(entries, 2.0, 0.01)
     first = entries[0]
@@ -136,7 +136,7 @@ def test_a_turn_ends_after_some_tokens_and_the_next_comes_when_the_share_allows(
     assert boosted(entries) == ["s2"]
 
 
-def test_who_has_ended_gives_its_turn_back_and_each_priority_has_its_own() -> None:
+def test_ended_sequence_releases_its_boost_and_each_priority_has_its_own() -> None:
     turns, entries = AntiStarvation(), [waiting("s1", 9, 0.0, priority=1), waiting("s2", 9, 1.9), waiting("s3", 9, 1.9)]
     turns.update(entries, 2.0, 0.01)
     assert boosted(entries) == ["s1"]
@@ -147,14 +147,14 @@ def test_who_has_ended_gives_its_turn_back_and_each_priority_has_its_own() -> No
     assert boosted(entries) == ["s1", "s3"]
 
 
-def test_as_many_go_on_as_could_be_kept_heard_but_a_quarter_at_least() -> None:
+def test_unthrottled_count_follows_the_recompute_cost_but_is_at_least_a_quarter() -> None:
     entries = [waiting(f"s{index}", 100, 0.0) for index in range(32)]
     assert num_unthrottled(entries, 1e-3) == 8
     assert num_unthrottled(entries, RECOMPUTE_SHARE * SILENCE_S / 100 / 20.5) == 20
     assert num_unthrottled(entries[:1], 1.0) == 1
 
 
-def test_who_was_heard_just_now_rests_unless_it_is_of_a_higher_priority_or_has_the_turn() -> None:
+def test_sequence_with_a_recent_token_is_throttled_unless_boosted_or_of_higher_priority() -> None:
     entries = [waiting(f"s{index}", 8, 0.0, priority=int(index > 1)) for index in range(6)]
     for entry in entries:
         entry.sequence.num_computed = 7

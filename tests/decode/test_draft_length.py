@@ -1,4 +1,4 @@
-"""How many tokens to draft: against every other choice, and what a pass behind the first costs."""
+"""How many tokens to draft: against every other choice, and the cost of a draft pass after the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decode.speculation.trials import DRAFT_TOKENS, FIRST, FIRST_STEPS, SHARE, T
 
 
 def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:
-    """Seconds: a target pass and each token in it, a draft's first pass and a later one."""
+    """Prices in seconds: a target pass and each token in it, the draft's first pass and a later one."""
     return StepPrice(
         target=lambda tokens: target + each * tokens,
         draft=lambda rows: first,
@@ -26,7 +26,7 @@ def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: fl
 
 
 def speed(lengths: Sequence[int], rates: Sequence[float], paid: StepPrice) -> float:
-    """Tokens per second that are expected of a step."""
+    """The expected tokens per second of a step."""
     gained = sum(sum(rate**depth for depth in range(length + 1)) for rate, length in zip(rates, lengths, strict=True))
     seconds = paid.target(paid.tokens + sum(lengths))
     for depth in range(max(lengths, default=0)):
@@ -38,7 +38,7 @@ def speed(lengths: Sequence[int], rates: Sequence[float], paid: StepPrice) -> fl
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.62, 0.8, 0.95])
 @pytest.mark.parametrize("later", [0.01, 0.03, 0.1, 0.3])
 @pytest.mark.parametrize("first", [0.1, 0.3])
-def test_one_sequence_gets_the_fastest_length(rate: float, first: float, later: float) -> None:
+def test_single_sequence_gets_the_fastest_draft_length(rate: float, first: float, later: float) -> None:
     paid = price(first=first, later=min(later, first))
     best = max(range(9), key=lambda length: speed([length], [rate], paid))
     found = choose_lengths([rate], [8], paid)
@@ -48,19 +48,21 @@ def test_one_sequence_gets_the_fastest_length(rate: float, first: float, later: 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.45, 0.5, 0.57, 0.62, 0.7, 0.78, 0.9, 0.95, 1.0])
 @pytest.mark.parametrize("each", [0.001, 0.02, 0.1, 0.2])
 @pytest.mark.parametrize("planning", [0.0, 0.12])
-def test_a_sequence_alone_is_chosen_for_as_among_others(rate: float, each: float, planning: float) -> None:
+def test_draft_length_of_a_single_sequence_equals_that_in_a_batch_of_one(
+    rate: float, each: float, planning: float
+) -> None:
     for first, later, limit in itertools.product((0.05, 0.3, 0.6), (0.01, 0.05, 0.3), (0, 1, 3, 8)):
         paid = replace(price(each=each, first=first, later=later), fixed_s=0.3, any_draft_s=planning)
         found = choose_length(rate, limit, paid.plain_s, each + first + planning, each + later)
         assert [found] == choose_lengths([rate], [limit], paid)
 
 
-def test_later_passes_that_cost_less_are_made_more() -> None:
+def test_cheaper_later_passes_lead_to_longer_drafts() -> None:
     dear, cheap = (choose_lengths([0.7], [8], price(first=0.3, later=later))[0] for later in (0.3, 0.05))
     assert 0 < dear < cheap
 
 
-def test_of_several_sequences_the_surer_gets_more_and_all_choices_are_no_faster_by_much() -> None:
+def test_draft_lengths_follow_acceptance_rates_and_are_near_the_optimum() -> None:
     rates, paid = (0.9, 0.6, 0.2), price(rows=3, later=0.05)
     found = choose_lengths(rates, (6, 6, 6), paid)
     assert found[0] > found[1] > found[2]
@@ -68,28 +70,28 @@ def test_of_several_sequences_the_surer_gets_more_and_all_choices_are_no_faster_
     assert speed(found, rates, paid) > 0.97 * best
 
 
-def test_limits_hold_and_what_costs_more_than_it_wins_is_not_guessed() -> None:
+def test_draft_lengths_respect_limits_and_are_0_where_drafting_does_not_pay() -> None:
     assert choose_lengths([0.9, 0.9], [2, 0], price(rows=2)) == [2, 0]
     assert choose_lengths([0.9], [8], price(first=5.0)) == [0]
     assert choose_lengths([], [], price()) == []
 
 
 @pytest.mark.parametrize("rate", [0.35, 0.4, 0.5])
-def test_a_first_guess_that_does_not_pay_alone_is_made_where_those_behind_it_do(rate: float) -> None:
+def test_first_draft_token_is_drafted_if_only_a_longer_draft_pays(rate: float) -> None:
     paid = price(each=0.0, first=rate, later=0.01)
     best = max(range(9), key=lambda length: speed([length], [rate], paid))
     assert speed([1], [rate], paid) <= speed([0], [rate], paid) < speed([best], [rate], paid)
     assert choose_lengths([rate], [8], paid) == [best]
 
 
-def test_the_surest_alone_get_guesses_where_not_all_of_them_pay() -> None:
+def test_only_sequences_with_high_acceptance_are_drafted_if_not_all_pay() -> None:
     rates = [0.2, 0.95, 0.3, 0.25, 0.9, 0.2, 0.3, 0.2]
     paid = StepPrice(lambda tokens: 1.0 + 0.05 * tokens, lambda rows: 0.05 * rows, lambda rows: 0.05 * rows, 8)
     found = choose_lengths(rates, [8] * 8, paid)
     assert [i for i, length in enumerate(found) if length] == [1, 4]
 
 
-def test_what_guesses_add_around_a_step_is_paid_once_for_all_of_them() -> None:
+def test_draft_overhead_of_a_step_is_counted_once_for_all_sequences() -> None:
     free = price(rows=2)
     paid = replace(free, any_draft_s=1.2)
     assert choose_lengths([0.6, 0.6], [8, 8], free) != [0, 0] == choose_lengths([0.6, 0.6], [8, 8], paid)
@@ -98,14 +100,14 @@ def test_what_guesses_add_around_a_step_is_paid_once_for_all_of_them() -> None:
     assert paid.draft_token_s(2) == pytest.approx(free.draft_token_s(2) + 0.6)
 
 
-def test_what_guessing_saves_is_the_difference_of_two_speeds() -> None:
+def test_saved_time_per_token_is_the_difference_with_and_without_drafting() -> None:
     paid = price(rows=4)
     faster = max(speed([length] * 4, [0.8] * 4, paid) for length in range(9))
     assert saved_per_token(0.8, 4, paid) == pytest.approx(1 / speed([0] * 4, [0.8] * 4, paid) - 1 / faster)
     assert saved_per_token(0.05, 4, paid) == 0.0
 
 
-def test_trials_cost_no_more_than_their_share_and_one_runs_at_a_time() -> None:
+def test_trials_stay_within_their_share_and_run_one_at_a_time() -> None:
     trials, begun, spent_s = Trials(), set[SequenceId](), 0.0
     trials.stepped(1.0)
     assert trials.begin(SequenceId("first"), 10.0) and not trials.begin(SequenceId("other"), 0.1), "one at a time"
@@ -123,7 +125,7 @@ def test_trials_cost_no_more_than_their_share_and_one_runs_at_a_time() -> None:
     assert 0.9 * SHARE < spent_s / 10_000 <= SHARE
 
 
-def test_a_new_worker_tries_a_sequence_alone_without_allowance_for_so_many_guesses_and_steps() -> None:
+def test_new_worker_runs_a_first_trial_without_allowance_within_token_and_step_limits() -> None:
     one = SequenceId("a")
 
     def tried(trials: Trials, steps: int, *, alone: bool = True) -> int:
@@ -143,7 +145,7 @@ def test_a_new_worker_tries_a_sequence_alone_without_allowance_for_so_many_guess
     assert tried(idle, FIRST_STEPS) == DRAFT_TOKENS
 
 
-def test_steps_that_chose_nothing_count_when_the_next_does() -> None:
+def test_steps_reported_together_count_like_steps_reported_one_by_one() -> None:
     each, at_once = Trials(), Trials()
     for _ in range(40):
         for _ in range(8):
@@ -158,7 +160,7 @@ def test_steps_that_chose_nothing_count_when_the_next_does() -> None:
     assert each.begin(SequenceId("b"), 1e6, alone=True) and not at_once.begin(SequenceId("b"), 1e6, alone=True)
 
 
-def test_a_trial_ends_with_its_sequence_and_with_its_patience() -> None:
+def test_trial_ends_with_its_sequence_or_after_a_number_of_steps() -> None:
     trials, one, other = Trials(), SequenceId("a"), SequenceId("b")
     trials.allowance_s = 10.0
     assert trials.begin(one, 1.0) and not trials.begin(other, 1.0)
@@ -171,7 +173,7 @@ def test_a_trial_ends_with_its_sequence_and_with_its_patience() -> None:
     assert trials.sequence_id is None
 
 
-def test_passes_behind_the_first_have_their_own_price_and_both_follow_what_is_seen() -> None:
+def test_later_draft_passes_have_their_own_cost_and_both_follow_observations() -> None:
     model = StepModel(((1, 1.0),), ((1, 0.4), (8, 0.4)), ((1, 0.1), (8, 0.1)))
     row = Row(SequenceId("a"), 0, (1,), (0,), SamplingParams(), 1)
     draft = DraftRow(SequenceId("a"), 0, (1,), (0,), 5, 0)

@@ -1,4 +1,4 @@
-"""The KV of a draft model beside its sequence's, rule by rule."""
+"""The draft model's KV beside that of its sequence, rule by rule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def scheduler_with_drafts() -> DecodeScheduler:
     return make_decode(num_blocks=64, block_size=4, max_running=1, speculation=speculation)
 
 
-def test_a_draft_that_was_filled_while_its_sequence_waited_has_a_token_left_to_guess_from() -> None:
-    """A row of no tokens is one that no engine computes."""
+def test_draft_kv_filled_while_a_sequence_waits_leaves_a_token_for_the_draft_row() -> None:
+    """A draft row has at least one token: no engine computes an empty row."""
     scheduler = scheduler_with_drafts()
     for name, tokens in (("a", 8), ("b", 20)):
         scheduler.reserve(make_request(name, PROMPT, tokens, eos=()), 0.0)

@@ -1,4 +1,4 @@
-"""Hand-overs into a decode worker, decided on values."""
+"""Hand-overs into a decode worker: the state machine alone, driven with values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Kit:
         return list(self.machine.received(self.peer, chunk, NOW, intact=intact))
 
 
-def test_a_sequence_is_ready_when_every_edge_has_brought_all() -> None:
+def test_sequence_is_ready_when_all_edges_have_delivered_their_kv() -> None:
     kit = Kit()
     assert isinstance(kit.offer(), Accept)
     one, two = kit.chunk(FIRST), kit.chunk(SECOND)
@@ -68,7 +68,7 @@ def test_a_sequence_is_ready_when_every_edge_has_brought_all() -> None:
     assert kit.machine.bytes_received == TOKENS * LAYOUT.bytes_per_token
 
 
-def test_a_damaged_chunk_may_come_again() -> None:
+def test_damaged_chunk_can_be_sent_again() -> None:
     kit = Kit()
     kit.offer()
     for edge in PLANS:
@@ -88,7 +88,7 @@ def test_a_damaged_chunk_may_come_again() -> None:
         ("no_free_blocks", lambda kit: [kit.offer(f"o{i}") for i in range(8)][-1]),
     ],
 )
-def test_an_offer_is_refused_by_name(why: str, refused: Any) -> None:
+def test_offer_is_refused_with_an_error_code(why: str, refused: Any) -> None:
     kit = Kit()
     answer = refused(kit)
     assert isinstance(answer, Refuse) and answer.code == why
@@ -102,7 +102,7 @@ def test_an_abort_that_overtakes_its_offer_leaves_a_tombstone() -> None:
     assert isinstance(answer, Refuse) and (answer.code, answer.message) == ("aborted", "the sequence was aborted")
 
 
-def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
+def test_blocks_are_freed_after_the_last_write_into_them_has_ended() -> None:
     kit = Kit()
     kit.offer()
     for edge in PLANS:
@@ -111,14 +111,14 @@ def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
     assert actions == [
         Dropped(R, "the edge broke"),
         Reply(kit.peer, EdgeReady(*FIRST, 1, "generation 1 has ended here")),
-    ]  # the peer hears of the sequence when the other edge has ended
+    ]  # the abort is sent when the other edge has ended, too
     kit.machine.write_ended(kit.peer, kit.chunk(FIRST))
     assert kit.scheduler.blocks.num_free < 8
     assert kit.arrive(kit.chunk(SECOND)) == [Reply(kit.peer, AbortTransfer(R, "the edge broke", 0.0))]
     assert kit.scheduler.blocks.num_free == 8 and not kit.peer.refusals
 
 
-def test_a_sequence_that_generates_survives_the_link_it_came_over() -> None:
+def test_generating_sequence_continues_after_its_link_ends() -> None:
     kit = Kit()
     kit.offer()
     for edge in PLANS:
@@ -128,7 +128,7 @@ def test_a_sequence_that_generates_survives_the_link_it_came_over() -> None:
     assert kit.machine.on_link_ended(kit.peer, "it broke", NOW) == [] and kit.scheduler.generating(R)
 
 
-def test_only_the_worker_that_offered_a_sequence_may_end_it() -> None:
+def test_only_the_worker_that_offered_a_sequence_can_abort_it() -> None:
     kit = Kit()
     kit.offer()
     for number, stranger in enumerate((kit.new_peer("p1"), kit.new_peer(incarnation=2)), 1):
@@ -138,7 +138,7 @@ def test_only_the_worker_that_offered_a_sequence_may_end_it() -> None:
     assert not kit.scheduler.knows(R)
 
 
-def test_the_coordinator_ends_a_sequence_whose_kv_is_still_coming() -> None:
+def test_coordinator_can_abort_a_sequence_whose_kv_is_still_arriving() -> None:
     kit = Kit()
     kit.offer()
     assert kit.machine.end([kit.peer], R, "the client left") == [

@@ -1,4 +1,4 @@
-"""What a decode worker does with a prefill worker that says odd things at odd times: the protocol by hand."""
+"""How a decode worker handles invalid or mistimed messages of a prefill worker: the protocol by hand."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.support.nodes import pair, until
 from tests.support.prefill_peer import TOKENS, R, peer
 
 
-async def test_the_whole_conversation() -> None:
+async def test_peer_completes_a_hand_over_in_two_chunks() -> None:
     async with peer() as p:
-        assert await p.ask(Ping(3)) == Ping(3)
-        accept = await p.ask(p.offer())
+        assert await p.request(Ping(3)) == Ping(3)
+        accept = await p.request(p.offer())
         assert isinstance(accept, Accept)
         assert await p.open_edge(1) == EdgeReady(0, 0, 1)
         assert await p.send(*p.chunk(0, 5)) == Ack(R, 0)
@@ -29,13 +29,13 @@ async def test_the_whole_conversation() -> None:
         p.decode.compute()
 
 
-async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
+async def test_repeated_offer_is_refused_and_the_first_remains_valid() -> None:
     async with peer() as p:
-        await p.ask(p.offer())
-        again = await p.ask(p.offer())
+        await p.request(p.offer())
+        again = await p.request(p.offer())
         assert isinstance(again, Refuse) and again.code == "duplicate_request"
         assert p.decode.worker.scheduler.receiving(R)
-        short = await p.ask(replace(p.offer("s"), num_tokens=3))
+        short = await p.request(replace(p.offer("s"), num_tokens=3))
         assert isinstance(short, Refuse) and "3 tokens offered of 8" in short.message
 
 
@@ -64,30 +64,30 @@ async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
         ("generation 0 is closed", {"edge_generation": 0}),
     ],
 )
-async def test_a_chunk_that_cannot_be_is_refused_before_anything_is_posted(why: str, changes: dict[str, Any]) -> None:
+async def test_invalid_chunk_is_refused_before_a_receive_is_posted(why: str, changes: dict[str, Any]) -> None:
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         chunk, _ = p.chunk()
-        answer = await p.ask(replace(chunk, **changes))
+        answer = await p.request(replace(chunk, **changes))
         if "generation" in why:
             assert isinstance(answer, EdgeReady) and answer.error and answer.generation == changes["edge_generation"]
-            answer = await p.hear()
+            answer = await p.receive()
             assert p.decode.worker.load().stale_messages == 1
         assert isinstance(answer, AbortTransfer) and why in answer.reason
         assert not p.decode.worker.hand_overs.writing
-        assert p.decode.worker.scheduler.receiving(R) == ("sequence" in changes)  # it ends the sequence it is of
+        assert p.decode.worker.scheduler.receiving(R) == ("sequence" in changes)  # it ends its own sequence
         if "sequence" not in changes:
-            assert "is not being received" in (await p.ask(p.chunk()[0])).reason
-            await p.ask(p.offer("s"))
+            assert "is not being received" in (await p.request(p.chunk()[0])).reason
+            await p.request(p.offer("s"))
         other = p.chunk(sequence=R if "sequence" in changes else SequenceId("s"))
-        assert isinstance(await p.send(*other), Ack)  # others and the edge are as they were
+        assert isinstance(await p.send(*other), Ack)  # other sequences and the edge are intact
         p.decode.compute()
 
 
-async def test_the_layers_of_the_same_tokens_come_in_order() -> None:
+async def test_layers_of_the_same_tokens_are_accepted_in_order() -> None:
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         assert await p.send(*p.chunk(0, 3, end_layer=1)) == Ack(R, 0)
         assert await p.send(*p.chunk(0, 3, index=1, start_layer=1)) == Ack(R, 1)
@@ -100,7 +100,7 @@ async def test_the_layers_of_the_same_tokens_come_in_order() -> None:
 @pytest.mark.parametrize(
     ("why", "start", "end", "changes"),
     [
-        ("cannot follow 1 of 2 layers up to 5", 0, 5, {}),  # all of them again
+        ("cannot follow 1 of 2 layers up to 5", 0, 5, {}),  # all layers again
         ("cannot follow 1 of 2 layers up to 5", 0, 5, {"end_layer": 1}),
         ("cannot follow 1 of 2 layers up to 5", 0, 4, {"start_layer": 1}),
         ("cannot follow 1 of 2 layers up to 5", 0, 8, {"start_layer": 1}),
@@ -108,46 +108,48 @@ async def test_the_layers_of_the_same_tokens_come_in_order() -> None:
         ("the last chunk", 0, 5, {"start_layer": 1, "last": True}),
     ],
 )
-async def test_behind_first_layers_come_the_others(why: str, start: int, end: int, changes: dict[str, Any]) -> None:
+async def test_only_the_remaining_layers_are_accepted_after_the_first_layers(
+    why: str, start: int, end: int, changes: dict[str, Any]
+) -> None:
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         await p.send(*p.chunk(0, 5, end_layer=1))
-        answer = await p.ask(p.chunk(start, end, **changes)[0])
+        answer = await p.request(p.chunk(start, end, **changes)[0])
         assert isinstance(answer, AbortTransfer) and why in answer.reason
         assert p.decode.idle
 
 
 @pytest.mark.parametrize("first", [{}, {"end_layer": 1}])
-async def test_a_chunk_before_the_end_of_the_one_before_it_is_refused(first: dict[str, Any]) -> None:
-    """Its bytes would be written when the blocks are another's."""
+async def test_chunk_is_refused_while_the_previous_one_is_still_being_received(first: dict[str, Any]) -> None:
+    """Otherwise its bytes could be written after the blocks have been reused for another sequence."""
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         chunk, buffer = p.chunk(**first)
-        assert isinstance(await p.ask(chunk), Posted)
-        await p.say(p.chunk(index=1)[0])
+        assert isinstance(await p.request(chunk), Posted)
+        await p.send_message(p.chunk(index=1)[0])
         await until(lambda: not p.decode.worker.scheduler.receiving(R), what="the end of the hand-over")
-        assert p.decode.worker.hand_overs.writing[R] == 1  # what is posted may still come, and its blocks wait for it
+        assert p.decode.worker.hand_overs.writing[R] == 1  # posted bytes may still arrive: the blocks stay held
         await p.send_bytes(chunk, buffer)
-        answer = await p.hear()
+        answer = await p.receive()
         assert isinstance(answer, AbortTransfer) and "before the end of the one before it" in answer.reason
         await until(lambda: p.decode.idle)
-        await p.ask(p.offer("s"))
-        assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete  # others and the edge are as they were
+        await p.request(p.offer("s"))
+        assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete  # other sequences and the edge are intact
         p.decode.compute()
 
 
-async def test_an_older_generation_does_not_stand_any_more() -> None:
+async def test_chunk_of_an_older_edge_generation_is_refused() -> None:
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         old = p.edge
         await p.open_edge(2)
-        answer = await p.ask(p.chunk()[0])
+        answer = await p.request(p.chunk()[0])
         assert isinstance(answer, EdgeReady) and "generation 1 has ended" in answer.error
-        assert isinstance(await p.hear(), AbortTransfer)
-        await p.ask(p.offer("s"))
+        assert isinstance(await p.receive(), AbortTransfer)
+        await p.request(p.offer("s"))
         assert (await p.send(*p.chunk(sequence=SequenceId("s"), edge_generation=2))).complete
         assert old is not None
         with pytest.raises(HandoffError):
@@ -155,14 +157,14 @@ async def test_an_older_generation_does_not_stand_any_more() -> None:
         p.decode.compute()
 
 
-async def test_no_edge_at_all() -> None:
+async def test_chunk_without_an_open_edge_is_refused() -> None:
     async with peer() as p:
-        await p.ask(p.offer())
-        assert isinstance(await p.ask(p.chunk()[0]), EdgeReady)
-        assert isinstance(await p.hear(), AbortTransfer)
+        await p.request(p.offer())
+        assert isinstance(await p.request(p.chunk()[0]), EdgeReady)
+        assert isinstance(await p.receive(), AbortTransfer)
 
 
-async def test_an_edge_whose_other_end_never_comes_is_reported_as_an_error() -> None:
+async def test_edge_whose_peer_never_connects_is_reported_as_an_error() -> None:
     async with pair(timeout_s=0.4) as (source, [decode]):
         link = await dial_link(decode.address, source.worker._hello(), 2.0)
         await link.stream.send(EdgeOpen(0, 0, 1, "nobody/else"))
@@ -172,11 +174,11 @@ async def test_an_edge_whose_other_end_never_comes_is_reported_as_an_error() -> 
 
 
 @pytest.mark.parametrize("key", [(0, 1), (1, 0), (-1, 0)])
-async def test_an_edge_between_ranks_that_share_nothing_is_refused(key: tuple[int, int]) -> None:
+async def test_edge_between_ranks_without_common_heads_is_refused(key: tuple[int, int]) -> None:
     async with peer() as p:
-        answer = await p.ask(EdgeOpen(*key, 1, "x"))
+        answer = await p.request(EdgeOpen(*key, 1, "x"))
         assert answer == EdgeReady(*key, 1, f"no KV goes from rank {key[0]} to rank {key[1]}")
-        await p.ask(p.offer())
+        await p.request(p.offer())
         chunk, _ = p.chunk(prefill_rank=key[0], decode_rank=key[1])
-        assert isinstance(await p.ask(chunk), EdgeReady)
-        assert isinstance(await p.hear(), AbortTransfer)
+        assert isinstance(await p.request(chunk), EdgeReady)
+        assert isinstance(await p.receive(), AbortTransfer)

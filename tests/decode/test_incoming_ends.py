@@ -1,4 +1,4 @@
-"""A transfer that ends before all of it has landed: its blocks are free again, though not while they are written."""
+"""A transfer that ends before all its KV has arrived: its blocks are freed, but not while they are being written."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from tests.support.prefill_peer import Peer, R, peer
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode"])
-async def test_what_was_posted_is_still_sent_and_its_blocks_stay_until_then(who: str) -> None:
+async def test_blocks_of_an_aborted_sequence_are_held_until_the_posted_receive_ends(who: str) -> None:
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         chunk, buffer = p.chunk()
-        assert isinstance(await p.ask(chunk), Posted)
+        assert isinstance(await p.request(chunk), Posted)
         if who == "prefill":
-            await p.say(AbortTransfer(R, "the client left", 0.0))
+            await p.send_message(AbortTransfer(R, "the client left", 0.0))
         else:
             p.decode.abort(R)
         await until(lambda: not p.decode.worker.scheduler.receiving(R))
-        assert p.decode.worker.scheduler.blocks.num_free == 14  # two are still written into
+        assert p.decode.worker.scheduler.blocks.num_free == 14  # two are still being written
         assert p.edge is not None
         await p.send_bytes(chunk, buffer)
-        assert isinstance(await p.hear(), AbortTransfer)
+        assert isinstance(await p.receive(), AbortTransfer)
         await until(lambda: p.decode.idle)
-        # The edge has not suffered: the next sequence uses it at once.
-        await p.ask(p.offer("s"))
+        # The edge is still usable, by the next sequence.
+        await p.request(p.offer("s"))
         assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete
         p.decode.compute()
 
 
-async def test_bytes_that_never_come_end_the_sequence_and_the_edge() -> None:
-    async with pair(timeout_s=1.5) as (source, [decode]):  # the edge itself must be built within it
+async def test_chunk_whose_bytes_never_arrive_ends_the_sequence_and_the_edge() -> None:
+    async with pair(timeout_s=1.5) as (source, [decode]):  # building the edge must fit in it
         p = Peer(source, decode, await dial_link(decode.address, source.worker._hello(), 2.0))
-        await p.ask(p.offer())
+        await p.request(p.offer())
         assert not (await p.open_edge(1)).error
-        assert isinstance(await p.ask(p.chunk()[0]), Posted)
-        answer = await p.hear()
+        assert isinstance(await p.request(p.chunk()[0]), Posted)
+        answer = await p.receive()
         assert isinstance(answer, EdgeReady) and answer.error
-        assert isinstance(await p.hear(), AbortTransfer)
+        assert isinstance(await p.receive(), AbortTransfer)
         assert decode.idle
         await p.link.close()
         assert p.edge is not None
         await p.edge.close()
 
 
-async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
+async def test_end_of_the_link_frees_the_blocks_of_incomplete_sequences() -> None:
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         await p.send(*p.chunk(0, 5))
         await p.link.close()
@@ -68,10 +68,10 @@ async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
         assert [(e.sequence, e.code) for e in p.decode.posted.ended] == [(R, "worker_lost")]
 
 
-async def test_a_sequence_that_prefill_ends_while_it_generates_is_reported() -> None:
-    """Prefill has missed the last acknowledgement. It may die before the coordinator hears that it parks the KV."""
+async def test_generating_sequence_aborted_by_its_prefill_worker_is_reported() -> None:
+    """Prefill missed the last acknowledgement, and may die before the coordinator learns that it parked the KV."""
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         assert (await p.send(*p.chunk())).complete
         p.decode.step()
@@ -81,13 +81,13 @@ async def test_a_sequence_that_prefill_ends_while_it_generates_is_reported() -> 
 
 
 async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have stopped in the middle of anything; its connection stands, and no chunk may be under way to tell."""
+    """It may stop at any point; its connection stays open, and there may be no chunk in flight that could time out."""
     monkeypatch.setattr(receiver, "SILENCE_S", 0.3)
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         for nonce in range(4):
             await asyncio.sleep(0.1)
-            assert await p.ask(Ping(nonce)) == Ping(nonce)
+            assert await p.request(Ping(nonce)) == Ping(nonce)
         assert p.decode.worker.scheduler.receiving(R)
         await until(lambda: p.decode.idle)
         assert [(e.sequence, e.code) for e in p.decode.posted.ended] == [(R, "worker_lost")]
@@ -95,8 +95,8 @@ async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("slow", ["checksum", "unpack"])
-async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The edge is torn down while its thread is still at work: the loop hears of it at once, the thread does not."""
+async def test_no_kv_is_written_into_freed_blocks(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The edge is torn down while its thread still runs: the event loop learns it immediately, the thread does not."""
     started, wrote_with_free = threading.Event(), []
     original = getattr(sections, slow)
 
@@ -114,16 +114,16 @@ async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, mon
             wrote_with_free.append(p.decode.worker.scheduler.blocks.num_free)
 
         monkeypatch.setattr(sections, "unpack", noted)
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         chunk, buffer = p.chunk()
-        assert isinstance(await p.ask(chunk), Posted)
+        assert isinstance(await p.request(chunk), Posted)
         assert p.edge is not None
         sending = asyncio.create_task(p.send_bytes(chunk, buffer))
         await asyncio.to_thread(started.wait, 2)
         await p.link.close()
         await until(lambda: p.decode.idle)
         await asyncio.sleep(0.3)
-        with contextlib.suppress(HandoffError):  # the edge may have been torn down under it
+        with contextlib.suppress(HandoffError):  # the edge may be closed during the send
             await sending
         assert wrote_with_free == ([14] if slow == "unpack" else [])

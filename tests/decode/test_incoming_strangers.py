@@ -1,4 +1,4 @@
-"""What a prefill worker may not do to a decode worker: an offer costs no other one, nor does an abort."""
+"""What a prefill worker must not be able to do: neither its offers nor its aborts harm other sequences."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def offer_of(p: Peer, name: str, **changes: Any) -> Offer:
 
 @pytest.mark.parametrize("token", [-1, VOCAB_SIZE, (1 << 31) - 1])
 @pytest.mark.parametrize("where", ["prompt", "output"])
-async def test_an_offer_of_tokens_that_are_none_is_refused_alone(where: str, token: int) -> None:
+async def test_offer_with_invalid_token_ids_is_refused_without_ending_the_link(where: str, token: int) -> None:
     async with peer() as p:
-        assert isinstance(await p.ask(p.offer()), Accept)
+        assert isinstance(await p.request(p.offer()), Accept)
         tokens = (1,) * (TOKENS - 1) + (token,) if where == "prompt" else (token,)
-        answer = await p.ask(offer_of(p, "s", **{where: tokens}))
+        answer = await p.request(offer_of(p, "s", **{where: tokens}))
         assert isinstance(answer, Refuse) and where in answer.message and "token ids are 0 to 65535" in answer.message
         await p.open_edge(1)
-        assert (await p.send(*p.chunk())).complete  # the link and what else it brings are as they were
+        assert (await p.send(*p.chunk())).complete  # the link and its other sequences are unaffected
         p.decode.compute()
 
 
-async def test_an_offer_that_nobody_thought_of_is_refused_alone(
+async def test_unexpected_error_at_an_offer_refuses_only_that_offer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def unheard_of(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise KeyError("unheard of")
 
     async with peer() as p:
-        assert isinstance(await p.ask(p.offer()), Accept)
+        assert isinstance(await p.request(p.offer()), Accept)
         with monkeypatch.context() as changed:
-            changed.setattr(p.decode.worker.scheduler, "reserve", unheard_of)
-            answer = await p.ask(p.offer("s"))
+            changed.setattr(p.decode.worker.scheduler, "reserve", fail)
+            answer = await p.request(p.offer("s"))
         assert answer == Refuse(SequenceId("s"), "internal_error", "internal error at an offer")
         assert "unheard of" in caplog.text
         await p.open_edge(1)
@@ -54,7 +54,7 @@ async def test_an_offer_that_nobody_thought_of_is_refused_alone(
         p.decode.compute()
 
 
-async def test_a_sequence_is_ended_only_by_the_prefill_worker_that_it_came_from() -> None:
+async def test_only_the_prefill_worker_of_a_sequence_can_abort_it_over_a_link() -> None:
     other = PrefillNode("p1")
     async with pair(more=[other]) as (source, [decode]):
         source.submit(make_request("r", TOKENS, max_tokens=8), decode)
@@ -65,7 +65,7 @@ async def test_a_sequence_is_ended_only_by_the_prefill_worker_that_it_came_from(
         await stranger.stream.send(AbortTransfer(R, "not mine", 5.0))
         await until(lambda: decode.worker.load().stale_messages == 1, what="the abort")
         assert decode.worker.scheduler.num_running == 1
-        await stranger.stream.send(AbortTransfer(SequenceId("later"), "it comes no more", 5.0))  # not here yet
+        await stranger.stream.send(AbortTransfer(SequenceId("later"), "it comes no more", 5.0))  # not offered yet
         await until(lambda: decode.worker.main_loop.is_tombstoned(SequenceId("later")), what="a tombstone")
         own = await dial_link(decode.address, source.worker._hello(), 2.0)  # another link, the same worker
         await own.stream.send(AbortTransfer(R, "its last chunk was not acknowledged", 0.0))
@@ -75,42 +75,42 @@ async def test_a_sequence_is_ended_only_by_the_prefill_worker_that_it_came_from(
 
 
 async def failure(decode: DecodeNode) -> InvariantError:
-    """What would end the process."""
+    """The error that would end the process."""
     return await asyncio.wait_for(decode.worker.main_loop._failures.get(), 3)
 
 
 @pytest.mark.parametrize("where", ["received", "reserve"])
-async def test_an_invariant_that_does_not_hold_ends_the_worker(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invariant_error_ends_the_worker(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise InvariantError("an invariant does not hold")
 
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         with monkeypatch.context() as changed:
             changed.setattr(p.decode.worker.scheduler, where, broken)
             if where == "reserve":
-                await p.say(p.offer("s"))
+                await p.send_message(p.offer("s"))
             else:
                 chunk, buffer = p.chunk()
-                assert isinstance(await p.ask(chunk), Posted)
+                assert isinstance(await p.request(chunk), Posted)
                 await p.send_bytes(chunk, buffer)
             assert "does not hold" in (await failure(p.decode)).message
         p.decode.abort(R)
 
 
-async def test_another_error_of_a_task_costs_the_link_and_is_logged(
+async def test_other_error_in_a_task_closes_the_link_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise KeyError("unheard of")
 
     async with peer() as p:
-        await p.ask(p.offer())
+        await p.request(p.offer())
         await p.open_edge(1)
         monkeypatch.setattr(p.decode.worker.scheduler, "landed", broken)
         chunk, buffer = p.chunk(0, 3)
-        assert isinstance(await p.ask(chunk), Posted)
+        assert isinstance(await p.request(chunk), Posted)
         with caplog.at_level(logging.ERROR, "baton.incoming"):
             await p.send_bytes(chunk, buffer)
             await until(lambda: p.decode.idle, what="the end of the link")

@@ -1,4 +1,4 @@
-"""Two workers that do not fit: the link is refused by the field's name, counted, and both sides serve on."""
+"""Two incompatible workers: the link is refused, naming the field, and counted, and both sides continue to serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS = [f"{n}-{why.split(':')[0]}" for n, (why, _) in enumerate(MISFITS)]
 
 
 @pytest.mark.parametrize(("why", "changes"), MISFITS, ids=IDS)
-async def test_a_link_that_does_not_fit_is_refused_by_name_and_counted(
+async def test_incompatible_link_is_refused_with_the_reason_and_counted(
     why: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pair() as (source, [decode]):
@@ -38,13 +38,13 @@ async def test_a_link_that_does_not_fit_is_refused_by_name_and_counted(
         (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.worker"]
         assert line == f"{caught.value.message} (it came from 'p0')"
         assert decode.worker.load().links_refused == 1
-        good = await dial_link(decode.address, source.worker._hello(), 2.0)  # nobody has suffered
+        good = await dial_link(decode.address, source.worker._hello(), 2.0)  # links are still accepted
         assert decode.worker.load().links_refused == 1
         await good.close()
 
 
 @pytest.mark.parametrize(("why", "changes"), MISFITS, ids=IDS)
-async def test_the_prefill_worker_parks_the_kv_and_says_why_in_one_line(
+async def test_prefill_worker_parks_kv_and_logs_the_refusal_in_one_line(
     why: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pair() as (source, [decode]):
@@ -66,8 +66,8 @@ async def test_the_prefill_worker_parks_the_kv_and_says_why_in_one_line(
         assert decode.worker.load().links_refused == 1
 
 
-async def test_a_prefill_worker_looks_at_the_answer_itself() -> None:
-    """The same comparison from the dialling side, should the other one have let it pass."""
+async def test_prefill_worker_checks_the_compatibility_of_a_decode_worker_itself() -> None:
+    """The dialling side makes the same comparison, in case the decode worker accepted the link."""
     async with pair() as (source, [decode]):
         decode.worker.facts = replace(decode.worker.facts, layout=make_layout(6))
         decode.worker._check_fits = lambda hello: None  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ async def test_a_prefill_worker_looks_at_the_answer_itself() -> None:
         source.abort(SequenceId("r"))
 
 
-async def test_a_decode_worker_that_claims_more_ranks_than_any_worker_has_is_refused_before_they_are_planned_for(
+async def test_decode_worker_that_claims_more_ranks_than_allowed_is_refused_before_planning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned: list[int] = []
@@ -102,4 +102,4 @@ async def test_a_decode_worker_that_claims_more_ranks_than_any_worker_has_is_ref
                 in source.posted.parked[-1].reason
             )
             source.abort(SequenceId(name))
-        assert set(planned) == {1}  # only the decode worker planned, for what it really has
+        assert set(planned) == {1}  # only the decode worker planned, for its true rank count

@@ -1,4 +1,4 @@
-"""What a decode worker tells of its load with a step: it counts when somebody decides by it."""
+"""When a decode worker reports its load with a step: only when the load has changed and placement depends on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.nodes import DecodeNode, pair, until
 BLOCK = 4  # tokens, of the fake runner
 
 
-async def test_a_step_tells_the_load_when_requests_are_placed_by_it_and_at_every_end() -> None:
+async def test_step_reports_the_load_when_free_blocks_change_and_when_a_sequence_ends() -> None:
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 8, max_tokens=4 * BLOCK), decode)
         source.compute()
@@ -28,7 +28,7 @@ async def test_a_step_tells_the_load_when_requests_are_placed_by_it_and_at_every
         assert all(a != b for a, b in itertools.pairwise(known))
 
 
-async def test_a_sequence_that_comes_or_goes_is_told_with_the_next_step() -> None:
+async def test_step_reports_the_load_after_a_sequence_was_added_or_ended() -> None:
     async with pair() as (source, [decode]):
         source.submit(make_request("long", 8, max_tokens=12), decode)
         source.compute()
@@ -45,7 +45,7 @@ async def test_a_sequence_that_comes_or_goes_is_told_with_the_next_step() -> Non
         decode.compute()
 
 
-async def test_steps_planned_ahead_are_told_and_rows_that_were_in_vain() -> None:
+async def test_load_counts_steps_planned_ahead_and_discarded_rows() -> None:
     runner = FakeRunner(16)
     runner.launches_ahead = True
     async with pair(DecodeNode(runner=runner)) as (source, [decode]):

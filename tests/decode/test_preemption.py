@@ -1,4 +1,4 @@
-"""What a decode worker does when its blocks run out, and nothing is kept of those given up."""
+"""What a decode worker does when its blocks run out, without a prefix cache for the blocks that it frees."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def until_preempted(scheduler: DecodeScheduler, now: float = 0.0) -> StepPlan:
             return plan
 
 
-def test_newest_gives_way_and_is_computed_again_to_the_same_place() -> None:
+def test_newest_sequence_is_preempted_and_recomputed_to_the_same_position() -> None:
     scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a")
     ready(scheduler, "b")
@@ -54,15 +54,15 @@ def test_newest_gives_way_and_is_computed_again_to_the_same_place() -> None:
     assert scheduler.blocks.num_free == 7
 
 
-def test_lower_priority_gives_way_whoever_came_first() -> None:
+def test_lower_priority_is_preempted_regardless_of_arrival_order() -> None:
     scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "low", priority=1)
     ready(scheduler, "high", priority=0)
     assert names(until_preempted(scheduler)) == ["high"]
 
 
-def test_nothing_new_is_taken_while_a_preempted_sequence_waits() -> None:
-    """There would be blocks for it, and whoever waits would wait longer."""
+def test_new_sequence_is_refused_while_a_preempted_one_waits() -> None:
+    """There are blocks for it, but the preempted sequence would wait longer."""
     scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a")
     ready(scheduler, "b")
@@ -75,7 +75,7 @@ def test_nothing_new_is_taken_while_a_preempted_sequence_waits() -> None:
     assert names(step(scheduler)) == ["b"]
 
 
-def test_who_cannot_take_a_block_from_anybody_waits_with_its_own() -> None:
+def test_sequence_that_can_preempt_no_other_waits_and_keeps_its_blocks() -> None:
     scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a", max_tokens=16)
     scheduler.reserve(make_request("arriving", 16, 2), 0.0)  # its blocks are being written
@@ -87,7 +87,7 @@ def test_who_cannot_take_a_block_from_anybody_waits_with_its_own() -> None:
     assert names(step(scheduler)) == ["a"]
 
 
-def test_who_waits_too_long_has_its_turn_and_keeps_it_for_a_while() -> None:
+def test_sequence_that_waited_too_long_is_boosted_for_some_tokens() -> None:
     scheduler = make_decode(num_blocks=16, block_size=4, prefix_cache=False)
     ready(scheduler, "a", max_tokens=60)
     ready(scheduler, "b", max_tokens=60)

@@ -1,4 +1,4 @@
-"""What a decode worker keeps of sequences and gives to later ones: the rules one by one."""
+"""Which blocks of sequences a decode worker keeps and reuses for later ones: the rules one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.builders import EOS, make_decode, make_outcome, make_request
 
 
 def offered(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
-    """Reserves, and says how many tokens need not be sent."""
+    """Reserves blocks; returns how many tokens need not be sent."""
     scheduler.reserve(request, 0.0)
     scheduler.check()
     return scheduler.num_cached(request.sequence_id)
@@ -42,7 +42,7 @@ def finish(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
     return cached
 
 
-def test_prompt_and_generated_tokens_of_a_finished_sequence_are_kept() -> None:
+def test_prompt_and_generated_tokens_of_a_finished_sequence_are_cached() -> None:
     scheduler = make_decode(num_blocks=16)
     assert finish(scheduler, make_request("turn 1", 6, 6)) == 0
     history = (*range(1000, 1006), 5, 7, 7, 7, 7, 7)  # the last token's KV was never computed
@@ -52,7 +52,7 @@ def test_prompt_and_generated_tokens_of_a_finished_sequence_are_kept() -> None:
     assert scheduler.blocks.num_free == 16
 
 
-def test_received_prompt_is_shared_while_it_runs_and_its_last_token_is_sent_all_the_same() -> None:
+def test_received_prompt_is_shared_while_its_sequence_runs_except_for_the_last_token() -> None:
     scheduler = make_decode(num_blocks=16)
     assert ready(scheduler, make_request("a", 8)) == 0
     assert ready(scheduler, make_request("b", 8)) == 4
@@ -62,12 +62,12 @@ def test_received_prompt_is_shared_while_it_runs_and_its_last_token_is_sent_all_
     assert scheduler.blocks.num_free == 16 - 2 - 1 - 1
 
 
-def test_prompt_that_is_still_on_its_way_is_not_shared() -> None:
+def test_prompt_that_is_still_arriving_is_not_shared() -> None:
     scheduler = make_decode(num_blocks=16)
     assert [offered(scheduler, make_request(name, 9)) for name in "ab"] == [0, 0]
 
 
-def test_what_has_landed_of_a_prompt_on_its_way_is_shared_and_its_blocks_are_held_like_any() -> None:
+def test_blocks_of_an_arriving_prompt_are_shared_as_soon_as_they_are_complete() -> None:
     scheduler = make_decode(num_blocks=16)
     a = make_request("a", 15)
     assert offered(scheduler, a) == 0
@@ -82,7 +82,7 @@ def test_what_has_landed_of_a_prompt_on_its_way_is_shared_and_its_blocks_are_hel
     assert step(scheduler) == ()
 
 
-def test_what_had_landed_of_an_aborted_prompt_is_found_and_free() -> None:
+def test_received_blocks_of_an_aborted_prompt_are_free_and_cached() -> None:
     scheduler = make_decode(num_blocks=8)
     a = make_request("a", 15)
     offered(scheduler, a)
@@ -93,7 +93,7 @@ def test_what_had_landed_of_an_aborted_prompt_is_found_and_free() -> None:
     assert offered(scheduler, make_request("b", 15)) == 8
 
 
-def test_aborted_receiving_sequence_lets_go_of_what_it_shares() -> None:
+def test_aborted_receiving_sequence_releases_its_shared_blocks() -> None:
     scheduler = make_decode(num_blocks=8)
     finish(scheduler, make_request("a", 8, 2))
     b = make_request("b", 12)
@@ -104,19 +104,19 @@ def test_aborted_receiving_sequence_lets_go_of_what_it_shares() -> None:
     assert offered(scheduler, make_request("c", 12)) == 8
 
 
-def test_other_salt_shares_nothing() -> None:
+def test_different_cache_salts_share_no_blocks() -> None:
     scheduler = make_decode(num_blocks=16)
     finish(scheduler, make_request("a", 9, 2, cache_salt="s"))
     assert finish(scheduler, make_request("b", 9, 2)) == 0
     assert finish(scheduler, make_request("c", 9, 2, cache_salt="s")) == 8
 
 
-def test_switched_off_nothing_is_kept() -> None:
+def test_disabled_prefix_cache_keeps_no_blocks() -> None:
     scheduler = make_decode(num_blocks=16, prefix_cache=False)
     assert [finish(scheduler, make_request(name, 9, 2)) for name in "ab"] == [0, 0]
 
 
-def test_cached_blocks_make_room_for_a_prompt_and_count_once_when_it_shares_them() -> None:
+def test_cached_blocks_are_evicted_for_a_prompt_and_counted_once_when_shared() -> None:
     scheduler = make_decode(num_blocks=4)
     finish(scheduler, make_request("a", 8, 2))
     assert offered(scheduler, make_request("b", range(15), 1)) == 0
@@ -128,7 +128,7 @@ def test_cached_blocks_make_room_for_a_prompt_and_count_once_when_it_shares_them
         scheduler.reserve(make_request("d", (9,) * 8, 2), 0.0)
 
 
-def test_preempted_sequence_computes_only_what_is_not_cached_any_more() -> None:
+def test_preempted_sequence_recomputes_only_tokens_that_are_no_longer_cached() -> None:
     scheduler = make_decode(num_blocks=8)
     ready(scheduler, make_request("first", 8, 16))
     ready(scheduler, make_request("second", range(8), 12))
@@ -142,7 +142,7 @@ def test_preempted_sequence_computes_only_what_is_not_cached_any_more() -> None:
     assert scheduler.prompt_tokens_computed - computed < 8, "its prompt was in part still there"
 
 
-def test_guesses_behind_the_token_that_ends_a_sequence_are_not_kept() -> None:
+def test_draft_tokens_after_the_end_token_are_not_cached() -> None:
     scheduler = make_decode(num_blocks=16, speculation=Speculation(NgramDrafts(), fixed_length=4))
     prompt = (1, 2, 3, EOS, 4, 4, 4, 1, 2)
     request = make_request("a", prompt, 20)

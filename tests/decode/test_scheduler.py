@@ -35,7 +35,7 @@ def test_first_event_repeats_the_token_that_prefill_sampled() -> None:
     assert step(scheduler, 7).tokens == (TokenEvent(A, 2, (7,)),)
 
 
-def test_resumed_attempt_goes_on_at_its_index() -> None:
+def test_resumed_attempt_continues_at_its_output_index() -> None:
     scheduler = make_decode()
     a = ready(scheduler, make_request("a", (1, 2, 3), output=(4, 5), attempt=2), first_token=6)
     plan = scheduler.begin_step(0.0)
@@ -56,7 +56,7 @@ def test_sequence_starts_with_the_blocks_of_its_prompt_and_grows() -> None:
     assert held == [2, 2, 2, 3, 3, 3, 0]
 
 
-def test_sequence_alone_runs_to_its_length_in_a_pool_that_just_fits() -> None:
+def test_single_sequence_runs_to_max_tokens_in_a_pool_of_exactly_its_size() -> None:
     scheduler = make_decode(num_blocks=3, block_size=4)
     ready(scheduler, make_request("a", prompt=4, max_tokens=8))
     results = [step(scheduler) for _ in range(7)]
@@ -75,7 +75,7 @@ def test_sequences_join_and_leave_between_steps() -> None:
     assert [e.sequence.request_id for e in step(scheduler).tokens] == ["b", "c"]
 
 
-def test_end_of_sequence_stops_it() -> None:
+def test_eos_token_ends_a_sequence() -> None:
     scheduler = make_decode()
     ready(scheduler, make_request("a"))
     assert [e.reason for e in step(scheduler, EOS).ended] == ["stop"]
@@ -93,7 +93,7 @@ def test_sequence_whose_first_token_ends_it_never_runs(token: int, max_tokens: i
 
 @pytest.mark.parametrize("claim", [False, True])
 @pytest.mark.parametrize("phase", ["receiving", "ready", "running", "in a step"])
-def test_abort_frees_everything_whatever_the_phase(phase: str, claim: bool) -> None:
+def test_abort_frees_all_blocks_in_any_phase(phase: str, claim: bool) -> None:
     scheduler = make_decode()
     if phase == "receiving":
         scheduler.reserve(make_request("a"), 0.0)
@@ -121,7 +121,7 @@ def test_blocks_being_written_are_not_free_until_the_write_has_ended() -> None:
     assert scheduler.blocks.num_free == 4
 
 
-def test_second_abort_does_not_free_what_is_being_written() -> None:
+def test_second_abort_does_not_free_blocks_that_are_being_written() -> None:
     scheduler = make_decode(num_blocks=3)
     scheduler.reserve(make_request("a"), 0.0)
     scheduler.abort(A, in_flight=True)
@@ -129,7 +129,7 @@ def test_second_abort_does_not_free_what_is_being_written() -> None:
     assert (scheduler.knows(A), scheduler.blocks.num_free) == (True, 2)
 
 
-def test_aborted_sequence_whose_last_chunk_still_arrives_is_over() -> None:
+def test_aborted_sequence_ends_when_its_last_chunk_arrives() -> None:
     scheduler = make_decode()
     scheduler.reserve(make_request("a"), 0.0)
     scheduler.abort(A, in_flight=True)
@@ -138,7 +138,7 @@ def test_aborted_sequence_whose_last_chunk_still_arrives_is_over() -> None:
     assert (scheduler.num_sequences, scheduler.blocks.num_free) == (0, 8)
 
 
-def test_kv_that_arrives_twice_is_refused_and_spoils_nothing() -> None:
+def test_kv_that_arrives_twice_is_refused_without_effect() -> None:
     scheduler = make_decode()
     ready(scheduler, make_request("a"))
     with pytest.raises(InvariantError):
@@ -156,7 +156,7 @@ def test_reused_blocks_have_a_new_generation() -> None:
     assert all(new > old for new, old in zip(after, before, strict=True))
 
 
-def test_same_attempt_is_refused_and_the_next_is_welcome() -> None:
+def test_same_attempt_is_refused_and_the_next_is_accepted() -> None:
     scheduler = make_decode()
     scheduler.reserve(make_request(), 0.0)
     with pytest.raises(DuplicateRequest, match="r/0#1"):
@@ -169,7 +169,7 @@ def test_same_attempt_is_refused_and_the_next_is_welcome() -> None:
     ("prompt", "code", "message"),
     [(29, "exceeds_pool", "37 tokens need 10 KV blocks; this decode worker has 8"), (17, "no_free_blocks", "5 KV")],
 )
-def test_refusal_tells_full_now_from_never(prompt: int, code: str, message: str) -> None:
+def test_refusal_distinguishes_a_full_pool_from_a_request_that_never_fits(prompt: int, code: str, message: str) -> None:
     scheduler = make_decode(num_blocks=8)
     scheduler.reserve(make_request("a", prompt=12), 0.0)
     with pytest.raises(Unavailable, match=message) as caught:
@@ -194,7 +194,7 @@ def test_outcome_of_another_step_is_refused() -> None:
         make_decode().finish_step(StepOutcome(1, ()), 0.0)
 
 
-def test_stamps_count_from_any_zero_of_the_clock() -> None:
+def test_stage_stamps_do_not_depend_on_the_origin_of_the_clock() -> None:
     scheduler = make_decode()
     scheduler.reserve(make_request("a", max_tokens=2), -4.0)
     assert scheduler._entries[A].stamps(None) == StageStamps()
@@ -207,7 +207,7 @@ def test_stamps_count_from_any_zero_of_the_clock() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["blocks", "state"])
-def test_check_finds_a_lost_hold_and_an_impossible_state(spoil: str) -> None:
+def test_check_detects_a_lost_block_hold_and_an_impossible_state(spoil: str) -> None:
     scheduler = make_decode()
     ready(scheduler, make_request("a"))
     sequence = scheduler._entries[A].sequence
@@ -232,7 +232,7 @@ def test_the_first_event_repeats_token_1_with_its_log_probability() -> None:
     assert (event.tokens, event.logprobs) == ((5, 6), (first, second))
 
 
-def test_a_row_whose_mask_was_late_is_computed_again() -> None:
+def test_row_whose_grammar_mask_was_late_is_recomputed() -> None:
     scheduler = make_decode()
     late, other = ready(scheduler, make_request("a")), ready(scheduler, make_request("b"))
     plan = scheduler.begin_step(0.0)
@@ -246,7 +246,7 @@ def test_a_row_whose_mask_was_late_is_computed_again() -> None:
     scheduler.check()
 
 
-def test_a_grammar_that_cannot_go_on_ends_its_sequence_with_the_reason() -> None:
+def test_grammar_failure_ends_its_sequence_with_the_reason() -> None:
     scheduler = make_decode()
     failed, other = ready(scheduler, make_request("a")), ready(scheduler, make_request("b"))
     plan = scheduler.begin_step(0.0)

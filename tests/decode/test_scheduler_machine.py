@@ -1,8 +1,7 @@
-"""DecodeScheduler under random offers, writes, steps, draft tokens and aborts, against a model that knows only the
-contract.
+"""DecodeScheduler under random offers, writes, steps, draft tokens and aborts, against a model of its contract.
 
-The model has KV of its own, in both pools. A row may only be computed on KV that is there and is of the tokens before
-it. Sequences share blocks as long as that holds.
+The model tracks the KV in both pools. A row may only be computed on KV that has been written for the tokens before it.
+As long as that holds, sequences may share blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.reserved = self.generated = 0
 
-    def some(self, *phases: str, writing: bool | None = None, aborted: bool | None = None) -> list[SequenceId]:
+    def in_phase(self, *phases: str, writing: bool | None = None, aborted: bool | None = None) -> list[SequenceId]:
         return sorted(
             sequence
             for sequence, tracked in self.sequences.items()
@@ -116,26 +115,26 @@ class DecodeMachine(RuleBasedStateMachine):
         with pytest.raises(DuplicateRequest):
             self.scheduler.reserve(self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))].request, 0.0)
 
-    @precondition(lambda self: self.some("receiving", writing=False))
+    @precondition(lambda self: self.in_phase("receiving", writing=False))
     @rule(data=st.data())
     def write_begins(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.some("receiving", writing=False)))
+        sequence = data.draw(st.sampled_from(self.in_phase("receiving", writing=False)))
         assert self.scheduler.receiving(sequence)
         self.sequences[sequence].writing = True
 
-    @precondition(lambda self: self.some("receiving", writing=True))
+    @precondition(lambda self: self.in_phase("receiving", writing=True))
     @rule(data=st.data())
     def write_ends(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.some("receiving", writing=True)))
+        sequence = data.draw(st.sampled_from(self.in_phase("receiving", writing=True)))
         self.scheduler.receive_ended(sequence)
         self.sequences[sequence].writing = False
         if self.sequences[sequence].aborted:
             del self.sequences[sequence]
 
-    @precondition(lambda self: self.some("receiving", aborted=False))
+    @precondition(lambda self: self.in_phase("receiving", aborted=False))
     @rule(data=st.data())
     def chunk_arrives(self, data: st.DataObject) -> None:
-        sequence = data.draw(st.sampled_from(self.some("receiving", aborted=False)))
+        sequence = data.draw(st.sampled_from(self.in_phase("receiving", aborted=False)))
         tracked = self.sequences[sequence]
         start = max(tracked.landed, self.scheduler.num_cached(sequence))
         end = data.draw(st.integers(start, len(tracked.tokens) - 1))
@@ -143,10 +142,10 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.landed(sequence, end)
         tracked.landed = end
 
-    @precondition(lambda self: self.some("receiving"))
+    @precondition(lambda self: self.in_phase("receiving"))
     @rule(data=st.data(), token=sampled_tokens)
     def last_chunk_arrives(self, data: st.DataObject, token: int) -> None:
-        self.arrive(data.draw(st.sampled_from(self.some("receiving"))), token)
+        self.arrive(data.draw(st.sampled_from(self.in_phase("receiving"))), token)
 
     def arrive(self, sequence: SequenceId, token: int) -> None:
         tracked = self.sequences[sequence]
@@ -198,9 +197,9 @@ class DecodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is not None)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        self.settle(lambda: data.draw(sampled_tokens))
+        self.finish_with(lambda: data.draw(sampled_tokens))
 
-    def settle(self, draw: object) -> None:
+    def finish_with(self, draw: object) -> None:
         plan, self.plan = self.plan, None
         assert plan is not None and callable(draw)
         wanted = {d.row: d for d in plan.drafts if d.num_draft_tokens}
@@ -245,7 +244,7 @@ class DecodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), claim=st.booleans())
     def abort(self, data: st.DataObject, claim: bool) -> None:
-        """`claim`: the caller says that a write is under way even when none is; it then also reports its end."""
+        """`claim`: the caller reports a write in flight even if there is none, and later reports its end."""
         sequence = data.draw(st.sampled_from(sorted(self.sequences)))
         tracked = self.sequences[sequence]
         first_of_a_write = tracked.writing and not tracked.aborted
@@ -270,16 +269,16 @@ class DecodeMachine(RuleBasedStateMachine):
             if self.plan is None:
                 self.begin(0.0)
             if self.plan is not None:
-                self.settle(lambda: next(source))
+                self.finish_with(lambda: next(source))
 
     @rule()
-    def unknown_sequences_are_left_alone(self) -> None:
+    def unknown_sequences_are_ignored(self) -> None:
         assert not self.scheduler.abort(SequenceId("nobody"))
         assert not self.scheduler.receiving(SequenceId("nobody"))
         self.scheduler.receive_ended(SequenceId("nobody"))
 
     @invariant()
-    def agrees_with_the_contract(self) -> None:
+    def matches_the_tracked_state(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
@@ -302,20 +301,20 @@ class DecodeMachine(RuleBasedStateMachine):
         assert len(used) == len(set(used)), "two sequences share a block"
 
     def teardown(self) -> None:
-        """Whatever has happened, when writes end and KV arrives everything finishes."""
+        """In any state, all sequences finish once all writes have ended and all KV has arrived."""
         if not hasattr(self, "scheduler"):
             return
-        for sequence in self.some("receiving", aborted=True):
+        for sequence in self.in_phase("receiving", aborted=True):
             self.scheduler.receive_ended(sequence)
             del self.sequences[sequence]
-        for sequence in self.some("receiving", aborted=False):
+        for sequence in self.in_phase("receiving", aborted=False):
             self.arrive(sequence, 7)
         steps = 0
         while self.plan is not None or self.scheduler.num_sequences:
             if self.plan is None:
                 self.begin(0.1)
             assert self.plan is not None, "sequences that nothing will ever compute"
-            self.settle(lambda: 7)
+            self.finish_with(lambda: 7)
             steps += 1
             assert steps < 40 * (self.reserved + 1)
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_blocks

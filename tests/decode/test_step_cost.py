@@ -1,4 +1,4 @@
-"""What a step is expected to take."""
+"""The expected time of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.builders import make_layout
 CURVE = [(1, 0.010), (8, 0.010), (64, 0.038)]
 
 
-def test_between_points_along_the_line_and_beyond_them_along_the_last() -> None:
+def test_cost_curve_is_interpolated_between_points_and_extrapolated_beyond_them() -> None:
     cost = StepCost(CURVE)
     assert cost.seconds(0) == 0.0
     assert cost.seconds(4) == pytest.approx(0.010)
@@ -28,11 +28,11 @@ def test_between_points_along_the_line_and_beyond_them_along_the_last() -> None:
     assert cost.seconds(120) == pytest.approx(0.066)
 
 
-def test_noise_never_makes_a_longer_step_the_faster_one() -> None:
+def test_cost_curve_is_monotonic_despite_noise() -> None:
     assert StepCost([(1, 0.02), (2, 0.01)]).seconds(2) == pytest.approx(0.02)
 
 
-def test_what_takes_less_is_believed_sooner_than_what_takes_more() -> None:
+def test_cost_estimate_follows_faster_steps_sooner_than_slower_ones() -> None:
     slow_start, stalled = StepCost(CURVE), StepCost(CURVE)
     slow_start.scale = 10.0  # measured while the machine was busy
     for _ in range(5):
@@ -49,8 +49,8 @@ def plan_of(*rows: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("wrong", [0.25, 1.0, 4.0])
-def test_the_price_of_a_guess_is_learned_apart_from_that_of_a_row(wrong: float) -> None:
-    """The machine is 1.5 times as slow as measured, and draft tokens cost `wrong` times as much beside that."""
+def test_cost_of_a_draft_token_is_learned_separately_from_that_of_a_row(wrong: float) -> None:
+    """The machine is 1.5 times as slow as measured, and draft tokens additionally cost `wrong` times as much."""
     model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4))), random.Random(1)
     for _ in range(600):
         draft_tokens = noise.choice((0, 1, 2, 4))
@@ -62,7 +62,7 @@ def test_the_price_of_a_guess_is_learned_apart_from_that_of_a_row(wrong: float) 
     assert model.short_s(4, 8) == pytest.approx(3e-3 * (1 + 0.4 * wrong), rel=0.2)
 
 
-def test_a_guess_that_was_measured_as_free_gets_its_price_all_the_same() -> None:
+def test_cost_of_a_draft_token_that_was_measured_as_free_is_learned() -> None:
     model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 0.0), (4, 0.0))), random.Random(1)
     assert model.short_s(1, 2) == pytest.approx(1.03e-3) and model.short_s(4, 8) == pytest.approx(2.06e-3)
     for _ in range(600):
@@ -73,8 +73,8 @@ def test_a_guess_that_was_measured_as_free_gets_its_price_all_the_same() -> None
     assert model.short_s(1, 5) == pytest.approx(1.8e-3, rel=0.15)
 
 
-def test_what_a_pass_takes_more_after_the_draft_is_no_part_of_a_plain_step() -> None:
-    """Where every step has draft tokens nothing else tells the two apart."""
+def test_switching_cost_after_the_draft_model_is_not_part_of_a_plain_step() -> None:
+    """If every step has draft tokens, only the measured switching cost separates the two."""
     rows, more, switching_s = ((1, 1e-3), (4, 2e-3)), ((1, 5e-5), (4, 2e-4)), 4e-4
     model, noise = StepModel(rows=rows, per_draft_token=more, switching_s=switching_s), random.Random(1)
     for _ in range(600):
@@ -89,7 +89,7 @@ def test_what_a_pass_takes_more_after_the_draft_is_no_part_of_a_plain_step() -> 
     assert alone is not None and alone[1] > model.any_draft_s
 
 
-def test_noise_alone_moves_no_price() -> None:
+def test_noise_alone_changes_no_estimate() -> None:
     model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4))), random.Random(2)
     for _ in range(20_000):
         seconds = 1e-3 * math.exp(noise.gauss(0.0, 0.4))
@@ -97,20 +97,20 @@ def test_noise_alone_moves_no_price() -> None:
     assert model.more == 1.0 and 0.7 < model.short.scale < 1.3
 
 
-def test_what_surrounds_a_step_is_not_what_one_stall_says() -> None:
+def test_single_stall_does_not_change_the_estimated_step_overhead() -> None:
     model, plan = StepModel(), plan_of(1)
     for wall_s in (0.500, 0.002, 0.002, 0.002, 0.002, 3.0, 0.002):
         model.observe(plan, StepOutcome(1, ((1,),), 0.001), wall_s)
     assert model.fixed_s == pytest.approx(0.001, rel=0.15)
 
 
-def test_tokens_that_fit_a_time() -> None:
+def test_tokens_within_returns_the_tokens_that_fit_a_time_budget() -> None:
     assert StepCost(CURVE).tokens_within(0.024, 512) == 36
     assert StepCost(CURVE).tokens_within(0.005, 512) == 0
     assert StepCost(CURVE).tokens_within(1.0, 100) == 100
 
 
-def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_draft_model_is_timed_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "MEASURING_S", 0.05)
     calls: list[list[int]] = []
 
@@ -123,14 +123,14 @@ def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
     draft.drafts_at_once, draft.draft_tokens_stay, draft.kernels = True, False, "avx2"
     ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft)
     assert rows == same == 1 and seconds > 0.01 and first_s > 0.01 and calls == [[1], [6]]
-    draft.kernels = "torch's"  # as on a GPU, which captures each shape of step when it first comes
+    draft.kernels = "torch's"  # as on a GPU, which captures a step's shape on first use
     assert draft_model.measure_passes(draft) and calls[2:] == [[6], [1], [6]]
     draft.drafts_at_once = False
     assert draft_model.measure_passes(draft) == ([], [])
 
 
-def test_on_a_gpu_guesses_and_steps_are_timed_as_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft tokens by what the device says, once it has come to their end."""
+def test_draft_tokens_and_steps_on_a_gpu_are_timed_as_they_run_in_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft tokens are timed by the seconds that the device reports after it has finished them."""
     monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)
     waited: list[int] = []
 
@@ -148,7 +148,7 @@ def test_on_a_gpu_guesses_and_steps_are_timed_as_in_work(monkeypatch: pytest.Mon
     assert {row.num_sampled for plan in launched for row in plan.rows} >= {1, 5, 8}
 
 
-def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
+def test_fills_are_timed_without_sampling_and_within_the_available_blocks() -> None:
     """A row that samples nothing costs a third of one that samples at every token."""
     plans: list[StepPlan] = []
     layout = SimpleNamespace(block_size=16)
@@ -165,8 +165,8 @@ def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
     assert draft_model.measure_fills(draft, 512)[-1][0] == 64
 
 
-def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
-    """A step takes longer behind one of another size, and a plain one is what all draft tokens are compared with."""
+def test_short_steps_are_timed_after_steps_of_the_same_shape() -> None:
+    """A step takes longer after one of another size, and the plain step is the baseline for all draft tokens."""
     last: list[StepPlan] = []
 
     def step(plan: StepPlan) -> None:
@@ -182,10 +182,10 @@ def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
 
 
 @pytest.mark.parametrize(("step_s", "turns"), [(0.003, 24), (0.1, 1)])
-def test_a_step_after_the_draft_is_timed_beside_one_after_a_step(
+def test_step_after_the_draft_model_is_timed_against_a_step_after_a_step(
     step_s: float, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a slow model few steps."""
+    """Fewer steps are timed if the model is slow."""
     clock, after_draft, proposed = [0.0], [False], [0]
 
     def step(plan: StepPlan) -> None:
@@ -208,8 +208,8 @@ def test_a_step_after_the_draft_is_timed_beside_one_after_a_step(
     assert draft_model.measure_switching(draft, runner) == 0.0, "on a GPU they are computed ahead"
 
 
-def test_planning_guesses_is_timed_beside_planning_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)  # a busy machine has time, too
+def test_planning_with_draft_tokens_is_timed_against_planning_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)  # enough for a busy machine, too
     plans: list[StepPlan] = []
     runner: Any = SimpleNamespace(max_model_len=2048, layout=make_layout(16), step=plans.append)
     assert 0.0 < draft_model.measure_planning(runner) < 0.1
@@ -218,8 +218,8 @@ def test_planning_guesses_is_timed_beside_planning_none(monkeypatch: pytest.Monk
     assert draft_model.measure_planning(runner) == 0.0, "a model too short for it"
 
 
-def test_planning_beside_a_slow_model_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes a quarter of what there is for it all."""
+def test_planning_with_a_slow_model_is_timed_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a quarter of the time that the whole measurement may take."""
     plans: list[StepPlan] = []
     part_s = draft_model.MEASURING_S / 16
     monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: len(plans) * part_s))
@@ -228,7 +228,7 @@ def test_planning_beside_a_slow_model_is_not_timed_for_ever(monkeypatch: pytest.
     assert len(plans) == 6, "two more after four have taken it all"
 
 
-def test_the_price_of_planning_follows_the_load() -> None:
+def test_planning_cost_follows_the_load() -> None:
     model = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
     assert model.planning_s == 1e-4
     for _ in range(200):
@@ -236,7 +236,7 @@ def test_the_price_of_planning_follows_the_load() -> None:
     assert model.planning_s == pytest.approx(2e-4, rel=0.05)
 
 
-def test_the_price_of_a_row_alone_is_the_sum_of_its_parts() -> None:
+def test_cost_of_a_single_row_is_the_sum_of_its_parts() -> None:
     curves = ([(1, 1e-3)], [(1, 9e-3)], [(1, 1e-4), (4, 2e-4)], [(1, 3e-4), (4, 5e-4)])
     model = StepModel(*curves, rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
     model.observe(plan_of(1), StepOutcome(1, (), 1.2e-3), 1.5e-3)
@@ -247,8 +247,8 @@ def test_the_price_of_a_row_alone_is_the_sum_of_its_parts() -> None:
     assert StepModel().of_one_row() is None, "what a draft token adds has no price of its own"
 
 
-def test_what_guesses_add_around_a_step_is_not_taken_for_part_of_every_step() -> None:
-    """Else a step without them is believed dearer than it is, and drafting goes on where it does not pay."""
+def test_overhead_of_draft_tokens_is_not_attributed_to_every_step() -> None:
+    """Otherwise steps without draft tokens are overpriced, and drafting continues where it does not pay."""
     model = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
     (row,) = plan_of(3).rows
     drafting = StepPlan(1, (row,), (DraftRow(row.sequence_id, 0, (1,), (0,), 2, 0),))
@@ -261,8 +261,8 @@ def test_what_guesses_add_around_a_step_is_not_taken_for_part_of_every_step() ->
     assert model.fixed_s == pytest.approx(0.4 * model.planning_s, rel=0.1), "what they add was timed too dear"
 
 
-def test_a_worker_that_never_drafts_prices_its_steps_all_the_same() -> None:
-    """Nothing of draft tokens was timed."""
+def test_worker_without_speculation_also_estimates_step_costs() -> None:
+    """No draft tokens were timed."""
     model = StepModel([(1, 1e-3), (8, 2e-3)], [(1, 1e-6)], [], [], rows=[], per_draft_token=[])
     for rows in (1, 4, 64):
         model.observe(plan_of(*[1] * rows), StepOutcome(1, (), 2e-3), 2e-3)

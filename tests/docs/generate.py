@@ -1,9 +1,9 @@
-"""Writes the parts of the documentation that the code knows best, between markers in the pages.
+"""Writes the parts of the documentation that are derived from the code, between markers in the pages.
 
     python -m tests.docs.generate        rewrites the pages of `PAGES`
-    tests/docs/test_generated.py         fails when a page is not what this would write
+    tests/docs/test_generated.py         fails when a page differs from what this would write
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
+A part is the text between `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOT
 
 
 def fresh(page: str) -> str:
-    """The text of `page` with its generated parts made anew."""
+    """The text of `page` with its parts regenerated."""
     return _PART.sub(lambda m: f"{m[1]}{PARTS[m[2]]()}\n{m[3]}", page)
 
 

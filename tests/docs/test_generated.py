@@ -1,4 +1,4 @@
-"""What the pages take from the code is what the code says now."""
+"""The generated parts of the pages are up to date with the code."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ CONFIGS = {c.__name__: c for c in (CoordinatorConfig, WorkerConfig, UpConfig, Ht
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_is_fresh(page: str) -> None:
+def test_page_is_up_to_date(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert fresh(text) == text, f"{page} is stale: python -m tests.docs.generate"
 
 
-def test_every_generated_part_stands_in_one_page() -> None:
+def test_each_generated_part_is_in_exactly_one_page() -> None:
     found = [name for page in PAGES for name in names((ROOT / page).read_text(encoding="utf-8"))]
     assert sorted(found) == sorted(PARTS)
 
 
 def waits() -> list[tuple[str, float]]:
-    """Name and seconds of the rows of the waits' tables that name an option or a constant."""
+    """Name and seconds of each row in the tables of waits that names an option or a constant."""
     text = (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]+\| ([\d.]+) s(?: more[^|]*)? \| `([^`]+)` \|$", text, re.MULTILINE)
     return [(name, float(seconds)) for seconds, name in rows]
 
 
-def test_there_are_waits() -> None:
+def test_tables_of_waits_are_found() -> None:
     assert len(waits()) > 25
 
 
 @pytest.mark.parametrize(("name", "seconds"), [w for w in waits() if "." in w[0] or " " in w[0]])
-def test_wait_is_as_long_as_the_page_says(name: str, seconds: float) -> None:
+def test_wait_equals_the_value_on_the_page(name: str, seconds: float) -> None:
     found = value_of(name)
     if found is not None:
         assert found == seconds
 
 
-def test_every_file_and_name_of_the_tables_is_there() -> None:
+def test_files_and_names_in_the_tables_exist() -> None:
     text = (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")
     places = re.findall(r"`([\w/]+\.(?:py|sh)) (\w+)`", text)
     assert len(places) > 30
@@ -58,7 +58,7 @@ def test_every_file_and_name_of_the_tables_is_there() -> None:
 
 
 def value_of(name: str) -> float | None:
-    """Of `Config.field` or `path/to/file.py CONSTANT`; None for what is a literal in a function."""
+    """The value of `Config.field` or `path/to/file.py CONSTANT`; None for a literal in a function."""
     path, _, constant = name.partition(" ")
     if constant:
         for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
@@ -80,8 +80,8 @@ def _number(node: ast.expr) -> float | None:
     return float(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, int | float) else None
 
 
-def test_pure_names_of_the_waits_exist() -> None:
-    """Rows that name a function or a class: it is there."""
+def test_functions_and_classes_named_by_waits_exist() -> None:
+    """Each function or class that a row names exists."""
     places = {
         "WorkerSession._one_session": "baton.rpc.session",
         "serve_stream": "baton.rpc.streams",

@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules ask for metrics that are there, in queries that Prometheus understands."""
+"""The dashboard and the alert rules query metrics that exist, with queries that Prometheus parses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.core.errors import WorkerLost
 from coordinator.metrics import Metrics
 from coordinator.submission import Submission
 from tests.coordinator.test_metrics import CLUSTER, ENDED
-from tests.support.fake_generator import say
+from tests.support.fake_generator import reply
 from tools import dashboard
 
 DIRECTORY = dashboard.OUT.parent
@@ -26,7 +26,7 @@ promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promt
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """What asks, and its query."""
+    """Yields a panel's title, or "alerts", and its query."""
     for panel in dashboard.dashboard()["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
@@ -37,7 +37,7 @@ def live_names() -> set[str]:
     metrics = Metrics()
     for error in (None, WorkerLost("gone")):
         observed = metrics.request(Submission("r", (1, 2), 4))
-        for delta in say("a", "b") if error is None else ():
+        for delta in reply("a", "b") if error is None else ():
             observed.delta(delta)  # type: ignore[arg-type]
         observed.end(error)
     metrics.stages(ENDED)
@@ -46,7 +46,7 @@ def live_names() -> set[str]:
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
-def test_every_metric_that_is_asked_for_is_there() -> None:
+def test_all_queried_metrics_exist() -> None:
     known, asked = live_names(), 0
     for title, query in expressions():
         names = {name for name in _NAME.findall(query) if not name.startswith("baton_alerts")}
@@ -55,7 +55,7 @@ def test_every_metric_that_is_asked_for_is_there() -> None:
     assert asked > 40
 
 
-def test_the_dashboard_is_the_one_of_its_table() -> None:
+def test_dashboard_is_generated_from_its_table() -> None:
     assert dashboard.OUT.read_text() == dashboard.text(), "python tools/dashboard.py"
     panels = [p for p in json.loads(dashboard.OUT.read_text())["panels"] if p["type"] != "row"]
     assert all(p["description"] for p in panels)
@@ -71,8 +71,8 @@ def test_the_rules_are_valid_and_fire_when_they_should() -> None:
 
 
 @promtool
-def test_every_query_is_one(tmp_path: Path) -> None:
-    """As a rule each, which promtool parses."""
+def test_all_queries_are_valid(tmp_path: Path) -> None:
+    """Each query is written as a rule, which promtool parses."""
     rules = [
         {"record": f"x:{i}", "expr": query.replace("$__rate_interval", "1m")}
         for i, (title, query) in enumerate(expressions())

@@ -1,4 +1,4 @@
-"""Links resolve, commands exist, nothing speaks of one person's machine."""
+"""Links resolve, commands exist, no page mentions one person's machine."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_links_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [*PAGES, *IMAGES], ids=name_of)
-def test_no_path_of_one_machine(file: Path) -> None:
+def test_pages_contain_no_machine_specific_path(file: Path) -> None:
     found = _MACHINE.search(file.read_text(encoding="utf-8"))
     assert found is None, f"{found and found[0]} in {name_of(file)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_verbs_exist(page: Path) -> None:
+def test_make_targets_in_the_pages_exist(page: Path) -> None:
     verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     text = page.read_text(encoding="utf-8")
     used = re.findall(r"^(?:    |`)make ([a-z-]+(?: [a-z-]+)*)", text, re.MULTILINE)
@@ -62,7 +62,7 @@ def test_verbs_exist(page: Path) -> None:
     assert not missing, f"the Makefile has no {missing}"
 
 
-def test_the_ten_files_of_the_readme() -> None:
+def test_readme_links_ten_existing_files() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.split("## The life of one request")[1].split("\n## ")[0]
     steps = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
@@ -71,7 +71,7 @@ def test_the_ten_files_of_the_readme() -> None:
     assert all((ROOT / f).is_file() for f in files)
 
 
-def test_the_two_commands_come_first() -> None:
+def test_readme_shows_make_up_and_make_test_first() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert 0 < text.index("    make up\n") < text.index("    make test\n") < text.index("## The system")
 

@@ -14,8 +14,8 @@ OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """With a torch before the pinned one, exact mode with torch's own kernels may be refused at start, as its self-test
-    finds them: that is skipped, not passed over, since compiled kernels are tested all the same."""
+    """Reports a test as skipped when a torch older than the pinned one fails the self-test of exact mode with torch's
+    own kernels. Tests of compiled kernels still run."""
     report = yield
     error = call.excinfo and str(call.excinfo.value)
     if OLD_TORCH and error and "self-test failed" in error and "not row-invariant" in error:
@@ -33,7 +33,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Checkpoints by their arguments, each written once per session. Do not modify them."""
+    """Makes checkpoints from arguments, each written once per session. Do not modify them."""
     made: dict[str, Path] = {}
 
     def make(arch: str = "llama", **options: Any) -> Path:

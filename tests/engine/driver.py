@@ -1,4 +1,4 @@
-"""Drives a runner as a small scheduler would: several sequences, chunked prefill, then one token a step."""
+"""Drives a runner as a small scheduler would: several sequences, chunked prefill, then one token per step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tiny_runner(model_dir: Path, **options: Any) -> Runner:
 
 
 def kv_bytes(runner: Runner) -> int:
-    """Of this rank's KV pool, with its block of zeros."""
+    """Bytes of this rank's KV pool, including its block of zeros."""
     return sum(tensor.nbytes for pair in runner.kv.storage for tensor in pair)
 
 
@@ -49,7 +49,7 @@ def random_tokens(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]
 
 
 def block_ids(runner: Runner, seed: int = 0) -> Iterator[int]:
-    """All blocks of the pool in random order: nothing may depend on which blocks a sequence has."""
+    """All blocks of the pool in random order: results must not depend on which blocks a sequence has."""
     blocks = list(range(runner.num_blocks))
     random.Random(seed).shuffle(blocks)
     return iter(blocks)
@@ -57,8 +57,8 @@ def block_ids(runner: Runner, seed: int = 0) -> Iterator[int]:
 
 @dataclass
 class Job:
-    """One sequence. `tokens` is the prompt and then what was generated; `logits` those each was sampled from. The last
-    `resumed` tokens of the prompt are output of an earlier attempt."""
+    """One sequence. `tokens` is the prompt followed by the generated tokens; `logits` are those that each generated
+    token was sampled from. The last `resumed` tokens of the prompt are output of an earlier attempt."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -97,7 +97,7 @@ class Job:
 
 
 def run(runner: Runner, jobs: Sequence[Job], seed: int = 0) -> None:
-    """Runs all jobs in one continuous batch to their ends."""
+    """Runs all jobs to completion in one continuous batch."""
     free = block_ids(runner, seed)
     for job in jobs:
         job.tokens = list(job.prompt)

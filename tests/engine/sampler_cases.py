@@ -1,4 +1,4 @@
-"""Rows of logits and sampling parameters that every way of choosing tokens is tried with, and what they should say."""
+"""Logits and sampling parameters with which every sampler is tested, and the plain sampler as the reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rows(vocab: int) -> dict[str, NDArray[np.float32]]:
 def sample(
     logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, choose: Choose | None = None
 ) -> list[int]:
-    """One token per row of raw logits [S, vocab]."""
+    """Samples one token per row of raw logits [S, vocab]."""
     return choose_tokens(process(logits, draws, tables), draws, choose) if draws else []
 
 

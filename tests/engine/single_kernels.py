@@ -1,5 +1,5 @@
 """Single kernels that only tests call, and the structs of attention.h, sampling.h and draft.cpp that the product fills
-in without ctypes, field by field."""
+field by field without ctypes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The Triton kernel against the plain attention, through Triton's interpreter: no GPU is needed, and none is used.
+"""The Triton kernel against the plain attention, in Triton's interpreter, without a GPU.
 
-The interpreter multiplies bfloat16 as if it were integers, so float16 stands for it here; tests/gpu has the rest.
+The interpreter multiplies bfloat16 as if it were integers, so float16 replaces it here; tests/gpu covers the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 ROWS = [(0, 1), (5, 1), (37, 1), (100, 3), (0, 40), (33, 29), (1100, 2)]
-"""(start, length): decode, verification and prefill rows, one of them in two splits."""
+"""(start, length): decode, verification and prefill rows, one of them in several splits."""
 
 
 def triton_attention(config: ModelConfig, block_size: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -48,7 +48,7 @@ def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
 
 
 def paged(config: ModelConfig, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list[Span]]:
-    """Queries, keys, values and rows whose blocks are scattered; what no row wrote is NaN."""
+    """Queries, keys, values and rows whose blocks are scattered; positions after the end of a row are NaN."""
     generator = torch.Generator().manual_seed(7)
     num_blocks = sum(-(-(start + length) // block_size) for start, length in ROWS)
     pool = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
@@ -91,7 +91,7 @@ def test_the_kernel_agrees_with_the_plain_attention(
     assert torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance)
 
 
-def test_splits_are_joined_by_the_program_that_ends_last_and_counted_from_zero_again() -> None:
+def test_last_program_merges_the_splits_and_resets_the_arrival_counter() -> None:
     config = shape(4, 2, 16)
     queries, keys, values, spans = paged(config, 16, torch.float32)
     kernel = triton_attention(config, 16)
@@ -102,7 +102,7 @@ def test_splits_are_joined_by_the_program_that_ends_last_and_counted_from_zero_a
     assert not kernel.arrived.any(), "the next call counts from zero"
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch_of_the_same_splits() -> None:
+def test_row_has_the_same_bits_alone_and_in_a_batch_with_the_same_split_size() -> None:
     from baton.engine.attention_triton import split_plan
 
     config = shape(4, 2, 16)
@@ -121,12 +121,14 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch_of_the_same_splits() -> No
     [
         (8, 512, 4, 128),  # one sequence of 8 KV heads
         (64, 4096, 8, 512),
-        (512, 1024, 1, 4096),  # 64 sequences: a key more adds no split
+        (512, 1024, 1, 4096),  # 64 sequences: one more key adds no split
         (512, 1025, 1, 4096),
         (512, 131072, 32, 4096),
     ],
 )
-def test_few_programs_divide_their_keys_more_finely(programs: int, longest: int, splits: int, tokens: int) -> None:
+def test_keys_are_split_more_finely_when_there_are_few_programs(
+    programs: int, longest: int, splits: int, tokens: int
+) -> None:
     from baton.engine.attention_triton import split_buckets, split_plan
 
     assert split_plan(programs, longest) == (splits, tokens)
@@ -135,8 +137,8 @@ def test_few_programs_divide_their_keys_more_finely(programs: int, longest: int,
     assert any(bucket >= splits for bucket in buckets) and len(buckets) <= 5
 
 
-def test_long_rows_are_gathered_for_flash_attention_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own kernel needs a GPU: a plain one that takes the same arguments stands for it."""
+def test_long_rows_use_flash_attention_when_torch_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own kernel needs a GPU; a plain function with the same arguments replaces it here."""
     from baton.engine import attention_triton
 
     calls = []
@@ -172,8 +174,8 @@ def test_long_rows_are_gathered_for_flash_attention_where_torch_has_it(monkeypat
     assert calls == [40, 29] * 2
 
 
-def test_a_long_prompt_needs_no_memory_for_partial_results_and_its_short_tail_is_divided() -> None:
-    """8,192 tokens at 131,072 would take 17 GB for the results of splits; 20 tokens there keep 10 programs busy."""
+def test_keys_of_a_long_chunk_are_not_split_and_keys_of_a_short_last_chunk_are() -> None:
+    """Split results of 8,192 tokens at 131,072 would take 17 GB; 20 tokens there, not split, would be 24 programs."""
     kernel, blocks = triton_attention(shape(32, 8, 128), 16), tuple([0] * 8192)
     (tiles,) = kernel.prepare([Span(0, 131_072 - 8192, 131_072, blocks)], 0).tiles
     assert tiles.splits == 1 and tiles.split_tokens > 131_072

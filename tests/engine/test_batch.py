@@ -1,4 +1,4 @@
-"""A plan packed: what is where, and that a row which does not fit is refused by name."""
+"""Packing a plan: where each value is placed, and that an invalid row is refused with its sequence id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def packed(*rows: Row, min_tokens: int = 1) -> Batch:
     return make_batch(StepPlan(1, rows), LIMITS, torch.device("cpu"), min_tokens)
 
 
-def test_rows_lie_one_behind_the_other() -> None:
+def test_rows_are_packed_consecutively() -> None:
     scored = Row(SequenceId("b"), 0, (1, 2, 3, 4), (20,), SAMPLING, 1, 0, None, (2, 3))
     batch = packed(FITS, scored, Row(SequenceId("c"), 4, (5,), (30, 31), SAMPLING))
     assert batch.tokens.tolist() == [7, 8, 9, 1, 2, 3, 4, 5]
@@ -38,7 +38,7 @@ def test_rows_lie_one_behind_the_other() -> None:
 
 
 @pytest.mark.parametrize("beside", [{}, {"num_sampled": 0}, {"tokens": (7,), "num_sampled": 1}], ids=str)
-def test_known_drafts_and_guesses_on_the_device_are_not_in_one_plan(beside: dict[str, object]) -> None:
+def test_plan_with_host_and_device_draft_tokens_is_refused(beside: dict[str, object]) -> None:
     drafting = replace(FITS, tokens=(7, 0, 0), num_sampled=3)
     plan = StepPlan(1, (drafting, replace(FITS, **beside)), drafted=(2, 0))  # type: ignore[arg-type]
     if not beside:
@@ -52,7 +52,7 @@ def test_known_drafts_and_guesses_on_the_device_are_not_in_one_plan(beside: dict
             make_batch(replace(plan, drafted=wrong), LIMITS, torch.device("cpu"))
 
 
-def test_padding_is_computed_and_stored_nowhere() -> None:
+def test_padding_tokens_are_computed_but_not_stored() -> None:
     batch = packed(replace(FITS, tokens=(7,), num_sampled=1), min_tokens=3)
     assert batch.tokens.tolist() == [7, 0, 0] and batch.positions.tolist() == [6, 0, 0]
     assert batch.slots.tolist() == [12 * 4 + 2] and batch.sampled.tolist() == [0]
@@ -78,7 +78,7 @@ def test_padding_is_computed_and_stored_nowhere() -> None:
     ],
     ids=str,
 )
-def test_a_row_that_does_not_fit_is_refused(change: dict[str, object], what: str, beside: int) -> None:
+def test_invalid_row_is_refused_with_its_sequence_id(change: dict[str, object], what: str, beside: int) -> None:
     others = [replace(FITS, sequence_id=SequenceId(f"s{i}")) for i in range(beside)]
     packed(*others, FITS)
     with pytest.raises(InvariantError, match=what) as error:

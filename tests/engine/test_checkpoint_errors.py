@@ -1,4 +1,4 @@
-"""Damaged model directories end in one plain line that names the file and, where there is one, the tensor."""
+"""Loading a damaged model directory fails with one plain line that names the file and, if any, the tensor."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SHARD = "model-00002-of-00003.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def refuse(model_dir: Path) -> str:
-    """The line with which loading fails."""
+def load_error(model_dir: Path) -> str:
+    """Returns the line with which loading fails."""
     started = time.monotonic()
     with pytest.raises(StartupError) as caught:
         tiny_runner(model_dir)
@@ -104,14 +104,14 @@ DAMAGED_FILES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED_FILES)
-def test_a_damaged_file_is_named(single: Path, damage: str) -> None:
+def test_damaged_file_is_refused_by_name(single: Path, damage: str) -> None:
     DAMAGED_FILES[damage](single / SINGLE)
-    assert refuse(single).startswith(SINGLE)
+    assert load_error(single).startswith(SINGLE)
 
 
-def test_a_damaged_shard_is_named(sharded: Path) -> None:
+def test_damaged_shard_is_refused_by_name(sharded: Path) -> None:
     (sharded / SHARD).write_bytes((sharded / SHARD).read_bytes()[:-1])
-    assert refuse(sharded).startswith(SHARD)
+    assert load_error(sharded).startswith(SHARD)
 
 
 # Tensors
@@ -150,13 +150,13 @@ WRONG_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]
 
 
 @pytest.mark.parametrize("case", WRONG_TENSORS)
-def test_a_wrong_tensor_is_named(single: Path, case: str) -> None:
+def test_wrong_tensor_is_refused_by_name(single: Path, case: str) -> None:
     edit, message = WRONG_TENSORS[case]
     rewrite(single / SINGLE, edit)
-    assert message in refuse(single)
+    assert message in load_error(single)
 
 
-def test_all_weights_in_another_dtype_than_the_config_says(single: Path) -> None:
+def test_weights_in_another_dtype_than_the_config_are_refused(single: Path) -> None:
     def swap(header: dict[str, Any]) -> None:
         for entry in header.values():
             if entry.get("dtype") == "F32":
@@ -164,17 +164,17 @@ def test_all_weights_in_another_dtype_than_the_config_says(single: Path) -> None
                 entry["shape"][-1] *= 2
 
     edit_header(swap)(single / SINGLE)
-    assert "has shape" in refuse(single)
+    assert "has shape" in load_error(single)
     rewrite(single / SINGLE, lambda t: t.update({k: v.view(torch.float32).half() for k, v in t.items()}))
-    assert "is torch.float16, not torch.float32" in refuse(single)
+    assert "is torch.float16, not torch.float32" in load_error(single)
 
 
-def test_a_head_that_contradicts_tied_embeddings(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_lm_head_that_differs_from_tied_embeddings_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model_dir = Path(shutil.copytree(checkpoint("llama", tied=True), tmp_path / "m"))
     rewrite(model_dir / SINGLE, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     tiny_runner(model_dir)
     rewrite(model_dir / SINGLE, lambda t: t["lm_head.weight"].add_(0.01))
-    assert "lm_head.weight differs from model.embed_tokens.weight" in refuse(model_dir)
+    assert "lm_head.weight differs from model.embed_tokens.weight" in load_error(model_dir)
 
 
 def test_stored_rotary_frequencies_are_ignored(single: Path) -> None:
@@ -245,34 +245,34 @@ WRONG_INDEXES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_INDEXES)
-def test_a_wrong_index_is_named(sharded: Path, case: str) -> None:
+def test_wrong_index_is_refused_with_the_reason(sharded: Path, case: str) -> None:
     damage, message = WRONG_INDEXES[case]
     damage(sharded)
-    assert message in refuse(sharded)
+    assert message in load_error(sharded)
 
 
 # Directories
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
-    assert "no such model directory" in refuse(tmp_path / "nothing")
+def test_missing_model_directory_is_refused(tmp_path: Path) -> None:
+    assert "no such model directory" in load_error(tmp_path / "nothing")
 
 
-def test_config_missing_or_not_json(single: Path) -> None:
+def test_config_that_is_missing_or_not_json_is_refused(single: Path) -> None:
     (single / "config.json").write_text("{'a': 1}")
-    assert "config.json is not JSON" in refuse(single)
+    assert "config.json is not JSON" in load_error(single)
     (single / "config.json").unlink()
-    assert "config.json: No such file" in refuse(single)
+    assert "config.json: No such file" in load_error(single)
 
 
-def test_no_weights_and_pickled_weights(single: Path) -> None:
+def test_missing_and_pickled_weights_are_refused(single: Path) -> None:
     (single / SINGLE).unlink()
-    assert "neither model.safetensors nor" in refuse(single)
+    assert "neither model.safetensors nor" in load_error(single)
     (single / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert "only pickled weights" in refuse(single)
+    assert "only pickled weights" in load_error(single)
 
 
-def test_links_of_a_hub_cache_are_followed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_symlinks_of_a_hub_cache_are_followed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "rev", tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -282,7 +282,7 @@ def test_links_of_a_hub_cache_are_followed(checkpoint: Callable[..., Path], tmp_
     assert tiny_runner(snapshot).digest == model_digest(checkpoint("llama"))
 
 
-def test_digest_sees_config_and_every_weight_byte(sharded: Path) -> None:
+def test_digest_covers_the_config_and_every_weight_byte(sharded: Path) -> None:
     seen = {model_digest(sharded)}
     for file in ("config.json", SHARD):
         content = bytearray((sharded / file).read_bytes())

@@ -1,4 +1,4 @@
-"""Decode steps from fixed arrays, as a CUDA graph holds them, against plain forward passes. Without a GPU nothing is
+"""Decode steps from fixed arrays, as a CUDA graph reads them, against plain forward passes. Without a GPU nothing is
 captured: the same function runs each time, on the arrays that a graph would read."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Twins:
         self.plain = FastAttention(local, size, BLOCKS, torch.float32, CPU)
         self.limits = Limits(size, BLOCKS, config.vocab_size, LONGEST)
         for keys, values in self.pools[0].storage:
-            keys[BLOCKS], values[BLOCKS] = float("nan"), float("nan")  # rows that fill up must not reach anybody
+            keys[BLOCKS], values[BLOCKS] = float("nan"), float("nan")  # padding must not affect real rows
 
     @torch.no_grad()
     def compute(self, *rows: Row) -> tuple[Tensor, Tensor]:
@@ -72,11 +72,11 @@ def twins(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return Twins(make_checkpoint(tmp_path_factory.mktemp("m"), request.param))
 
 
-def test_steps_from_fixed_arrays_equal_plain_ones(twins: Twins) -> None:
+def test_replayed_steps_match_plain_forward_passes(twins: Twins) -> None:
     contexts = [40, 17, 130]
     prompts = [row(n, 0, random_tokens(length, seed=n), 1) for n, length in enumerate(contexts)]
     twins.compute(*prompts)
-    assert twins.graphs.replayed == 0  # rows of different lengths are launched as usual
+    assert twins.graphs.replayed == 0  # prompts are launched kernel by kernel
     steps = [
         [row(n, length, [5 + n], 1) for n, length in enumerate(contexts)],
         [row(2, 131, [9], 1)],
@@ -106,7 +106,7 @@ def test_rows_of_different_lengths_share_a_graph(twins: Twins) -> None:
     assert torch.equal(found_again, found)
 
 
-def test_shapes_are_rounded_up_to_those_that_were_captured(twins: Twins) -> None:
+def test_shapes_are_rounded_up_to_captured_shapes(twins: Twins) -> None:
     def shape(*rows: Row) -> Any:
         found = twins.graphs.shape_of(make_batch(StepPlan(1, rows), twins.limits, CPU))
         return None if found is None else (found.rows, found.length)
@@ -127,7 +127,7 @@ def test_all_shapes_write_their_logits_into_one_buffer(twins: Twins) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 64, 256])
 @pytest.mark.parametrize("longest", [4096, 8192, 131072])
-def test_every_context_has_its_captured_shape(rows: int, longest: int) -> None:
+def test_every_context_length_has_a_captured_shape(rows: int, longest: int) -> None:
     from baton.engine.attention_triton import split_buckets, split_plan
 
     buckets = split_buckets(rows * 8, longest)
@@ -137,7 +137,7 @@ def test_every_context_has_its_captured_shape(rows: int, longest: int) -> None:
         assert any(bucket >= needed for bucket in buckets)
 
 
-def test_tokens_that_only_the_device_knows_are_computed(twins: Twins) -> None:
+def test_replay_reads_tokens_that_are_only_on_the_device(twins: Twins) -> None:
     twins.compute(*(row(n, 0, random_tokens(20, seed=n), 1) for n in range(3)))
     known = [row(n, 20, [7 + n], 1) for n in range(3)]
     batch = make_batch(StepPlan(1, tuple(replace(r, tokens=(0,)) for r in known)), twins.limits, CPU)
@@ -147,8 +147,8 @@ def test_tokens_that_only_the_device_knows_are_computed(twins: Twins) -> None:
     assert torch.equal(found, twins.compute(*known)[0]) and twins.graphs.replayed == replayed + 2
 
 
-def test_rows_that_only_fill_up_write_into_nobodys_blocks(tmp_path: Path) -> None:
-    """However many blocks their tokens come into."""
+def test_padding_rows_write_only_into_the_spare_block(tmp_path: Path) -> None:
+    """Padding tokens write only into the spare block, whatever the number of blocks that they span."""
     twins = Twins(make_checkpoint(tmp_path, "llama"), size=4)
     for cache in (cache for pair in twins.graphs._kv.layers for cache in pair):
         cache[0] = 7.0
@@ -158,7 +158,7 @@ def test_rows_that_only_fill_up_write_into_nobodys_blocks(tmp_path: Path) -> Non
 
 
 class FakeGraph:
-    """Keeps nothing alive: what a graph reads is memory, not tensors."""
+    """Holds no reference to tensors: a graph reads memory by address."""
 
     replays = 0
 
@@ -173,9 +173,9 @@ class FakeStream:
     def wait_stream(self, other: object) -> None: ...
 
 
-def test_everything_that_a_graph_reads_lives_as_long_as_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch.cuda mocked, as on a GPU: after the capture nothing but `Captured` may have to hold a tensor that was
-    made before it, for the graph goes on reading its memory."""
+def test_captured_graph_keeps_every_tensor_that_it_reads_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch.cuda mocked, as on a GPU: `Captured` alone keeps every tensor alive that was made before the capture,
+    because the graph continues to read its memory."""
     from contextlib import nullcontext
 
     from baton.engine.decode_graphs import DecodeGraphs
@@ -197,11 +197,11 @@ def test_everything_that_a_graph_reads_lives_as_long_as_it(tmp_path: Path, monke
     seen: list[Any] = []
     compute = twins.model.compute
 
-    def watching(*arguments: Any) -> Tensor:
+    def recording(*arguments: Any) -> Tensor:
         seen.append(arguments)
         return compute(*arguments)
 
-    monkeypatch.setattr(twins.model, "compute", watching)
+    monkeypatch.setattr(twins.model, "compute", recording)
     with torch.no_grad():
         captured = DecodeGraphs._capture(graphs, graphs.shapes()[0])
     assert [named["stream"] for named in captured_with] == [graphs._stream], "one stream for warm-up and capture"

@@ -1,4 +1,4 @@
-"""Room for a draft beside its target, in numbers: what both take together, and that no block more would fit."""
+"""Memory for a draft beside its target, in numbers: both fit together, and one more block would not."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYOUT = make_layout(4)  # 1024 bytes a block
 
 
-def both_take(share: DraftShare, blocks: int, target_block_bytes: int) -> int:
+def total_bytes(share: DraftShare, blocks: int, target_block_bytes: int) -> int:
     return blocks * target_block_bytes + share.parameter_bytes + share.kv_bytes(blocks)
 
 
-def test_the_target_gets_all_that_both_leave() -> None:
+def test_target_gets_as_many_blocks_as_fit_beside_the_draft() -> None:
     chance = random.Random(5)
     for _ in range(300):
         share = DraftShare(chance.randrange(50_000), LAYOUT, chance.randrange(1, 60), 64)
         budget, target = chance.randrange(400_000), chance.choice((512, 1024, 5000))
         blocks = share.left_of(budget, target) // target
         if blocks:
-            assert both_take(share, blocks, target) <= budget
-        assert both_take(share, blocks + 1, target) > budget
+            assert total_bytes(share, blocks, target) <= budget
+        assert total_bytes(share, blocks + 1, target) > budget
 
 
 @pytest.mark.parametrize(("most", "left"), [(10, 1_000_000 - 30_000 - 11 * 1024), (1000, 236 * 3072)])
-def test_by_hand(most: int, left: int) -> None:
-    """A draft whose sequences use few blocks leaves the rest; one that wants as many as the target gets as many."""
+def test_memory_left_by_the_draft_equals_hand_computed_values(most: int, left: int) -> None:
+    """A draft whose sequences use few blocks leaves the rest; one that can use as many as the target gets as many."""
     assert LAYOUT.bytes_per_block == 1024
     assert DraftShare(30_000, LAYOUT, most, 64).left_of(1_000_000, 3072) // 3072 == left // 3072
 
 
-def test_a_draft_that_does_not_fit_leaves_nothing() -> None:
+def test_draft_that_does_not_fit_leaves_no_memory_to_the_target() -> None:
     assert DraftShare(10_000, LAYOUT, 4, 16).left_of(5_000, 1024) == 0
 
 
-def test_only_a_gpu_is_shared_before_the_draft_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_memory_is_reserved_before_loading_only_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "default_kv_bytes", lambda device, local_size, share: 1_000_000 // local_size)
     share = DraftShare(30_000, LAYOUT, 10, 1 << 20)
-    longest = 1 << 20  # of which 256 are more than there is
+    longest = 1 << 20  # 256 such sequences need more than the memory
     assert default_budget(LAYOUT, longest, CUDA, 1, None) == 1_000_000
     assert default_budget(LAYOUT, longest, CUDA, 1, share) == share.left_of(1_000_000, 1024) < 1_000_000
     assert default_budget(LAYOUT, longest, CUDA, 2, share) == share.left_of(500_000, 1024)
     assert default_budget(LAYOUT, longest, CPU, 1, share) == 1_000_000
-    assert default_budget(LAYOUT, 4, CUDA, 1, share) == DEFAULT_SEQUENCES * 1024  # as much as they can use
+    assert default_budget(LAYOUT, 4, CUDA, 1, share) == DEFAULT_SEQUENCES * 1024  # as much as these sequences can use
 
 
 def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
-    """A target, its draft and what was expected of that."""
+    """A target, its draft and the expected memory of the draft."""
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
     runner = load_runner(EngineOptions(model_dir=target, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
     config = WorkerConfig(model=str(target), draft=str(draft), device="cpu", kernels="torch", max_running=3)
@@ -75,7 +75,7 @@ def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
     return runner, made, share
 
 
-def test_only_the_leader_of_a_decode_worker_knows_of_the_draft_and_only_where_it_matters(tmp_path: Path) -> None:
+def test_draft_dir_is_set_only_for_a_decode_leader_with_a_draft_model_off_the_cpu(tmp_path: Path) -> None:
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
     config = WorkerConfig(model=str(target), draft=str(draft), max_running=3)
     leader, follower = Ranks(), Ranks(1, 2, 1, 2)
@@ -90,8 +90,8 @@ def test_only_the_leader_of_a_decode_worker_knows_of_the_draft_and_only_where_it
         assert _engine_options(role, changed, ranks).draft_dir is None  # type: ignore[arg-type]
 
 
-def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose free memory is 1 MB here."""
+def test_target_with_a_draft_loads_with_fewer_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mocks a GPU with 1 MB of free memory."""
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
     monkeypatch.setattr(memory, "default_kv_bytes", lambda device, local_size, share: 1_000_000)
     monkeypatch.setattr(memory, "default_budget", lambda *where: default_budget(*where[:2], CUDA, *where[3:]))
@@ -99,10 +99,10 @@ def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pyte
     beside, alone = load_runner(options), load_runner(replace(options, draft_dir=None))
     share = draft_share(read_model_config(draft), beside.max_model_len, 16, "float32", 3)
     block = alone.kv.layout.bytes_per_block
-    assert both_take(share, beside.num_blocks, block) <= 1_000_000 < both_take(share, alone.num_blocks, block)
+    assert total_bytes(share, beside.num_blocks, block) <= 1_000_000 < total_bytes(share, alone.num_blocks, block)
 
 
-def test_a_draft_takes_what_was_expected(tmp_path: Path) -> None:
+def test_draft_uses_the_memory_that_was_computed_for_it(tmp_path: Path) -> None:
     runner, made, share = loaded(tmp_path)
     assert made.parameter_bytes == share.parameter_bytes
     assert (made.num_blocks, kv_bytes(made)) == (

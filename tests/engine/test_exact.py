@@ -1,4 +1,4 @@
-"""Exact mode: the bits of a row's logits do not depend on what it is computed with."""
+"""Exact mode: the bits of a row's logits do not depend on the other rows of its step."""
 
 from __future__ import annotations
 
@@ -86,11 +86,9 @@ def test_batch_mates_do_not_change_bits_or_tokens(exact: Runner, sampling: Sampl
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FULL], ids=["greedy", "seeded", "full"])
-def test_tokens_after_right_drafts_are_those_sampled_one_by_one(
-    exact: Runner, sampling: SamplingParams, k: int
-) -> None:
-    """Position j of a verification row is processed as if the drafts before it had been output; a wrong draft changes
-    nothing before it, and the row's history is not polluted by it."""
+def test_verified_tokens_equal_tokens_sampled_one_by_one(exact: Runner, sampling: SamplingParams, k: int) -> None:
+    """Position j of a verification row is processed as if the draft tokens before it had been output; a wrong draft
+    token changes nothing before it and does not enter the row's history."""
     prompt = random_tokens(30)
     job = Job(prompt, 16, sampling, end_token_ids=(3, 9))
     run(exact, [job])
@@ -105,7 +103,7 @@ def test_tokens_after_right_drafts_are_those_sampled_one_by_one(
         assert list(sampled[:right]) == job.output[at : at + right]
 
 
-def test_resumed_output_continues_as_if_nothing_had_happened(exact: Runner) -> None:
+def test_resumed_attempt_yields_the_same_tokens_and_logits(exact: Runner) -> None:
     job = Job(random_tokens(40), 30, SEEDED)
     run(exact, [job])
     resumed = Job(job.tokens[:55], 15, SEEDED, resumed=15)
@@ -115,11 +113,11 @@ def test_resumed_output_continues_as_if_nothing_had_happened(exact: Runner) -> N
 
 
 @pytest.mark.parametrize("sizes", [(576, 1536, 576), (1536, 64, 576)], ids=str)
-def test_shapes_at_which_one_row_is_summed_differently(
+def test_chunks_do_not_change_bits_at_shapes_where_onednn_sums_one_row_differently(
     checkpoint: Callable[..., Path], sizes: tuple[int, int, int]
 ) -> None:
-    """At 1,536 -> 576, oneDNN sums a product of one row in another order than one of several (seen on Zen 5): as the
-    MLP's second half, and as the head."""
+    """At 1,536 -> 576, oneDNN sums a product of one row in another order than a product of several (measured on Zen 5):
+    tested as the MLP's second half, and as the head."""
     hidden, inner, vocab = sizes
     model = checkpoint(hidden_size=hidden, intermediate_size=inner, head_dim=64, num_layers=1, vocab_size=vocab)
     runner = tiny_runner(model, exact=True, kernels="torch")
@@ -128,7 +126,7 @@ def test_shapes_at_which_one_row_is_summed_differently(
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_two_threads(checkpoint: Callable[..., Path], kernels: str) -> None:
+def test_chunks_do_not_change_bits_with_two_threads(checkpoint: Callable[..., Path], kernels: str) -> None:
     model = checkpoint(hidden_size=256, intermediate_size=640, num_layers=1)
     runner = tiny_runner(model, exact=True, threads=2, kernels=kernels)
     tokens = random_tokens(300)
@@ -143,9 +141,7 @@ def test_the_block_size_does_not_change_bits(block_size: int, checkpoint: Callab
 
 
 @pytest.mark.parametrize("block_size", [24, 128])
-def test_a_block_size_that_tiles_of_keys_do_not_fit_is_refused(
-    block_size: int, checkpoint: Callable[..., Path]
-) -> None:
+def test_block_size_that_does_not_divide_64_is_refused(block_size: int, checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(StartupError, match=f"block-size must divide 64, not {block_size}"):
         tiny_runner(checkpoint("llama"), exact=True, block_size=block_size)
 
@@ -156,7 +152,7 @@ def test_self_test_refuses_the_fast_path(checkpoint: Callable[..., Path]) -> Non
         prove_row_invariance(runner.step_logits, runner.kv, 320, runner.max_model_len, 8192)
 
 
-def test_self_test_sees_one_bit_in_the_logits(exact: Runner) -> None:
+def test_self_test_detects_one_changed_bit_in_the_logits(exact: Runner) -> None:
     def disturbed(plan: StepPlan) -> list[torch.Tensor]:
         logits = exact.step_logits(plan)
         if len(plan.rows) > 1:
@@ -172,11 +168,11 @@ def test_self_test_fits_a_small_pool_and_step(checkpoint: Callable[..., Path]) -
     assert isinstance(runner.step(StepPlan(1, ())), StepOutcome)
 
 
-def test_exact_mode_is_float32_unless_told_otherwise(checkpoint: Callable[..., Path]) -> None:
+def test_exact_mode_defaults_to_float32(checkpoint: Callable[..., Path]) -> None:
     assert tiny_runner(checkpoint("llama"), exact=True, dtype="auto").dtype_name == "float32"
 
 
-def test_exact_mode_in_bfloat16_needs_kernels_that_promise_it(checkpoint: Callable[..., Path]) -> None:
+def test_exact_mode_in_bfloat16_needs_compiled_kernels(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(
         StartupError, match=r"exact mode in bfloat16 needs compiled kernels, .* only torch: leave dtype"
     ):

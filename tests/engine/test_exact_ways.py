@@ -1,5 +1,5 @@
-"""Exact mode, end to end on engines and schedulers: 200 requests are answered in every way that they can be computed,
-token for token as each is alone. `make test` asks a few of them; `make test-long` all."""
+"""Exact mode, end to end on engines and schedulers: 200 requests computed in every supported way yield the tokens that
+each request yields alone. `make test` runs a few of them, `make test-long` all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUICK = {
 
 @dataclass
 class Setup:
-    """Engines, requests, and the answer to each alone."""
+    """Engines, requests, and the result of each request computed alone."""
 
     pair: Pair
     requests: list[GenerateRequest]
@@ -59,7 +59,7 @@ def setups(checkpoint: Callable[..., Path]) -> Make:
             pytest.skip("no compiled kernels here")
         if model.startswith("builtin"):
             target, draft, eos = builtin_directory("target"), builtin_directory("draft"), (1,)
-        else:  # the draft has other random weights: it is right by chance
+        else:  # the draft has other random weights: it is accepted by chance only
             target, draft = checkpoint(**TINY[model]), checkpoint(**TINY[model], num_layers=1, seed=1)
             eos = (EOS_ID,)
         options = {"block_size": BLOCK_SIZE, "kv_memory_bytes": KV_BYTES, "dtype": dtype}
@@ -85,16 +85,16 @@ def cases() -> list[object]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("model", "count", "name"), cases())
-def test_every_way_gives_the_answers_of_each_alone(setups: Make, model: str, count: int, name: str) -> None:
+def test_every_way_yields_the_tokens_of_each_request_alone(setups: Make, model: str, count: int, name: str) -> None:
     setup, way = setups(model, count), WAYS[name]
     answers = setup.pair.answer(setup.requests, way, setup.alone.tokens)
     assert answers.tokens == setup.alone.tokens
     assert answers.reasons == setup.alone.reasons
-    assert_gone(way, answers, count, real_draft=model.startswith("builtin") and way.drafts == "model")
+    assert_computed_as(way, answers, count, real_draft=model.startswith("builtin") and way.drafts == "model")
 
 
-def assert_gone(way: Way, answers: Answers, count: int, *, real_draft: bool) -> None:
-    """That the requests were computed as the way says."""
+def assert_computed_as(way: Way, answers: Answers, count: int, *, real_draft: bool) -> None:
+    """Asserts that the requests were computed as `way` specifies."""
     assert answers.widest <= way.batch and (answers.widest > 1 or way.batch == 1)
     if count == ALL and not way.short:
         assert answers.widest == way.batch or (way.chunk < 512 and answers.widest > way.batch / 2)
@@ -110,13 +110,13 @@ def assert_gone(way: Way, answers: Answers, count: int, *, real_draft: bool) -> 
         assert accepted == 0
     if real_draft:
         assert accepted > sum(map(len, answers.tokens.values())) / 4
-        assert accepted > drafted / 4 or way.length > 1  # of many draft tokens at once the later ones are rarely right
+        assert accepted > drafted / 4 or way.length > 1  # of many draft tokens the later ones are rarely accepted
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.long)])
 @pytest.mark.parametrize("model", [pytest.param("builtin", marks=pytest.mark.long), "llama"])
-def test_the_requests_are_of_every_kind(setups: Make, model: str, count: int) -> None:
-    """Both ends of an answer occur, draft tokens go beyond a stop, and sampling is not greedy in disguise."""
+def test_requests_cover_all_finish_reasons_and_kinds_of_sampling(setups: Make, model: str, count: int) -> None:
+    """Both finish reasons occur, half of the requests are greedy, and the other half does not yield greedy tokens."""
     setup = setups(model, count)
     assert {"stop", "length"} <= set(setup.alone.reasons.values())
     kinds = [r.sampling for r in setup.requests]

@@ -1,4 +1,4 @@
-"""A step tells when its first layers have written their KV, and computes what it computes anyway."""
+"""A step reports when its first layers have written their KV, and its result is the same as without the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def last_chunk(step_id: int = 1) -> StepPlan:
 
 
 def kv_of(runner: Runner) -> list[Tensor]:
-    """By layer, as it is now."""
+    """A copy of the current KV, by layer."""
     return [torch.stack([t.clone() for t in layer]) for layer in runner.kv.layers]
 
 
@@ -38,7 +38,7 @@ def cases() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize(("dtype", "level"), cases())
-def test_it_is_told_in_the_middle_and_has_the_bits_of_a_step_as_one(
+def test_first_layers_are_reported_mid_step_and_do_not_change_the_result(
     checkpoint: Callable[..., Path], dtype: str, level: str, first: int
 ) -> None:
     model_dir = checkpoint("llama", dtype=dtype, num_layers=3)
@@ -57,27 +57,27 @@ def test_it_is_told_in_the_middle_and_has_the_bits_of_a_step_as_one(
 
 
 @pytest.mark.skipif(not processor_levels(), reason="there are no compiled kernels")
-def test_what_was_told_of_is_not_computed_again(checkpoint: Callable[..., Path]) -> None:
+def test_reported_layers_are_not_computed_again(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama", num_layers=3))
     keys, values = runner.kv.layers[0]
 
-    def forget(step: int, layers: int) -> None:
+    def zero_first_layer(step: int, layers: int) -> None:
         for tensor in (keys, values):
             tensor.zero_()
 
-    runner.tell_first_layers(lambda plan: 1, forget)
+    runner.tell_first_layers(lambda plan: 1, zero_first_layer)
     runner.step(last_chunk())
     assert written(runner) == [False, True, True]
 
 
 @pytest.mark.skipif(not processor_levels(), reason="there are no compiled kernels")
-def test_a_step_of_which_nobody_wants_to_hear_tells_nothing(checkpoint: Callable[..., Path]) -> None:
+def test_step_reports_nothing_when_no_first_layers_are_requested(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"))
     runner.tell_first_layers(lambda plan: 0, lambda step, layers: pytest.fail("told"))
     runner.step(last_chunk())
 
 
-def test_torchs_kernels_compute_a_step_as_one(checkpoint: Callable[..., Path]) -> None:
+def test_torch_kernels_do_not_report_first_layers(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"), kernels="torch")
     runner.tell_first_layers(lambda plan: 1, lambda step, layers: pytest.fail("told"))
     runner.step(last_chunk())

@@ -38,7 +38,7 @@ def randn(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 
 
 @pytest.mark.parametrize("size", [64, 96, 4096])
-def test_add_and_norm(size: int) -> None:
+def test_fused_add_and_norm_match_the_plain_norm(size: int) -> None:
     from baton.engine.kernels.fused import FusedNorm
 
     x, delta, weight = randn(TOKENS, size), randn(TOKENS, size, seed=1), randn(size, seed=2)
@@ -51,7 +51,7 @@ def test_add_and_norm(size: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 64), (8, 1, 80), (32, 8, 128)])
 @pytest.mark.parametrize("norms", [False, True])
-def test_heads_are_normed_turned_and_stored(heads: int, kv_heads: int, head_dim: int, norms: bool) -> None:
+def test_heads_are_normed_rotated_and_stored(heads: int, kv_heads: int, head_dim: int, norms: bool) -> None:
     from baton.engine.kernels.fused import FusedHeads, FusedNorm
 
     config = shape(heads, kv_heads, head_dim)
@@ -71,7 +71,7 @@ def test_heads_are_normed_turned_and_stored(heads: int, kv_heads: int, head_dim:
 
 
 @pytest.mark.parametrize("size", [24, 1024, 1500])
-def test_swiglu(size: int) -> None:
+def test_fused_swiglu_matches_plain_swiglu(size: int) -> None:
     from baton.engine.kernels.fused import swiglu
 
     gate_up = randn(TOKENS, 2 * size)
@@ -80,7 +80,7 @@ def test_swiglu(size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_sum_over_ranks_has_the_same_bits(ranks: int, dtype: torch.dtype) -> None:
+def test_fused_sum_over_ranks_has_the_bits_of_the_plain_sum(ranks: int, dtype: torch.dtype) -> None:
     from baton.engine.kernels.rank_sum import sum_by_rank
 
     partials = randn(ranks, 3, 700, dtype=dtype)
@@ -88,7 +88,7 @@ def test_the_sum_over_ranks_has_the_same_bits(ranks: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
-def test_a_model_of_fused_layers_computes_what_the_plain_one_does(arch: Arch, tmp_path: Path) -> None:
+def test_model_of_fused_layers_matches_the_plain_model(arch: Arch, tmp_path: Path) -> None:
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.kernels.fused import fused
 

@@ -69,15 +69,15 @@ def ids_of(bits: np.ndarray[Any, Any] | None) -> set[int]:
 
 
 def plain(tokenizer: LLTokenizer, grammar: str, output: tuple[int, ...], ends: tuple[int, ...]) -> set[int]:
-    """What may follow an output, from a matcher made for it alone."""
+    """Returns what may follow an output, from a new matcher."""
     matcher = LLMatcher(tokenizer, grammar)
     assert matcher.consume_tokens(list(output))
     allowed = ids_of(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)) - set(tokenizer.eos_tokens)
     return allowed | (set(ends) if matcher.is_accepting() else set())
 
 
-def walk(tokenizer: LLTokenizer, grammar: str, seed: int, length: int) -> tuple[int, ...]:
-    """A random beginning of what matches."""
+def random_prefix(tokenizer: LLTokenizer, grammar: str, seed: int, length: int) -> tuple[int, ...]:
+    """Returns a random beginning of a matching output."""
     chosen, output = random.Random(seed), ()
     while len(output) < length:
         allowed = plain(tokenizer, grammar, output, ())
@@ -92,13 +92,13 @@ def walk(tokenizer: LLTokenizer, grammar: str, seed: int, length: int) -> tuple[
     seed=st.integers(0, 50),
     steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=6),
 )
-def test_masks_equal_a_plain_automatons_whatever_was_asked_before(
+def test_masks_equal_those_of_a_new_matcher_after_any_earlier_calls(
     tokenizer: LLTokenizer, seed: int, steps: list[tuple[int, int, int]]
 ) -> None:
-    """Outputs that go on, go back and go another way, as those of a resumed sequence and of rejected drafts do."""
+    """Outputs that continue, roll back and diverge, as after a resumption or rejected draft tokens."""
     automaton = automaton_of(tokenizer, GRAMMAR)
     for other, length, drafted in steps:
-        known = walk(tokenizer, GRAMMAR, seed + other % 3, length + drafted)
+        known = random_prefix(tokenizer, GRAMMAR, seed + other % 3, length + drafted)
         output, drafts = known[:length], known[length:]
         found = automaton.masks(output, drafts, (END, 7))
         assert len(found) == 1 + len(drafts)
@@ -106,16 +106,16 @@ def test_masks_equal_a_plain_automatons_whatever_was_asked_before(
             assert ids_of(bits) == plain(tokenizer, GRAMMAR, output + drafts[:count], (END, 7))
 
 
-def test_behind_a_wrong_draft_token_nothing_is_masked(tokenizer: LLTokenizer) -> None:
+def test_positions_after_a_wrong_draft_token_are_not_masked(tokenizer: LLTokenizer) -> None:
     a, b, z = (tokenizer.tokenize_str(text)[0] for text in "abz")
     automaton = automaton_of(tokenizer, LETTERS)
     masks = automaton.masks((a,), (b, z, a), (END,))
     assert [bits is None for bits in masks] == [False, False, True, True]
     assert ids_of(masks[1]) >= {a, b, END} and z not in ids_of(masks[1])
-    assert ids_of(automaton.masks((a,), (), (END,))[0]) == ids_of(masks[0])  # the drafts left nothing behind
+    assert ids_of(automaton.masks((a,), (), (END,))[0]) == ids_of(masks[0])  # the draft tokens left no state behind
 
 
-def test_an_end_comes_only_where_the_grammar_is_satisfied(tokenizer: LLTokenizer) -> None:
+def test_end_tokens_are_allowed_only_where_the_grammar_accepts(tokenizer: LLTokenizer) -> None:
     a = tokenizer.tokenize_str("a")[0]
     automaton = automaton_of(tokenizer, LETTERS)
     assert not {END, 9} & ids_of(automaton.masks((a,), (), (END, 9))[0])
@@ -125,7 +125,7 @@ def test_an_end_comes_only_where_the_grammar_is_satisfied(tokenizer: LLTokenizer
         automaton.masks((a,) * 5, (), ())
 
 
-def test_an_output_that_breaks_the_grammar_and_a_grammar_that_is_none_say_so(tokenizer: LLTokenizer) -> None:
+def test_invalid_output_and_invalid_grammar_raise_an_error(tokenizer: LLTokenizer) -> None:
     z = tokenizer.tokenize_str("z")[0]
     with pytest.raises(GrammarError, match=r".{5}"):
         automaton_of(tokenizer, LETTERS).masks((z,), (), (END,))
@@ -140,27 +140,27 @@ def draw_of(
     return Draw(sampling, 0, len(output), History((5,), output, ends), (), SequenceId(name))
 
 
-def patient(tokenizer: LLTokenizer) -> SeenTables:
+def seen_tables(tokenizer: LLTokenizer) -> SeenTables:
     return SeenTables(grammars=Grammars(tokenizer, wait_s=30.0))
 
 
-def test_other_masks_hold_too_unless_they_would_leave_nothing(tokenizer: LLTokenizer) -> None:
+def test_other_masks_also_apply_unless_they_would_leave_no_token(tokenizer: LLTokenizer) -> None:
     a, b, ab = (tokenizer.tokenize_str(text)[0] for text in ("a", "b", "ab"))
-    logits, tables = torch.zeros(1, VOCAB), patient(tokenizer)
+    logits, tables = torch.zeros(1, VOCAB), seen_tables(tokenizer)
 
-    def left(draw: Draw) -> set[int]:
+    def kept(draw: Draw) -> set[int]:
         return set(torch.isfinite(process(logits, [draw], tables)[0]).nonzero().flatten().tolist())
 
-    assert left(draw_of(name="1")) >= {a, b, ab}
-    assert left(draw_of(name="2", bad_words=((ab,),))) == left(draw_of(name="1")) - {ab}
-    assert left(draw_of(name="3", allowed_token_ids=(a, END, 99))) == {a}
-    assert left(draw_of(name="4", allowed_token_ids=(99,))) == left(draw_of(name="1"))
-    assert left(draw_of(name="5", output=(a,) * 5, min_tokens=9)) == {END}
-    assert left(draw_of(name="6", output=(a,) * 2, min_tokens=9)) == left(draw_of(name="7", output=(a,) * 2)) - {END}
+    assert kept(draw_of(name="1")) >= {a, b, ab}
+    assert kept(draw_of(name="2", bad_words=((ab,),))) == kept(draw_of(name="1")) - {ab}
+    assert kept(draw_of(name="3", allowed_token_ids=(a, END, 99))) == {a}
+    assert kept(draw_of(name="4", allowed_token_ids=(99,))) == kept(draw_of(name="1"))
+    assert kept(draw_of(name="5", output=(a,) * 5, min_tokens=9)) == {END}
+    assert kept(draw_of(name="6", output=(a,) * 2, min_tokens=9)) == kept(draw_of(name="7", output=(a,) * 2)) - {END}
     assert not tables.grammars.unsampled
 
 
-def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_mask_delays_only_its_own_row(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     go, compute = threading.Event(), Grammars._compute
 
     def slow(self: Grammars, followed: Any, grammar: str, *rest: Any) -> Any:
@@ -168,14 +168,14 @@ def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypa
         return compute(self, followed, grammar, *rest)
 
     monkeypatch.setattr(Grammars, "_compute", slow)
-    tables, logits = patient(tokenizer), torch.zeros(3, VOCAB)
+    tables, logits = seen_tables(tokenizer), torch.zeros(3, VOCAB)
     draws = [draw_of(name="quick"), draw_of(GRAMMAR, name="late"), Draw(SamplingParams(), 0, 0)]
     tables.grammars.mask(draws[0], tables.grammars.deadline())
     tables.grammars._wait_s = 0.05
     processed = process(logits, draws, tables)
     assert torch.isinf(processed[0]).any() and not torch.isinf(processed[1:]).any()
     assert tables.grammars.take_unsampled() == {SequenceId("late"): ""} and not tables.grammars.unsampled
-    # Still late: the same mask is asked for, not another one begun, and beside others it is not waited for again.
+    # Still late: the same mask is requested, no other is begun, and in a step with other rows it is not waited for.
     waited: list[float] = []
     result = Future.result
     monkeypatch.setattr(Future, "result", lambda self, wait_s: waited.append(wait_s) or result(self, wait_s))
@@ -184,23 +184,23 @@ def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypa
     assert waited[-1] == 0.0
     assert not torch.isinf(again[1]).any() and tables.grammars.take_unsampled() == {SequenceId("late"): ""}
     go.set()
-    tables.grammars.begin(draws[1:2])  # alone, it is waited for
+    tables.grammars.begin(draws[1:2])  # in a step of its own, it is waited for
     tables.grammars._wait_s = 30.0
     assert torch.isinf(process(logits, draws, tables)[1]).any() and not tables.grammars.unsampled
 
 
-def test_a_worker_without_a_tokenizer_and_a_grammar_that_fails_name_the_reason(tokenizer: LLTokenizer) -> None:
+def test_missing_tokenizer_and_failed_grammar_report_the_reason(tokenizer: LLTokenizer) -> None:
     tables = SeenTables(grammars=Grammars.load(Path("/nowhere"), VOCAB))
     process(torch.zeros(1, VOCAB), [draw_of()], tables)
     assert "tokenizer.json" in tables.grammars.take_unsampled()[SequenceId("r")]
-    tables = patient(tokenizer)
+    tables = seen_tables(tokenizer)
     process(torch.zeros(2, VOCAB), [draw_of("start: b", name="bad"), draw_of()], tables)
     (failed,) = tables.grammars.take_unsampled().items()
     assert failed[0] == SequenceId("bad") and "unknown name" in failed[1]
 
 
-def test_an_automaton_is_kept_as_long_as_its_sequence(tokenizer: LLTokenizer) -> None:
-    tables, draw = patient(tokenizer), draw_of()
+def test_automaton_is_freed_with_its_sequence(tokenizer: LLTokenizer) -> None:
+    tables, draw = seen_tables(tokenizer), draw_of()
     process(torch.zeros(1, VOCAB), [draw], tables)
     assert list(tables.grammars._followed) == [SequenceId("r")]
     del draw
@@ -208,11 +208,11 @@ def test_an_automaton_is_kept_as_long_as_its_sequence(tokenizer: LLTokenizer) ->
     assert not tables.grammars._followed
 
 
-def test_draft_tokens_that_only_a_device_knows_are_refused(tokenizer: LLTokenizer) -> None:
+def test_device_draft_tokens_are_refused_with_a_grammar_or_bad_words(tokenizer: LLTokenizer) -> None:
     drafted, bad = Drafted(torch.zeros((1, 1), dtype=torch.int64), [1]), SamplingParams(bad_words=((1, 2),))
     for draw in (draw_of(), Draw(bad, 0, 0, History((5,), ()))):
         with pytest.raises(InvariantError, match="draft tokens that the host knows"):
-            process(torch.zeros(1, VOCAB), [draw], patient(tokenizer), drafted)
+            process(torch.zeros(1, VOCAB), [draw], seen_tables(tokenizer), drafted)
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def draft() -> Runner:
 
 
 def requests(count: int) -> list[GenerateRequest]:
-    """Schemas, greedy and with noise and penalties, beside requests without a grammar."""
+    """Requests with a schema, greedy or sampled, some with a penalty, and requests without a grammar."""
     made = []
     for index in range(count):
         sampling = SamplingParams(temperature=0.0 if index % 3 == 0 else 0.9, seed=index, grammar=GRAMMAR)
@@ -257,7 +257,7 @@ def test_outputs_match_their_schema(undrafted: dict[str, list[int]], tokenizer: 
 
 @pytest.mark.parametrize("source", ["ngram", "model"])
 @pytest.mark.parametrize("length", [2, 5])
-def test_draft_tokens_change_no_output(
+def test_draft_tokens_do_not_change_the_output(
     target: Runner, draft: Runner, undrafted: dict[str, list[int]], source: str, length: int
 ) -> None:
     drafts = NgramDrafts() if source == "ngram" else ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
@@ -266,8 +266,10 @@ def test_draft_tokens_change_no_output(
     assert run.counters.accepted_tokens > (60 if source == "model" else 10)
 
 
-def test_a_draft_model_drafts_what_the_grammar_allows(target: Runner, draft: Runner, tokenizer: LLTokenizer) -> None:
-    """So its draft tokens are seldom rejected where the grammar leaves one choice."""
+def test_draft_model_proposes_tokens_that_the_grammar_allows(
+    target: Runner, draft: Runner, tokenizer: LLTokenizer
+) -> None:
+    """So few of its draft tokens are rejected where the grammar leaves one choice."""
     choice = to_grammar(Constraint("choice", json.dumps(["unconditionally agreed", "nonetheless refused"]), ""))
     sampling, history = SamplingParams(temperature=0.0, grammar=choice), History((9, 10), (), (END,))
     row = Row(SequenceId("r"), 1, (10,), (0,), sampling, 1, 0, history)
@@ -281,7 +283,7 @@ def test_a_draft_model_drafts_what_the_grammar_allows(target: Runner, draft: Run
     assert len(drafted) == 3 and ("unconditionally agreed".startswith(text) or "nonetheless refused".startswith(text))
 
 
-def test_a_resumed_attempt_goes_on_in_its_grammar(
+def test_resumed_attempt_continues_in_its_grammar(
     target: Runner, undrafted: dict[str, list[int]], tokenizer: LLTokenizer
 ) -> None:
     request = requests(1)[0]
@@ -289,7 +291,7 @@ def test_a_resumed_attempt_goes_on_in_its_grammar(
     for cut in (1, len(whole) // 2, len(whole) - 1):
         history = History(request.prompt, tuple(whole[:cut]), (END,))
         tokens = (*request.prompt, *whole[:cut])
-        sampling = replace(request.sampling)  # a worker that has never seen the sequence
+        sampling = replace(request.sampling)  # a new object, as at a worker without this sequence
         row = Row(SequenceId("r0", 0, 2), 0, tokens, tuple(range(8)), sampling, 1, cut, history)
         outcome = target.step(StepPlan(0, (row,)))
         while outcome.unsampled:
@@ -297,7 +299,7 @@ def test_a_resumed_attempt_goes_on_in_its_grammar(
         assert outcome.sampled == ((whole[cut],),)
 
 
-def test_a_step_that_is_launched_has_its_masks_too(target: Runner, undrafted: dict[str, list[int]]) -> None:
+def test_launched_step_applies_its_masks(target: Runner, undrafted: dict[str, list[int]]) -> None:
     """As on a GPU: launched, then collected."""
     request, whole = requests(1)[0], undrafted["r0"]
     tokens: list[int] = []
@@ -312,10 +314,10 @@ def test_a_step_that_is_launched_has_its_masks_too(target: Runner, undrafted: di
     assert tokens == whole[:5]
 
 
-def test_draft_tokens_of_a_grammar_and_beside_bad_words_come_to_the_host(
+def test_draft_tokens_of_rows_with_a_grammar_or_bad_words_are_copied_to_the_host(
     target: Runner, draft: Runner, undrafted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where draft tokens could stay on a device, such rows go the other way."""
+    """Even when draft tokens could stay on a device, those of such rows are copied to the host."""
     monkeypatch.setattr(Runner, "draft_tokens_stay", property(lambda self: True))
     monkeypatch.setattr(target, "launches_ahead", True)
     monkeypatch.setattr(SpeculativeEngine, "_with_one_wait", lambda *_: pytest.fail("drafted on the device"))
@@ -330,15 +332,15 @@ def test_draft_tokens_of_a_grammar_and_beside_bad_words_come_to_the_host(
     assert run.outputs == decode_all(target, some).outputs and run.counters.accepted_tokens > 10
 
 
-def test_an_end_that_only_the_grammar_leaves_ends_before_min_tokens() -> None:
+def test_end_token_of_a_grammar_ends_a_request_before_min_tokens() -> None:
     request = GenerateRequest("r", (5,), 60, SamplingParams(min_tokens=50, grammar=LETTERS), eos_token_ids=(END,))
     assert finish_reason(request, 6, END) == "stop"
     assert finish_reason(replace(request, sampling=SamplingParams(min_tokens=50)), 6, END) is None
 
 
-def test_an_automaton_that_failed_is_made_anew(tokenizer: LLTokenizer) -> None:
-    """A draft model may draft what no output has."""
-    tables, a, z = patient(tokenizer), tokenizer.tokenize_str("a")[0], tokenizer.tokenize_str("z")[0]
+def test_failed_automaton_is_rebuilt(tokenizer: LLTokenizer) -> None:
+    """A draft model may propose tokens that the grammar never allows."""
+    tables, a, z = seen_tables(tokenizer), tokenizer.tokenize_str("a")[0], tokenizer.tokenize_str("z")[0]
     draw = draw_of()
     for output, fails in (((a,), False), ((z,), True), ((a,), False), ((a, a), False)):
         moved = Draw(draw.sampling, 0, len(output), History((5,), output, (END,)), (), SequenceId("r"))
@@ -361,7 +363,7 @@ def test_tokenizers_without_a_known_end_of_sequence_are_usable(tmp_path: Path) -
 def test_a_grammar_is_compiled_once_for_all_choices(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(grammars, "compile_grammar", lambda t, g: made.append(g) or compile_grammar(t, g))
-    tables = patient(tokenizer)
+    tables = seen_tables(tokenizer)
     process(torch.zeros(1, VOCAB), [draw_of(name="first")], tables)
     process(torch.zeros(24, VOCAB), [draw_of(name=str(i)) for i in range(24)], tables)
     assert made == [LETTERS] and not tables.grammars.unsampled
@@ -371,23 +373,25 @@ def test_a_grammar_is_compiled_once_for_all_choices(tokenizer: LLTokenizer, monk
     assert made.count(LETTERS) == 2, "not all are kept for ever"
 
 
-def test_a_sequence_has_a_budget_for_its_masks(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar that is costly at every token ends its sequence."""
+def test_sequence_ends_when_its_masks_exceed_the_cpu_budget(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar that exceeds the CPU time for its masks ends its sequence."""
     monkeypatch.setattr(grammars, "BUDGET_S", (0.0, 1.0))
-    tables, a = patient(tokenizer), tokenizer.tokenize_str("a")[0]
+    tables, a = seen_tables(tokenizer), tokenizer.tokenize_str("a")[0]
     process(torch.zeros(1, VOCAB), [draw_of(name="first")], tables)
     assert "too complex" in tables.grammars.take_unsampled()[SequenceId("first")]
     process(torch.zeros(1, VOCAB), [draw_of(name="later", output=(a,))], tables)
     assert not tables.grammars.unsampled
 
 
-def test_threads_have_the_stack_that_grammars_were_tried_with() -> None:
-    """Whatever the limit of the process: a chain of rules that half of it can compile must not overflow them."""
+def test_grammar_threads_have_a_fixed_stack_size_whatever_the_process_default() -> None:
+    """Whatever the limit of the process: a chain of rules that compiles in half of this stack must not overflow it."""
     script = (
         "import resource, threading, pathlib\n"
         "from baton.engine.grammars import *\n"
         "from baton.model_source import builtin_directory\n"
-        "threading.stack_size(256 << 10)\n"  # as a process with another limit would have
+        "threading.stack_size(256 << 10)\n"  # as in a process with another limit
         "from baton.core.request import *\n"
         "from baton.core.step import History\n"
         "from baton.engine.processors import Draw\n"

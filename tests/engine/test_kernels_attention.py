@@ -1,5 +1,5 @@
-"""Compiled attention against a plain reference in float64, and against itself bit for bit: whatever shares a step, a
-row or a tile with a query, its result has the same bits."""
+"""Compiled attention against a plain reference in float64, and against itself bit for bit: a query's result has the
+same bits whatever else is in its step, row or tile."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Case:
                     pool[table[position // self.block_size], position % self.block_size] = new[position]
 
     def expected(self, sequence: int) -> Tensor:
-        """[length, heads, head_dim] in float64."""
+        """Returns the reference, [length, heads, head_dim] in float64."""
         length, table = self.lengths[sequence], self.tables[sequence]
         k, v = (pool[table].flatten(0, 1)[:length].double() for pool in (self.keys, self.values))
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
@@ -62,7 +62,7 @@ class Case:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
     def attend(self, level: str, rows: list[tuple[int, int, int]], threads: int = 1) -> list[Tensor]:
-        """The output of each row [length, heads, head_dim]. Queries beyond a row's end do not exist yet."""
+        """Returns the output of each row [length, heads, head_dim]. Queries beyond a row's end are not passed."""
         queries = torch.cat([self.queries[s][start:end] for s, start, end in rows])
         tables = [torch.tensor(self.tables[s]) for s, _, _ in rows]
         packed = (Row * len(rows))()
@@ -103,7 +103,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_the_reference(level: str, dtype: torch.dtype, shape: dict[str, Any]) -> None:
+def test_attention_matches_the_float64_reference(level: str, dtype: torch.dtype, shape: dict[str, Any]) -> None:
     case = Case(dtype, **shape)
     tolerance = 2e-6 if dtype == torch.float32 else 2e-2
     for sequence, found in enumerate(case.attend(level, case.whole())):
@@ -130,12 +130,14 @@ def test_bits_do_not_depend_on_chunks_batch_or_threads(level: str, dtype: torch.
 
 @kinds
 @pytest.mark.parametrize(("step", "tolerance"), [(0.1875, 2e-6), (0.2, 2e-4)])
-def test_scores_far_apart_and_equal(level: str, dtype: torch.dtype, step: float, tolerance: float) -> None:
-    """The running maximum grows late, by much; and all keys the same.
+def test_equal_and_widely_spread_scores_match_the_reference(
+    level: str, dtype: torch.dtype, step: float, tolerance: float
+) -> None:
+    """The first 150 keys are equal; then the running maximum rises by much.
 
-    With steps of 3/16 every score is a number of float32, and nothing may be lost. With steps of 0.2 a product is 64
+    With steps of 3/16 every score is exact in float32, so nothing may be lost. With steps of 0.2 a product has 64
     roundings of a sum that grows to 1,900, each by up to 2^-24 of it: up to 3.7e-3 in all, an eighth of that, 4.6e-4,
-    in the score, and as much of the weight, whose exponent it is. A plain loop in float32 errs by 2e-4 here.
+    in the score, and as much in the weight, its exponential. A plain loop in float32 errs by 2e-4 here.
     """
     case = Case(dtype, lengths=(300,))
     for position in range(300):

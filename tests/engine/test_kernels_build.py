@@ -1,4 +1,4 @@
-"""Compiling the kernels: which level, once for all, and one plain reason when it cannot be done."""
+"""Compiling the kernels: the level, one compilation for all processes, and one plain reason when it is impossible."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fake_compiler(tmp_path: Path, script: str) -> str:
         ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_bf16", build.LEVELS),
     ],
 )
-def test_levels_of_a_processor(flags: str, levels: tuple[str, ...]) -> None:
+def test_levels_follow_from_the_processor_flags(flags: str, levels: tuple[str, ...]) -> None:
     assert processor_levels(f"processor : 0\nflags\t\t: {flags}\nflags : none\n") == levels
 
 
@@ -68,7 +68,7 @@ def test_processes_that_start_together_compile_once(empty_cache: Path, tmp_path:
     assert sum(b"compiling the kernels for avx512" in err for _, err in outputs) == 1
 
 
-def test_other_sources_or_flags_are_another_file(
+def test_another_level_or_other_flags_build_another_file(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, "open(out, 'w').write('a')"))
@@ -86,7 +86,7 @@ def test_other_sources_or_flags_are_another_file(
         ("sys.exit(1)", "cxx failed"),
     ],
 )
-def test_a_compiler_that_fails(
+def test_compiler_failure_is_reported_and_leaves_no_library(
     empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: str
 ) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
@@ -96,7 +96,7 @@ def test_a_compiler_that_fails(
 
 
 @needs_avx2
-def test_without_a_compiler_torch_computes_and_says_why(
+def test_missing_compiler_falls_back_to_torch_with_the_reason(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: object
 ) -> None:
     native.load.cache_clear()
@@ -110,14 +110,14 @@ def test_without_a_compiler_torch_computes_and_says_why(
     native.load.cache_clear()
 
 
-def test_a_cache_that_others_can_write_is_not_loaded_from(empty_cache: Path) -> None:
+def test_cache_writable_by_other_users_is_refused(empty_cache: Path) -> None:
     empty_cache.mkdir()
     empty_cache.chmod(0o777)
     with pytest.raises(CannotBuild, match="can be written by other users"):
         library("avx512")
 
 
-def test_names_of_kernels(checkpoint: object) -> None:
+def test_kernel_names_are_resolved_or_refused(checkpoint: object) -> None:
     assert choose_kernels("torch", CPU) == (None, "torch")
     assert choose_kernels("auto", torch.device("cuda")) == (None, "torch")
     with pytest.raises(StartupError, match="kernels must be auto, torch, avx2, avx512, avx512_bf16, amx, not 'mkl'"):
@@ -125,7 +125,7 @@ def test_names_of_kernels(checkpoint: object) -> None:
 
 
 @needs_avx2
-def test_a_level_that_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_level_that_the_processor_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_cpuinfo", lambda: "")
     native.load.cache_clear()
     assert choose_kernels("auto", CPU) == (None, "torch (this processor has no AVX2)")
@@ -148,7 +148,9 @@ AVX512 = "avx512f avx512bw avx512dq avx512vl fma avx2"
         ("AuthenticAMD", "avx2", None),
     ],
 )
-def test_auto_is_the_fastest_level(monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, level: str | None) -> None:
+def test_auto_selects_the_fastest_level(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, level: str | None
+) -> None:
     cpuinfo = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n"
     assert fastest_level(cpuinfo) == level
     monkeypatch.setattr(build, "_cpuinfo", lambda: cpuinfo)
@@ -164,5 +166,5 @@ def test_auto_is_the_fastest_level(monkeypatch: pytest.MonkeyPatch, vendor: str,
     assert asked == [level] * (level is not None)
 
 
-def test_a_runner_names_its_kernels(checkpoint: object) -> None:
+def test_runner_reports_its_kernels(checkpoint: object) -> None:
     assert tiny_runner(checkpoint("llama"), kernels="torch").kernels == "torch"  # type: ignore[operator]

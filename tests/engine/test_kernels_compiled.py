@@ -1,5 +1,5 @@
-"""Every Triton kernel that serving reaches compiles for GPUs that are not here, without spills where it matters, and
-contexts of every length run the same few."""
+"""Every Triton kernel used in serving compiles for GPUs that this machine need not have, the main kernels without
+spills, and contexts of every length use the same few variants."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KERNELS = {"_attend", "_add_norm", "_turn_and_store", "_silu_mul", "_choose", "_
 
 @cache
 def compiled(arch: int, models: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-    """In a process of its own: here Triton interprets."""
+    """Runs in a separate process: in this one Triton interprets."""
     command = [sys.executable, str(ROOT / "benchmarks" / "kernels_compiled.py"), "--json", "--arch", str(arch)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     only = ["--only", *models] if models else []
@@ -32,7 +32,7 @@ def compiled(arch: int, models: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def holds(found: list[dict[str, Any]]) -> None:
+def check_limits(found: list[dict[str, Any]]) -> None:
     for variant in found:
         assert variant["shared_bytes"] <= SHARED_LIMIT[variant["arch"]], variant
         assert variant["registers"] <= 255 and (variant["spill_bytes"] == 0 or not variant["main"]), variant
@@ -47,13 +47,13 @@ def holds(found: list[dict[str, Any]]) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (80, 100))])
 def test_kernels_compile_without_spills_and_in_few_variants(arch: int) -> None:
-    holds(compiled(arch, IN_SUITE))
+    check_limits(compiled(arch, IN_SUITE))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_kernels_of_every_model_do(arch: int) -> None:
+def test_kernels_of_every_model_compile_without_spills(arch: int) -> None:
     found = compiled(arch)
-    holds(found)
+    check_limits(found)
     assert "_sum_ranks" in {variant["kernel"] for variant in found}

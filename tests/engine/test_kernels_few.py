@@ -1,5 +1,5 @@
-"""Attention of few queries at level `amx`: bit for bit what tiles give, without tiles. By emulated tiles, and by the
-processor's own where it has them."""
+"""Attention of few queries at level `amx` is computed without tiles and has the same bits as with tiles. Tested with
+emulated tiles, and with the processor's own if it has them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def in_pieces(case: Case, level: str, tokens: int) -> Tensor:
-    """The output of a case's one sequence, by rows of so many tokens."""
+    """Returns the output of a case's only sequence, computed in rows of `tokens` tokens."""
     (length,) = case.lengths
     starts = range(0, length, tokens)
     return torch.cat([case.attend(level, [(0, start, min(start + tokens, length))])[0] for start in starts])
 
 
 def ordinary(case: Case) -> None:
-    """As they are."""
+    """Leaves the numbers unchanged."""
 
 
 def subnormal(case: Case) -> None:
-    """Values and products are small, and some too small: they are zero to tiles."""
+    """Makes values and products small, some of them subnormal, which tiles treat as zero."""
     case.values *= 2.0**-121
     case.keys[..., ::3] *= 2.0**-60
     for queries in case.queries:
@@ -50,7 +50,7 @@ def subnormal(case: Case) -> None:
 
 
 def scores_that_cancel(case: Case) -> None:
-    """What is left of them are roundings of sums, and any other order shows in most of them."""
+    """Makes scores cancel: only rounding errors remain, and another order of summation changes most of them."""
     half = case.head_dim // 2
     case.keys *= torch.where(torch.arange(case.head_dim) % 5 < 3, 1024.0, 1.0).bfloat16()
     case.keys[..., half:] = -case.keys[..., :-half].flip(-1)
@@ -60,7 +60,7 @@ def scores_that_cancel(case: Case) -> None:
 
 
 def values_that_cancel(case: Case) -> None:
-    """The same of sums over keys: 8 after 8 of them, which all weigh the same."""
+    """Makes sums over keys cancel, in groups of 8 keys of equal weight."""
     case.queries[0][:] = 0.0
     exponents = torch.randint(-11, 12, case.values.shape, generator=torch.Generator().manual_seed(3))
     case.values = torch.ldexp(case.values.float(), exponents).bfloat16()
@@ -76,7 +76,7 @@ NUMBERS = {numbers.__name__: numbers for numbers in (ordinary, subnormal, scores
 @levels
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_few_queries_have_the_bits_of_tiles(level: str, shape: dict[str, Any], numbers: str) -> None:
+def test_few_queries_have_the_same_bits_as_with_tiles(level: str, shape: dict[str, Any], numbers: str) -> None:
     case = Case(torch.bfloat16, lengths=(150,), **shape)
     NUMBERS[numbers](case)
     whole = in_pieces(case, level, 150)
@@ -87,7 +87,7 @@ def test_few_queries_have_the_bits_of_tiles(level: str, shape: dict[str, Any], n
 
 @needs_emulation
 @pytest.mark.parametrize(("heads", "tokens", "in_tiles"), [(1, 6, False), (3, 2, False), (7, 1, True), (2, 4, True)])
-def test_up_to_six_columns_make_no_products_of_tiles(heads: int, tokens: int, in_tiles: bool) -> None:
+def test_up_to_six_columns_are_computed_without_tiles(heads: int, tokens: int, in_tiles: bool) -> None:
     case = Case(torch.bfloat16, heads=heads, kv_heads=1, lengths=(100,))
     before = products(load(EMULATED))
     case.attend(EMULATED, [(0, 100 - tokens, 100)])
@@ -95,15 +95,15 @@ def test_up_to_six_columns_make_no_products_of_tiles(heads: int, tokens: int, in
 
 
 @levels
-def test_subnormal_numbers_are_as_they_were_afterwards(level: str) -> None:
+def test_attention_leaves_subnormal_numbers_enabled(level: str) -> None:
     smallest = float("5e-324")
     Case(torch.bfloat16, lengths=(10,)).attend(level, [(0, 9, 10)])
     assert smallest * float("1") > 0.0
 
 
 @levels
-def test_the_check_at_load_finds_the_order_of_the_manual(level: str) -> None:
-    """If this fails on a processor with AMX, few queries are slow there: please tell us."""
+def test_load_check_finds_that_tiles_sum_in_the_documented_order(level: str) -> None:
+    """If this fails on a processor with AMX, attention of few queries is slow there: please report it."""
     assert load(level).few_agree
     assert load(level).name == "amx"
 
@@ -118,7 +118,9 @@ def test_emulated_tiles_have_the_bits_of_the_processor() -> None:
 
 
 @needs_emulation
-def test_where_tiles_sum_otherwise_few_queries_go_through_them_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_queries_use_tiles_that_sum_in_another_order_and_the_name_reports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernels = load(OTHER_ORDER)
     assert not kernels.few_agree
     case = Case(torch.bfloat16, lengths=(150,))

@@ -1,4 +1,4 @@
-"""Compiled linear layers against float64, at every level and for every kind of output; the bits of a row alone."""
+"""Compiled linear layers against float64, at every level and for every kind of output; a row alone has equal bits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @kinds
 @sizes
 @pytest.mark.parametrize("bias", [False, True])
-def test_equals_the_product(level: str, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
+def test_linear_layer_matches_the_float64_product(level: str, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
     weight, b = (randn(n, k) * k**-0.5).to(dtype), randn(n, seed=1).to(dtype) if bias else None
     layer = Layer(level, weight, b)
     for rows in ROWS:
@@ -69,7 +69,7 @@ def test_equals_the_product(level: str, dtype: torch.dtype, n: int, k: int, bias
 
 @kinds
 @pytest.mark.parametrize("bias", [False, True])
-def test_swiglu(level: str, dtype: torch.dtype, bias: bool) -> None:
+def test_swiglu_output_matches_float64(level: str, dtype: torch.dtype, bias: bool) -> None:
     weight, b = (randn(96, 100) * 0.3).to(dtype), randn(96, seed=1).to(dtype) if bias else None
     layer = Layer(level, weight, b)
     for rows in ROWS:
@@ -80,7 +80,7 @@ def test_swiglu(level: str, dtype: torch.dtype, bias: bool) -> None:
 
 
 @kinds
-def test_swiglu_of_very_large_and_very_small_gates(level: str, dtype: torch.dtype) -> None:
+def test_swiglu_is_accurate_for_very_large_and_very_small_gates(level: str, dtype: torch.dtype) -> None:
     layer = Layer(level, torch.eye(32).to(dtype))
     gates = torch.tensor([-1e4, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4])
     x = torch.zeros(1, 32).to(dtype)
@@ -119,14 +119,14 @@ def test_int8_is_the_nearest_of_255_steps_per_output(level: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("level", bfloat16_levels())
-def test_bfloat16_is_rounded_to_nearest_even_and_nan_stays(level: str) -> None:
+def test_bfloat16_is_rounded_to_nearest_even_and_nan_is_kept(level: str) -> None:
     layer = Layer(level, torch.eye(32).bfloat16())
     x, before = (randn(50, 32, seed=seed).bfloat16() for seed in (1, 2))
     before[:, :8] = 1.0
     x[:, :8] = torch.tensor([1, 3, -1, 5, 1.01, 0.99, -3, 7]).bfloat16() / 256  # ties, and near ties
     before[3, 9], before[4, 10], before[5, 11] = torch.nan, torch.inf, 3.38e38
     x[5, 11] = 3.38e38
-    before.view(torch.int16)[6, 12] = -1  # a NaN of ones, which rounding would carry over into zero
+    before.view(torch.int16)[6, 12] = -1  # a NaN with all bits set: rounding would carry over to zero
     expected = (before.float() + x.float()).bfloat16()
     found = layer(x, ADD, before.clone())
     assert torch.equal(found.isnan(), expected.isnan())

@@ -1,4 +1,4 @@
-"""The paged cache: what is stored where, that sequences cannot see each other, and how many blocks fit."""
+"""The paged KV cache: where values are stored, isolation between sequences, and how many blocks fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.driver import GREEDY, Job, random_tokens, run, tiny_runner
 LAYOUT = KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 8, "bfloat16")))
 
 
-def test_more_memory_than_there_is_is_refused_in_one_line() -> None:
+def test_kv_pool_larger_than_memory_is_refused_in_one_line() -> None:
     with pytest.raises(StartupError, match=r"cpu has no \S+ GiB for KV; give less with --kv-memory-gib"):
         KVPool(LAYOUT, 1 << 50, torch.device("cpu"))
 
@@ -35,7 +35,7 @@ def test_layers_have_the_shape_that_transfer_relies_on() -> None:
             tensor[9, 3] = 1.0  # writable from outside the engine
 
 
-def test_plan_blocks() -> None:
+def test_number_of_blocks_fits_the_memory_or_is_refused() -> None:
     assert plan_blocks(LAYOUT, LAYOUT.bytes_per_block * 10 + 5, max_model_len=40) == 10
     with pytest.raises(StartupError, match=r"KV memory of 0\.0 MiB is too small: 41 tokens need"):
         plan_blocks(LAYOUT, LAYOUT.bytes_per_block * 10, max_model_len=41)
@@ -51,10 +51,10 @@ def poison(runner: Runner) -> None:
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 @pytest.mark.parametrize("arch", ["llama", "mistral"])
-def test_nothing_leaks_from_slots_that_a_sequence_has_not_written(
+def test_slots_that_a_sequence_has_not_written_do_not_affect_it(
     checkpoint: Callable[..., Path], arch: str, exact: bool
 ) -> None:
-    """Every other slot holds NaN, those behind the end of the sequence's own last block among them."""
+    """Every other slot holds NaN, including those after the end of the sequence in its last block."""
     runner = tiny_runner(checkpoint(arch), exact=exact)
     lengths = [3, 16, 17, 50, 90]
     poison(runner)
@@ -96,9 +96,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_a_plan_that_does_not_fit_is_refused_before_anything_is_written(
-    checkpoint: Callable[..., Path], case: str
-) -> None:
+def test_invalid_plan_is_refused_before_kv_is_written(checkpoint: Callable[..., Path], case: str) -> None:
     runner = tiny_runner(checkpoint("llama"), max_num_tokens=100)
     BAD_ROWS["the zero block"] = Row(SequenceId("x"), 0, (1,), (runner.kv.zero_block,), GREEDY)
     poison(runner)

@@ -1,5 +1,5 @@
-"""Steps launched before the tokens of the one before are known, on real engines in exact mode: the same tokens,
-log-probabilities and ends as steps one by one."""
+"""Steps launched before the tokens of the previous step are known, on real engines in exact mode: the same tokens,
+log-probabilities and finish reasons as steps computed one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLINGS = {
     "looking back": (
         GREEDY,
         GREEDY,
-        # The favoured token comes until it has come too often: with a count that is one behind, once too often.
+        # The favoured token is sampled until its penalty is too high: if its count lags by one, once too often.
         SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=(TokenBias(20, 9.0),)),
         SamplingParams(temperature=0.8, repetition_penalty=1.2),
     ),
@@ -43,9 +43,9 @@ SAMPLINGS = {
 SAMPLINGS["all"] = tuple(s for some in SAMPLINGS.values() for s in some)
 
 
-class Late:
-    """Launches a step on the runner only when it is collected, as a device would compute it: when the next one is
-    planned and handed over, nothing of this one is there."""
+class DeferredLauncher:
+    """Launches a step on the runner only when it is collected, as a device would compute it: when the next step is
+    planned and launched, this one has no result yet."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -77,8 +77,8 @@ def same(found: Run, expected: Run) -> bool:
 
 @pytest.fixture(scope="module", params=["compiled", "as on a GPU"])
 def target(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    """The second feeds and chooses as on a GPU: tokens are gathered from a tensor, and draws decided by batched
-    operations."""
+    """The second runner feeds and chooses tokens as on a GPU: they are gathered from a tensor, and draws are decided by
+    batched operations."""
     on_gpu = request.param == "as on a GPU"
     kernels = "torch" if on_gpu else "auto"
     runner = tiny_runner(builtin_directory("target"), exact=True, kernels=kernels, kv_memory_bytes=64 << 20)
@@ -89,11 +89,13 @@ def target(request: pytest.FixtureRequest) -> Iterator[Runner]:
 
 @pytest.mark.parametrize("late", [False, True], ids=["at launch", "late"])
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_same_tokens_logprobs_and_ends_as_steps_one_by_one(target: Runner, kind: str, late: bool) -> None:
+def test_steps_launched_ahead_yield_the_results_of_steps_computed_one_by_one(
+    target: Runner, kind: str, late: bool
+) -> None:
     some = requests(kind, 10)
     expected = decode_all(target, some, batch=4)
     before = target.launches.rows_with_device_token
-    found = decode_all(target, some, batch=4, launcher=Late(target) if late else target)
+    found = decode_all(target, some, batch=4, launcher=DeferredLauncher(target) if late else target)
     assert same(found, expected) and (kind not in ("by number", "all") or any(found.logprobs.values()))
     from_device = target.launches.rows_with_device_token - before
     assert from_device >= found.steps_ahead > 0 and expected.steps_ahead == 0
@@ -101,22 +103,22 @@ def test_same_tokens_logprobs_and_ends_as_steps_one_by_one(target: Runner, kind:
         assert found.steps_ahead > found.steps / 2 and found.rows_discarded > 0
 
 
-def test_same_tokens_in_half_the_pool(target: Runner) -> None:
+def test_steps_launched_ahead_yield_the_same_tokens_in_half_the_pool(target: Runner) -> None:
     some = [replace(r, max_tokens=30, eos_token_ids=()) for r in requests("warm", 8)]
     expected = decode_all(target, some, batch=6)
     check = lambda scheduler: scheduler.check()  # noqa: E731
-    found = decode_all(target, some, batch=6, num_blocks=14, launcher=Late(target), each_step=check)
+    found = decode_all(target, some, batch=6, num_blocks=14, launcher=DeferredLauncher(target), each_step=check)
     assert same(found, expected) and found.preemptions > 0 and found.steps_ahead > 0
 
 
-def test_what_the_device_could_not_decide_is_corrected_and_computed_again(target: Runner) -> None:
-    """At temperature 0.8 the likeliest token, which the device goes on with, is often not the one drawn."""
+def test_undecided_draws_are_corrected_and_their_rows_recomputed(target: Runner) -> None:
+    """At temperature 0.8 the likeliest token, with which the device continues, is often not the one drawn."""
     if not target.kernels.startswith("torch"):
         pytest.skip("compiled kernels read their tokens from the host")
     kept, some = target.launches, requests("warm", 8)
     try:
         target.launches = Launches(CPU, target.group, Undecided(every=3))
-        found = decode_all(target, some, batch=4, launcher=Late(target))
+        found = decode_all(target, some, batch=4, launcher=DeferredLauncher(target))
         corrected = target.launches.rows_corrected
     finally:
         target.launches = kept
@@ -128,8 +130,8 @@ def row(name: str, start: int, tokens: tuple[int, ...], block: int, **changes: o
     return Row(SequenceId(name), start, tokens, (block,), **values)  # type: ignore[arg-type]
 
 
-def test_fed_rows_stand_beside_known_ones_in_any_order(target: Runner) -> None:
-    """Prompts, a row without a sample, rows swapped: each takes the token of the row that it names."""
+def test_rows_with_device_tokens_mix_with_known_rows_in_any_order(target: Runner) -> None:
+    """Prompts, a row without a sample, swapped rows: each row is fed the token of the row that it names."""
     prompts = [row(n, 0, tuple(random_tokens(5 + i, seed=i)), i) for i, n in enumerate("abc")]
     silent = row("d", 0, (4, 5, 6), 3, num_sampled=0)
     first = StepPlan(1, (prompts[0], silent, prompts[1], prompts[2]))
@@ -142,7 +144,7 @@ def test_fed_rows_stand_beside_known_ones_in_any_order(target: Runner) -> None:
     assert two.sampled == target.step(StepPlan(3, tuple(rows))).sampled
 
 
-def test_what_does_not_fit_is_refused(target: Runner) -> None:
+def test_invalid_collect_and_launch_are_refused(target: Runner) -> None:
     with pytest.raises(InvariantError, match="no step has been launched"):
         target.collect()
     target.launch(StepPlan(7, (row("a", 0, (1, 2), 0),)))

@@ -26,7 +26,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_packed_linear_equals_its_plain_twin(dtype: torch.dtype, bias: bool) -> None:
+def test_packed_linear_matches_plain_linear(dtype: torch.dtype, bias: bool) -> None:
     projection = Projection(randn(48, 80).to(dtype), randn(48, seed=1).to(dtype) if bias else None)
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         assert isinstance(make_linear(projection), PlainLinear)  # oneDNN packs no bf16 without AVX-512
@@ -45,7 +45,7 @@ def test_norm_is_x_over_its_root_mean_square() -> None:
     assert torch.allclose(RMSNorm(weight, 1e-5)(x), expected, atol=1e-5)
 
 
-def test_rotation_keeps_lengths_and_turns_pairs() -> None:
+def test_rotary_embedding_rotates_pairs_by_their_angles() -> None:
     x, angle = randn(1, 1, 4), torch.tensor([0.3, 1.1])
     cos = torch.cat([angle.cos(), angle.cos()]).view(1, 1, 4)
     sin = torch.cat([-angle.sin(), angle.sin()]).view(1, 1, 4)
@@ -56,7 +56,7 @@ def test_rotation_keeps_lengths_and_turns_pairs() -> None:
         assert torch.allclose(turned[0, 0, [pair, pair + 2]], torch.stack([a * c - b * s, b * c + a * s]))
 
 
-def test_swiglu_kinds_agree() -> None:
+def test_exact_and_fast_swiglu_agree() -> None:
     x = randn(9, 128) * 20
     gate, up = x.chunk(2, -1)
     assert torch.equal(swiglu(x), F.silu(gate) * up)
@@ -67,7 +67,7 @@ def test_swiglu_kinds_agree() -> None:
 @pytest.mark.parametrize("width", [1152, 1154, 340])
 @pytest.mark.parametrize("operation", ["swiglu", "norm", "softmax"])
 def test_rows_have_the_same_bits_in_any_number_of_rows(two_threads: None, operation: str, width: int) -> None:
-    """With two threads, torch's own silu fails this at 255 rows: a row is cut where the threads' shares meet."""
+    """With two threads, torch's own silu fails this at 255 rows: it splits a row between the threads."""
     norm = RMSNorm(randn(width, seed=1), 1e-5)
     function = {"swiglu": swiglu_exact, "norm": norm, "softmax": lambda x: torch.softmax(x, -1)}[operation]
     x = randn(700, width) * 3

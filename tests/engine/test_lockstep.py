@@ -29,8 +29,8 @@ class Order:
 
 
 @dataclass
-class Crew:
-    """A leader, its followers, and what each heard."""
+class Channels:
+    """A leader, its followers, and by rank the messages of the RankLost errors that it reported."""
 
     leader: LeaderChannel
     followers: list[FollowerChannel]
@@ -45,29 +45,29 @@ class Crew:
 
 
 @pytest.fixture
-def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
+def connect(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Channels]]:
     monkeypatch.setitem(frames.KINDS, 200, Order)
     monkeypatch.setitem(frames._READERS, Order, frames._reader(Order))
     with ExitStack() as stack:
 
-        def make(size: int = 2, store: DictStore | None = None) -> Crew:
+        def make(size: int = 2, store: DictStore | None = None) -> Channels:
             store = store or DictStore()
             lost: dict[int, list[str]] = {rank: [] for rank in range(size)}
             followers: dict[int, FollowerChannel] = {}
 
-            def hear(rank: int) -> Callable[[RankLost], None]:
+            def record_loss(rank: int) -> Callable[[RankLost], None]:
                 return lambda error: lost[rank].append(error.message)
 
             def join(rank: int) -> None:
-                followers[rank] = FollowerChannel.open(store, rank, hear(rank))
+                followers[rank] = FollowerChannel.open(store, rank, record_loss(rank))
 
             threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size - 1, 0, -1)]
             for thread in threads:
                 thread.start()
-            leader = LeaderChannel.open(store, size, "127.0.0.1", hear(0), timeout_s=10.0)
+            leader = LeaderChannel.open(store, size, "127.0.0.1", record_loss(0), timeout_s=10.0)
             for thread in threads:
                 thread.join()
-            made = Crew(leader, [followers[rank] for rank in range(1, size)], lost)
+            made = Channels(leader, [followers[rank] for rank in range(1, size)], lost)
             for channel in (leader, *made.followers):
                 stack.callback(channel.close, wait_s=0.0)
             return made
@@ -98,8 +98,8 @@ def run_follower(channel: FollowerChannel, log: list[Any], pause_s: float = 0.0)
     return thread
 
 
-def test_followers_get_every_plan_in_order_and_stop_well(crew: Callable[..., Crew]) -> None:
-    made = crew(4)
+def test_followers_receive_every_plan_in_order_and_stop_cleanly(connect: Callable[..., Channels]) -> None:
+    made = connect(4)
     assert len(made.leader.pids) == 4
     logs: list[list[Any]] = [[] for _ in made.followers]
     threads = [run_follower(channel, log) for channel, log in zip(made.followers, logs, strict=True)]
@@ -112,8 +112,8 @@ def test_followers_get_every_plan_in_order_and_stop_well(crew: Callable[..., Cre
     assert not any(made.lost.values())
 
 
-def test_an_order_comes_at_once_or_after_its_step(crew: Callable[..., Crew]) -> None:
-    made, log = crew(), []  # type: ignore[var-annotated]
+def test_order_is_handled_immediately_or_after_its_step(connect: Callable[..., Channels]) -> None:
+    made, log = connect(), []  # type: ignore[var-annotated]
     thread = run_follower(made.followers[0], log, pause_s=0.1)
     made.leader.send(plan(1))
     time.sleep(0.02)
@@ -128,8 +128,10 @@ def test_an_order_comes_at_once_or_after_its_step(crew: Callable[..., Crew]) -> 
     assert log == [Order(-1, "now"), 1, Order(1, "after"), 2, Order(2, "then"), "done"]
 
 
-def test_an_order_comes_right_behind_its_step_whatever_was_sent_before_it(crew: Callable[..., Crew]) -> None:
-    made, log = crew(), []  # type: ignore[var-annotated]
+def test_order_is_handled_directly_after_its_step_even_if_the_next_plan_was_sent_first(
+    connect: Callable[..., Channels],
+) -> None:
+    made, log = connect(), []  # type: ignore[var-annotated]
     thread = run_follower(made.followers[0], log, pause_s=0.1)
     made.leader.send(plan(1))
     made.leader.send(plan(2))
@@ -140,8 +142,8 @@ def test_an_order_comes_right_behind_its_step_whatever_was_sent_before_it(crew: 
     assert log == [1, Order(1, "after"), 2, "done"]
 
 
-def test_an_order_may_be_for_one_follower(crew: Callable[..., Crew]) -> None:
-    made = crew(3)
+def test_order_can_be_sent_to_one_follower(connect: Callable[..., Channels]) -> None:
+    made = connect(3)
     logs: list[list[Any]] = [[], []]
     threads = [run_follower(channel, log) for channel, log in zip(made.followers, logs, strict=True)]
     made.leader.send_to(2, Order(-1, "second"))
@@ -151,8 +153,8 @@ def test_an_order_may_be_for_one_follower(crew: Callable[..., Crew]) -> None:
     assert logs == [["done"], [Order(-1, "second"), "done"]]
 
 
-def test_reports_reach_the_leader_with_their_rank(crew: Callable[..., Crew]) -> None:
-    made, reports = crew(3), []  # type: ignore[var-annotated]
+def test_reports_reach_the_leader_with_their_rank(connect: Callable[..., Channels]) -> None:
+    made, reports = connect(3), []  # type: ignore[var-annotated]
     made.leader.on_report = lambda rank, frame: reports.append((rank, frame))
     for index, channel in enumerate(made.followers):
         channel.report(Order(index, "report"))
@@ -162,27 +164,56 @@ def test_reports_reach_the_leader_with_their_rank(crew: Callable[..., Crew]) -> 
     assert sorted(reports, key=lambda r: r[0]) == [(1, Order(0, "report")), (2, Order(1, "report"))]
 
 
-def test_heartbeats_keep_an_idle_channel(crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_keep_an_idle_channel_alive(
+    connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(lockstep, "SILENCE_S", 0.6)
-    made = crew(3)
+    made = connect(3)
     for channel in (made.leader, *made.followers):
         channel.serving()
     time.sleep(1.0)
     assert not any(made.lost.values())
 
 
-def test_a_silent_peer_is_lost(crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_peer_is_lost(connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(lockstep, "SILENCE_S", 0.3)
-    made = crew()
+    made = connect()
     monkeypatch.setattr(made.followers[0], "_beat", lambda number: None)
     made.leader.serving()
     assert "rank 1 is silent for 0." in made.await_lost(0, 2.0)
 
 
-def test_a_follower_that_is_gone_is_seen_within_half_a_second(crew: Callable[..., Crew]) -> None:
-    made = crew(3)
+class PausingTime:
+    """The `time` module of a machine that pauses: nothing runs for `paused_s`, but its clock does."""
+
+    paused_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.paused_s
+
+
+def test_a_pause_of_the_whole_machine_does_not_count_as_silence(
+    connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = PausingTime()
+    monkeypatch.setattr(lockstep, "time", paused)
+    monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lockstep, "MAX_GAP_S", 0.1)
+    monkeypatch.setattr(lockstep, "SILENCE_S", 1.0)
+    made = connect(3)
+    for channel in (made.leader, *made.followers):
+        channel.serving()
+    for _ in range(10):  # in the place of one, since a heartbeat that came just before it hides a pause
+        time.sleep(0.1)
+        paused.paused_s += 10.0
+    time.sleep(0.2)
+    assert not any(made.lost.values())
+
+
+def test_closed_follower_connection_is_detected_within_half_a_second(connect: Callable[..., Channels]) -> None:
+    made = connect(3)
     with Stall() as stall:
         made.followers[1]._peers[0]._socket.shutdown(socket.SHUT_RDWR)
         assert made.await_lost(0, HANG_S) == "rank 2 is gone: its connection ended"
@@ -190,8 +221,8 @@ def test_a_follower_that_is_gone_is_seen_within_half_a_second(crew: Callable[...
     assert len(made.lost[0]) == 1
 
 
-def test_a_leader_that_is_gone_ends_its_followers(crew: Callable[..., Crew]) -> None:
-    made, log = crew(), []  # type: ignore[var-annotated]
+def test_closed_leader_connection_ends_its_followers(connect: Callable[..., Channels]) -> None:
+    made, log = connect(), []  # type: ignore[var-annotated]
     thread = run_follower(made.followers[0], log)
     made.leader._peers[0]._socket.shutdown(socket.SHUT_RDWR)
     assert made.await_lost(1, 0.5) == "the leader is gone: its connection ended"
@@ -199,8 +230,8 @@ def test_a_leader_that_is_gone_ends_its_followers(crew: Callable[..., Crew]) -> 
     assert isinstance(log[0], RankLost)
 
 
-def test_who_fails_says_why(crew: Callable[..., Crew]) -> None:
-    made = crew(3)
+def test_failing_rank_reports_its_reason(connect: Callable[..., Channels]) -> None:
+    made = connect(3)
     made.followers[0].fail("tensor x holds NaN")
     assert made.await_lost(0, 1.0) == "rank 1: tensor x holds NaN"
     made.leader.fail("rank 1: tensor x holds NaN")
@@ -208,8 +239,8 @@ def test_who_fails_says_why(crew: Callable[..., Crew]) -> None:
     assert made.lost[1] == []
 
 
-def test_an_order_that_goes_wrong_ends_the_rank(crew: Callable[..., Crew]) -> None:
-    made = crew()
+def test_failing_order_ends_the_rank(connect: Callable[..., Channels]) -> None:
+    made = connect()
     made.followers[0].take_orders(lambda order: 1 / 0)  # type: ignore[arg-type,return-value]
     made.leader.send(Order(-1, "now"))
     assert made.await_lost(1, 1.0) == "lockstep failed: ZeroDivisionError: division by zero"
@@ -218,16 +249,16 @@ def test_an_order_that_goes_wrong_ends_the_rank(crew: Callable[..., Crew]) -> No
 @pytest.mark.parametrize(
     "sent", [b"\0" * 64, encode(Hello("", 1, 1)), encode(StepPlan(1, ())), b"GET / HTTP/1.1\r\n\r\n"]
 )
-def test_a_bad_frame_ends_the_channel_by_name(crew: Callable[..., Crew], sent: bytes) -> None:
-    made = crew()
+def test_bad_frame_ends_the_channel_and_names_its_sender(connect: Callable[..., Channels], sent: bytes) -> None:
+    made = connect()
     made.followers[0]._peers[0].send(sent)
     assert made.await_lost(0, 1.0).startswith("rank 1 sent a")
 
 
-def test_strangers_are_closed_and_the_crew_still_meets(crew: Callable[..., Crew]) -> None:
+def test_unknown_connections_are_closed_and_the_ranks_still_connect(connect: Callable[..., Channels]) -> None:
     seen: list[bytes] = []
 
-    class Intruded(DictStore):
+    class IntrudedStore(DictStore):
         def set(self, key: str, value: str) -> None:
             _, host, port = value.split()
             hellos = (encode(Hello("guess", 1, 1)), encode(Hello(value.split()[0], 7, 1)), b"x" * 3000, b"")
@@ -242,8 +273,8 @@ def test_strangers_are_closed_and_the_crew_still_meets(crew: Callable[..., Crew]
                 self.closer = closer
                 stack.pop_all()
 
-    store = Intruded()
-    made = crew(2, store)
+    store = IntrudedStore()
+    made = connect(2, store)
     store.closer.join(5.0)
     assert seen == [b""] * 4
     made.leader.send(plan(1))
@@ -258,7 +289,7 @@ def until_closed(sock: socket.socket) -> bytes:
         sock.close()
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match=r"no word from rank 1, 2 within 0\.2 s"):
         LeaderChannel.open(DictStore(), 3, "127.0.0.1", timeout_s=0.2)
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
@@ -269,9 +300,9 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         FollowerChannel.open(store, 1)
 
 
-def test_a_follower_that_takes_nothing_is_lost(crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follower_that_does_not_read_is_lost(connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_peer, "_SEND_TIMEOUT_S", 0.2)
-    made = crew()
+    made = connect()
     stuck = threading.Event()
     made.followers[0].take_orders(lambda order: stuck.wait(10.0) and None)
     made.leader.send(Order(-1, "stick"))
@@ -282,7 +313,7 @@ def test_a_follower_that_takes_nothing_is_lost(crew: Callable[..., Crew], monkey
     assert made.await_lost(0, 1.0) == "rank 1 is gone: timed out"
 
 
-def test_what_the_leader_sends_right_behind_its_answer_is_not_lost() -> None:
+def test_message_sent_directly_after_the_first_reply_is_not_lost() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
@@ -290,7 +321,7 @@ def test_what_the_leader_sends_right_behind_its_answer_is_not_lost() -> None:
         peer = rank_peer.Peer(here, 0)
         there.sendall(rank_peer.LET_IN + encode(plan(7)))
         peer.await_answer()
-        assert peer.receive() == [plan(7)]
+        assert peer.receive(time.monotonic()) == [plan(7)]
         there.sendall(encode(plan(8)))
         with pytest.raises(RankLost, match="answered with something else"):
             peer.await_answer()
@@ -300,8 +331,8 @@ def test_what_the_leader_sends_right_behind_its_answer_is_not_lost() -> None:
                 peer.await_answer()
 
 
-def test_orders_that_come_before_they_can_be_taken_are_kept_in_order(crew: Callable[..., Crew]) -> None:
-    made = crew(2)
+def test_orders_received_before_they_can_be_handled_are_kept_in_order(connect: Callable[..., Channels]) -> None:
+    made = connect(2)
     for name in "abc":
         made.leader.send_to(1, Order(-1, name))
     deadline, (follower,) = time.monotonic() + 5.0, made.followers

@@ -1,4 +1,4 @@
-"""Log-probabilities: the model's own, whatever the sampler does, and the same from any batch and chunk."""
+"""Log-probabilities: those of the model, whatever the sampler does, and the same in any batch and chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.engine.runner import Runner
 from tests.engine.driver import all_logits, block_ids, random_tokens, tiny_runner
 
 
-def test_values_are_those_of_log_softmax() -> None:
+def test_logprobs_equal_log_softmax() -> None:
     logits = torch.randn(2000, generator=torch.Generator().manual_seed(1)) * 4
     expected = torch.log_softmax(logits.double(), dim=0).float()
     found = token_logprob(logits.numpy(), 77, 20)
@@ -27,7 +27,7 @@ def test_values_are_those_of_log_softmax() -> None:
     assert found.rank == int((expected > expected[77]).sum()) + 1
 
 
-def test_equal_logits_are_ranked_alike_and_listed_by_id() -> None:
+def test_equal_logits_have_the_same_rank_and_are_listed_by_id() -> None:
     logits = np.zeros(50, dtype=np.float32)
     logits[40] = 1.0
     found = token_logprob(logits, 9, 3)
@@ -41,7 +41,7 @@ def exact(checkpoint: Callable[..., Path]) -> Runner:
     return tiny_runner(checkpoint(arch="llama"), exact=True)
 
 
-def test_sampled_tokens_come_with_raw_log_probabilities(exact: Runner) -> None:
+def test_sampled_tokens_have_raw_log_probabilities(exact: Runner) -> None:
     tokens = random_tokens(20)
     params = SamplingParams(temperature=0.7, seed=3, logprobs=5, logit_bias=(TokenBias(8, 90.0),))
     silent = SamplingParams(temperature=0.0)
@@ -55,7 +55,7 @@ def test_sampled_tokens_come_with_raw_log_probabilities(exact: Runner) -> None:
 
 
 @pytest.mark.parametrize("chunk", [7, 50, 200])
-def test_the_prompt_is_scored_the_same_in_any_chunks(exact: Runner, chunk: int) -> None:
+def test_prompt_logprobs_are_the_same_in_any_chunks(exact: Runner, chunk: int) -> None:
     tokens = tuple(random_tokens(50))
     params = SamplingParams(temperature=0.0, prompt_logprobs=2)
     blocks = tuple(b for b, _ in zip(block_ids(exact, chunk), range(4), strict=False))

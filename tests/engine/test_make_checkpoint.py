@@ -1,4 +1,4 @@
-"""The checkpoint builders: same arguments, same bytes; the tool's shapes load."""
+"""The checkpoint builders: equal arguments give equal bytes, and the engine loads what the tool writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.checkpoints import END_ID, EOS_ID, TOKENIZER_SIZE, make_check
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_same_arguments_same_bytes(tmp_path: Path) -> None:
+def test_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
     digests = [model_digest(make_checkpoint(tmp_path / str(i), "qwen3", seed=i // 2)) for i in range(4)]
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
@@ -28,7 +28,7 @@ def test_tokenizer_is_smaller_than_the_vocabulary(tmp_path: Path) -> None:
     assert tokenizer.decode([300, *tokenizer.encode("the é").ids, 319]) == "the é"
 
 
-def test_the_tool_writes_what_the_engine_loads(tmp_path: Path) -> None:
+def test_engine_loads_a_checkpoint_of_the_tool(tmp_path: Path) -> None:
     tool = [sys.executable, str(ROOT / "tools" / "make_checkpoint.py"), "tiny", str(tmp_path / "m")]
     assert b"tiny: " in subprocess.run(tool, check=True, capture_output=True).stdout
     assert tiny_runner(tmp_path / "m").model_config.hidden_size == 64

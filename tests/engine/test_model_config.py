@@ -1,4 +1,4 @@
-"""What is read from config.json, and that what cannot be served is refused by the name of the field."""
+"""What is read from config.json, and that a model which cannot be served is refused with the name of the field."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
     ],
     ids=lambda case: case[1][:40],
 )
-def test_a_bad_field_is_named(case: tuple[dict[str, Any], str]) -> None:
+def test_bad_field_is_refused_by_name(case: tuple[dict[str, Any], str]) -> None:
     changes, message = case
     with pytest.raises(StartupError) as caught:
         parse_model_config(config(**changes))
@@ -62,25 +62,25 @@ def test_a_bad_field_is_named(case: tuple[dict[str, Any], str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100_000, '"x"'])
-def test_config_that_is_not_an_object(text: str) -> None:
+def test_config_that_is_not_a_json_object_is_refused(text: str) -> None:
     with pytest.raises(StartupError, match=r"config\.json"):
         parse_config_json(text.encode("latin-1"))
 
 
-def test_numbers_that_only_python_calls_json_are_still_refused() -> None:
+def test_nan_in_the_config_is_refused() -> None:
     text = '{"model_type": "llama", "num_hidden_layers": NaN}'
     with pytest.raises(StartupError, match="num_hidden_layers must be an integer"):
         parse_model_config(parse_config_json(text))
 
 
-def test_both_spellings_say_the_same() -> None:
+def test_old_and_new_config_formats_give_the_same_model_config() -> None:
     old = parse_model_config(make_config("llama", Shape(old_config=True)))
     assert old == parse_model_config(make_config("llama", Shape()))
     assert old.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
     assert old.torch_dtype == "float32"
 
 
-def test_architectures_differ_where_they_should() -> None:
+def test_architectures_differ_in_biases_qk_norm_and_rope_scaling() -> None:
     def parsed(arch: Arch, **shape: Any) -> Any:
         return parse_model_config(make_config(arch, Shape(**shape)))
 
@@ -91,7 +91,7 @@ def test_architectures_differ_where_they_should() -> None:
     assert not parsed("llama").qkv_bias
 
 
-def test_sliding_windows_per_layer() -> None:
+def test_sliding_windows_are_read_per_layer() -> None:
     def windows(arch: Arch, **changes: Any) -> tuple[int, ...]:
         return parse_model_config(config(arch, **changes)).windows
 
@@ -112,7 +112,7 @@ def test_eos_ids_are_a_tuple_without_repeats() -> None:
     assert parse_model_config(config(eos_token_id=[7, 9, 7])).eos_token_ids == (7, 9)
 
 
-def test_kv_layout() -> None:
+def test_kv_layout_follows_from_the_config() -> None:
     layout = parse_model_config(config("mistral")).kv_layout(16, "bfloat16")
     assert layout.block_size == 16
     assert [layer.window for layer in layout.layers] == [24, 24, 24]

@@ -1,5 +1,5 @@
-"""Whole steps on compiled kernels: every level against transformers' numbers through the torch twin, bits in bf16, NaN
-in memory that nobody wrote, several ranks."""
+"""Whole steps on compiled kernels: every level against the torch twin, which test_parity compares with transformers,
+the bits in bf16, and NaN in unwritten memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("level", float32_levels())
-def test_float32_logits_equal_the_twin(checkpoint: Callable[..., Path], variant: str, level: str) -> None:
+def test_float32_logits_match_those_of_torch_kernels(checkpoint: Callable[..., Path], variant: str, level: str) -> None:
     model_dir, tokens = checkpoint(**VARIANTS[variant]), random_tokens(150)
     twin = all_logits(tiny_runner(model_dir, kernels="torch"), tokens, [150])
     found = all_logits(tiny_runner(model_dir, kernels=level), tokens, [7, 1, 40, 3])
@@ -34,7 +34,7 @@ def test_float32_logits_equal_the_twin(checkpoint: Callable[..., Path], variant:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("level", bfloat16_levels())
-def test_bfloat16_is_row_invariant_and_as_close_to_float32_as_the_twin(
+def test_bfloat16_is_row_invariant_and_as_close_to_float32_as_torch_kernels(
     checkpoint: Callable[..., Path], variant: str, level: str
 ) -> None:
     model_dir, tokens = checkpoint(**VARIANTS[variant], dtype="bfloat16"), random_tokens(150)
@@ -62,7 +62,7 @@ def test_a_batch_in_bfloat16_has_the_bits_of_each_sequence_alone(checkpoint: Cal
 @pytest.mark.skipif(not processor_levels(), reason="torch's kernels promise no equal bits to chunks of other lengths")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["llama", "mistral"])
-def test_nan_in_unwritten_slots_changes_nothing(checkpoint: Callable[..., Path], arch: str, dtype: str) -> None:
+def test_nan_in_unwritten_slots_does_not_change_logits(checkpoint: Callable[..., Path], arch: str, dtype: str) -> None:
     model_dir, tokens = checkpoint(arch, dtype=dtype), random_tokens(100)
     clean, poisoned = tiny_runner(model_dir, dtype=dtype), tiny_runner(model_dir, dtype=dtype)
     for pair in poisoned.kv.layers:

@@ -1,5 +1,5 @@
-"""A step with a draft on a device waits once, for draft tokens and tokens together, and says what steps one by one
-say."""
+"""A step with a draft on a device waits once, for draft tokens and tokens together, and yields the same results as
+plain steps without a draft."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ EACH = (
 )
 
 
-class Counted(SpeculativeEngine):
-    """Notes of each step how often the device saw the host wait."""
+class WaitCountingEngine(SpeculativeEngine):
+    """Records for each step how often the host waited for the device."""
 
     def __init__(self, target: Runner, draft: Runner | None, device: MarkedDevice) -> None:
         super().__init__(target, draft)
@@ -54,7 +54,7 @@ class Counted(SpeculativeEngine):
 
 
 def requests(count: int, length: int = 24) -> list[GenerateRequest]:
-    """Prompts of 3 to 70 tokens that repeat pieces of themselves, every sampling in turn, answers that end early."""
+    """Prompts of 3 to 70 tokens that repeat pieces of themselves, each sampling in turn, outputs that end early."""
     made = []
     for index in range(count):
         generator = random.Random(index)
@@ -83,13 +83,13 @@ def pair() -> tuple[Runner, Runner]:
     return target, tiny_runner(builtin_directory("draft"), kernels="torch", kv_memory_bytes=16 << 20)
 
 
-def test_each_step_waits_once_and_says_what_plain_steps_say(
+def test_each_step_waits_once_and_yields_the_results_of_plain_steps(
     pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run
 ) -> None:
     target, draft = pair
     device.adopt(target, draft)
-    engine = Counted(target, draft, device)
-    # Fewer blocks than drafts want: some sequences have none that is ready.
+    engine = WaitCountingEngine(target, draft, device)
+    # Fewer blocks than the drafts need: some sequences get no draft tokens.
     drafts = ModelDrafts(draft.layout, 14, draft.max_model_len)
     drafting = Speculation(drafts, FixedCosts(), fixed_length=4)
     some = requests(2 * len(EACH))
@@ -116,17 +116,17 @@ def kinds_of(plan: StepPlan, outcome: StepOutcome) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("work", [WORK, (*WORK, (PENALTY, 20, 2, 4)), WORK[:1]], ids=["all", "penalties", "alone"])
-def test_rows_of_several_samplings_and_lengths_wait_once(
+def test_step_with_several_samplings_and_draft_lengths_waits_once(
     checkpoint: Callable[..., Path], device: MarkedDevice, work: tuple[tuple[SamplingParams, int, int, int], ...]
 ) -> None:
-    """As in tests/gpu. Nobody reads KV that was not written."""
+    """As in tests/gpu. KV that was not written is NaN and must not be read."""
     target, draft = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
     for cache in (cache for runner in (target, draft) for pair in runner.kv.layers for cache in pair):
         cache.fill_(float("nan"))
     plan = draft_rows(draft, work)
     assert plan == draft_rows(target, work, of_target=True)
     device.adopt(target, draft)
-    engine = Counted(target, draft, device)
+    engine = WaitCountingEngine(target, draft, device)
     with device:
         found = engine.step(plan)
     assert [waits for *_, waits in engine.steps] == [1]
@@ -135,10 +135,10 @@ def test_rows_of_several_samplings_and_lengths_wait_once(
     assert (found.sampled, found.draft_tokens) == (slow.sampled, slow.draft_tokens)
 
 
-def test_a_step_that_only_fills_is_waited_for(pair: tuple[Runner, Runner], device: MarkedDevice) -> None:
+def test_step_that_only_fills_the_draft_kv_waits_once(pair: tuple[Runner, Runner], device: MarkedDevice) -> None:
     target, draft = pair
     device.adopt(target, draft)
-    engine = Counted(target, draft, device)
+    engine = WaitCountingEngine(target, draft, device)
     plan = draft_rows(draft, ((GREEDY, 0, 20, 0),))
     with device:
         outcome = engine.step(plan)
@@ -146,10 +146,10 @@ def test_a_step_that_only_fills_is_waited_for(pair: tuple[Runner, Runner], devic
     assert [waits for *_, waits in engine.steps] == [1]
 
 
-def test_guesses_from_the_text_wait_once_too(pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run) -> None:
+def test_step_with_ngram_draft_tokens_waits_once(pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run) -> None:
     target, _ = pair
     device.adopt(target, None)
-    engine = Counted(target, None, device)
+    engine = WaitCountingEngine(target, None, device)
     drafting = Speculation(NgramDrafts(), FixedCosts(), fixed_length=3)
     with device:
         run = decode_all(target, requests(2 * len(EACH)), speculation=drafting, engine=engine, batch=5)
@@ -157,13 +157,13 @@ def test_guesses_from_the_text_wait_once_too(pair: tuple[Runner, Runner], device
     assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
 
 
-def test_what_the_device_cannot_decide_the_plain_sampler_does(
+def test_undecided_draws_are_made_by_the_plain_sampler(
     pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run
 ) -> None:
-    """Also of draws behind draft tokens that look back at them."""
+    """This includes draws after draft tokens that their penalties count."""
     target, draft = pair
     device.adopt(target, draft, Undecided(every=5))
-    engine = Counted(target, draft, device)
+    engine = WaitCountingEngine(target, draft, device)
     drafting = Speculation(
         ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len), FixedCosts(), fixed_length=2
     )
@@ -174,13 +174,13 @@ def test_what_the_device_cannot_decide_the_plain_sampler_does(
     assert set(waits) == {1, 2} and waits[2] > 20, "one more where some draw was undecided"
 
 
-# The favoured token comes until it has come too often: where draft tokens are not counted, once more.
+# The favoured token is sampled until its penalty is too high: if draft tokens were not counted, once more.
 FAVOURED = SamplingParams(temperature=0.0, frequency_penalty=3.0, logit_bias=(TokenBias(20, 9.0),))
 BIASED = SamplingParams(temperature=0.9, presence_penalty=5.0, logit_bias=(TokenBias(20, 9.0),), min_tokens=4, seed=3)
 
 
-def test_guesses_that_stay_are_those_of_a_step_for_each(checkpoint: Callable[..., Path]) -> None:
-    """By draws that change logits, too, and that look back at the draft tokens before."""
+def test_device_draft_tokens_equal_those_of_one_step_for_each(checkpoint: Callable[..., Path]) -> None:
+    """This includes draws that change logits and that depend on the draft tokens before them."""
     fast, slow = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
     fast._propose = DeviceDraftTokens(fast._compute, fast._limits, CPU, decide)
     work = (*WORK, (PENALTY, 20, 2, 6), (FAVOURED, 33, 1, 8), (BIASED, 8, 1, 5))
@@ -230,7 +230,7 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("name", [*WAITS, *WAITS_NOT, *REFUSED])
-def test_the_device_of_these_tests_sees(device: MarkedDevice, name: str) -> None:
+def test_marked_device_counts_waits_and_refuses_host_memory(device: MarkedDevice, name: str) -> None:
     what = {**WAITS, **WAITS_NOT, **REFUSED}[name]
     with device:
         there = torch.zeros(6, dtype=torch.int64, device=CPU)
@@ -242,7 +242,7 @@ def test_the_device_of_these_tests_sees(device: MarkedDevice, name: str) -> None
     assert device.waits == (name in WAITS)
 
 
-def test_what_is_to_be_verified_has_places_for_guesses_and_others_are_refused(pair: tuple[Runner, Runner]) -> None:
+def test_verification_has_draft_token_positions_and_a_wrong_count_is_refused(pair: tuple[Runner, Runner]) -> None:
     target, draft = pair
     with pytest.raises(InvariantError, match="make no draft tokens at once"):
         draft.queue_draft_tokens(StepPlan(1, ()), [])

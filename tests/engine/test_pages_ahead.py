@@ -1,4 +1,4 @@
-"""Pages of a KV pool are there before its blocks are used, no more of them than a head start, and no byte changes."""
+"""Pages of a KV pool are allocated before its blocks are used, no further ahead than the limit, and no byte changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY = 1024  # blocks
 
 
 def resident(tensor: torch.Tensor, blocks: range) -> float:
-    """Share of pages that are in memory, by mincore."""
+    """The share of pages that are in memory, from mincore."""
     start, size = tensor.data_ptr() + blocks.start * BLOCK, len(blocks) * BLOCK
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     count = (start + size - first) // mmap.PAGESIZE
@@ -28,14 +28,14 @@ def resident(tensor: torch.Tensor, blocks: range) -> float:
 
 
 def tensors() -> list[torch.Tensor]:
-    """Memory that is mapped for them alone: malloc's may have its pages from whoever had it before."""
+    """Allocates tensors in memory of their own: memory from malloc may have pages from an earlier use."""
     maps = [mmap.mmap(-1, MANY * BLOCK) for _ in range(2)]
     for memory in maps:
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return [torch.frombuffer(memory, dtype=torch.uint8).view(MANY, BLOCK) for memory in maps]
 
 
-def test_a_head_start_and_no_more() -> None:
+def test_pages_are_allocated_ahead_up_to_the_limit() -> None:
     pool = tensors()
     pages = PagesAhead(pool, MANY, ahead_bytes=2 * 64 * BLOCK)
     assert pages.ahead_blocks == 64 and resident(pool[0], range(1, 64)) < 0.1
@@ -49,21 +49,21 @@ def test_a_head_start_and_no_more() -> None:
         assert resident(tensor, range(80, MANY)) < 0.1
 
 
-def test_it_goes_on_when_a_quarter_is_used() -> None:
+def test_allocation_resumes_when_a_quarter_of_the_pages_ahead_is_used() -> None:
     pages = PagesAhead(tensors(), MANY, ahead_bytes=2 * 64 * BLOCK)
     for block, warm in ((0, 65), (16, 65), (17, 82), (5, 82), (500, 565), (MANY - 1, MANY)):
         pages.expect(block)
         assert pages.wait(30.0) and pages.blocks_warm == warm, block
 
 
-def test_blocks_that_are_needed_now_come_without_a_head() -> None:
+def test_blocks_needed_now_are_allocated_without_pages_ahead() -> None:
     pages = PagesAhead(tensors(), MANY, ahead_bytes=2 * 64 * BLOCK)
     for block, warm in ((0, 1), (40, 41), (20, 41)):
         pages.expect(block, ahead=False)
         assert pages.wait(30.0) and pages.blocks_warm == warm, block
 
 
-def test_no_byte_changes() -> None:
+def test_allocating_pages_changes_no_byte() -> None:
     pool = [torch.randint(0, 255, (64, BLOCK), dtype=torch.uint8)]
     before = pool[0].clone()
     pages = PagesAhead(pool, 64)
@@ -72,7 +72,7 @@ def test_no_byte_changes() -> None:
     assert torch.equal(pool[0], before)
 
 
-def test_a_system_that_cannot_is_told_once_and_goes_on(
+def test_unsupported_system_warns_once_and_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kv_pool, "_POPULATE_WRITE", 9999)
@@ -84,7 +84,7 @@ def test_a_system_that_cannot_is_told_once_and_goes_on(
     assert [r.levelname for r in caplog.records] == ["WARNING"] and "madvise" in caplog.text
 
 
-def test_a_pool_is_warm_ahead_of_the_blocks_that_are_named() -> None:
+def test_pool_allocates_pages_ahead_of_the_expected_blocks() -> None:
     layout = KVLayout(16, (LayerKV(8, 128, "float32"),))
     pool = KVPool(layout, 600, torch.device("cpu"))
     assert pool.pages is not None and pool.pages.blocks_warm == 0

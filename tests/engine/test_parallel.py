@@ -1,4 +1,4 @@
-"""Tensor parallelism in real processes: the numbers of one rank, whatever the ranks."""
+"""Tensor parallelism in real processes: the numbers of one rank, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_logits_and_greedy_tokens_equal_those_of_one_rank(
         ("llama2", 2, {"model.embed_tokens.weight"}),  # 333 ids: one row of padding
     ],
 )
-def test_each_rank_holds_its_share_and_a_listed_rest(
+def test_each_rank_holds_its_shard_and_only_the_listed_replicated_tensors(
     checkpoint: Callable[..., Path], pool: RankPool, variant: str, tp: int, shared: set[str]
 ) -> None:
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"}
@@ -104,7 +104,9 @@ def test_each_rank_holds_its_share_and_a_listed_rest(
         assert runner.facts[0].layout.layers[0].num_kv_heads == VARIANTS[variant].get("num_kv_heads", 2)
 
 
-def test_kv_memory_is_the_workers_and_the_least_rank_decides(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+def test_kv_memory_counts_for_the_whole_worker_and_the_smallest_rank_limits_it(
+    checkpoint: Callable[..., Path], pool: RankPool
+) -> None:
     model_dir = checkpoint("llama")
     alone = tiny_runner(model_dir, kv_memory_bytes=1 << 20)
     with pool.load(model_dir, 2, kv_memory_bytes=1 << 20) as runner:
@@ -160,10 +162,8 @@ def test_ranks_with_different_options_are_refused(
     assert str(first).startswith(message) and str(first) == str(second)
 
 
-def test_ranks_may_differ_in_kernels_and_in_what_each_has_for_itself(
-    checkpoint: Callable[..., Path], pool: RankPool
-) -> None:
-    """Also one that names the model's own limit with one that leaves it open."""
+def test_ranks_may_differ_in_kernels_and_rank_local_options(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+    """A rank that names the model's own length limit also agrees with one that leaves the limit open."""
     own = {
         "kernels": ["torch", "auto"],
         "threads": [1, 2],
@@ -201,7 +201,7 @@ def test_exact_mode_has_the_same_bits_in_any_batch_and_chunk(
             assert torch.equal(torch.cat(alone.logits), torch.cat(job.logits))
 
 
-def test_the_leader_alone_samples(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+def test_only_the_leader_samples(checkpoint: Callable[..., Path], pool: RankPool) -> None:
     with pool.load(checkpoint("llama"), 2) as runner:
         row = Row(SequenceId("a"), 0, tuple(random_tokens(9)), (0,), SEEDED, num_sampled=2, output_index=3)
         logits = runner.step_logits(StepPlan(1, (row,)))[0]
@@ -217,10 +217,10 @@ AS_ON_A_GPU = pytest.param("torch", True, id="as on a GPU")
 
 
 @pytest.mark.parametrize(("kernels", "on_device"), [("auto", False), ("torch", False), AS_ON_A_GPU])
-def test_followers_are_fed_tokens_that_their_plans_do_not_have(
+def test_followers_receive_sampled_tokens_that_their_plans_lack(
     checkpoint: Callable[..., Path], pool: RankPool, kernels: str, on_device: bool
 ) -> None:
-    """A follower that computed another token than its leader would have other KV."""
+    """A follower that was fed another token than its leader would compute different KV."""
     some = requests("warm", 6, vocab_size=320, length=12)
     with pool.load(checkpoint("llama"), 2, exact=True, kernels=kernels, on_device=on_device) as ranks:
         expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]
@@ -229,10 +229,10 @@ def test_followers_are_fed_tokens_that_their_plans_do_not_have(
 
 
 @pytest.mark.parametrize(("kernels", "on_device"), [("torch", False), AS_ON_A_GPU])
-def test_followers_get_guesses_that_their_plans_do_not_have(
+def test_followers_receive_draft_tokens_that_their_plans_lack(
     checkpoint: Callable[..., Path], pool: RankPool, kernels: str, on_device: bool
 ) -> None:
-    """From the leader's draft, as on a GPU: they never come into a plan."""
+    """The leader's draft model makes them, as on a GPU: plans never contain them."""
     some, model_dir = requests("looking back", 12, vocab_size=320, length=16), checkpoint("llama")
     draft = tiny_runner(model_dir, kernels="torch")
     draft._propose = DeviceDraftTokens(draft._compute, draft._limits, torch.device("cpu"), decide)
@@ -245,9 +245,7 @@ def test_followers_get_guesses_that_their_plans_do_not_have(
     assert same(found, expected) and found.counters.accepted_tokens > 20
 
 
-def test_a_plan_that_does_not_fit_is_the_leaders_error_and_ends_nobody(
-    checkpoint: Callable[..., Path], pool: RankPool
-) -> None:
+def test_invalid_plan_raises_at_the_leader_and_ends_no_rank(checkpoint: Callable[..., Path], pool: RankPool) -> None:
     with pool.load(checkpoint("llama"), 2) as runner:
         with pytest.raises(InvariantError, match="token id outside"):
             runner.step(StepPlan(1, (Row(SequenceId("a"), 0, (999,), (0,), SEEDED, 1),)))

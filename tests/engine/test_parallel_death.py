@@ -14,7 +14,7 @@ from baton.core.request import SequenceId
 from baton.core.step import Row, StepPlan
 from tests.engine.driver import GREEDY, random_tokens
 from tests.support.limits import HANG_S, Stall
-from tests.support.rank_pool import LOST_EXIT_CODE, Lost, RankPool, answer
+from tests.support.rank_pool import LOST_EXIT_CODE, Lost, RankPool, receive
 
 SEEN_WITHIN_S = 0.5
 LONG = StepPlan(1, (Row(SequenceId("long"), 0, tuple(random_tokens(4000)), tuple(range(250)), GREEDY, 1),))
@@ -44,6 +44,6 @@ def test_a_rank_killed_in_a_step_ends_the_others(
                 pool.processes[rank].join(HANG_S)
         assert [pool.processes[rank].exitcode for rank in others] == [LOST_EXIT_CODE] * (tp - 1)
         for rank in others:  # the time at which each saw it, not that of its last breath
-            found = answer(pool.pipes[rank])
+            found = receive(pool.pipes[rank])
             assert isinstance(found, Lost) and 0 < found.at - killed < stall.allows(SEEN_WITHIN_S)
             assert rank or found.message.startswith(f"rank {victim} is gone: ")

@@ -1,4 +1,4 @@
-"""The group of ranks by itself: two real ranks as two threads of this process."""
+"""The group of ranks by itself: three real ranks as three threads of this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 3
 
 
 class Group:
-    """The ranks of one group; `each(f)` calls f(group) on all at once and returns their results by rank."""
+    """The ranks of one group; `each(f)` calls f(group) on all concurrently and returns their results by rank."""
 
     def __init__(self, port: int, round_: int) -> None:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(round_)}
@@ -29,13 +29,13 @@ class Group:
         def join(rank: int) -> TPGroup:
             return connect(open_store(env, 5.0), Ranks(rank, SIZE, rank, SIZE), torch.device("cpu"), "127.0.0.1")
 
-        self.ranks = at_once([lambda rank=rank: join(rank) for rank in range(SIZE)])  # type: ignore[misc]
+        self.ranks = run_concurrently([lambda rank=rank: join(rank) for rank in range(SIZE)])  # type: ignore[misc]
 
     def each(self, do: Callable[[TPGroup], Any]) -> list[Any]:
-        return at_once([lambda group=group: do(group) for group in self.ranks])  # type: ignore[misc]
+        return run_concurrently([lambda group=group: do(group) for group in self.ranks])  # type: ignore[misc]
 
 
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+def run_concurrently(calls: list[Callable[[], Any]]) -> list[Any]:
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:
@@ -66,7 +66,7 @@ def partial(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("large", [1, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_have_one_order_whatever_is_summed_with_them(
+def test_all_reduce_adds_partial_sums_in_rank_order(
     group: Group, dtype: torch.dtype, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel, "_LARGE_SUM", large)
@@ -80,30 +80,30 @@ def test_sums_have_one_order_whatever_is_summed_with_them(
         assert torch.equal(found, expected.to(dtype)[5:6, 3:])
 
 
-def test_gathers_are_in_the_order_of_ranks(group: Group) -> None:
+def test_leader_gathers_parts_in_rank_order(group: Group) -> None:
     whole = torch.cat([partial(rank) for rank in range(SIZE)], dim=-1)
     leader, *followers = group.each(lambda g: g.gather(partial(g.rank)))
     assert torch.equal(leader, whole)
     assert followers == [None] * (SIZE - 1)
 
 
-def test_agreement(group: Group) -> None:
+def test_ranks_agree_on_the_minimum(group: Group) -> None:
     assert group.each(lambda g: g.minimum(100 - g.rank, "blocks")) == [98] * SIZE
 
 
-def test_two_threads_on_one_group_are_our_bug(group: Group) -> None:
+def test_two_threads_on_one_group_raise_an_invariant_error(group: Group) -> None:
     first = group.ranks[0]
     waiting = threading.Thread(target=lambda: first.barrier("one"))
     waiting.start()
     time.sleep(0.1)
     with pytest.raises(InvariantError, match="tensor-parallel two while another thread uses the group"):
         first.barrier("two")
-    at_once([lambda g=g: g.barrier("one") for g in group.ranks[1:]])  # type: ignore[misc]
+    run_concurrently([lambda g=g: g.barrier("one") for g in group.ranks[1:]])  # type: ignore[misc]
     waiting.join(10.0)
     assert not waiting.is_alive()
 
 
-def test_a_rank_that_does_not_call_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce_times_out_when_other_ranks_do_not_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "OPERATION_TIMEOUT_S", 0.3)
     store = EdgeStore("127.0.0.1")
     group = Group(store.port, 1)
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_call_is_not_awaited_for_ever(monkeypatch: pytest.M
     store.close()
 
 
-def test_a_single_rank_needs_nobody() -> None:
+def test_single_rank_needs_no_peers() -> None:
     alone = TPGroup()
     x = partial(0)
     assert alone.all_reduce(x) is x and alone.gather(x) is x
@@ -122,7 +122,7 @@ def test_a_single_rank_needs_nobody() -> None:
     assert connect(None, Ranks(), torch.device("cpu"), "nowhere").size == 1
 
 
-def test_shares_cover_everything_once() -> None:
+def test_shards_cover_every_index_once() -> None:
     for size in (1, 2, 4, 8):
         ranks = [TPGroup(rank, size) for rank in range(size)]
         assert [i for g in ranks for i in range(*g.part(48, "x").indices(48))] == list(range(48))
@@ -132,7 +132,7 @@ def test_shares_cover_everything_once() -> None:
             assert {rows for _, rows in shards} == {-(-vocab // size)}
 
 
-def test_no_store_no_group() -> None:
+def test_missing_or_unreachable_store_is_refused() -> None:
     with pytest.raises(StartupError, match="MASTER_ADDR and MASTER_PORT"):
         open_store({})
     with pytest.raises(StartupError, match=r"the store at 127\.0\.0\.1:1 does not answer"):

@@ -19,7 +19,9 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("counter", "key", "answer"), KNOWN)
-def test_known_answers(counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, ...]) -> None:
+def test_philox_matches_the_published_answers(
+    counter: tuple[int, int, int, int], key: tuple[int, int], answer: tuple[int, ...]
+) -> None:
     words = philox4x32((np.array([counter[0]] * 3, dtype=np.uint64), *counter[1:]), key)
     assert words.tolist() == [list(answer)] * 3
 

@@ -1,4 +1,4 @@
-"""A cached prefix changes no bit: the schedulers drive a real engine, and what a hit computes is what a miss does."""
+"""A cached prefix changes no bit: the scheduler drives a real engine, and a cache hit computes the same as a miss."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def exact(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Ru
 
 @pytest.mark.parametrize("more", [1, 16, 90])
 @pytest.mark.parametrize("step_tokens", [7, 64, 512])
-def test_hit_computes_the_bits_of_a_miss(exact: Runner, more: int, step_tokens: int) -> None:
+def test_cache_hit_computes_the_same_bits_as_a_miss(exact: Runner, more: int, step_tokens: int) -> None:
     prompt = TURN_1 + random_tokens(more, seed=more)
     miss = prefill(exact, scheduler_of(exact, on=False), make_request("miss", prompt))
     scheduler = scheduler_of(exact, step_tokens=step_tokens)
@@ -78,7 +78,7 @@ def test_hit_computes_the_bits_of_a_miss(exact: Runner, more: int, step_tokens: 
     assert_same(hit, miss)
 
 
-def test_whole_prompt_cached_computes_its_last_block_again_and_leaves_the_shared_one_alone(exact: Runner) -> None:
+def test_fully_cached_prompt_recomputes_its_last_block_without_changing_shared_blocks(exact: Runner) -> None:
     prompt, scheduler = TURN_1[:128], scheduler_of(exact)
     first = prefill(exact, scheduler, make_request("first", prompt))
     shared = scheduler.cache.match(scheduler.cache._key_of.values())
@@ -91,7 +91,7 @@ def test_whole_prompt_cached_computes_its_last_block_again_and_leaves_the_shared
 
 
 def test_eviction_under_pressure_changes_no_bit(exact: Runner) -> None:
-    """Room for one prompt and a half: each evicts a part of the one before it."""
+    """The pool has room for one and a half prompts: each evicts a part of the previous one."""
     prompts = {n: random_tokens(150, seed=n) for n in range(3)}
     alone = {n: prefill(exact, scheduler_of(exact, on=False), make_request("a", p)) for n, p in prompts.items()}
     scheduler = scheduler_of(exact, num_blocks=exact.layout.blocks_for(225))

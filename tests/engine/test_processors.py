@@ -55,7 +55,7 @@ def random_logits(rows: int, seed: int, vocab: int = VOCAB) -> torch.Tensor:
 
 @settings(max_examples=150, deadline=None)
 @given(batch=st.lists(draws(), min_size=1, max_size=5), seed=st.integers(0, 1000))
-def test_equals_the_plain_twin_bit_for_bit_and_leaves_its_input_alone(batch: list[Draw], seed: int) -> None:
+def test_process_matches_the_reference_bit_for_bit_and_leaves_its_input_unchanged(batch: list[Draw], seed: int) -> None:
     logits = random_logits(len(batch), seed)
     before = logits.clone()
     expected = [plain_process(row.tolist(), draw) for row, draw in zip(logits, batch, strict=True)]
@@ -67,13 +67,13 @@ def test_equals_the_plain_twin_bit_for_bit_and_leaves_its_input_alone(batch: lis
 
 @settings(max_examples=300, deadline=None)
 @given(batch=st.lists(draws(), min_size=1, max_size=5), seed=st.integers(0, 1000))
-def test_guesses_that_only_the_device_knows_count_like_known_ones(batch: list[Draw], seed: int) -> None:
-    """With few tokens: draft tokens repeat one another and the output."""
+def test_device_draft_tokens_count_like_known_ones(batch: list[Draw], seed: int) -> None:
+    """With few different tokens, so that draft tokens repeat one another and the output."""
     few = [
         replace(draw, drafts=tuple(t % 6 for t in draw.drafts), sampling=replace(draw.sampling, bad_words=()))
         for draw in batch
     ]
-    draft_tokens = torch.full((len(few), 4), 3)  # what lies behind says nothing
+    draft_tokens = torch.full((len(few), 4), 3)  # entries after a row's draft tokens are ignored
     for row, draw in enumerate(few):
         draft_tokens[row, : len(draw.drafts)] = torch.tensor(draw.drafts, dtype=torch.int64)
     drafted = Drafted(draft_tokens, [len(draw.drafts) for draw in few])
@@ -85,14 +85,14 @@ def test_guesses_that_only_the_device_knows_count_like_known_ones(batch: list[Dr
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(draws(), st.integers(0, 1)), min_size=1, max_size=8), st.integers(1, 3))
 def test_tables_kept_from_step_to_step_never_change_a_result(steps: list[tuple[Draw, int]], limit: int) -> None:
-    """Whatever histories come under one sequence's name: longer, shorter, of another prompt."""
+    """Whatever histories are passed for one sequence: longer, shorter, of another prompt."""
     tables, logits = SeenTables(limit), random_logits(1, 1)
     for draw, name in steps:
         kept = Draw(draw.sampling, 0, draw.output_index, draw.history, draw.drafts, SequenceId(str(name)))
         assert process(logits, [kept], tables).tolist() == process(logits, [draw]).tolist()
 
 
-def test_a_growing_sequence_is_counted_on_and_not_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_a_growing_sequence_are_updated_incrementally(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, prompt = SeenTables(), tuple(range(30))
     params = SamplingParams(frequency_penalty=1.0)
     made: list[int] = []
@@ -106,7 +106,7 @@ def test_a_growing_sequence_is_counted_on_and_not_anew(monkeypatch: pytest.Monke
     assert len(made) == 1
 
 
-def test_drafts_count_as_output() -> None:
+def test_draft_tokens_count_as_output() -> None:
     params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.5, bad_words=((3, 4, 5),), min_tokens=4)
     logits = random_logits(1, 2)
     for cut in range(4):
@@ -130,7 +130,7 @@ def test_batch_mates_do_not_change_a_row() -> None:
         assert torch.equal(together[i : i + 1], process(logits[i : i + 1], [draw]))
 
 
-def test_where_masks_leave_nothing_only_the_allowed_tokens_hold() -> None:
+def test_only_allowed_tokens_apply_when_all_masks_together_would_leave_no_token() -> None:
     logits = random_logits(1, 4)
     history = History((0,), (5,), (5, 6))
     params = SamplingParams(allowed_token_ids=(5, 6), min_tokens=9, temperature=0.0)
@@ -140,7 +140,7 @@ def test_where_masks_leave_nothing_only_the_allowed_tokens_hold() -> None:
     assert sample(logits, [Draw(everything, 0, 0, all_ids)]) == [int(logits[0].argmax())]
 
 
-def test_a_bad_word_is_never_completed_and_its_beginning_is_free() -> None:
+def test_last_token_of_a_bad_word_is_masked_and_its_beginning_is_not() -> None:
     params = SamplingParams(bad_words=((3, 4), (8,)))
     logits = random_logits(1, 5)
 
@@ -148,7 +148,7 @@ def test_a_bad_word_is_never_completed_and_its_beginning_is_free() -> None:
         found = process(logits, [Draw(params, 0, len(output), History((3,), output))])
         return torch.isneginf(found[0]).nonzero().flatten().tolist()
 
-    assert masked() == [8]  # the prompt ends with 3, but a bad word is one of the output
+    assert masked() == [8]  # the prompt ends with 3, but bad words are matched in the output only
     assert masked(3) == [4, 8]
     assert masked(4, 3, 4) == [8]
 
@@ -161,41 +161,41 @@ def by_hf(make: Callable[[], Any], ids: list[int], logits: torch.Tensor) -> torc
     return result
 
 
-def ours(
+def by_baton(
     params: SamplingParams, prompt: tuple[int, ...], output: tuple[int, ...], logits: torch.Tensor
 ) -> torch.Tensor:
     return process(logits, [Draw(params, 0, len(output), History(prompt, output, (2, 9)))])
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
-def test_repetition_penalty_as_transformers_does_it(penalty: float) -> None:
+def test_repetition_penalty_matches_transformers(penalty: float) -> None:
     logits = random_logits(1, 6)
     expected = by_hf(lambda: hf.RepetitionPenaltyLogitsProcessor(penalty), [1, 5, 5, 30], logits)
-    assert torch.equal(ours(SamplingParams(repetition_penalty=penalty), (1, 5), (5, 30), logits), expected)
+    assert torch.equal(by_baton(SamplingParams(repetition_penalty=penalty), (1, 5), (5, 30), logits), expected)
 
 
-def test_min_tokens_as_transformers_does_it() -> None:
+def test_min_tokens_matches_transformers() -> None:
     logits = random_logits(1, 7)
     for length in range(4):
         output = (3,) * length
         make = lambda: hf.MinNewTokensLengthLogitsProcessor(2, 2, torch.tensor([2, 9]))  # noqa: E731
         expected = by_hf(make, [1, 5, *output], logits)
-        assert torch.equal(ours(SamplingParams(min_tokens=2), (1, 5), output, logits), expected)
+        assert torch.equal(by_baton(SamplingParams(min_tokens=2), (1, 5), output, logits), expected)
 
 
-def test_bad_words_as_transformers_does_it() -> None:
+def test_bad_words_match_transformers() -> None:
     logits, words = random_logits(1, 8), [[4], [3, 7], [3, 3, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
     for output in ((), (3,), (3, 3), (7, 3)):
         expected = by_hf(lambda: hf.NoBadWordsLogitsProcessor(words, eos_token_id=None), [10, *output], logits)
         params = SamplingParams(bad_words=tuple(map(tuple, words)))
-        assert torch.equal(ours(params, (10,), output, logits), expected)
+        assert torch.equal(by_baton(params, (10,), output, logits), expected)
 
 
-def test_logit_bias_as_transformers_does_it() -> None:
+def test_logit_bias_matches_transformers() -> None:
     logits, biases = random_logits(1, 9), {3: 5.0, 11: -100.0}
     expected = by_hf(lambda: hf.SequenceBiasLogitsProcessor({(i,): b for i, b in biases.items()}), [1], logits)
     params = SamplingParams(logit_bias=tuple(TokenBias(i, b) for i, b in biases.items()))
-    assert torch.equal(ours(params, (1,), (), logits), expected)
+    assert torch.equal(by_baton(params, (1,), (), logits), expected)
 
 
 WARPERS: dict[str, tuple[dict[str, Any], list[Callable[[], Any]]]] = {
@@ -211,7 +211,7 @@ WARPERS: dict[str, tuple[dict[str, Any], list[Callable[[], Any]]]] = {
 
 @pytest.mark.parametrize("name", WARPERS)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.4])
-def test_survivors_are_those_of_transformers(name: str, temperature: float) -> None:
+def test_survivors_match_transformers(name: str, temperature: float) -> None:
     asked, warpers = WARPERS[name]
     for seed in range(20):
         logits = random_logits(1, seed, 500)
@@ -222,8 +222,8 @@ def test_survivors_are_those_of_transformers(name: str, temperature: float) -> N
         assert survivors(logits[0].numpy(), SamplingParams(temperature=temperature, **asked)).tolist() == expected
 
 
-def test_the_mask_of_allowed_tokens_is_made_once_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for each of its steps: of 150,000 ids that would cost every neighbour."""
+def test_mask_of_allowed_tokens_is_built_once_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each of its steps: for 150,000 ids that would delay every other row of the step."""
     made = 0
     ones = torch.ones
 
@@ -243,10 +243,8 @@ def test_the_mask_of_allowed_tokens_is_made_once_for_a_request(monkeypatch: pyte
     assert made == 2
 
 
-def test_masks_of_many_requests_with_large_lists_stay_and_go_with_their_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """64 lists of 151,936 ids: a bound by the number of ids would make each mask anew in each step."""
+def test_masks_of_large_lists_are_cached_until_their_requests_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 lists of 151,936 ids: a limit on the number of cached ids would rebuild each mask in each step."""
     ids, made = tuple(range(151_936)), 0
     ones = torch.ones
 
@@ -268,7 +266,7 @@ def test_masks_of_many_requests_with_large_lists_stay_and_go_with_their_requests
 
 @pytest.mark.parametrize("allowed", [3, 500, 1000], ids="{} of 1000".format)
 @pytest.mark.parametrize("in_place", [False, True])
-def test_lists_of_any_length_mask_the_same(allowed: int, in_place: bool) -> None:
+def test_lists_of_any_length_mask_all_other_tokens(allowed: int, in_place: bool) -> None:
     ids = tuple(sorted(random.Random(allowed).sample(range(1000), allowed)))
     logits = torch.randn(3, 1000)
     expected = logits.clone()

@@ -1,4 +1,4 @@
-"""Draft tokens of a draft model made in one call against those made by a step for each."""
+"""Draft tokens that a draft model makes in one call, against those made with one step for each."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.support.device_choice import decide
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)
 NUCLEUS = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, seed=1 << 63)
 PENALTY = SamplingParams(temperature=0.0, repetition_penalty=1.3)
-# sampling, tokens that the draft has, tokens that it computes first, draft tokens
+# sampling, tokens whose KV the draft has, tokens that it computes first, number of draft tokens
 WORK = ((GREEDY, 40, 1, 8), (WARM, 3, 5, 1), (NUCLEUS, 90, 16, 5), (GREEDY, 0, 33, 0), (WARM, 15, 1, 3))
-BLOCKS = 9  # of 16 positions, of each sequence
+BLOCKS = 9  # per sequence, of 16 positions each
 
 
 def draft_rows(
     runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ...], *, of_target: bool = False
 ) -> StepPlan:
-    """A plan with a row and a draft row for each; what the draft has is computed, or what the target needs."""
+    """A plan with a draft row for each entry, and a row for each that drafts; computes the KV that exists before it."""
     rows, drafts = [], []
     for number, (sampling, had, behind, count) in enumerate(work):
         sequence, tokens = SequenceId(f"s{number}"), tuple(random_tokens(had + behind, seed=number))
@@ -53,7 +53,7 @@ def draft_tokens(runner: Runner, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
 
 
 def written(runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ...]) -> Tensor:
-    """Keys and values of all layers at the positions that a plan has computed; the last draft token is not."""
+    """Keys and values of all layers at the positions that a plan computes, which exclude the last draft token."""
     parts = []
     for number, (_, had, behind, count) in enumerate(work):
         for cache in (cache for pair in runner.kv.layers for cache in pair):
@@ -77,28 +77,28 @@ def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> tup
 
 
 @pytest.mark.parametrize("work", [WORK, WORK[:1], WORK[1:2], (*WORK, (PENALTY, 20, 2, 4))])
-def test_guesses_and_kv_are_those_of_a_step_for_each(pair: tuple[Runner, Runner], work: tuple) -> None:
+def test_draft_tokens_and_kv_equal_those_of_one_step_for_each(pair: tuple[Runner, Runner], work: tuple) -> None:
     fast, slow = pair
     found, expected = (draft_tokens(runner, draft_rows(runner, work)) for runner in pair)
     assert found == expected and [len(g) for g in found] == [count for *_, count in work if count]
-    # torch's kernels sum otherwise in batches of other rows, as where one is drafted pass by pass beside the others.
+    # torch's kernels sum in another order in batches of other rows, as when one row is drafted pass by pass.
     near = 1e-5 if fast.kernels.startswith("torch") else 0.0
     assert torch.allclose(written(fast, work), written(slow, work), rtol=0, atol=near)
     assert (fast.drafted_at_once, slow.drafted_at_once) == (1, 0)
 
 
-def test_what_changes_logits_is_guessed_pass_by_pass(pair: tuple[Runner, Runner]) -> None:
+def test_rows_with_penalties_are_drafted_pass_by_pass(pair: tuple[Runner, Runner]) -> None:
     fast, _ = pair
     plan = draft_rows(fast, ((PENALTY, 20, 2, 4),))
     assert len(draft_tokens(fast, plan)[0]) == 4 and fast.drafted_at_once == 0
 
 
-def test_only_fills_are_one_step(pair: tuple[Runner, Runner]) -> None:
+def test_plan_that_only_fills_kv_makes_no_drafting_call(pair: tuple[Runner, Runner]) -> None:
     fast, _ = pair
     assert draft_tokens(fast, draft_rows(fast, ((GREEDY, 0, 20, 0),))) == () and fast.drafted_at_once == 0
 
 
-def test_what_does_not_fit_is_refused(pair: tuple[Runner, Runner]) -> None:
+def test_draft_beyond_the_blocks_or_on_an_unsupported_runner_is_refused(pair: tuple[Runner, Runner]) -> None:
     fast, slow = pair
     plan = draft_rows(fast, ((GREEDY, 10, 1, 1),))
     row = Row(SequenceId("s0"), 10, plan.drafts[0].tokens, plan.drafts[0].block_ids, GREEDY, 1)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused(pair: tuple[Runner, Runner]) -> None:
     assert len(propose_pass_by_pass(slow, 1, [(plan.drafts[0], row)])[0]) == 1
 
 
-def test_guesses_are_asked_for_in_the_struct_that_the_kernels_read() -> None:
+def test_draws_are_packed_into_the_struct_that_the_kernels_read() -> None:
     draws = (Draw(NUCLEUS, 3, 7), Draw(WARM, 0, 1 << 31))
     asked = wanted(draws, (5, 9), (8, 2))
     assert len(asked) == 2 * ctypes.sizeof(Wanted)
@@ -121,8 +121,8 @@ def test_guesses_are_asked_for_in_the_struct_that_the_kernels_read() -> None:
     assert (second.draw.key_low, second.draw.output_index, second.row, second.count) == (7, 1 << 31, 9, 2)
 
 
-def test_more_rows_than_memory_is_kept_for_are_guessed_alike(pair: tuple[Runner, Runner]) -> None:
+def test_more_rows_than_the_kept_memory_holds_get_the_same_draft_tokens(pair: tuple[Runner, Runner]) -> None:
     work = tuple((WARM if number % 2 else GREEDY, 3 + number, 1 + number % 3, 1 + number % 4) for number in range(7))
-    for some in (work, work[:4], work[4:]):  # memory that is kept has been used by then
+    for some in (work, work[:4], work[4:]):  # by then the kept memory has been used
         found, expected = (draft_tokens(runner, draft_rows(runner, some)) for runner in pair)
         assert found == expected and len(found) == len(some)

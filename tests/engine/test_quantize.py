@@ -35,7 +35,7 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def test_steps_are_the_nearest_and_use_the_whole_range() -> None:
+def test_int8_steps_are_the_nearest_and_use_the_whole_range() -> None:
     weight = torch.randn(40, 100, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 40)[:, None]
     weight[3] = 0.0
     steps, scale = quantize(weight)
@@ -50,8 +50,8 @@ def test_ties_go_to_the_even_step() -> None:
     assert scale.tolist() == [1.0] and steps.tolist() == [[127, 0, 2, -2, -127]]
 
 
-class Widened(WeightReader):
-    """Gives torch's kernels what int8 weights stand for."""
+class DequantizingReader(WeightReader):
+    """Gives torch's kernels the dequantised int8 weights."""
 
     def __init__(self, *where: Any, int8: bool) -> None:
         super().__init__(*where, int8=True)
@@ -64,13 +64,13 @@ class Widened(WeightReader):
 @compiled
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_float32_logits_equal_the_twin(
+def test_float32_logits_match_torch_with_dequantised_weights(
     checkpoint: Callable[..., Path], variant: str, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir, tokens = checkpoint(**VARIANTS[variant]), random_tokens(150)
     found = all_logits(tiny_runner(model_dir, quantize="int8", exact=exact), tokens, [7, 1, 40, 3])
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "WeightReader", Widened)
+        patch.setattr(loading, "WeightReader", DequantizingReader)
         twin = all_logits(tiny_runner(model_dir, exact=exact, kernels="torch"), tokens, [150])
     assert torch.allclose(found, twin, rtol=0, atol=1e-4)
     full = all_logits(tiny_runner(model_dir), tokens, [150])
@@ -124,7 +124,7 @@ def _scale(projection: Projection) -> Tensor:
 
 
 @compiled
-def test_two_ranks_compute_what_one_does(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+def test_two_ranks_compute_the_logits_of_one(checkpoint: Callable[..., Path], pool: RankPool) -> None:
     model_dir, tokens = checkpoint("llama", bias=True), random_tokens(120)
     expected = all_logits(tiny_runner(model_dir, quantize="int8"), tokens, [120])
     with pool.load(model_dir, 2, quantize="int8") as ranks:
@@ -132,16 +132,16 @@ def test_two_ranks_compute_what_one_does(checkpoint: Callable[..., Path], pool: 
 
 
 @compiled
-def test_layers_take_a_quarter_of_the_memory_of_float32(checkpoint: Callable[..., Path]) -> None:
-    def report(**options: Any) -> Runner:
+def test_int8_layers_use_less_than_a_third_of_the_float32_memory(checkpoint: Callable[..., Path]) -> None:
+    def loaded(**options: Any) -> Runner:
         return tiny_runner(checkpoint("llama"), **options)
 
-    plain, int8 = report(), report(quantize="int8")
+    plain, int8 = loaded(), loaded(quantize="int8")
     table = plain.model_config.vocab_size * plain.model_config.hidden_size * 4
     assert int8.parameter_bytes - table < 0.32 * (plain.parameter_bytes - table)
 
 
-def test_other_devices_and_names_are_refused() -> None:
+def test_int8_on_a_gpu_and_unknown_names_are_refused() -> None:
     check_quantize("int8", CPU)
     check_quantize("none", torch.device("cuda", 0))
     with pytest.raises(StartupError, match="quantize int8 runs on CPU only, not on cuda"):
@@ -150,6 +150,6 @@ def test_other_devices_and_names_are_refused() -> None:
         check_quantize("int3", CPU)
 
 
-def test_without_compiled_kernels_it_is_refused(checkpoint: Callable[..., Path]) -> None:
+def test_int8_without_compiled_kernels_is_refused(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(StartupError, match="quantize int8 needs compiled kernels, and there is only torch"):
         tiny_runner(checkpoint("llama"), quantize="int8", kernels="torch")

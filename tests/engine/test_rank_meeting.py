@@ -1,4 +1,4 @@
-"""Ranks of several nodes meet although some come late, and one that left meanwhile is replaced."""
+"""Ranks of several nodes connect although some arrive late, and a rank that left meanwhile is replaced."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def gather(size: int, timeout_s: float, found: dict[str, Any]) -> tuple[DictStor
     return store, thread
 
 
-def test_who_waits_gets_heartbeats_and_who_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rank_receives_heartbeats_and_a_departed_rank_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_peer, "_NOTICE_S", 0.1)
     found: dict[str, Any] = {}
     store, thread = gather(4, 30.0, found)
     early, left = dial_leader(store, 1), dial_leader(store, 2)
-    received = len(early.receive()) + len(early.receive())  # while the others are awaited
+    received = len(early.receive(0.0)) + len(early.receive(0.0))  # while the leader waits for other ranks
     assert received >= 2
     left.close()
     replaced: Peer | None = None
-    for _ in range(400):  # as long as its leader has not noticed
+    for _ in range(400):  # until the leader has detected that rank 2 left
         try:
             replaced = dial_leader(store, 2)
             break
@@ -48,12 +48,12 @@ def test_who_waits_gets_heartbeats_and_who_left_is_replaced(monkeypatch: pytest.
     thread.join(20)
     assert [peer.rank for peer in found["peers"]] == [1, 2, 3]
     first, _, last_of = (peer.last_received_at for peer in found["peers"])
-    assert last_of - first < 0.05  # whoever came first has not been silent all the while
+    assert last_of - first < 0.05  # the first rank does not count as silent since its hello
     for peer in (early, replaced, last, *found["peers"]):
         peer.close()
 
 
-def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_peer, "_NOTICE_S", 0.05)
     found: dict[str, Any] = {}
     store, thread = gather(3, 0.4, found)

@@ -1,4 +1,4 @@
-"""What ranks say of their options, and what is said of a difference."""
+"""The options that a worker's ranks compare, and the message about a difference."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def options_of(**changed: Any) -> dict[str, str]:
     return must_agree(options, device=torch.device("cpu"), **facts)  # type: ignore[arg-type]
 
 
-def test_ranks_that_are_alike_find_no_difference() -> None:
+def test_ranks_with_compatible_options_find_no_difference() -> None:
     assert (
         difference([options_of(), options_of(kernels="amx", threads=7, host="::1", kv_memory_bytes=1, staging_bytes=9)])
         == ""
     )
 
 
-def test_the_line_names_option_values_and_ranks() -> None:
+def test_message_names_option_values_and_ranks() -> None:
     assert difference([options_of(), options_of(), options_of(quantize="int8")]) == (
         "quantize: none on rank 0 and int8 on rank 2; a worker's ranks need the same"
     )
@@ -40,26 +40,26 @@ def test_the_line_names_option_values_and_ranks() -> None:
     )
 
 
-def test_in_bfloat16_kernels_are_all_torchs_or_all_compiled() -> None:
-    """Torch's ranks exchange bfloat16, compiled ones float32."""
+def test_bfloat16_ranks_must_all_use_torch_or_all_use_compiled_kernels() -> None:
+    """Ranks with torch's kernels exchange bfloat16, those with compiled kernels float32."""
     amx, avx2, torchs = (options_of(dtype="bfloat16", kernels=kernels) for kernels in ("amx", "avx2", "torch"))
     assert difference([amx, avx2]) == "" and difference([options_of(kernels="torch"), options_of()]) == ""
     assert difference([amx, torchs]).startswith("kernels: compiled on rank 0 and torch on rank 1;")
 
 
-def test_the_first_difference_is_the_one_that_explains_the_others() -> None:
+def test_difference_that_explains_the_others_is_reported_first() -> None:
     assert difference([options_of(exact=True), options_of(dtype="bfloat16")]).startswith(
         "exact: on on rank 0 and off on rank 1;"
     )
     assert difference([options_of(), options_of(digest="ab13", max_model_len=512)]).startswith("checkpoint digest")
 
 
-def test_an_option_that_another_version_does_not_know_is_a_difference() -> None:
+def test_option_missing_in_another_version_is_a_difference() -> None:
     assert difference([options_of(), {**options_of(), "more": "1"}]).startswith("more: none on rank 0 and 1 on rank 1;")
     assert difference([{**options_of(), "more": "1"}, options_of()]).startswith("more: 1 on rank 0 and none on rank 1;")
 
 
-def test_every_rank_hears_the_same() -> None:
+def test_every_rank_reports_the_same_difference() -> None:
     store, received = DictStore(), {}
 
     def rank(number: int) -> None:
@@ -78,18 +78,18 @@ def test_every_rank_hears_the_same() -> None:
     )
 
 
-def test_a_rank_that_says_nothing_is_named() -> None:
+def test_silent_rank_is_named() -> None:
     with pytest.raises(StartupError, match=r"rank 1 has not said its options within 0\.1 s"):
         agree(DictStore(), Ranks(0, 2, 0, 2), options_of(), 0.1)
 
 
-def test_a_store_that_is_gone_is_a_lost_rank() -> None:
-    class Gone(DictStore):
+def test_closed_store_raises_rank_lost() -> None:
+    class ClosedStore(DictStore):
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("Connection reset by peer\nand a stack")
 
     with pytest.raises(RankLost, match=r"store of this worker's ranks is gone: Connection reset by peer$"):
-        agree(Gone(), Ranks(0, 2, 0, 2), options_of(), 1.0)
+        agree(ClosedStore(), Ranks(0, 2, 0, 2), options_of(), 1.0)
 
 
 def test_a_single_rank_needs_no_store() -> None:

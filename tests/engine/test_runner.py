@@ -29,7 +29,7 @@ def row(runner: Any, name: str, tokens: list[int], first_block: int, **options: 
     return Row(SequenceId(name, choice=1), 0, tuple(tokens), blocks, **options)
 
 
-def test_step_samples_what_its_logits_say(checkpoint: Callable[..., Path]) -> None:
+def test_step_samples_from_its_logits(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"))
     seeded = SamplingParams(temperature=0.9, top_k=40, seed=5)
     plan = StepPlan(
@@ -52,15 +52,15 @@ def test_step_samples_what_its_logits_say(checkpoint: Callable[..., Path]) -> No
     assert runner.step(plan).sampled == outcome.sampled
 
 
-def test_the_thread_that_computes_has_the_wanted_number_of_threads(checkpoint: Callable[..., Path]) -> None:
-    """OpenMP counts per calling thread, and a new thread starts with all cores; torch passes its own setting on at the
-    thread's first parallel operation. This watches that a step has one before its first oneDNN call."""
+def test_step_sets_the_configured_thread_count_in_its_thread(checkpoint: Callable[..., Path]) -> None:
+    """OpenMP has a thread count per calling thread, and a new thread starts with all cores; torch applies its own
+    setting at the thread's first parallel operation. A step must have one before its first oneDNN call."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = [line.split()[-1] for line in maps if "gomp" in line or "iomp" in line]
     if not loaded:
         pytest.skip("torch without OpenMP")
     openmp = ctypes.CDLL(loaded[0])
-    runner = tiny_runner(checkpoint("llama"), threads=1, kernels="torch")  # compiled ones are told how many
+    runner = tiny_runner(checkpoint("llama"), threads=1, kernels="torch")  # compiled kernels get it as an argument
     counts = []
 
     def compute() -> None:
@@ -74,7 +74,7 @@ def test_the_thread_that_computes_has_the_wanted_number_of_threads(checkpoint: C
     assert counts == [1]
 
 
-def test_a_step_has_pages_taken_ahead_of_its_blocks(checkpoint: Callable[..., Path]) -> None:
+def test_step_allocates_pages_ahead_of_its_blocks(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"), kv_memory_bytes=80 << 20)
     pages = runner.kv.pages
     assert pages is not None and pages.wait(30.0)
@@ -88,11 +88,11 @@ def test_a_step_has_pages_taken_ahead_of_its_blocks(checkpoint: Callable[..., Pa
     assert pages.blocks_warm > start
 
 
-def test_empty_plan(checkpoint: Callable[..., Path]) -> None:
+def test_empty_plan_samples_nothing(checkpoint: Callable[..., Path]) -> None:
     assert tiny_runner(checkpoint("llama")).step(StepPlan(3, ())).sampled == ()
 
 
-def test_facts_and_stages(checkpoint: Callable[..., Path]) -> None:
+def test_loading_reports_its_stages_and_sets_the_runners_facts(checkpoint: Callable[..., Path]) -> None:
     stages: list[str] = []
     from baton.engine.loading import load_runner
     from baton.engine.options import EngineOptions
@@ -108,7 +108,7 @@ def test_facts_and_stages(checkpoint: Callable[..., Path]) -> None:
     assert torch.equal(all_logits(runner, random_tokens(70), [9]), all_logits(runner, random_tokens(70), [70], seed=4))
 
 
-def test_max_model_len(checkpoint: Callable[..., Path]) -> None:
+def test_max_model_len_is_bounded_by_the_model_and_kv_memory(checkpoint: Callable[..., Path]) -> None:
     model_dir = checkpoint("llama")
     assert tiny_runner(model_dir, max_model_len=100).max_model_len == 100
     assert tiny_runner(model_dir, kv_memory_bytes=10 * 16 * 768).max_model_len == 160
@@ -124,18 +124,18 @@ def test_default_kv_memory_is_bounded_by_what_sequences_can_use(checkpoint: Call
 
 
 @pytest.mark.parametrize(("field", "value"), [("device", "tpu"), ("dtype", "float16")])
-def test_unknown_device_or_dtype(checkpoint: Callable[..., Path], field: str, value: str) -> None:
+def test_unknown_device_or_dtype_is_refused(checkpoint: Callable[..., Path], field: str, value: str) -> None:
     with pytest.raises(StartupError, match=f"{field} must be"):
         tiny_runner(checkpoint("llama"), **{field: value})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
-def test_cuda_without_a_gpu(checkpoint: Callable[..., Path]) -> None:
+def test_cuda_without_a_gpu_is_refused(checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(StartupError, match="torch finds no CUDA device"):
         tiny_runner(checkpoint("llama"), device="cuda")
 
 
-def test_dtype_auto() -> None:
+def test_dtype_depends_on_the_option_the_device_and_exact_mode() -> None:
     assert choose_dtype("auto", torch.device("cuda"), exact=False) == "bfloat16"
     assert choose_dtype("auto", torch.device("cpu"), exact=True) == "float32"
     assert choose_dtype("float32", torch.device("cuda"), exact=False) == "float32"
@@ -154,7 +154,7 @@ def test_dtype_auto() -> None:
         ((), "auto", "float32"),
     ],
 )
-def test_dtype_auto_goes_with_the_kernels(
+def test_dtype_auto_depends_on_the_kernels(
     monkeypatch: pytest.MonkeyPatch, levels: tuple[str, ...], kernels: str, dtype: str
 ) -> None:
     monkeypatch.setattr(device_module, "cpu_multiplies_bfloat16", lambda: False)
@@ -166,7 +166,7 @@ def test_dtype_auto_goes_with_the_kernels(
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
-def test_checkpoints_in_half_precision_are_computed_in_float32_exactly(
+def test_half_precision_checkpoints_computed_in_float32_match_transformers(
     checkpoint: Callable[..., Path], stored: str
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -208,10 +208,10 @@ def test_bfloat16_is_deterministic(checkpoint: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_memory_bytes": 64 << 10, "max_model_len": 20}])
-def test_the_steps_that_load_a_gpus_kernels_fit_and_sample_in_every_way(
+def test_steps_that_load_gpu_kernels_fit_any_pool_and_use_every_sampling_option(
     checkpoint: Callable[..., Path], options: dict[str, int]
 ) -> None:
-    """Only a GPU takes them at load; their plans must fit any model and any pool."""
+    """They run at load on a GPU only; their plans must fit any model and any pool."""
     runner = tiny_runner(checkpoint("llama"), kernels="torch", **options)
     plans = load_kernels(runner)
     assert [len(runner.step(plan).sampled) for plan in plans] == [1, 2, 1]

@@ -31,7 +31,7 @@ DRAWS = st.builds(Draw, PARAMS, choice=st.integers(0, 3), output_index=st.intege
 
 @settings(max_examples=60, deadline=None)
 @given(draws=st.lists(DRAWS, min_size=1, max_size=4), seed=st.integers(0, 1000), coarse=st.booleans())
-def test_equals_the_plain_twin_on_mixed_batches(draws: list[Draw], seed: int, coarse: bool) -> None:
+def test_sampler_matches_the_reference_on_mixed_batches(draws: list[Draw], seed: int, coarse: bool) -> None:
     logits = torch.randn(len(draws), 300, generator=torch.Generator().manual_seed(seed)) * 3
     if coarse:
         logits = logits.round()  # many ties
@@ -81,7 +81,7 @@ def test_top_k_cuts_ties_by_id_and_keeps_exactly_k() -> None:
     assert survivors(logits, SamplingParams(top_k=4)).tolist() == [0, 1, 2, 50]
 
 
-def test_top_p_is_taken_after_top_k_and_temperature() -> None:
+def test_top_p_is_applied_after_top_k_and_temperature() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     assert survivors(logits, SamplingParams(top_p=0.6)).tolist() == [0, 1]
     assert survivors(logits, SamplingParams(top_p=0.5, top_k=2)).tolist() == [0]  # 0.4 / 0.7 is enough
@@ -108,12 +108,12 @@ def test_masked_tokens_never_survive() -> None:
         assert survivors(logits, params).tolist() == [3, 20]
 
 
-def test_top_p_over_a_flat_vocabulary_grows_until_it_has_enough() -> None:
+def test_top_p_keeps_enough_tokens_of_a_flat_distribution() -> None:
     logits = np.zeros(20_000, dtype=np.float32)
     assert len(survivors(logits, SamplingParams(top_p=0.75))) == 15_000
 
 
-def test_infinite_logits_below_never_win() -> None:
+def test_tokens_with_a_logit_of_minus_infinity_are_never_sampled() -> None:
     logits = torch.full((1, 64), -torch.inf)
     logits[0, 9] = -3.0
     for params in (SamplingParams(seed=1), SamplingParams(top_p=0.9), SamplingParams(top_k=5, top_p=0.9)):
@@ -156,7 +156,7 @@ def test_tokens_are_drawn_from_the_exact_softmax(params: SamplingParams, noise: 
     assert chi_square_holds(np.bincount(winners, minlength=len(kept)), probabilities)
 
 
-def test_sample_as_a_whole_draws_from_the_exact_softmax() -> None:
+def test_sample_draws_from_the_exact_softmax() -> None:
     count = 2_000
     for params in CASES[1::2]:
         logits, kept, probabilities = distribution(params)
@@ -167,7 +167,7 @@ def test_sample_as_a_whole_draws_from_the_exact_softmax() -> None:
 
 
 def distribution(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Raw logits, the tokens that may be drawn, and their exact probabilities: by the plain twin."""
+    """Raw logits, the tokens that may be drawn, and their exact probabilities, computed by the plain twin."""
     logits = np.random.default_rng(4).normal(0, 1.5, 16).astype(np.float32)
     processed = plain_process(logits.tolist(), Draw(params, 0, 4, HISTORY))
     kept = np.array(plain_survivors(processed, params))
@@ -176,7 +176,7 @@ def distribution(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def chi_square_holds(found: np.ndarray, probabilities: np.ndarray) -> bool:
-    """Seeds are fixed; with another seed each use fails once in 10,000 times. The limit is after Wilson and Hilferty:
+    """Seeds are fixed; with random ones each use fails once in 10,000 times. The limit follows Wilson and Hilferty:
     the cube root of chi-square / freedom is nearly normal, and 3.72 is its 0.9999 quantile."""
     expected = found.sum() * probabilities
     statistic = float(((found - expected) ** 2 / expected).sum())
@@ -184,7 +184,7 @@ def chi_square_holds(found: np.ndarray, probabilities: np.ndarray) -> bool:
     return statistic < freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-def test_noised_logits_decide_the_token() -> None:
+def test_sampled_token_is_the_argmax_of_the_noised_logits() -> None:
     logits = torch.randn(1, 500, generator=torch.Generator().manual_seed(8))
     for index in range(20):
         draw = Draw(SamplingParams(temperature=0.9, top_p=0.95, seed=3), 0, index)

@@ -1,4 +1,4 @@
-"""The compiled sampler and the one for a GPU (in Triton's interpreter) against the plain one: the same token wherever
+"""The compiled sampler and the GPU sampler (in Triton's interpreter) against the plain one: the same token wherever
 they decide, and they decide nearly always."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRITON = "triton"
 SMALL_VOCABS, VOCABS = (1, 3, 65), (1, 3, 17, 64, 65, 333, 4096)
 
 
-def way(name: str) -> Choose:
+def load_sampler(name: str) -> Choose:
     if name != TRITON:
         return chooser(native.load(name))
     pytest.importorskip("triton")
@@ -35,17 +35,17 @@ def way(name: str) -> Choose:
 
 @pytest.fixture(params=[*float32_levels(), TRITON])
 def choose(request: pytest.FixtureRequest) -> Choose:
-    return way(request.param)
+    return load_sampler(request.param)
 
 
 @pytest.fixture(params=float32_levels())
 def compiled(request: pytest.FixtureRequest) -> Choose:
-    return way(request.param)
+    return load_sampler(request.param)
 
 
 def every_case() -> list[object]:
-    """Triton's interpreter takes seconds for each: of small vocabularies all at once, one of top_p and the plain draw
-    in every run."""
+    """Triton's interpreter takes seconds per case: it gets small vocabularies only, and in every run only the case with
+    all parameters, one with top_p and the plain draw."""
     found = [
         pytest.param(level, p, v, id=f"{level}-{p}-{v}") for level in float32_levels() for p in PARAMS for v in VOCABS
     ]
@@ -58,8 +58,8 @@ def every_case() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "params", "vocab"), every_case())
-def test_same_token_as_the_plain_sampler(name: str, params: dict[str, float], vocab: int) -> None:
-    choose, undecided = way(name), set()
+def test_sampler_chooses_the_token_of_the_plain_sampler(name: str, params: dict[str, float], vocab: int) -> None:
+    choose, undecided = load_sampler(name), set()
     for kind, row in rows(vocab).items():
         draws = [
             Draw(SamplingParams(**{"temperature": 0.8, "seed": 2**63 + 77 * index, **params}), index % 3, index)
@@ -71,7 +71,7 @@ def test_same_token_as_the_plain_sampler(name: str, params: dict[str, float], vo
                 undecided.add(kind)
             else:
                 assert token == plain(row, draw), (kind, draw)
-    # Sums that meet top_p to the last bit are common among equal weights, and nowhere else; of float32 sums near ones.
+    # Sums that equal top_p to the last bit occur among equal weights only; with float32 sums, near matches too.
     if name == TRITON:
         assert undecided <= ({"equal"} if params.get("top_k") == 50 else set())
     else:
@@ -81,20 +81,20 @@ def test_same_token_as_the_plain_sampler(name: str, params: dict[str, float], vo
 @pytest.mark.parametrize(
     "params",
     [
-        {"top_p": 0.5},  # of 4 equal weights 2 are just enough
+        {"top_p": 0.5},  # 2 of 4 equal weights are just enough
         {"min_p": float(np.exp(-1.0))},
-        {"temperature": 1e-12},  # noise less than float64 tells apart beside 20.0
+        {"temperature": 1e-12},  # noise below the float64 resolution at 20.0
     ],
     ids=str,
 )
-def test_what_is_too_close_is_left_to_the_plain_sampler(params: dict[str, float], choose: Choose) -> None:
+def test_draws_too_close_to_decide_fall_back_to_the_plain_sampler(params: dict[str, float], choose: Choose) -> None:
     row = torch.tensor([[20.0, 20.0, 20.0, 20.0 if "top_p" in params or "temperature" in params else 19.0]])
     draw = Draw(SamplingParams(**{"temperature": 1.0, "seed": 1, **params}), 0, 0)
     assert choose(row, [draw]) == [None]
     assert sample(row, [draw], None, choose) == sample(row, [draw])
 
 
-def test_what_is_no_number_is_left_to_the_plain_sampler(choose: Choose) -> None:
+def test_rows_of_nan_or_infinite_logits_fall_back_to_the_plain_sampler(choose: Choose) -> None:
     draw = Draw(SamplingParams(temperature=1.0), 0, 0)
     for bad in (np.nan, np.inf):
         row = torch.zeros(1, 100)
@@ -103,7 +103,7 @@ def test_what_is_no_number_is_left_to_the_plain_sampler(choose: Choose) -> None:
     assert choose(torch.full((1, 100), -torch.inf), [draw]) == [None]
 
 
-def test_of_equal_logits_the_lowest_id_wins_and_a_zero_has_no_sign(choose: Choose) -> None:
+def test_lowest_id_wins_among_equal_logits_and_zeros_of_either_sign(choose: Choose) -> None:
     greedy = Draw(SamplingParams(temperature=0.0), 0, 0)
     logits = torch.tensor([[1.0, 3.0, 3.0], [-0.0, 0.0, -1.0], [0.0, -0.0, 0.0]])
     assert choose(logits, [greedy] * 3) == [1, 0, 0]
@@ -114,8 +114,8 @@ def test_of_equal_logits_the_lowest_id_wins_and_a_zero_has_no_sign(choose: Choos
 
 
 @pytest.mark.parametrize("temperature", [1.5e-6, 5e-6])
-def test_of_logits_that_noise_hardly_parts_the_same_one_wins(compiled: Choose, temperature: float) -> None:
-    """Their noise is less than float32 tells apart beside them."""
+def test_compiled_sampler_agrees_when_noise_is_below_float32_resolution(compiled: Choose, temperature: float) -> None:
+    """The noise is below the float32 resolution at these logits."""
     row = np.full(1000, 20.0, dtype=np.float32)
     draws = [Draw(SamplingParams(temperature=temperature, seed=1), 0, index) for index in range(300)]
     tokens = compiled(torch.from_numpy(row).expand(300, -1), draws)
@@ -125,9 +125,9 @@ def test_of_logits_that_noise_hardly_parts_the_same_one_wins(compiled: Choose, t
 
 @pytest.mark.parametrize("vocab", [4096, 49_152])
 @pytest.mark.parametrize("beyond", [-3e-7, -3e-9, 3e-9, 3e-7])
-def test_a_cut_that_float32_cannot_place_is_placed(compiled: Choose, vocab: int, beyond: float) -> None:
-    """The likeliest token alone just reaches top_p, or just does not; a fifth of all is in tokens whose weights are not
-    summed in float64 where that is not needed."""
+def test_top_p_cut_is_exact_where_float32_sums_cannot_decide(compiled: Choose, vocab: int, beyond: float) -> None:
+    """The likeliest token alone barely reaches top_p, or barely does not; a fifth of the total weight is in tokens
+    whose weights are summed in float64 only if that is needed."""
     row = np.full(vocab, np.log(0.5 / vocab), dtype=np.float32) + np.arange(vocab, dtype=np.float32) % 7 * 1e-3
     row[77], row[500] = 0.0, np.log(0.9)
     total = np.exp(row.astype(np.float64)).sum()
@@ -138,9 +138,9 @@ def test_a_cut_that_float32_cannot_place_is_placed(compiled: Choose, vocab: int,
     assert set(tokens) == ({77} if beyond < 0 else {77, 500})
 
 
-def test_a_mixed_batch_through_sample(choose: Choose) -> None:
+def test_mixed_batch_gets_the_tokens_of_the_plain_sampler(choose: Choose) -> None:
     logits = torch.randn(8, 2500, generator=torch.Generator().manual_seed(0)) * 4
-    logits[5, ::2] = logits[5, 1::2]  # every value twice: cuts fall among equal ones
+    logits[5, ::2] = logits[5, 1::2]  # every value occurs twice, so cuts fall among equal values
     settings = [
         SamplingParams(temperature=0.0),
         SamplingParams(seed=3),
@@ -152,7 +152,7 @@ def test_a_mixed_batch_through_sample(choose: Choose) -> None:
     assert sample(logits, draws, None, choose) == sample(logits, draws)
 
 
-def test_undecided_draws_fall_back() -> None:
+def test_undecided_draws_fall_back_to_the_plain_sampler() -> None:
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
     draws = [Draw(SamplingParams(seed=i), 0, i) for i in range(3)]
     asked: list[int] = []
@@ -168,7 +168,7 @@ def test_undecided_draws_fall_back() -> None:
 @pytest.mark.parametrize("level", float32_levels())
 @pytest.mark.parametrize("vocab", [1, 7, 8, 9, 16, 17, 333, 4096])
 @pytest.mark.parametrize("padding", [0, 3], ids=["as_packed", "whole_words"])
-def test_a_compiled_mask_takes_out_what_the_plain_one_does_and_nothing_behind(
+def test_compiled_mask_equals_the_plain_mask_and_writes_nothing_beyond_its_row(
     level: str, vocab: int, padding: int
 ) -> None:
     draw = np.random.default_rng(vocab)

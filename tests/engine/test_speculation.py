@@ -1,5 +1,5 @@
-"""Speculation on real engines in exact mode: whoever draft tokens, however many, the tokens are those of plain
-decoding."""
+"""Speculation on real engines in exact mode: whatever makes the draft tokens, and however many, the tokens are those of
+plain decoding."""
 
 from __future__ import annotations
 
@@ -67,14 +67,16 @@ def plain(target: Runner) -> Run:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [0, 1, 4, 8])
-def test_same_tokens_as_plain(target: Runner, draft: Runner, plain: Run, kind: str, length: int) -> None:
+def test_speculation_yields_the_tokens_of_plain_decoding(
+    target: Runner, draft: Runner, plain: Run, kind: str, length: int
+) -> None:
     run = decode_all(target, requests(12), speculation=speculation(kind, draft, length), draft=draft, batch=3)
     assert run.outputs == plain.outputs
     assert run.counters.drafted_tokens > 0
     assert run.steps < plain.steps * 4 / 3 or kind == "ngram"
 
 
-def test_more_than_a_quarter_of_the_real_drafts_guesses_are_right(target: Runner, draft: Runner) -> None:
+def test_more_than_a_quarter_of_the_draft_models_tokens_are_accepted(target: Runner, draft: Runner) -> None:
     some = [replace(r, sampling=SamplingParams(temperature=0.0)) for r in requests(4, length=60)]
     run = decode_all(target, some, speculation=speculation("model", draft, 1), draft=draft)
     assert run.counters.accepted_tokens > run.counters.drafted_tokens / 4
@@ -99,7 +101,9 @@ class Oracle(SpeculativeEngine):
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_drafter_that_is_always_right_or_always_wrong(target: Runner, draft: Runner, plain: Run, right: bool) -> None:
+def test_always_right_and_always_wrong_drafters_do_not_change_tokens(
+    target: Runner, draft: Runner, plain: Run, right: bool
+) -> None:
     some = requests(12) if right else requests(3, length=96)
     if not right:
         plain = decode_all(target, some, batch=3)
@@ -115,8 +119,10 @@ def test_drafter_that_is_always_right_or_always_wrong(target: Runner, draft: Run
 
 
 @pytest.mark.parametrize("kind", ["none", *KINDS])
-def test_same_tokens_in_half_the_pool(target: Runner, draft: Runner, plain: Run, kind: str) -> None:
-    """Blocks for about half of what the batch needs: sequences are preempted, computed again, and all finish."""
+def test_speculation_yields_the_same_tokens_in_half_the_pool(
+    target: Runner, draft: Runner, plain: Run, kind: str
+) -> None:
+    """The pool has half of the blocks that the batch needs: sequences are preempted, recomputed, and all finish."""
     run = decode_all(
         target,
         requests(12),
@@ -131,7 +137,7 @@ def test_same_tokens_in_half_the_pool(target: Runner, draft: Runner, plain: Run,
     assert run.longest_silence_s < 30.0
 
 
-def test_every_request_tells_its_own_share(target: Runner, draft: Runner) -> None:
+def test_every_request_has_speculation_stats_and_draft_tokens_add_up(target: Runner, draft: Runner) -> None:
     drafting, stats = speculation("model", draft, 2), {}
     outcomes: list[StepOutcome] = []
     engine = SpeculativeEngine(target, draft)
@@ -143,10 +149,10 @@ def test_every_request_tells_its_own_share(target: Runner, draft: Runner) -> Non
 
     engine.step = step  # type: ignore[method-assign]
 
-    def listen(scheduler: object) -> None:
+    def record_stats(scheduler: object) -> None:
         stats.update({i: e.speculation for i, e in scheduler._entries.items()})  # type: ignore[attr-defined]
 
-    run = decode_all(target, requests(2), speculation=drafting, engine=engine, each_step=listen)
+    run = decode_all(target, requests(2), speculation=drafting, engine=engine, each_step=record_stats)
     assert sum(len(g) for o in outcomes for g in o.draft_tokens) == run.counters.drafted_tokens
     assert all(o.draft_s > 0.0 for o in outcomes if any(o.draft_tokens))
     assert {i.request_id for i in stats} == {"r0", "r1"}

@@ -1,4 +1,4 @@
-"""Kernels of level `amx` where there are no tiles: the library compiled against tiles_emulated.h, for avx512_bf16."""
+"""Kernels of level `amx` on processors without tiles: the library is compiled for avx512_bf16 with tiles_emulated.h."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ emulated_kind = pytest.param(EMULATED, torch.bfloat16, marks=needs_emulation, id
 
 @cache
 def emulated(*defines: str) -> Kernels:
-    """Kept in the cache as those of any level are."""
+    """Compiles and loads kernels with emulated tiles; the library is cached like that of any level."""
     header = hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:16]
     flags = ("-include", str(_HEADER), f"-DTILES_HEADER=0x{header}", *(f"-D{name}" for name in defines))
     with pytest.MonkeyPatch.context() as patch:
@@ -34,12 +34,12 @@ def emulated(*defines: str) -> Kernels:
 
 
 def load(level: str) -> Kernels:
-    """`native.load`, and those here by their names."""
+    """`native.load`, extended by the emulated kernels under their names."""
     return emulated(*_DEFINES[level]) if level in _DEFINES else native.load(level)
 
 
 def products(kernels: Kernels) -> int:
-    """How many products of emulated tiles this thread has made with them."""
+    """How many products of emulated tiles this thread has computed with these kernels."""
     count = kernels._library.tiles_products
     count.restype = ctypes.c_int64
     return int(count())

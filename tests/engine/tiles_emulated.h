@@ -1,9 +1,9 @@
-// AMX tiles in plain C++, as Intel's manual defines LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TILERELEASE and TDPBF16PS
-// (Software Developer's Manual, volume 2), for processors that have none. Included before anything else, it takes the names
-// of the intrinsics, and that of the system call by which a process asks for tiles. A use that the processor would refuse
-// ends the process.
+// AMX tiles in plain C++, as Intel's manual defines LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TILERELEASE and
+// TDPBF16PS (Software Developer's Manual, volume 2), for processors without them. Included before everything else, it
+// replaces the intrinsics, and the system call by which a process requests tiles. A use that the processor would reject
+// aborts the process.
 //
-// TILES_OTHER_ORDER sums even and odd elements in one chain, as no such processor is known to do.
+// TILES_OTHER_ORDER sums even and odd elements in one chain, which no known processor does.
 #pragma once
 
 #include <immintrin.h>
@@ -22,7 +22,7 @@ struct Tile {
   alignas(64) uint8_t at[16][64] = {};
 };
 
-// Hidden, so that each library has its own.
+// Hidden, so that each library has its own copy.
 [[gnu::visibility("hidden")]] inline thread_local Tile tiles[8];
 [[gnu::visibility("hidden")]] inline thread_local int64_t products = 0;
 
@@ -110,7 +110,7 @@ inline void dot_product(int sum, int left, int right) {
 
 }  // namespace emulated
 
-// Products so far, of this thread: shows what goes through tiles.
+// Products computed so far by this thread: shows what is computed in tiles.
 extern "C" [[gnu::used]] inline int64_t tiles_products() { return emulated::products; }
 
 #undef _tile_loadconfig

@@ -75,7 +75,7 @@ def test_sums_over_ranks_have_the_bits_of_the_plain_ones(dtype: torch.dtype, ran
 
 
 @pytest.mark.parametrize("num_bytes", [4, 100_000, 4 << 20])
-def test_checksums_of_the_device_are_those_of_the_plain_twin(num_bytes: int) -> None:
+def test_checksums_on_the_device_match_the_reference(num_bytes: int) -> None:
     from baton.transfer.checksum import device_checksum, plain_device_checksum
 
     num_bytes = min(num_bytes, 200_000) if REHEARSAL else num_bytes

@@ -48,7 +48,7 @@ def test_a_mixed_batch_in_bfloat16_is_finite_and_repeatable(tmp_path: Path, arch
 def test_tokens_chosen_on_the_device_are_those_of_the_plain_sampler(params: dict[str, float]) -> None:
     from baton.engine.kernels.sampling import decide
 
-    count = 2 if REHEARSAL else 40  # Triton's interpreter takes its time
+    count = 2 if REHEARSAL else 40  # Triton's interpreter is slow
     for vocab in (65,) if REHEARSAL else (65, 4096):
         for name, row in rows(vocab).items():
             draws = [
@@ -72,8 +72,8 @@ def test_captured_decode_steps_equal_launched_ones(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_guesses_made_at_once_are_those_of_a_step_for_each(tmp_path: Path) -> None:
-    """In float32, where passes of other rows differ by too little to change a token of these."""
+def test_draft_tokens_of_one_call_equal_those_of_one_step_for_each(tmp_path: Path) -> None:
+    """In float32, where passes with other rows differ by too little to change any of these tokens."""
     model_dir = make_checkpoint(tmp_path, "llama")
     fast, slow = (tiny_runner(model_dir, device=DEVICE) for _ in range(2))
     assert fast.drafts_at_once or REHEARSAL
@@ -84,7 +84,7 @@ def test_guesses_made_at_once_are_those_of_a_step_for_each(tmp_path: Path) -> No
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """torch raises where the host waits for the device without having been asked to."""
+    """Makes torch raise an error when the host waits for the device implicitly."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -94,15 +94,15 @@ def no_waits() -> Iterator[None]:
 
 @pytest.mark.skipif(REHEARSAL, reason="the CPU computes a step when it is launched")
 def test_a_step_with_a_draft_waits_once(tmp_path: Path) -> None:
-    """From the draft's first pass to the copies nothing makes the host wait, or torch would say so. In float32, as
-    above."""
+    """From the draft's first pass to the copies nothing makes the host wait, or torch would raise an error. In float32,
+    as above."""
     model_dir = make_checkpoint(tmp_path, "llama")
     target, draft = (tiny_runner(model_dir, device=DEVICE, decode_rows=8) for _ in range(2))
     for work in (WORK, (*WORK, (PENALTY, 20, 2, 4)), WORK[:1]):
         plan = draft_rows(draft, work)
         assert plan == draft_rows(target, work, of_target=True)
         engine = SpeculativeEngine(target, draft)
-        engine.step(plan)  # captures what shapes there are
+        engine.step(plan)  # warm-up of these shapes
         before = target.launches.waits
         with no_waits():
             found = engine.step(plan)

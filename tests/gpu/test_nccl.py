@@ -21,19 +21,19 @@ FREED_S = 5.0
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
-def test_tokens_are_those_of_one_rank(prefill_tp: int, decode_tp: int, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_rank(prefill_tp: int, decode_tp: int, tmp_path: Path) -> None:
     model = eight_heads(tmp_path / "m", 4)
     flags = {**one_gpu_settings(), "prefill_tp": prefill_tp, "decode_tp": decode_tp}
     asyncio.run(same_tokens_as_one_rank(model, **flags))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_silent_peer_costs_one_edge_and_it_is_built_again(how: signal.Signals, tmp_path: Path) -> None:
+def test_cluster_recovers_from_a_killed_or_stopped_decode_worker(how: signal.Signals, tmp_path: Path) -> None:
     asyncio.run(silent_peer(how, eight_heads(tmp_path / "m", 4)))
 
 
 async def silent_peer(how: signal.Signals, model: Path) -> float:
-    """The seconds until the coordinator said that the worker is lost."""
+    """Returns the seconds until the coordinator no longer reports the worker as ready."""
     with cluster(model, **one_gpu_settings(), decode=2, step_tokens=32) as running:
         async with Client(running) as client:
             await client.complete(prompts()[3], 8)

@@ -16,12 +16,12 @@ ON_GPU = pytest.mark.gpu(rehearsed=True)
 
 
 def one_gpu_settings() -> dict[str, Any]:
-    """For `tests.support.cluster.cluster`: workers that may share one GPU over NCCL."""
+    """Settings for `tests.support.cluster.cluster` with which workers may share one GPU over NCCL."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {
         "program": (sys.executable, "-m", "tests.support.one_gpu_up"),
-        "env": {"PYTHONPATH": path},  # workers are started where nothing of the working directory can be imported
+        "env": {"PYTHONPATH": path},  # PYTHONSAFEPATH keeps workers from importing from the working directory
         "served_model_name": "m",
         "dtype": "float32",
         "device": DEVICE,

@@ -1,4 +1,4 @@
-"""The agent of a worker: what its ranks are given, how their ends become one, and what it leaves behind."""
+"""The agent of a worker: what it passes to its ranks, how it combines their exits, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from launch.agent import KILL_DELAY_S, Job, first_failure, parse_job
 from launch.failure import find_box
 from launch.plan import local_topology, make_plan
 from launch.up_config import UpConfig
-from tests.support.processes import wait_gone
+from tests.support.processes import wait_until_exited
 
 ROOT = Path(__file__).parents[2]
 LOST = "rank 1 is silent for 4.2 s"
 
 
-def test_it_takes_the_flags_of_torchrun() -> None:
+def test_agent_accepts_the_flags_of_torchrun() -> None:
     flags = "--nnodes 2 --node_rank=1 --nproc-per-node 4 --master-addr [::1] --master-port 9000 --max-restarts 0"
     job = parse_job([*flags.split(), "-m", "prefill", "--nnodes", "7", "-m", "x"])
     assert job == Job("prefill", ("--nnodes", "7", "-m", "x"), 2, 1, 4, "::1", 9000)
@@ -57,13 +57,13 @@ def test_it_takes_the_flags_of_torchrun() -> None:
         ("-m --nnodes", "-m must name the program"),
     ],
 )
-def test_flags_that_make_no_sense_are_named(flags: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused_with_the_reason(flags: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse_job(flags.split())
     assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
-def test_the_plan_and_the_scripts_speak_to_it() -> None:
+def test_plan_and_scripts_pass_flags_that_the_agent_accepts() -> None:
     made = make_plan(local_topology(UpConfig(prefill_tp=2, decode_tp=1), [0, 1], ()), "/m", "m")
     assert [parse_job([*made.agent_flags(p), "-m", "x"]).ranks for p in made.parts] == [2, 1]
     for role in ("prefill", "decode"):
@@ -89,12 +89,12 @@ def end(number: int, code: int, reason: str = "", hung: str = "") -> Any:
         ([end(0, -9, hung="it hung")], 0),
     ],
 )
-def test_the_box_is_about_the_rank_that_failed_of_its_own_accord(ends: list[Any], first: int) -> None:
+def test_failure_box_is_about_the_rank_that_caused_the_failure(ends: list[Any], first: int) -> None:
     assert first_failure(ends).number == first
 
 
 class Agent:
-    """A real agent above a program that the test writes."""
+    """A real agent that runs a program written by the test."""
 
     def __init__(self, where: Path, code: str, ranks: int, flags: tuple[str, ...] = (), **variables: str) -> None:
         (where / "the_rank.py").write_text(f"import os, sys, time, signal\nimport baton.process as p\n{code}")
@@ -153,7 +153,9 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
         ("p.die_with_parent(); assert os.getsid(0) == os.getpid() and '' not in sys.path", 0, ""),
     ],
 )
-def test_it_ends_as_its_rank_and_says_why(agent: Any, code: str, expected: int, shown: str) -> None:
+def test_agent_exits_with_the_code_of_its_rank_and_reports_the_reason(
+    agent: Any, code: str, expected: int, shown: str
+) -> None:
     made = agent(code)
     assert made.ends() == expected, made.output
     if shown:
@@ -161,7 +163,7 @@ def test_it_ends_as_its_rank_and_says_why(agent: Any, code: str, expected: int, 
         assert made.output.rstrip().endswith("┘")
 
 
-def test_ranks_are_given_a_place_to_meet_and_rank_0_keeps_the_place(agent: Any) -> None:
+def test_ranks_receive_a_rendezvous_address_and_rank_0_its_listening_socket(agent: Any) -> None:
     made = agent("""
 import socket
 where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -176,8 +178,8 @@ else:
     assert made.ends() == 0, made.output
 
 
-def test_a_rank_that_outlives_a_failed_one_is_killed(agent: Any) -> None:
-    """And it is not in the box: who noticed knows why."""
+def test_rank_that_keeps_running_after_another_failed_is_killed(agent: Any) -> None:
+    """It is not in the box: the rank that detected the failure reports the cause."""
     made = agent(f"""
 if os.environ["RANK"] == "1":
     time.sleep(600)
@@ -190,7 +192,7 @@ os._exit(4)
     assert "rank 0 of 2" in made.box and LOST in made.box and "memory ran out" not in made.box
 
 
-def test_a_rank_without_a_sign_of_life_is_killed(agent: Any, tmp_path: Path) -> None:
+def test_rank_without_heartbeats_is_killed(agent: Any, tmp_path: Path) -> None:
     hasty = "import launch.agent as a, sys; a.HANG_S = 2.0; a.main()"
     (tmp_path / "the_rank.py").write_text("import baton.process as p, time; p.beat_to_agent(); time.sleep(600)")
     words = [sys.executable, "-P", "-c", hasty, "-m", "the_rank"]
@@ -219,21 +221,21 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_the_first_signal_drains(agent: Any, number: int) -> None:
+def test_first_signal_drains_the_ranks(agent: Any, number: int) -> None:
     made = agent(DRAINS, 2)
     made.until(lambda: made.output.count("runs") == 2)
     made.process.send_signal(number)
     assert made.ends() == 0 and made.output.count("drained") == 2
 
 
-def test_ranks_that_still_load_end_well_at_a_signal(agent: Any) -> None:
+def test_signal_while_ranks_load_ends_them_with_code_0(agent: Any) -> None:
     made = agent("print('runs', flush=True); time.sleep(600)")
     made.until(lambda: "runs" in made.output)
     made.process.terminate()
     assert made.ends() == 0 and not made.box
 
 
-def test_a_second_signal_kills(agent: Any) -> None:
+def test_second_signal_kills_the_ranks(agent: Any) -> None:
     made = agent("signal.signal(signal.SIGTERM, signal.SIG_IGN); print('runs', flush=True); time.sleep(600)")
     made.until(lambda: "runs" in made.output)
     (rank,) = children(made.process.pid)
@@ -244,22 +246,22 @@ def test_a_second_signal_kills(agent: Any) -> None:
     assert made.ends() == 128 + signal.SIGINT and not Path(f"/proc/{rank}").exists()
 
 
-def test_what_a_failed_rank_had_started_ends_too(agent: Any, tmp_path: Path) -> None:
+def test_child_processes_of_a_failed_rank_are_ended(agent: Any, tmp_path: Path) -> None:
     made = agent("import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=open('pid', 'w')); sys.exit(1)")
     assert made.ends() == 1
-    wait_gone([int((tmp_path / "pid").read_text())])
+    wait_until_exited([int((tmp_path / "pid").read_text())])
 
 
-def test_kill_9_takes_the_ranks_along(agent: Any) -> None:
+def test_ranks_end_when_the_agent_is_killed(agent: Any) -> None:
     made = agent("p.die_with_parent(); print('runs', flush=True); time.sleep(600)", 2)
     made.until(lambda: made.output.count("runs") == 2)
     ranks = children(made.process.pid)
     made.process.kill()
     made.process.wait()
-    wait_gone(ranks)
+    wait_until_exited(ranks)
 
 
-def test_a_port_that_is_taken_is_named(agent: Any) -> None:
+def test_port_in_use_is_named_in_the_error(agent: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         made = agent("", 2, "--master-port", port)
@@ -267,11 +269,11 @@ def test_a_port_that_is_taken_is_named(agent: Any) -> None:
     assert f"the ranks cannot meet at 127.0.0.1 port {port} (MASTER_ADDR, MASTER_PORT): Address already" in made.output
 
 
-def test_it_loads_no_torch_and_a_lone_rank_opens_no_port(agent: Any) -> None:
+def test_agent_loads_no_torch_and_opens_no_port_for_a_single_rank(agent: Any) -> None:
     made = agent("assert 'MASTER_PORT' not in os.environ; print('runs', flush=True); time.sleep(600)")
     made.until(lambda: "runs" in made.output)
     assert "libtorch" not in Path(f"/proc/{made.process.pid}/maps").read_text()
     found = [os.readlink(entry) for entry in Path(f"/proc/{made.process.pid}/fd").iterdir()]
-    assert len([f for f in found if f.startswith("socket:")]) == 2  # to wake itself at a signal
+    assert len([f for f in found if f.startswith("socket:")]) == 2  # the pair that wakes it at a signal
     made.process.terminate()
     assert made.ends() == 0

@@ -26,7 +26,7 @@ from tests.support.fake_openai_server import FakeServer, fake_server
 
 
 def bench(server: FakeServer, tmp_path: Path, *flags: str) -> tuple[int, str, dict]:
-    """Exit code, what it printed, the JSON."""
+    """The exit code, the output and the JSON report."""
     file = tmp_path / "bench.json"
     words = ["bench", server.url, "--json", str(file), "--markdown", str(tmp_path / "bench.md"), *flags]
     result = CliRunner().invoke(baton, words, standalone_mode=False)
@@ -41,7 +41,7 @@ def refused(*words: str) -> str:
     return result.exception.message
 
 
-def test_counts_order_and_lower_bounds(tmp_path: Path) -> None:
+def test_report_has_exact_counts_and_plausible_times(tmp_path: Path) -> None:
     with fake_server(first_s=0.05, gap_s=0.01) as server:
         flags = ["--concurrency", "3", "--requests", "9", "--warmup", "2", "--input-len", "10-20", "--output-len", "5"]
         code, shown, report = bench(server, tmp_path, *flags)
@@ -72,20 +72,20 @@ def test_failures_are_counted_and_shown(tmp_path: Path) -> None:
     assert report["statistics"]["output_tokens"] == 24
 
 
-def test_all_failed_is_exit_code_1(tmp_path: Path) -> None:
+def test_exit_code_is_1_if_all_requests_failed(tmp_path: Path) -> None:
     with fake_server(fail_every=1) as server:
         code, _, report = bench(server, tmp_path, "--requests", "3", "--warmup", "0", "--input-len", "2")
     assert code == 1 and report["statistics"]["failed"] == 3
 
 
-def test_without_usage_events_are_counted(tmp_path: Path) -> None:
+def test_events_are_counted_if_the_server_sends_no_usage(tmp_path: Path) -> None:
     with fake_server(usage=False) as server:
         _, shown, report = bench(server, tmp_path, "--requests", "2", "--warmup", "0", "--output-len", "6")
     assert report["statistics"]["output_tokens"] == 12 and report["statistics"]["uncounted"] == 2
     assert "no usage" in shown
 
 
-def test_first_token_is_the_first_with_text(tmp_path: Path) -> None:
+def test_first_token_is_the_first_event_with_text(tmp_path: Path) -> None:
     with fake_server(gap_s=0.05, empty_text_every=2) as server:  # tokens 0, 2, 4 are empty
         flags = ["--requests", "1", "--warmup", "0", "--output-len", "5", "--input-len", "3", "--prompts", "text"]
         _, _, report = bench(server, tmp_path, *flags)
@@ -94,7 +94,7 @@ def test_first_token_is_the_first_with_text(tmp_path: Path) -> None:
     assert stats["ttft"]["p50"] >= 0.045 and stats["itl"]["count"] == 1
 
 
-def test_timeout_and_no_server(tmp_path: Path) -> None:
+def test_timeout_and_unreachable_server_are_reported(tmp_path: Path) -> None:
     with fake_server(first_s=30) as server:
         flags = ["--requests", "1", "--warmup", "0", "--timeout-s", "0.3", "--output-len", "1"]
         code, _, report = bench(server, tmp_path, *flags)
@@ -102,7 +102,7 @@ def test_timeout_and_no_server(tmp_path: Path) -> None:
     assert "no server answers" in refused(server.url)
 
 
-async def test_no_connection_in_time_is_not_a_request_that_did_not_end() -> None:
+async def test_connection_timeout_is_not_reported_as_a_request_timeout() -> None:
     class Session:
         def post(self, *_: object, **__: object) -> object:
             raise aiohttp.ConnectionTimeoutError("Connection timeout to host http://h/v1")
@@ -111,10 +111,10 @@ async def test_no_connection_in_time_is_not_a_request_that_did_not_end() -> None
     assert record.error == "ConnectionTimeoutError: Connection timeout to host http://h/v1"
 
 
-async def test_a_request_counts_from_its_writing_and_not_from_the_preparation_of_others(
+async def test_request_time_starts_when_its_bytes_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The clock ticks when it is read, and the last tick before a request's bytes go out is its start."""
+    """The fake clock ticks at each reading; the last tick before a request's bytes are written is its start."""
     ticks, written = itertools.count(1.0), []
     reading = [0.0]
 
@@ -139,7 +139,7 @@ async def test_a_request_counts_from_its_writing_and_not_from_the_preparation_of
     assert sorted(record.sent for record in records) == written
 
 
-def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
+def test_open_loop_does_not_wait_for_responses(tmp_path: Path) -> None:
     with fake_server(first_s=0.3) as server:
         flags = ["--rate", "200", "--requests", "20", "--warmup", "0", "--output-len", "1", "--input-len", "2"]
         code, _, report = bench(server, tmp_path, *flags)
@@ -159,7 +159,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     assert report["settings"]["trace_rows"] == 4
 
 
-def test_two_servers_in_turns(tmp_path: Path) -> None:
+def test_two_servers_are_measured_alternately_with_the_same_requests(tmp_path: Path) -> None:
     with fake_server(gap_s=0.01) as slow, fake_server(gap_s=0.001) as fast:
         flags = ["--against", fast.url, "--repeats", "3", "--requests", "4", "--warmup", "1", "--output-len", "6"]
         page = tmp_path / "bench.html"
@@ -179,7 +179,7 @@ def test_two_servers_in_turns(tmp_path: Path) -> None:
     )
 
 
-def test_a_sweep_ends_at_what_the_server_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_ends_at_the_capacity_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes longer the more requests it has."""
     monkeypatch.setattr("launch.bench.run.SWEEP_S", 0.3)
     with fake_server(first_s=0.01, first_s_each=0.02) as server:
@@ -208,7 +208,7 @@ def test_goodput_is_shown(tmp_path: Path) -> None:
         (["--input-len", "0"], "must be at least 1"),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags: list[str], expected: str) -> None:
+def test_conflicting_options_are_refused(flags: list[str], expected: str) -> None:
     assert expected in refused("http://127.0.0.1:1", *flags)
 
 
@@ -219,12 +219,12 @@ def test_what_does_not_go_together_is_refused(flags: list[str], expected: str) -
         (["--slo", "itl=1"], "'itl' is neither ttft nor tpot; write ttft=0.5,tpot=50ms"),
     ],
 )
-def test_what_cannot_be_read_says_how_it_is_written(flags: list[str], expected: str) -> None:
+def test_unparsable_value_is_refused_with_an_example(flags: list[str], expected: str) -> None:
     result = CliRunner().invoke(baton, ["bench", *flags])
     assert result.exit_code == 2 and expected in " ".join(result.output.split())
 
 
-def test_the_command_line_is_kept_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_command_line_omits_the_api_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["baton", "bench", "--api-key", "sk-secret", "--api-key=sk-secret", "--seed", "3"])
     with fake_server() as server:
         _, _, report = bench(server, tmp_path, "--requests", "1", "--warmup", "0", "--output-len", "1")
@@ -250,15 +250,15 @@ def test_the_command_line_is_kept_without_the_key(tmp_path: Path, monkeypatch: p
         '{"choices": [{"timeline": {"spans": [{"name": "prefill", "ms": 1e300}]}}]}',
     ],
 )
-def test_an_event_that_is_none_is_one_failed_request(tmp_path: Path, event: str) -> None:
+def test_malformed_event_fails_only_its_request(tmp_path: Path, event: str) -> None:
     with fake_server(odd_event=event) as server:
         flags = ["--concurrency", "1", "--requests", "4", "--warmup", "0", "--output-len", "2", "--input-len", "2"]
         code, _, report = bench(server, tmp_path, *flags)
     assert code == 0 and report["statistics"]["failed"] == 2 and report["statistics"]["output_tokens"] == 4
 
 
-def test_texts_of_a_server_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Neither markup nor control characters of a server's reach the terminal."""
+def test_markup_and_control_characters_of_a_server_are_escaped(tmp_path: Path) -> None:
+    """Neither markup nor control characters from a server reach the terminal."""
     with fake_server(model="[/x] :smile: \x1b[31m", error_event_every=1) as server:
         flags = ["--requests", "1", "--warmup", "0", "--output-len", "2", "--input-len", "2"]
         code, shown, report = bench(server, tmp_path, *flags, "--html", str(tmp_path / "bench.html"))
@@ -267,7 +267,7 @@ def test_texts_of_a_server_are_shown_as_they_are(tmp_path: Path) -> None:
     assert report["settings"]["model"] == "[/x] :smile: \\x1b[31m"
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+def test_unwritable_report_path_is_refused_before_any_request_is_sent(tmp_path: Path) -> None:
     with fake_server() as server:
         assert "No such file" in refused(server.url, "--requests", "1", "--json", str(tmp_path / "no" / "x.json"))
         assert not server.bodies
@@ -278,7 +278,7 @@ def test_a_password_in_a_url_is_refused() -> None:
     assert "use --api-key" in message and "sk-secret" not in message
 
 
-def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_ends_if_the_server_fails_every_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.bench.run.SWEEP_S", 0.1)
     with fake_server(fail_every=1) as server:
         flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "200", "--output-len", "1", "--input-len", "2"]
@@ -286,7 +286,7 @@ def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypat
     assert code == 1 and len(report["runs"]) == 1 and report["best_rate"] == 0 and "no rate was found" in shown
 
 
-def test_an_answer_that_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_response_is_reported_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.cluster_api.MAX_BYTES", 1 << 20)
     monkeypatch.setattr("launch.bench.client._MAX_EVENT_BYTES", 1 << 20)
     endless = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"
@@ -312,15 +312,15 @@ def test_an_answer_that_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) ->
             first_model(f"{url}/v1", "")
         target = Target(f"{url}/v1", "m", "", 30.0, {})
 
-        async def ask() -> Record:
+        async def send_one() -> Record:
             async with client_session(target) as session:
                 return await send(session, target, Job("/completions", {"prompt": "x"}))
 
-        assert "an event of more than 1 MiB" in str(asyncio.run(ask()).error)
+        assert "an event of more than 1 MiB" in str(asyncio.run(send_one()).error)
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def test_bytes_have_arrived_when_they_are_read_however_late_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrival_time_is_taken_when_bytes_are_read_not_when_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = 8
     heads, events = threading.Event(), threading.Event()
     seen: list[int] = []
@@ -332,7 +332,7 @@ def test_bytes_have_arrived_when_they_are_read_however_late_they_are_parsed(monk
         seen.append(descriptor(answer))
         if len(seen) == streams:
             heads.set()
-            assert events.wait(30)  # the loop stands still: all events lie in their sockets when it goes on
+            assert events.wait(30)  # blocks the loop: all events are in their sockets when it resumes
         return seen[-1]
 
     def noted(stream: bench_client._Stream, now: float, chunk: bytes) -> None:
@@ -366,6 +366,6 @@ def test_bytes_have_arrived_when_they_are_read_however_late_they_are_parsed(monk
     assert max(arrived) < min(parsed) and -1 not in seen
 
 
-def test_a_name_that_cannot_be_sent_back_is_no_name() -> None:
+def test_model_name_that_cannot_be_encoded_is_refused() -> None:
     with fake_server(model="\ud800") as server:
         assert "no list of models" in refused(server.url, "--requests", "1")

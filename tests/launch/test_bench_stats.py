@@ -31,7 +31,7 @@ def test_percentile_agrees_with_numpy() -> None:
             assert percentile(values, p) == pytest.approx(numpy.percentile(values, p))
 
 
-def test_times_of_one_request() -> None:
+def test_times_of_a_request_follow_from_its_events() -> None:
     record = Record(100.0, (100.5, 100.75, 101.5), ended=102.0, finished=101.5, prompt_tokens=9, output_tokens=5)
     assert record.ttft_s == 0.5
     assert record.tpot_s == 0.25  # 1.0 s for the 4 tokens after the first, though only 3 events
@@ -60,13 +60,13 @@ def test_statistics_of_two_requests_and_two_failures() -> None:
     assert stats.e2e.p50 == 4.5
 
 
-def test_nothing_but_failures() -> None:
+def test_statistics_without_successful_requests_are_zero() -> None:
     stats = statistics([Record(0.0, error="x")])
     assert (stats.failed, stats.duration_s, stats.output_tokens_per_s, stats.ttft.count) == (1, 0.0, 0.0, 0)
     assert summarize([None]).count == 0
 
 
-def test_same_seed_same_load() -> None:
+def test_same_seed_gives_the_same_load() -> None:
     load = Load(3, Lengths(5, 9), Lengths(2, 4), token_ids=Lengths(300, 400))
     jobs = [load.job(i).body for i in range(50)]
     assert jobs == [load.job(i).body for i in range(50)] != [replace(load, seed=4).job(i).body for i in range(50)]
@@ -80,7 +80,7 @@ def test_text_prompts_count_words() -> None:
     assert isinstance(prompt, str) and len(prompt.split()) == 7
 
 
-def test_the_turns_of_a_conversation_go_on_where_the_last_one_ended() -> None:
+def test_each_turn_of_a_conversation_extends_the_previous_prompt() -> None:
     load = Load(1, Lengths(10, 10), Lengths(4, 4), "turns", turns=3, shared_len=5)
     first, second = load.sessions(0, 6)
     for session in (first, second):
@@ -92,7 +92,7 @@ def test_the_turns_of_a_conversation_go_on_where_the_last_one_ended() -> None:
     assert sum(len(session.jobs) for session in load.sessions(0, 7)) == 7
 
 
-def test_an_open_loop_is_due_so_often_and_at_random() -> None:
+def test_open_loop_arrivals_are_a_poisson_process_at_the_given_rate() -> None:
     load = Load(1, Lengths(1, 1), Lengths(1, 1), rate=50.0)
     due = [session.at_s for session in load.sessions(0, 5000)]
     gaps = [later - earlier for earlier, later in pairwise(due)]
@@ -101,14 +101,14 @@ def test_an_open_loop_is_due_so_often_and_at_random() -> None:
     assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
 
 
-def test_tools_and_schemas_are_chats() -> None:
+def test_tool_and_schema_loads_use_chat_completions() -> None:
     tools, schema = (Load(0, Lengths(3, 3), Lengths(9, 9), kind).job(0) for kind in ("tools", "schema"))  # type: ignore[arg-type]
     assert tools.path == schema.path == "/chat/completions"
     assert tools.body["tool_choice"] == "required" and schema.body["response_format"]["type"] == "json_schema"
     assert "ignore_eos" not in tools.body
 
 
-def test_traces_of_both_forms(tmp_path: Path) -> None:
+def test_traces_of_both_formats_are_read(tmp_path: Path) -> None:
     mooncake, azure = tmp_path / "m.jsonl", tmp_path / "a.csv"
     mooncake.write_text(
         '{"timestamp": 3000, "input_length": 700, "output_length": 9, "hash_ids": [1, 2]}\n'
@@ -153,14 +153,14 @@ GOOD = {"timestamp": 1, "input_length": 2, "output_length": 3, "hash_ids": []}
         ("a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'9' * 200_000},1,1\n"),
     ],
 )
-def test_a_row_that_is_none_is_named(tmp_path: Path, name: str, text: str) -> None:
+def test_invalid_trace_row_is_named(tmp_path: Path, name: str, text: str) -> None:
     good = f"{json.dumps(GOOD)}\n" if name == "m.jsonl" else ""
     (tmp_path / name).write_text(good + text)
     with pytest.raises(ValueError, match=rf"^row {2 if good else 1} is not of a trace"):
         read_trace(tmp_path / name)
 
 
-def test_limits_and_goodput() -> None:
+def test_goodput_counts_requests_within_the_limits() -> None:
     slo = parse_slo("ttft=0.5,tpot=50ms")
     assert (slo.ttft_s, slo.tpot_s, str(slo)) == (0.5, 0.05, "ttft=0.5,tpot=0.05")
     good = Record(0.0, (0.4, 0.44), 0.5, finished=0.44, output_tokens=2)
@@ -173,8 +173,8 @@ def test_limits_and_goodput() -> None:
             parse_slo(wrong)
 
 
-def test_an_interval_holds_the_mean_as_often_as_it_says() -> None:
-    """Of 2,000 samples of 5 from a normal distribution."""
+def test_confidence_interval_contains_the_mean_in_95_percent_of_samples() -> None:
+    """Checked on 2,000 samples of 5 values each from a normal distribution."""
     source, held = random.Random(1), 0
     for _ in range(2000):
         mean, half = interval([source.gauss(10.0, 2.0) for _ in range(5)])
@@ -184,7 +184,7 @@ def test_an_interval_holds_the_mean_as_often_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0.003, 0.7, 1.0, 13.0, 400.0])
-def test_a_sweep_finds_what_a_server_can_do(capacity: float) -> None:
+def test_sweep_finds_the_capacity_of_a_server(capacity: float) -> None:
     search, tried = Search(1.0), 0
     while (rate := search.next()) is not None:
         search.tried(rate, kept=rate <= capacity)
@@ -192,7 +192,7 @@ def test_a_sweep_finds_what_a_server_can_do(capacity: float) -> None:
     assert search.best <= capacity < search.best * 1.1 and tried <= MOST_STEPS
 
 
-def test_a_sweep_without_an_answer_ends() -> None:
+def test_sweep_ends_if_every_rate_or_no_rate_is_sustained() -> None:
     for kept in (True, False):
         search = Search(1.0)
         while (rate := search.next()) is not None:
@@ -200,7 +200,7 @@ def test_a_sweep_without_an_answer_ends() -> None:
         assert (search.best > 1) == kept
 
 
-def test_lengths() -> None:
+def test_lengths_are_parsed() -> None:
     assert parse_lengths("512") == Lengths(512, 512) and parse_lengths("1-8") == Lengths(1, 8)
     for wrong in ("", "x", "8-1", "-3", "1-2-3"):
         with pytest.raises(ValueError):

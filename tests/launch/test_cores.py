@@ -15,14 +15,14 @@ from launch.topology import parse_topology
 from launch.up_config import UpConfig
 
 
-def test_two_cores_one_prefill_one_decode() -> None:
+def test_two_cores_are_split_between_prefill_and_decode() -> None:
     assert place([1, 1], [0, 1]) == (Placement((0,), 1), Placement((1,), 1))
 
 
 @pytest.mark.parametrize(
     ("ranks", "cores", "threads", "expected"),
     [
-        ([1, 1], [0, 1, 2, 3, 4], 0, [((0, 1, 2), 3), ((3, 4), 2)]),  # what is left over goes to the first
+        ([1, 1], [0, 1, 2, 3, 4], 0, [((0, 1, 2), 3), ((3, 4), 2)]),  # the first gets the remaining core
         ([1, 1, 1], [4, 7], 0, [((4,), 1), ((7,), 1), ((4,), 1)]),  # fewer cores than workers: in turn
         ([1, 1], [0, 1, 2, 3], 1, [((0,), 1), ((1,), 1)]),
         ([1, 1], [0, 1, 2, 3], 2, [((0, 1), 2), ((2, 3), 2)]),
@@ -41,14 +41,14 @@ def test_placement(
     assert [(p.cores, p.threads) for p in place(ranks, cores, threads)] == expected
 
 
-def test_no_core_is_given_twice_while_there_are_enough() -> None:
+def test_no_core_is_assigned_twice_if_there_are_enough() -> None:
     for cores in range(1, 20):
         for workers in range(1, cores + 1):
             given = [core for p in place([1] * workers, range(cores)) for core in p.cores]
             assert sorted(given) == list(range(cores))
 
 
-def test_in_words() -> None:
+def test_placement_is_described_as_text() -> None:
     assert str(Placement((0,), 1)) == "core 0, 1 thread"
     assert str(Placement((0, 1, 2, 5), 4)) == "cores 0-2,5, 4 threads"
 
@@ -62,7 +62,7 @@ def test_in_words() -> None:
         ((1, 1, 1), "", ["", "", ""]),
     ],
 )
-def test_gpus_in_turn(ranks: tuple[int, int, int], gpus: str, seen: list[str]) -> None:
+def test_gpus_are_assigned_round_robin(ranks: tuple[int, int, int], gpus: str, seen: list[str]) -> None:
     topology = local_topology(UpConfig(decode=2), [0], gpus)
     workers = [replace(w, tensor_parallel=size) for w, size in zip(topology.workers, ranks, strict=True)]
     made = make_plan(replace(topology, workers=tuple(workers)), "/m", "m")
@@ -81,10 +81,10 @@ coordinator = {{ node = "a" }}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are pinned on Linux only")
-def test_cores_that_this_machine_does_not_have_are_named(tmp_path: Path) -> None:
+def test_unavailable_cores_are_named_in_the_error(tmp_path: Path) -> None:
     here = tuple(sorted(os.sched_getaffinity(0)))
     check_cores(pinned(ranges(here)), frozenset({"a"}))
-    check_cores(pinned("3000-3001"), frozenset({"b"}))  # another host's
+    check_cores(pinned("3000-3001"), frozenset({"b"}))  # that node is another host
     with pytest.raises(StartupError) as refused:
         check_cores(pinned(f"{here[0]},3000-3001"), frozenset({"a"}))
     assert refused.value.message == (

@@ -56,12 +56,12 @@ def test_tasks_cover_every_rank_and_both_ends_of_every_edge(tmp_path: Path) -> N
     assert all(task_from_json(json.loads(json.dumps(asdict(task)))) == task for task in everyone)
 
 
-def test_plans_that_differ_have_other_digests(tmp_path: Path) -> None:
+def test_different_plans_have_different_digests(tmp_path: Path) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "m"))
     assert plan_digest(plan) == plan_digest(plan_of(tmp_path / "t.toml")) != plan_digest(replace(plan, model="n"))
 
 
-def test_a_stranger_reads_and_writes_nothing() -> None:
+def test_client_with_another_digest_can_neither_read_nor_write_the_board() -> None:
     with contextlib.closing(Board("127.0.0.1", 0, "mine")) as board:
         friend, stranger = (BoardClient(*board.address, digest) for digest in ("mine", "other"))
         friend.put("x", {"a": 1})
@@ -74,7 +74,7 @@ def test_a_stranger_reads_and_writes_nothing() -> None:
             Board("127.0.0.1", board.address[1], "mine")
 
 
-def test_what_is_not_equal_is_named_with_its_node() -> None:
+def test_version_differences_are_reported_with_their_node() -> None:
     facts = {"a": {"torch": "2", "model digest": "x"}, "b": {"torch": "1", "model digest": "x"}}
     assert compare(facts) == [on_node("versions", "a"), on_node("versions", "b", "torch is 1, but 2 on node a")]
 
@@ -86,7 +86,7 @@ def results(tmp_path: Path) -> tuple[dict[str, object], list[Task]]:
     return values | {name: {"seconds": 0.01} for t in tasks for step in STEPS for name in t.expected(step)}, tasks
 
 
-def test_the_pair_that_fails_is_named_with_what_to_check(tmp_path: Path) -> None:
+def test_failed_pair_is_reported_with_a_hint(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     assert not any(found.error for found in read_results(values, tasks, 10.0))
     values["edge/prefill-0.1/decode-0.0"] = {"error": "no answer"}
@@ -100,7 +100,7 @@ def test_the_pair_that_fails_is_named_with_what_to_check(tmp_path: Path) -> None
     assert "1 of 7 checks failed" in out.getvalue() and "check: edges need" in out.getvalue()
 
 
-def test_a_probe_that_never_came_up_is_named(tmp_path: Path) -> None:
+def test_probe_that_never_started_is_reported(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     for name in ("here/decode-0.0", "edge/prefill-0.0/decode-0.0", "edge/prefill-0.1/decode-0.0"):
         del values[name]
@@ -108,7 +108,7 @@ def test_a_probe_that_never_came_up_is_named(tmp_path: Path) -> None:
     assert errors == {"no probe came up for decode-0 rank 0 (127.0.0.2)"}
 
 
-def test_without_a_result_the_missing_probe_is_blamed_and_not_the_network(tmp_path: Path) -> None:
+def test_missing_result_is_attributed_to_the_exited_probe_and_not_to_the_network(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     del values["rendezvous/prefill-0.0"]
     values["exited/prefill-0.1"] = "ended with exit code 1: x"
@@ -125,7 +125,7 @@ def test_without_a_result_the_missing_probe_is_blamed_and_not_the_network(tmp_pa
         ("edge/prefill-0.0/decode-0.0", "decode-0.0"),
     ],
 )
-def test_an_error_that_was_measured_outlives_the_other_probe(name: str, exited: str, tmp_path: Path) -> None:
+def test_measured_error_is_reported_even_if_the_other_probe_exited(name: str, exited: str, tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     values[name] = {"error": "cannot reach 127.0.0.2: No route to host"}
     values[f"exited/{exited}"] = "has ended (killed)"
@@ -139,7 +139,7 @@ def test_an_error_that_was_measured_outlives_the_other_probe(name: str, exited: 
     assert "firewall" in out.getvalue() and "says nothing about the network" not in out.getvalue()
 
 
-def test_what_the_other_end_measured_outlives_its_probe(tmp_path: Path) -> None:
+def test_error_measured_at_the_other_end_is_reported_even_if_its_probe_exited(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     values["end/decode-0.0/prefill-0.1"] = {"error": "the bytes received differ from those sent"}
     values["exited/decode-0.0"] = "has ended (killed)"
@@ -148,7 +148,7 @@ def test_what_the_other_end_measured_outlives_its_probe(tmp_path: Path) -> None:
     assert failed.seconds and not failed.untried
 
 
-def test_a_probe_that_is_gone_ends_the_wait_and_is_no_firewall(
+def test_exited_probe_ends_the_wait_and_is_not_reported_as_a_firewall(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent", tensor_parallel=2))
@@ -156,14 +156,14 @@ def test_a_probe_that_is_gone_ends_the_wait_and_is_no_firewall(
     config = DoctorConfig(limit_s=1, wait_s=100)
     probe = ("/bin/sh", "-c", "echo noise; echo no such library >&2; exit 7")
     assert doctor(plan, frozenset({"a", "b"}), config, probe) == 1
-    assert time.monotonic() - began < config.wait_s  # it did not wait for what cannot come
+    assert time.monotonic() - began < config.wait_s  # it did not wait for a probe that has ended
     shown, why = capsys.readouterr().out, "has ended (exit code 7): no such library"
     assert f"the probe of prefill-0 rank 1 (127.0.0.2) {why}" in shown
     assert f"the probe of decode-0 rank 0 (127.0.0.2) {why}" in shown
     assert "firewall" not in shown and "says nothing about the network" in shown
 
 
-def test_a_port_in_use_points_at_a_running_cluster_beside_the_other_findings(
+def test_port_in_use_is_reported_as_a_running_cluster_with_the_other_findings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent"))
@@ -188,7 +188,7 @@ def test_a_healthy_cluster_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
-def test_a_taken_port_is_found_on_its_node(tmp_path: Path) -> None:
+def test_port_in_use_is_reported_with_its_node(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
     port = plan_of(topology).topology.workers[1].config.store_port
     with socket.create_server(("127.0.0.2", port)):
@@ -198,7 +198,7 @@ def test_a_taken_port_is_found_on_its_node(tmp_path: Path) -> None:
     assert "decode-0 cannot open its ports" in text
 
 
-def test_a_node_without_a_doctor_is_named(
+def test_node_without_a_doctor_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
@@ -214,8 +214,8 @@ def test_a_node_without_a_doctor_is_named(
 
 @pytest.mark.cluster
 @pytest.mark.skipif(bool(reason := netns.missing()), reason=reason or "never")
-def test_a_pair_whose_packets_are_lost_is_named_within_the_limit(tmp_path: Path) -> None:
-    """b reaches a, a reaches c, and what b sends to c vanishes, as behind a firewall that drops."""
+def test_pair_with_dropped_packets_is_reported_within_the_time_limit(tmp_path: Path) -> None:
+    """b reaches a, a reaches c, and packets from b to c are dropped, as by a firewall."""
     model, (port, link, store) = make_checkpoint(tmp_path / "m", "llama"), free_ports(3)
     token = tmp_path / "token"
     token.write_text("x" * 64)

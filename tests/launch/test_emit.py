@@ -1,4 +1,4 @@
-"""Scripts that `baton emit` writes: their text, and that they start a cluster that answers."""
+"""Scripts that `baton emit` writes: their text, and that they start a cluster that serves requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.topologies import free_ports, loopback_topology
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def test_slurm_script_is_the_one_that_was_reviewed(tmp_path: Path) -> None:
+def test_slurm_script_equals_the_golden_file(tmp_path: Path) -> None:
     text = emit_slurm(make_plan(parse_topology(tomllib.loads((GOLDEN / "cluster.toml").read_text())), "/models/m", "m"))
     assert text == (GOLDEN / "cluster.sbatch").read_text()
     (tmp_path / "s").write_text(text)
@@ -37,7 +37,7 @@ def test_slurm_script_is_the_one_that_was_reviewed(tmp_path: Path) -> None:
     assert sys.executable not in text and not any(f"10.0.0.{n}" in text for n in range(4))
 
 
-def test_shell_scripts_are_bash_and_name_no_interpreter_of_this_machine(tmp_path: Path) -> None:
+def test_shell_scripts_are_valid_bash_without_a_local_interpreter_path(tmp_path: Path) -> None:
     plan = make_plan(parse_topology(tomllib.loads((GOLDEN / "cluster.toml").read_text())), "/models/m", "m")
     texts = {node.name: emit_shell(plan, node) for node in plan.topology.nodes}
     assert "-m coordinator" in texts["front"] and "taskset -c 0-7 " in texts["b"] and texts["idle"] == ""
@@ -48,7 +48,7 @@ def test_shell_scripts_are_bash_and_name_no_interpreter_of_this_machine(tmp_path
 
 
 @pytest.mark.parametrize("form", ["shell", "slurm"])
-def test_emit_refuses_what_up_refuses_and_writes_nothing(form: str, tmp_path: Path) -> None:
+def test_emit_refuses_a_plan_that_up_refuses_and_writes_no_files(form: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     topology = loopback_topology(tmp_path / "t.toml", model)
     topology.write_text(topology.read_text() + "tensor_parallel = 3\n")
@@ -58,7 +58,7 @@ def test_emit_refuses_what_up_refuses_and_writes_nothing(form: str, tmp_path: Pa
     assert not (tmp_path / "nodes").exists() and "#!" not in done.output
 
 
-def test_what_a_shell_would_read_is_quoted_beside_addresses_that_slurm_fills_in() -> None:
+def test_shell_metacharacters_are_quoted_and_slurm_addresses_are_expanded() -> None:
     tables = tomllib.loads((GOLDEN / "cluster.toml").read_text())
     plan = make_plan(parse_topology(tables), "/models/m", "$(id) @0@ 'x'")
     text = emit_slurm(plan)
@@ -69,7 +69,7 @@ def test_what_a_shell_would_read_is_quoted_beside_addresses_that_slurm_fills_in(
 
 
 class Scripts:
-    """Scripts that run in the background; what is left at the end is killed."""
+    """Scripts that run in the background; those still running at the end are killed."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -130,8 +130,8 @@ def test_shell_scripts_of_two_nodes_serve_a_request_and_drain(tmp_path: Path, sc
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """Slurm, played by two small scripts: the hosts of an allocation of two, and a step that runs here, on each host
-    that it names."""
+    """A fake Slurm of two small scripts: `scontrol` lists the two hosts of the allocation, `srun` runs a step locally,
+    once for each host that it names."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "scontrol").write_text('#!/bin/bash\n[ "$*" = "show hostnames x" ] && printf "127.0.0.1\\n127.0.0.2\\n"\n')
@@ -219,8 +219,8 @@ EMITTED = ["shell", "slurm", "slurm.sbatch"]
 
 
 @pytest.fixture
-def play(tmp_path: Path, slurm: dict[str, str], scripts: Scripts) -> Callable[..., subprocess.Popen[bytes]]:
-    """Starts one of `EMITTED` with a played interpreter, and a getent that knows 127.* only."""
+def start_emitted(tmp_path: Path, slurm: dict[str, str], scripts: Scripts) -> Callable[..., subprocess.Popen[bytes]]:
+    """Starts one of `EMITTED` with a fake interpreter and a fake getent that resolves 127.* only."""
     for name, text in (
         ("python", INTERPRETER),
         ("getent", '#!/bin/bash\n[[ $2 == 127.* ]] && echo "$2 STREAM" || exit 2\n'),
@@ -235,7 +235,7 @@ def play(tmp_path: Path, slurm: dict[str, str], scripts: Scripts) -> Callable[..
         shutil.copytree(Path(launch.agent.__file__).parent, package, ignore=shutil.ignore_patterns("*.py"))
         script.write_text(texts[which] if which in texts else (package / which).read_text())
         changed = 0
-        for path in (script, package / "members.sh"):  # so that the wait after a good end ends nothing here
+        for path in (script, package / "members.sh"):  # so that no worker is ended after a clean exit
             changed += (text := path.read_text()).count("? 0 : 10")
             path.write_text(text.replace("? 0 : 10", "? 0 : 600"))
         assert changed == 1 + (which in texts)
@@ -246,10 +246,10 @@ def play(tmp_path: Path, slurm: dict[str, str], scripts: Scripts) -> Callable[..
 
 
 @pytest.mark.parametrize("which", EMITTED)
-def test_when_the_coordinator_fails_it_is_named_and_its_workers_end(
-    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[bytes]]
+def test_coordinator_failure_is_reported_and_its_workers_end(
+    which: str, tmp_path: Path, start_emitted: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    script, logs = play(which, code=3), tmp_path / "logs"
+    script, logs = start_emitted(which, code=3), tmp_path / "logs"
     assert script.wait(30) == 3
     assert (
         tmp_path / f"{which}.out"
@@ -258,10 +258,10 @@ def test_when_the_coordinator_fails_it_is_named_and_its_workers_end(
 
 
 @pytest.mark.parametrize("which", EMITTED)
-def test_a_signal_reaches_the_workers_of_a_coordinator_that_has_ended(
-    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[bytes]]
+def test_signal_ends_the_workers_after_the_coordinator_has_ended(
+    which: str, tmp_path: Path, start_emitted: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    script, log, deadline = play(which), tmp_path / "logs" / "coordinator.log", time.monotonic() + 30
+    script, log, deadline = start_emitted(which), tmp_path / "logs" / "coordinator.log", time.monotonic() + 30
     while not log.exists() or "ends" not in log.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -273,10 +273,10 @@ def test_a_signal_reaches_the_workers_of_a_coordinator_that_has_ended(
 
 
 @pytest.mark.parametrize("which", EMITTED[1:])
-def test_a_host_without_an_address_is_named(
-    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[bytes]]
+def test_host_without_an_ipv4_address_is_reported(
+    which: str, tmp_path: Path, start_emitted: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     (tmp_path / "bin" / "scontrol").write_text('#!/bin/bash\nprintf "127.0.0.1\\nnode7\\n"\n')
-    script = play(which)
+    script = start_emitted(which)
     assert script.wait(30) == 3 and not list((tmp_path / "logs").iterdir())
     assert "error: host node7 of this allocation has no IPv4 address" in (tmp_path / f"{which}.out").read_text()

@@ -20,7 +20,7 @@ def test_a_box_names_role_rank_host_code_reason_and_remedy() -> None:
         assert part in text
 
 
-def test_long_words_stay_whole_and_long_texts_are_folded() -> None:
+def test_long_words_are_not_split_and_long_texts_are_wrapped() -> None:
     path = "/" + "a" * 150
     lines = box(failure(error=f"{path} is missing " + "and " * 60))
     assert any(path in line for line in lines) and len({len(line) for line in lines}) == 1 and len(lines) > 7
@@ -30,17 +30,17 @@ def test_long_words_stay_whole_and_long_texts_are_folded() -> None:
     ("code", "words"),
     [(-signal.SIGKILL, "memory ran out"), (-signal.SIGSEGV, "native code"), (1, "read the log"), (4, "its own node")],
 )
-def test_the_remedy_fits_the_end(code: int, words: str) -> None:
+def test_advice_depends_on_the_exit_code(code: int, words: str) -> None:
     assert words in failure(code).advice
 
 
-def test_the_last_whole_box_of_a_log_is_found() -> None:
+def test_last_complete_box_of_a_log_is_found() -> None:
     first, second = box(failure(error="one")), box(failure(error="two"))
     assert find_box(["noise", *first, "more", *second, "after", second[0]]) == second
     assert find_box(["noise", second[0], second[1]]) == [] and find_box([]) == []
 
 
-def test_ends_in_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert [describe_exit(code) for code in (1, -9, 137, 128)] == [
         "exit code 1",
         "killed by SIGKILL",

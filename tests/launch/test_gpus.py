@@ -1,4 +1,4 @@
-"""Which GPUs a launcher hands out, and what a rank takes of one."""
+"""Which GPUs a launcher assigns, and how much of a GPU's memory a rank takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GPU 1: NVIDIA H100 (UUID: GPU-b)
 """
 
 
-def test_gpus_are_named_by_the_environment_or_numbered_as_cuda_does() -> None:
+def test_visible_gpus_are_read_from_the_environment_or_from_nvidia_smi() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ("1",)
     assert parse_listing(PLAIN) == ("0", "1")
@@ -53,11 +53,11 @@ def test_gpus_are_named_by_the_environment_or_numbered_as_cuda_does() -> None:
         (" 1, 0", "1,0"),
     ],
 )
-def test_the_environment_is_read_as_cuda_reads_it(named: str, seen: str) -> None:
+def test_cuda_visible_devices_is_parsed_as_cuda_parses_it(named: str, seen: str) -> None:
     assert ",".join(visible_gpus({"CUDA_VISIBLE_DEVICES": named})) == seen
 
 
-def test_a_container_that_has_the_sixth_device_file_alone_has_gpu_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_container_with_only_the_sixth_device_file_has_gpu_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus.os, "listdir", lambda path: ["nvidia5", "nvidiactl", "nvidia-uvm", "null"])
     monkeypatch.setattr(gpus, "_nvidia_smi", lambda: None)
     assert visible_gpus({}) == ("0",)
@@ -75,7 +75,7 @@ def test_a_topology_names_gpus_by_number_or_uuid(devices: list[int | str]) -> No
     assert "--device cuda" in words(plan(tables), "d")
 
 
-def test_what_is_no_device_is_refused_by_its_name() -> None:
+def test_invalid_device_is_refused_by_name() -> None:
     tables = file()
     tables["decode"][0]["devices"] = ["gpu0"]
     with pytest.raises(StartupError, match=r"decode\[0\]: 'devices' are numbers or UUIDs .*not 'gpu0'"):
@@ -96,7 +96,7 @@ def test_gpus_of_a_node_are_numbers_or_uuids(gpus: object) -> None:
         plan(tables)
 
 
-def test_ranks_on_one_gpu_share_it_evenly_or_as_the_operator_says() -> None:
+def test_ranks_on_one_gpu_share_it_evenly_or_as_configured() -> None:
     config = UpConfig(device="cuda")
     shared = local_topology(config, [0, 1], ["0"])
     for share, shown in ((0.0, "--gpu-share 0.5000"), (0.3, "--gpu-share 0.3000")):
@@ -117,15 +117,15 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("free", "mine", "local_size", "share", "kv"),
     [
-        (124, 16, 1, 0.0, 0.85 * 124),  # alone: of what is free
+        (124, 16, 1, 0.0, 0.85 * 124),  # alone: of the free memory
         (10, 130, 1, 0.0, 0.85 * 10),  # alone, and nearly filled by weights
         (124, 16, 1, 0.5, 0.85 * 70 - 16),  # the first of two workers
-        (60, 16, 1, 0.5, 0.85 * 70 - 16),  # the second one, once the first has what it takes
-        (20, 16, 1, 0.5, 0.85 * 20),  # somebody else is there, too
+        (60, 16, 1, 0.5, 0.85 * 70 - 16),  # the second one, after the first has allocated its share
+        (20, 16, 1, 0.5, 0.85 * 20),  # another process uses the GPU, too
         (100, 16, 4, 0.0, 0.85 * 70 - 16),  # two ranks of one worker on each of two GPUs
     ],
 )
-def test_a_rank_takes_its_share_of_a_gpu(
+def test_kv_memory_of_a_rank_is_limited_to_its_share_of_a_gpu(
     free: int, mine: int, local_size: int, share: float, kv: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "cuda", fake_cuda(free, mine))

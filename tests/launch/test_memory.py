@@ -38,7 +38,9 @@ def first_memory(of: Plan, model: Path) -> RankMemory:
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, int8: bool, tmp_path: Path) -> None:
+def test_parameter_bytes_equal_the_bytes_that_each_rank_reads(
+    arch: Arch, size: int, int8: bool, tmp_path: Path
+) -> None:
     import torch
 
     model = make_checkpoint(tmp_path / "m", arch)
@@ -53,7 +55,7 @@ def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, int8: 
 
 
 @pytest.mark.parametrize("quantize", ["none", *(["int8"] if processor_levels() else [])])
-def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path: Path) -> None:
+def test_parameters_and_kv_equal_those_of_a_running_engine(quantize: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize))
     made = plan(model, kv_memory_gib=1 / 1024, quantize=quantize)
@@ -63,7 +65,7 @@ def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path
     assert (found.edges, found.edge_bytes) == (1, 0)
 
 
-def test_a_draft_is_with_decode_workers_and_is_that_of_a_running_one(tmp_path: Path) -> None:
+def test_draft_memory_is_planned_for_decode_workers_and_equals_a_running_one(tmp_path: Path) -> None:
     model, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("m", "d"))
     runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
     running = load_draft(WorkerConfig(model=str(model), draft=str(draft), kernels="torch", max_running=5), runner)
@@ -75,13 +77,13 @@ def test_a_draft_is_with_decode_workers_and_is_that_of_a_running_one(tmp_path: P
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram", "auto"])
-def test_a_worker_without_a_draft_model_takes_nothing_for_one(draft: str, tmp_path: Path) -> None:
+def test_no_draft_memory_is_planned_without_a_draft_model(draft: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     made = plan(model, draft=draft)
     assert [rank_memory(made, part, read_model_config(model), model).draft_bytes for part in made.parts] == [0, 0]
 
 
-def test_the_built_in_draft_is_in_the_dry_run_and_one_that_is_not_here_is_not_known() -> None:
+def test_dry_run_shows_the_memory_of_the_built_in_draft_but_not_of_a_missing_one() -> None:
     def shown(**options: object) -> list[str]:
         out = io.StringIO()
         console = Console(file=out, width=200, soft_wrap=True)
@@ -99,24 +101,24 @@ def test_every_pair_of_ranks_that_share_heads_is_an_edge(tmp_path: Path) -> None
     assert [rank_memory(made, part, config, tmp_path / "m").edges for part in made.parts] == [2, 2, 2]
 
 
-def test_what_does_not_fit_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_too_small_kv_memory_is_reported_before_any_process_starts(tmp_path: Path) -> None:
     made = plan(make_checkpoint(tmp_path / "m", "llama"), kv_memory_gib=0.00001, max_model_len=256)
     with pytest.raises(StartupError, match="too small"):
         first_memory(made, tmp_path / "m")
 
 
-def test_no_room_for_one_block_on_its_way_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_too_small_staging_memory_is_reported_before_any_process_starts(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     made = plan(model, staging_mib=0.001)
     with pytest.raises(StartupError, match=r"^prefill-0: staging memory of 1049 bytes is too small: one KV block has"):
         first_memory(made, model)
 
 
-def test_a_plan_for_gpus_is_made_where_there_are_none(tmp_path: Path) -> None:
+def test_plan_for_gpus_can_be_made_on_a_host_without_gpus(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     made = make_plan(local_topology(UpConfig(device="cuda"), [0, 1], ("0", "1")), str(model), "m")
     found = rank_memory(made, made.parts[1], read_model_config(model), model)
-    assert (found.kv_bytes, found.kv_blocks) == (0, 0)  # a share of what is free there
+    assert (found.kv_bytes, found.kv_blocks) == (0, 0)  # a share of the GPU's free memory
     assert found.edge_bytes == nccl.MAX_CTAS * CHANNEL_BYTES  # of NCCL
     assert found.parameter_bytes == parameter_bytes(read_model_config(model), 1, 0, 2)  # bfloat16
 
@@ -133,7 +135,7 @@ def test_a_dry_run_prints_placement_ports_memory_and_commands(tmp_path: Path) ->
     assert any("torchrun --nnodes 1" in line and "-m decode" in line and "--threads 1" in line for line in lines)
 
 
-def test_a_dry_run_cuts_no_number_in_a_narrow_terminal(tmp_path: Path) -> None:
+def test_dry_run_truncates_no_number_in_a_narrow_terminal(tmp_path: Path) -> None:
     out = io.StringIO()
     made = plan(make_checkpoint(tmp_path / "m", "llama"), kv_memory_gib=1 / 1024)
     dry_run(made, Programs(("C",), ("torchrun",)), Console(file=out, width=40, soft_wrap=True))

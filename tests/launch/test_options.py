@@ -30,7 +30,7 @@ def test_every_field_is_an_option() -> None:
         assert {f.name for f in fields(cls)} <= {parameter.name for parameter in command.params}
 
 
-def test_flags_reach_the_function_and_its_code_the_caller() -> None:
+def test_flags_reach_the_command_and_its_return_value_is_the_exit_code() -> None:
     seen: list[WorkerConfig] = []
 
     @config_command(WorkerConfig, name="w", help="w")
@@ -64,13 +64,13 @@ def test_wrong_values_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 @pytest.mark.parametrize("value", ["-5", "nan", "-nan"])
 @pytest.mark.parametrize("words", [("drain", "decode-0"), ("bench",)])
-def test_a_timeout_that_is_in_no_range_is_refused(words: tuple[str, ...], value: str) -> None:
+def test_timeout_outside_its_range_is_refused(words: tuple[str, ...], value: str) -> None:
     done = CliRunner().invoke(baton, [*words, "http://127.0.0.1:9", "--timeout-s", value])
     assert done.exit_code == 2
     assert re.search(r"'--timeout-s': \S+ is not in the range (0\.0<=x<=86400\.0|x>=0\.1)\.", done.stderr)
 
 
-def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_missing_or_invalid_config_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"absent\.toml"):
         read_config_file(str(tmp_path / "absent.toml"))
     (tmp_path / "bad.toml").write_text("= 1")
@@ -78,7 +78,7 @@ def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_config_file(str(tmp_path / "bad.toml"))
 
 
-def test_config_files_as_some_editors_write_them(tmp_path: Path) -> None:
+def test_config_file_with_a_bom_is_read_and_utf_16_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbfthreads = 2\r\n")
     assert read_config_file(str(tmp_path / "bom.toml")) == {"threads": 2}
     (tmp_path / "utf16.toml").write_text("threads = 2\n", encoding="utf-16")
@@ -94,7 +94,7 @@ def test_config_files_as_some_editors_write_them(tmp_path: Path) -> None:
         ("threads = " + "1" * 100_000, "is not TOML: Exceeds the limit"),
     ],
 )
-def test_a_config_file_beyond_what_is_read_is_one_line(text: str, error: str, tmp_path: Path) -> None:
+def test_config_file_over_the_parser_limits_is_a_one_line_error(text: str, error: str, tmp_path: Path) -> None:
     (file := tmp_path / "big.toml").write_text(text)
     with pytest.raises(StartupError) as caught:
         read_config_file(str(file))
@@ -136,11 +136,11 @@ run_main(command)
         ("refused", 3, "error: refused\n"),
     ],
 )
-def test_a_stdout_that_is_full_is_one_line_and_one_without_a_reader_none(
+def test_full_stdout_is_a_one_line_error_and_a_closed_pipe_is_silent(
     how: str, code: int, expected: str, unbuffered: str
 ) -> None:
     if unbuffered and how in ("failed", "refused"):
-        code, expected = 1, "error: standard output cannot be written: No space left on device\n"  # it ended there
+        code, expected = 1, "error: standard output cannot be written: No space left on device\n"  # writing failed
     command, environment = [sys.executable, "-c", WRITES, how], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
@@ -153,7 +153,7 @@ def test_a_stdout_that_is_full_is_one_line_and_one_without_a_reader_none(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_file_without_room_for_stdout_is_one_line(unbuffered: str, tmp_path: Path) -> None:
+def test_stdout_over_the_file_size_limit_is_a_one_line_error(unbuffered: str, tmp_path: Path) -> None:
     no_room = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
     command = [sys.executable, "-c", no_room + WRITES, "print"]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
@@ -162,7 +162,7 @@ def test_a_file_without_room_for_stdout_is_one_line(unbuffered: str, tmp_path: P
     assert (done.returncode, done.stderr) == (1, "error: standard output cannot be written: File too large\n")
 
 
-def test_an_error_that_is_not_of_stdout_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_os_error_not_caused_by_stdout_is_raised(capsys: pytest.CaptureFixture[str]) -> None:
     @click.command()
     def command() -> int:
         raise OSError(28, "No space left on device", "elsewhere")
@@ -191,7 +191,7 @@ def test_help_loads_neither_torch_nor_grpc() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
-def test_a_worker_name_that_would_leave_a_directory_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_worker_name_with_path_separators_is_refused_before_loading(tmp_path: Path) -> None:
     code = "from baton.worker_main import worker_main; worker_main('prefill', lambda: print('loads'))"
     logs = tmp_path / "deep" / "logs"
     environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(logs)}
@@ -204,7 +204,7 @@ def test_a_worker_name_that_would_leave_a_directory_is_refused_before_anything_i
 @pytest.mark.parametrize(
     ("field", "model_is_named"), [("model_digest", True), ("config_digest", True), ("dtype", False)]
 )
-def test_a_worker_refused_for_its_model_says_which_it_has(field: str, model_is_named: bool) -> None:
+def test_worker_refused_for_its_model_reports_its_model_path(field: str, model_is_named: bool) -> None:
     code = (
         "from baton.core.errors import JoinRefused\nfrom baton.worker_main import worker_main\n"
         f"def load(): raise JoinRefused('decode worker d refused: {field}: a and b')\n"
@@ -218,7 +218,7 @@ def test_a_worker_refused_for_its_model_says_which_it_has(field: str, model_is_n
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
-def test_a_coordinator_that_cannot_be_dialled_is_refused_before_anything_is_loaded(tier: str) -> None:
+def test_invalid_coordinator_address_is_refused_before_loading(tier: str) -> None:
     for value in ("10.0.0.1:83969", "nonsense", ""):
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", tier, "--coordinator", value],
@@ -232,13 +232,13 @@ def test_a_coordinator_that_cannot_be_dialled_is_refused_before_anything_is_load
         assert imported and not [line for line in imported if line.split()[-1] in ("torch", "grpc")]
 
 
-def test_drain_refuses_a_coordinator_that_cannot_be_dialled() -> None:
+def test_drain_refuses_an_invalid_coordinator_address() -> None:
     words = ["drain", "decode-0", "http://127.0.0.1:9", "--coordinator", "127.0.0.1:83969"]
     with pytest.raises(StartupError, match="--coordinator must be HOST:PORT with a port from 1 to 65535"):
         CliRunner().invoke(baton, words, standalone_mode=False, catch_exceptions=False)
 
 
-def test_a_positional_word_is_the_field_it_stands_for() -> None:
+def test_positional_argument_sets_its_field() -> None:
     @config_command(WorkerConfig, name="w", help="", positional="model")
     def command(config: WorkerConfig) -> int:
         print(config.model)

@@ -35,8 +35,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of the clean environment. The running one's packages are only appended to its path, so its
-    editable baton is not seen."""
+    """The interpreter of the clean environment. The packages of the running environment are only appended to its
+    path, so that its editable baton is not imported."""
     home = tmp_path_factory.mktemp("clean")
     venv.create(home, with_pip=False, symlinks=True)
     interpreter = home / "bin" / "python"
@@ -70,7 +70,7 @@ def test_every_module_of_the_repository_is_in_the_wheel(wheel: Path) -> None:
             assert path.relative_to(REPOSITORY).as_posix() in names, f"{path} is missing: name its package in pyproject"
 
 
-def test_command_and_tiers_in_a_directory_with_a_decode_py(python: Path, tmp_path: Path) -> None:
+def test_installed_commands_ignore_a_decode_py_in_the_working_directory(python: Path, tmp_path: Path) -> None:
     (tmp_path / "decode.py").write_text("raise SystemExit('the wrong decode')\n")
     elsewhere = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment = {**elsewhere, "PYTHONSAFEPATH": "1"}
@@ -106,7 +106,7 @@ def test_installed_wheel_serves_the_built_in_model(python: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("script", ["coordinator", "prefill", "decode"])
-def test_a_script_whose_python_has_no_baton_says_so(script: str, tmp_path: Path) -> None:
+def test_script_reports_a_python_without_baton(script: str, tmp_path: Path) -> None:
     empty = tmp_path / "python3"
     empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     empty.chmod(0o755)

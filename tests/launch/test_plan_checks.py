@@ -1,4 +1,4 @@
-"""What a plan refuses before anything starts, in the words of the coordinator and of workers that load."""
+"""What a plan refuses before anything starts, with the messages of the coordinator and of workers that load."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def model_dir(where: Path, **changes: object) -> Path:
 
 
 def plan(model: Path, first: dict[str, object], last: dict[str, object], **options: object) -> Plan:
-    """Two prefill workers and a decode worker on one node. The first and the last have nothing but these options, and
-    the one between says nothing."""
+    """Two prefill workers and a decode worker on one node. The first and the last have only these options, the second
+    has none."""
     config = UpConfig(prefill=2, device="cpu", **options)
     topology = local_topology(config, [0, 1], ())
     per_worker: list[dict[str, object]] = [first, {}, last]
@@ -54,7 +54,7 @@ def plan(model: Path, first: dict[str, object], last: dict[str, object], **optio
         ({"device": "cuda"}, {"device": "cpu"}, "edge_kind: nccl and gloo"),
     ],
 )
-def test_workers_that_differ_are_refused_in_the_words_of_a_join(
+def test_incompatible_workers_are_refused_with_the_message_of_a_join(
     first: dict[str, object], last: dict[str, object], difference: str, model_is_here: bool, tmp_path: Path
 ) -> None:
     model = model_dir(tmp_path) if model_is_here else tmp_path / "elsewhere"
@@ -71,12 +71,12 @@ def test_workers_that_differ_are_refused_in_the_words_of_a_join(
     ("last", "difference"),
     [({"exact": True}, "exact: False and True"), ({"quantize": "int8"}, "quantize: none and int8")],
 )
-def test_what_nobody_set_counts_as_its_default(last: dict[str, object], difference: str, tmp_path: Path) -> None:
+def test_unset_option_counts_as_its_default(last: dict[str, object], difference: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=f"decode worker decode-0 refused: {difference}"):
         check_plan(plan(model_dir(tmp_path), {}, last), {})
 
 
-def test_memory_of_one_host_is_no_edge_between_two(tmp_path: Path) -> None:
+def test_ipc_edges_between_two_hosts_are_refused(tmp_path: Path) -> None:
     given = plan(model_dir(tmp_path), {}, {}, edge_kind="ipc")
     topology = given.topology
     check_plan(replace(given, topology=replace(topology, workers=ipc(topology.workers))), {})
@@ -91,7 +91,7 @@ def ipc(workers: tuple[WorkerPlace, ...]) -> tuple[WorkerPlace, ...]:
     return tuple(replace(w, options={**w.options, "edge_kind": "ipc"}) for w in workers)
 
 
-def test_it_is_the_sentence_of_the_coordinator(tmp_path: Path) -> None:
+def test_plan_check_and_coordinator_report_the_same_message(tmp_path: Path) -> None:
     facts = make_facts()
     other = replace(facts, layout=replace(facts.layout, block_size=facts.layout.block_size * 3 // 2))
     table = WorkerTable(3.0)
@@ -104,7 +104,7 @@ def test_it_is_the_sentence_of_the_coordinator(tmp_path: Path) -> None:
     assert before.value.message == at_join.value.message
 
 
-def test_what_only_the_host_of_a_worker_tells_is_left_to_it(tmp_path: Path) -> None:
+def test_values_known_only_on_the_host_of_a_worker_are_not_checked(tmp_path: Path) -> None:
     model = model_dir(tmp_path)
     check_plan(plan(model, {"block_size": 8}, {"block_size": 32, "dtype": "bfloat16"}), {})  # auto may be bfloat16
     check_plan(plan(model, {"max_model_len": 128}, {}), {})  # the model's own limit
@@ -133,7 +133,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
 
 
 @pytest.mark.parametrize("longest", [1, 129])
-def test_a_length_that_the_model_has_not_is_refused(longest: int, tmp_path: Path) -> None:
+def test_max_model_len_outside_the_range_of_the_model_is_refused(longest: int, tmp_path: Path) -> None:
     limit = "max-model-len must be from 2 to 128, the model's max_position_embeddings, not"
     with pytest.raises(StartupError) as caught:
         check_plan(plan(model_dir(tmp_path, max_position_embeddings=128), {}, {"max_model_len": longest}), {})
@@ -141,14 +141,14 @@ def test_a_length_that_the_model_has_not_is_refused(longest: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_up_refuses_before_it_prints_or_makes_anything(
+def test_up_refuses_an_invalid_plan_before_it_prints_or_creates_anything(
     dry: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing(*_: object, **__: object) -> None:
+    def must_not_run(*_: object, **__: object) -> None:
         raise AssertionError("it went on")
 
     for name in ("check_ports", "run_directory", "LocalCluster"):
-        monkeypatch.setattr(launch.up, name, nothing)
+        monkeypatch.setattr(launch.up, name, must_not_run)
     config = UpConfig(model=str(model_dir(tmp_path)), device="cpu", decode_tp=3, dry_run=dry)
     with pytest.raises(StartupError, match="decode-0: num_attention_heads 2 cannot be divided over 3"):
         launch.up.up(config)
@@ -159,7 +159,7 @@ TOKEN = "correct horse battery staple"
 
 
 def topology(tmp_path: Path, change: str, into: str, host: str = "127.0.0") -> UpConfig:
-    """Nodes `a` and `b` of this host, or of another one; what the file says is there, until `change` is put in."""
+    """A topology of nodes `a` and `b`, on this host unless `host` differs, with `change` replaced by `into`."""
     (model := tmp_path / "m").mkdir()
     model_dir(model)
     (tmp_path / "token").write_text(TOKEN)
@@ -181,7 +181,7 @@ MISSING = [
 
 
 @pytest.mark.parametrize(("change", "into", "error"), MISSING)
-def test_up_refuses_what_this_host_does_not_have(
+def test_up_refuses_resources_that_this_host_lacks(
     change: str, into: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = topology(tmp_path, change, into)
@@ -192,7 +192,7 @@ def test_up_refuses_what_this_host_does_not_have(
 
 
 @pytest.mark.parametrize(("change", "into", "error"), MISSING)
-def test_a_dry_run_leaves_to_other_hosts_what_they_have(change: str, into: str, error: str, tmp_path: Path) -> None:
+def test_dry_run_does_not_check_resources_of_other_hosts(change: str, into: str, error: str, tmp_path: Path) -> None:
     config = topology(tmp_path, change, into, host="203.0.113")
     assert launch.up.up(config) == 0
     with pytest.raises(StartupError, match=f"^{error}".replace("coordinator", "decode-0").replace("node a", "node b")):
@@ -201,7 +201,7 @@ def test_a_dry_run_leaves_to_other_hosts_what_they_have(change: str, into: str, 
         launch.up.up(replace(config, node="c"))
 
 
-def test_off_loopback_a_member_of_this_host_needs_a_token(tmp_path: Path) -> None:
+def test_member_on_a_non_loopback_address_of_this_host_needs_a_token(tmp_path: Path) -> None:
     config = topology(tmp_path, "cluster_token_file", "#", host="203.0.113")
     assert launch.up.up(config) == 0
     for node, error in (
@@ -226,14 +226,14 @@ def test_a_dry_run_names_addresses_that_do_not_resolve(
     assert "node b: 127.0.0.2 does not resolve here" in shown and "node a: " not in shown
 
 
-def test_a_dry_run_that_is_refused_prints_no_half_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_dry_run_prints_no_partial_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = plan(model_dir(tmp_path), {"kv_memory_gib": 1e-8}, {})
     with pytest.raises(StartupError, match="too small for one sequence"):
         dry_run(made, Programs())
     assert capsys.readouterr().out == ""
 
 
-def test_kv_memory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_kv_memory_beyond_that_of_the_host_is_refused(tmp_path: Path) -> None:
     GIB = 1 << 30
     given = plan(model_dir(tmp_path), {"kv_memory_gib": 10.0}, {"kv_memory_gib": 6.5})
     nodes = {node.name for node in given.topology.nodes}
@@ -245,6 +245,6 @@ def test_kv_memory_that_is_not_there_is_refused(tmp_path: Path) -> None:
         "16.5 GiB (prefill-0 10.0, decode-0 6.5) is more than the 16.0 GiB here" in refusal
         and "--kv-memory-gib" in refusal
     )
-    check_memory(given, set(), 1)  # another host's
-    check_memory(plan(model_dir(tmp_path), {}, {}), nodes, 1)  # chosen from what is free
+    check_memory(given, set(), 1)  # no node is this host
+    check_memory(plan(model_dir(tmp_path), {}, {}), nodes, 1)  # chosen from the free memory
     assert host_memory_bytes() > GIB

@@ -1,4 +1,4 @@
-"""Processes that die with their parent, also when it was gone before they could look."""
+"""Processes that die with their parent, also if it ended before they could check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from baton.process import descendants
-from tests.support.processes import wait_gone
+from tests.support.processes import wait_until_exited
 
 CHILD = (
     "import time; from baton.process import die_with_parent; die_with_parent(); print('up', flush=True); time.sleep(60)"
@@ -20,34 +20,34 @@ subprocess.run([sys.executable, "-c", {child!r}], env=dict(os.environ, BATON_PAR
 """
 
 
-def test_dies_with_its_parent() -> None:
+def test_child_ends_with_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT.format(child=CHILD)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "up\n"
     (child,) = descendants(parent.pid)
     parent.send_signal(signal.SIGKILL)
     parent.wait(10)
     parent.stdout.close()
-    wait_gone([child])
+    wait_until_exited([child])
 
 
-def test_exits_at_once_when_the_parent_is_gone_already() -> None:
+def test_child_exits_if_its_parent_has_already_ended() -> None:
     environment = {**os.environ, "BATON_PARENT_PID": str(2**22 + 1)}
     done = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=20, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == ""
 
 
-def test_takes_its_variable_out_of_the_environment() -> None:
+def test_parent_variable_is_removed_from_the_environment() -> None:
     code = "import os, baton.process as p; p.die_with_parent(); print(p.PARENT_VARIABLE in os.environ)"
     environment = {**os.environ, "BATON_PARENT_PID": str(os.getpid())}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=20, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "False\n")
 
 
-def test_descendants_of_a_process_that_is_gone() -> None:
+def test_process_that_has_ended_has_no_descendants() -> None:
     assert descendants(2**22 + 1) == []
 
 
-def test_what_is_imported_to_stay_is_not_searched_for_garbage_and_all_else_is() -> None:
+def test_lasting_imports_are_excluded_from_garbage_collection_and_other_objects_are_not() -> None:
     code = """
 import gc, weakref
 from baton.process import lasting_imports

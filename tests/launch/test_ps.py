@@ -42,19 +42,19 @@ def shown(cluster: ClusterView, *more: Any, width: int = 100) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_one_line_for_each_worker() -> None:
+def test_each_worker_has_one_line() -> None:
     head, line = shown(view())
     assert " ".join(head.split()) == "worker role tp host state blocks free running waiting since"
     assert line.split() == ["prefill-0", "prefill", "2", "10.0.0.2", "ready", "40/64", "5", "1", "4m10s"]
 
 
-def test_the_queue_stands_above() -> None:
+def test_queue_is_shown_above_the_workers() -> None:
     assert shown(view({"requests": 3, "queued": 0, "oldest_queued_s": 0.0}))[0] == "3 requests, 0 queued"
     first = shown(view({"requests": 9, "queued": 4, "oldest_queued_s": 1.25}))[0]
     assert first == "9 requests, 4 queued (the oldest for 1.25 s)"
 
 
-def test_rates_are_those_since_the_last_look_and_of_the_same_start() -> None:
+def test_rates_cover_the_last_interval_of_the_same_incarnation() -> None:
     before = view(prompt_tokens_computed=1000, steps=10, tokens_generated=7, step_s=1.0)
     now = view(prompt_tokens_computed=5000, steps=30, tokens_generated=9, step_s=1.05)
     head, line = shown(now, before, 2.0)
@@ -69,13 +69,13 @@ def test_rates_are_those_since_the_last_look_and_of_the_same_start() -> None:
         assert shown(other, before, 2.0)[1].split()[-4:-1] == ["-", "-", "-"]
 
 
-def test_watching_looks_again_and_again() -> None:
+def test_watch_polls_the_cluster_repeatedly() -> None:
     out, looks = io.StringIO(), iter([view(steps=1), view(steps=2), view(steps=3)])
     watch(lambda: next(looks), 0.01, Console(file=out, width=100), count=2)
     assert out.getvalue().count("prefill-0") == 2 and next(looks, None) is None
 
 
-def test_a_bar_is_divided_as_the_time_was() -> None:
+def test_bar_is_divided_in_proportion_to_the_stage_times() -> None:
     text = line(row("r"))
     bar = text.plain[text.plain.index("█") :]
     assert bar == "█" * BAR_CHARS
@@ -84,7 +84,7 @@ def test_a_bar_is_divided_as_the_time_was() -> None:
     assert "7 → 5" in text.plain and "stop" in text.plain
 
 
-def test_the_top_looks_again_and_again() -> None:
+def test_top_polls_the_cluster_repeatedly() -> None:
     out, looks = io.StringIO(), iter([view(steps=1), view(steps=2), view(steps=3)])
     console = Console(file=out, width=140, force_terminal=False)
     top(lambda: next(looks), lambda: [row("req-1"), row("req-2")], 0.01, console, count=2)
@@ -92,13 +92,13 @@ def test_the_top_looks_again_and_again() -> None:
     assert "prefill-0" in shown and "req-2" in shown and "step ms" in shown and next(looks, None) is None
 
 
-def test_nothing_is_cut_in_a_narrow_terminal() -> None:
+def test_no_column_is_truncated_in_a_narrow_terminal() -> None:
     _, line = shown(view(host="a-host-with-a-name-that-is-long.example.org"), width=60)
     assert "a-host-with-a-name-that-is-long.example.org" in line
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59, "59s"), (3600, "1h0m"), (90061, "1d1h"), (None, "?")])
-def test_since(seconds: object, text: str) -> None:
+def test_since_is_formatted(seconds: object, text: str) -> None:
     assert since(seconds) == text
 
 
@@ -128,11 +128,11 @@ def ps(server: HTTPServer, *more: str) -> str:
     return CliRunner().invoke(baton, ["ps", f"http://127.0.0.1:{server.server_port}", *more]).output
 
 
-def test_json_is_all_that_the_coordinator_says(server: HTTPServer) -> None:
+def test_json_output_is_the_complete_reply_of_the_coordinator(server: HTTPServer) -> None:
     assert json.loads(ps(server, "--json")) == {"workers": [WORKER]}
 
 
-def test_what_a_server_says_is_shown_as_text(server: HTTPServer) -> None:
+def test_control_characters_and_markup_of_a_server_are_not_interpreted(server: HTTPServer) -> None:
     odd = WORKER | {"id": "\x1b]0;title\x07", "host": "[red]h[/]", "state": "[/no]\u202e"}
     server.document = {"workers": [odd]}  # type: ignore[attr-defined]
     line = ps(server).splitlines()[-1]

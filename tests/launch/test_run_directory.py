@@ -50,7 +50,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_which_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_directory_is_in_the_cache_or_at_the_given_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert open_and_leave("").parent == tmp_path / "baton" / "runs"
     assert open_and_leave(str(tmp_path / "mine")) == tmp_path / "mine"
@@ -64,13 +64,13 @@ def test_which_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         open_and_leave(str(tmp_path / "mine"))
 
 
-def test_one_without_room_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_full_run_directory_is_refused_by_name(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=30)
     assert done.stdout == f"run directory {tmp_path} cannot be used: File too large; choose another with --run-dir\n"
     assert not done.stderr
 
 
-def test_a_ready_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_ready_file_is_a_one_line_error(tmp_path: Path) -> None:
     ready = tmp_path / "absent" / "ready.json"
     command = [
         sys.executable,
@@ -86,7 +86,9 @@ def test_a_ready_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None
     assert (done.returncode, done.stderr) == (3, f"error: --ready-file {ready}: No such file or directory\n")
 
 
-def test_where_none_can_be_made_it_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_option_if_no_run_directory_can_be_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> str:
         raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
 
@@ -100,7 +102,7 @@ def test_where_none_can_be_made_it_says_how_to_name_one(tmp_path: Path, monkeypa
         open_and_leave("")
 
 
-def test_one_in_use_is_refused_with_the_pid_that_has_it_and_left_as_it_is(
+def test_run_directory_in_use_is_refused_with_the_pid_of_its_owner_and_unchanged(
     tmp_path: Path, holder: subprocess.Popen[str]
 ) -> None:
     run = tmp_path / "run"
@@ -111,7 +113,7 @@ def test_one_in_use_is_refused_with_the_pid_that_has_it_and_left_as_it_is(
         assert caught.value.message == expected and (run / "cluster.json").exists()
 
 
-def test_one_whose_process_was_killed_is_free_and_its_addresses_are_gone(
+def test_run_directory_of_a_killed_process_is_reused_without_its_old_addresses(
     tmp_path: Path, holder: subprocess.Popen[str]
 ) -> None:
     holder.kill()
@@ -121,7 +123,7 @@ def test_one_whose_process_was_killed_is_free_and_its_addresses_are_gone(
         assert not (path / "cluster.json").exists()
 
 
-def test_one_that_was_left_is_free_and_its_addresses_are_gone(tmp_path: Path) -> None:
+def test_closed_run_directory_is_reused_without_its_old_addresses(tmp_path: Path) -> None:
     for _ in range(2):
         with run_directory(str(tmp_path)) as path:
             for name in ("cluster.json", "coordinator.json", "decode-0.log"):
@@ -129,7 +131,7 @@ def test_one_that_was_left_is_free_and_its_addresses_are_gone(tmp_path: Path) ->
         assert sorted(p.name for p in tmp_path.iterdir()) == ["decode-0.log", "up.lock"]
 
 
-def test_a_file_system_without_locks_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_locks(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -137,7 +139,7 @@ def test_a_file_system_without_locks_refuses_nobody(tmp_path: Path, monkeypatch:
     assert open_and_leave(str(tmp_path)) == tmp_path
 
 
-def test_what_the_holder_starts_does_not_hold_it(tmp_path: Path) -> None:
+def test_child_processes_of_the_owner_do_not_hold_the_lock(tmp_path: Path) -> None:
     with run_directory(str(tmp_path)):
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -147,7 +149,7 @@ def test_what_the_holder_starts_does_not_hold_it(tmp_path: Path) -> None:
         child.communicate()
 
 
-def test_the_token_of_a_cluster_in_the_default_place_is_found_by_its_address(
+def test_token_of_a_cluster_in_the_default_directory_is_found_by_its_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,4 +1,4 @@
-"""When a member is started again; and one through its restarts, with real short-lived processes."""
+"""When a member is restarted; and one member through its restarts, with real short-lived processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.supervisor import Backoff, MemberFailed, RestartPolicy, Supervised
 
 
 def member(where: Path, code: int, *, joins: bool) -> Supervised:
-    """One incarnation that has ended with `code`, noticed."""
+    """A member whose first incarnation has ended with `code`, as the supervisor has detected."""
     spec = ChildSpec("m", (sys.executable, "-c", f"raise SystemExit({code})"), where / "m.log")
     made = Supervised("m", lambda: spec, Console(), Backoff(first_s=0.0))
     made.start()
@@ -28,7 +28,7 @@ def member(where: Path, code: int, *, joins: bool) -> Supervised:
     return made
 
 
-def test_a_member_that_ended_well_after_joining_has_left_and_stays_away(tmp_path: Path) -> None:
+def test_member_that_exits_with_0_after_joining_is_not_restarted(tmp_path: Path) -> None:
     drained = member(tmp_path, 0, joins=True)
     assert drained.left and not drained.joined and drained.restart_at is None
     for _ in range(3):
@@ -36,7 +36,7 @@ def test_a_member_that_ended_well_after_joining_has_left_and_stays_away(tmp_path
     assert drained.child is None
 
 
-def test_a_member_that_died_comes_back(tmp_path: Path) -> None:
+def test_member_that_failed_is_restarted(tmp_path: Path) -> None:
     dead = member(tmp_path, 1, joins=True)
     assert not dead.left and dead.restart_at is not None
     dead.tick()
@@ -44,7 +44,7 @@ def test_a_member_that_died_comes_back(tmp_path: Path) -> None:
     dead.child.kill(0)
 
 
-def test_an_end_with_0_before_joining_is_no_leaving(tmp_path: Path) -> None:
+def test_exit_with_0_before_joining_does_not_count_as_leaving(tmp_path: Path) -> None:
     try:
         early = member(tmp_path, 0, joins=False)
     except MemberFailed:
@@ -53,7 +53,7 @@ def test_an_end_with_0_before_joining_is_no_leaving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_a_member_that_joined_once_is_tried_again_whatever_its_code(tmp_path: Path, code: int) -> None:
+def test_member_that_joined_once_is_restarted_after_any_exit_code(tmp_path: Path, code: int) -> None:
     assert member(tmp_path, code, joins=True).restart_at is not None
 
 
@@ -68,7 +68,7 @@ def test_backoff_doubles_up_to_its_limit() -> None:
     assert [policy.died(1, float(n)) for n in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_a_healthy_minute_resets_and_less_does_not() -> None:
+def test_backoff_resets_only_after_a_healthy_minute() -> None:
     policy = joined()
     assert [policy.died(1, float(n)) for n in range(3)] == [1, 2, 4]
     policy.joined(100.0)
@@ -77,12 +77,12 @@ def test_a_healthy_minute_resets_and_less_does_not() -> None:
     assert policy.died(-9, now=260.0) == 1.0
 
 
-def test_startup_error_ends_it_only_before_it_ever_joined() -> None:
+def test_startup_error_is_final_only_before_the_first_join() -> None:
     assert RestartPolicy().died(3, now=0.0) is None
     policy = joined()
     assert policy.died(3, now=1.0) == 1.0 and policy.died(3, now=2.0) == 2.0
 
 
-def test_other_deaths_before_joining_are_tried_a_few_times() -> None:
+def test_other_failures_before_joining_are_retried_a_few_times() -> None:
     policy = RestartPolicy(Backoff(tries_before_joining=3))
     assert [policy.died(code, now=0.0) for code in (1, -11, 1)] == [1.0, 2.0, None]

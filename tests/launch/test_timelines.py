@@ -1,4 +1,4 @@
-"""A request explained, and a trace that Perfetto reads."""
+"""The printed timeline of a request, and a trace that Perfetto reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def row(name: str, admitted_at: float = 100.0, **more: Any) -> dict[str, Any]:
     return whole | counts | {"spans": spans} | more
 
 
-def test_each_span_has_its_line_and_its_share() -> None:
+def test_each_span_is_shown_with_its_share_of_the_time() -> None:
     out = io.StringIO()
     print_request([row("r", attempts=2, error="lost [bold]")], Console(file=out, width=120))
     lines = out.getvalue().splitlines()
@@ -66,6 +66,6 @@ def test_an_arrow_leads_from_prefill_to_decode() -> None:
         assert any(e["ts"] <= start["ts"] <= e["ts"] + e["dur"] for e in inside)
 
 
-def test_nobody_there_is_one_line() -> None:
+def test_unreachable_cluster_is_a_one_line_error() -> None:
     with pytest.raises(StartupError, match="no cluster answers"):
         get_requests("127.0.0.1:1")

@@ -149,7 +149,7 @@ def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("nodes", 2, value={"name": "c", "address": "x"}), "say how many 'cores'"),
     ],
 )
-def test_what_does_not_make_a_cluster_is_refused_by_name(change: Any, message: str) -> None:
+def test_invalid_topology_is_refused_with_the_reason(change: Any, message: str) -> None:
     tables = file()
     change(tables)
     with pytest.raises(StartupError, match=message):
@@ -164,7 +164,7 @@ def test_an_address_may_be_missing_only_for_slurm() -> None:
         check_addresses(topology)
 
 
-def test_this_host_is_the_nodes_whose_address_it_has() -> None:
+def test_local_nodes_are_those_with_an_address_of_this_host() -> None:
     tables = file()
     with pytest.raises(StartupError, match="--node says which it is: front, b, c"):
         nodes_here(parse_topology(tables))
@@ -175,14 +175,14 @@ def test_this_host_is_the_nodes_whose_address_it_has() -> None:
         nodes_here(parse_topology(tables), "x")
 
 
-def test_cores_as_text() -> None:
+def test_cores_are_parsed_and_formatted() -> None:
     assert parse_cores("0-2, 7", "x") == (0, 1, 2, 7) and ranges((0, 1, 2, 7)) == "0-2,7"
     for bad in ("", "1-", "a", "3-1", "1,1"):
         with pytest.raises(StartupError):
             parse_cores(bad, "x")
 
 
-def test_a_worker_that_is_given_gpus_computes_there_or_not_at_all() -> None:
+def test_worker_gets_device_cuda_if_gpus_are_configured_for_it() -> None:
     def device(worker: str, tables: dict[str, Any]) -> str:
         return words(plan(tables), worker).partition("--device ")[2].partition(" ")[0]
 
@@ -191,8 +191,8 @@ def test_a_worker_that_is_given_gpus_computes_there_or_not_at_all() -> None:
     del tables["nodes"][1]["gpus"]
     assert device("prefill-0", tables) == "cuda"  # it names its devices
     del tables["prefill"][0]["devices"]
-    assert device("prefill-0", tables) == "" and device("d", tables) == "cuda"  # a node of it has none
-    for key, value, expected in (("device", "cpu", "cpu"), ("exact", True, "")):  # exact mode is the CPU's
+    assert device("prefill-0", tables) == "" and device("d", tables) == "cuda"  # one of its nodes has no GPUs
+    for key, value, expected in (("device", "cpu", "cpu"), ("exact", True, "")):  # exact mode runs on the CPU
         assert device("d", {**file(), "options": {key: value}}) == expected
 
 

@@ -49,7 +49,7 @@ def output(cluster: Cluster) -> str:
 
 
 def ended(cluster: Cluster, expect: int) -> list[str]:
-    """Waits for an end by itself; the lines it printed."""
+    """Waits until the cluster ends by itself; returns the lines that it printed."""
     cluster.process.wait(20)
     cluster.stop(expect)
     return output(cluster).splitlines()
@@ -69,7 +69,7 @@ def test_ready_then_a_signal_drains_and_exits_0(start, sig: int) -> None:
     assert "all ended well" in output(cluster)
 
 
-def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_path: Path) -> None:
+def test_agents_leave_no_temporary_files(start, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     cluster = wait_ready(start(env={"FAKE_AGENT": "1", "TMPDIR": str(temporary)}))
@@ -77,7 +77,7 @@ def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_pa
     assert not list(temporary.iterdir())
 
 
-def test_an_agent_that_refuses_its_flags_leaves_nothing(tmp_path: Path) -> None:
+def test_agent_that_refuses_its_flags_leaves_no_temporary_files(tmp_path: Path) -> None:
     agent = [sys.executable, "-m", "launch.agent", "--nproc-per-node", "no-number", "x.py"]
     ended = subprocess.run(agent, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, timeout=120)
     assert ended.returncode != 0 and not list(tmp_path.iterdir())
@@ -95,7 +95,7 @@ def test_each_worker_has_its_own_core(start) -> None:
 
 
 @pytest.mark.parametrize("agent", ["", "1"])
-def test_dead_worker_is_shown_and_started_again(start, agent: str) -> None:
+def test_dead_worker_is_reported_and_restarted(start, agent: str) -> None:
     cluster = wait_ready(start(env={"FAKE_AGENT": agent}))
     before = cluster.pids("decode-0")[0]
     cluster.kill(before)
@@ -106,20 +106,20 @@ def test_dead_worker_is_shown_and_started_again(start, agent: str) -> None:
     cluster.stop()
 
 
-def test_a_log_that_cannot_be_written_before_the_first_life_is_one_line(start, tmp_path: Path) -> None:
+def test_unwritable_log_before_the_first_start_is_a_one_line_error(start, tmp_path: Path) -> None:
     (tmp_path / "run" / "prefill-0.log").mkdir(parents=True)
     lines = ended(start(), expect=3)
     assert lines[-1].startswith("error: the log ") and "prefill-0.log" in lines[-1]
 
 
-def test_addresses_that_cannot_be_written_are_one_line_with_the_directory(start, tmp_path: Path) -> None:
+def test_unwritable_addresses_are_a_one_line_error_with_the_directory(start, tmp_path: Path) -> None:
     (tmp_path / "run" / "cluster.json.partial").mkdir(parents=True)
     lines = ended(start(), expect=3)
     assert lines[-1].startswith(f"error: run directory {tmp_path / 'run'} cannot be written: Is a directory: ")
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_a_stdout_that_cannot_be_written_changes_nothing_else(tmp_path: Path, model: Path, refuses: bool) -> None:
+def test_unwritable_stdout_does_not_affect_the_cluster(tmp_path: Path, model: Path, refuses: bool) -> None:
     program = ("/bin/sh", "-c", 'exec "$@" > /dev/full', "sh", *FAKE_UP)
     env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **({"FAKE_WORKER": "refuse"} if refuses else {})}
     cluster = start_cluster(model, run_dir=tmp_path / "run", env=env, program=program)
@@ -135,7 +135,7 @@ def test_a_stdout_that_cannot_be_written_changes_nothing_else(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("agent", ["", pytest.param("1", marks=pytest.mark.long)])
-def test_a_log_that_cannot_be_written_later_ends_nobody(start, agent: str) -> None:
+def test_log_that_becomes_unwritable_delays_only_the_restart_of_its_member(start, agent: str) -> None:
     cluster = wait_ready(start(env={"FAKE_AGENT": agent}))
     log = cluster.run_dir / "decode-0.log"
     log.unlink()
@@ -149,7 +149,7 @@ def test_a_log_that_cannot_be_written_later_ends_nobody(start, agent: str) -> No
     cluster.stop()
 
 
-def test_dead_coordinator_comes_back_on_the_same_ports(start) -> None:
+def test_dead_coordinator_is_restarted_on_the_same_ports(start) -> None:
     cluster = wait_ready(start(env={"FAKE_COORDINATOR": "crash-once"}))
     url = cluster.url
     cluster.wait_until(lambda c: output(c).count("joined") == 4, "workers to join again")
@@ -159,7 +159,7 @@ def test_dead_coordinator_comes_back_on_the_same_ports(start) -> None:
 
 
 @pytest.mark.parametrize("agent", ["", "1"])
-def test_startup_error_of_a_worker_is_said_last_in_a_box(start, agent: str) -> None:
+def test_startup_error_of_a_worker_is_printed_last_in_a_box(start, agent: str) -> None:
     lines = ended(start(env={"FAKE_WORKER": "refuse", "FAKE_AGENT": agent}), expect=3)
     shown = find_box(lines)
     assert shown[-1] == lines[-1] and "-0 failed" in shown[0]
@@ -169,7 +169,7 @@ def test_startup_error_of_a_worker_is_said_last_in_a_box(start, agent: str) -> N
     assert "noise" not in "\n".join(lines) and "correct what the error names" in "\n".join(shown)
 
 
-def test_startup_error_of_the_coordinator_is_said_last_in_a_box(start) -> None:
+def test_startup_error_of_the_coordinator_is_printed_last_in_a_box(start) -> None:
     lines = ended(start(env={"FAKE_COORDINATOR": "refuse"}), expect=3)
     shown = find_box(lines)
     assert shown[-1] == lines[-1] and "coordinator failed" in shown[0]
@@ -183,7 +183,7 @@ def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start, agen
     assert any("the fake worker crashes" in line for line in lines) and lines[-1] == find_box(lines)[-1]
 
 
-def test_port_in_use_is_one_line(start) -> None:
+def test_port_in_use_is_a_one_line_error(start) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -193,7 +193,7 @@ def test_port_in_use_is_one_line(start) -> None:
         ]
 
 
-def test_a_second_one_in_the_same_run_directory_is_refused_and_changes_nothing(start, model: Path) -> None:
+def test_second_cluster_in_the_same_run_directory_is_refused_without_effect(start, model: Path) -> None:
     cluster = wait_ready(start())
     cluster.wait_until(lambda c: "try:" in output(c), "the last lines")
     known, logs = (cluster.run_dir / "cluster.json").read_text(), cluster.logs()
@@ -208,7 +208,7 @@ def test_a_second_one_in_the_same_run_directory_is_refused_and_changes_nothing(s
     assert not (cluster.run_dir / "cluster.json").exists() and not (cluster.run_dir / "coordinator.json").exists()
 
 
-def test_second_signal_ends_what_does_not_drain(start) -> None:
+def test_second_signal_kills_members_that_do_not_drain(start) -> None:
     cluster = wait_ready(start(env={"FAKE_COORDINATOR": "hang", "FAKE_WORKER": "stubborn"}))
     cluster.process.send_signal(signal.SIGINT)
     cluster.wait_until(lambda c: "draining" in output(c), "draining")
@@ -216,21 +216,21 @@ def test_second_signal_ends_what_does_not_drain(start) -> None:
     assert "still running and is killed" in output(cluster)
 
 
-def test_drain_has_a_limit(start) -> None:
+def test_drain_has_a_time_limit(start) -> None:
     cluster = wait_ready(start(env={"FAKE_WORKER": "stubborn", "FAKE_COORDINATOR": "hang"}, drain_timeout_s=0))
     began = time.monotonic()
     cluster.stop(1)
     assert time.monotonic() - began < 20
 
 
-def test_kill_9_of_the_launcher_leaves_nothing(start) -> None:
+def test_no_process_survives_kill_9_of_the_launcher(start) -> None:
     cluster = wait_ready(start())
     assert len(cluster.processes()) == 4
     cluster.stop(-signal.SIGKILL, signal.SIGKILL)
 
 
-def test_workers_under_their_agents(start) -> None:
-    """A rank's death is seen, and kill -9 of an agent or the launcher reaches the ranks."""
+def test_workers_restart_after_a_rank_or_an_agent_is_killed(start) -> None:
+    """A rank's death is detected, and kill -9 of an agent or the launcher reaches the ranks."""
     cluster = wait_ready(start(env={"FAKE_AGENT": "1"}))
     assert len(cluster.processes()) == 6
     agents = [pid for pid in cluster.processes() if "launch.agent" in command_line(pid)]
@@ -248,8 +248,8 @@ def test_workers_under_their_agents(start) -> None:
     cluster.stop(-signal.SIGKILL, signal.SIGKILL)
 
 
-def test_a_cluster_of_one_process_has_a_token_of_its_own(start) -> None:
-    """Else every process on this machine could join, and be given prompts."""
+def test_up_creates_a_cluster_token_and_removes_it_at_the_end(start) -> None:
+    """Otherwise every process on this machine could join and receive prompts."""
     cluster = wait_ready(start())
     token = cluster.run_dir / "cluster.token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) == 64
@@ -260,7 +260,7 @@ def test_a_cluster_of_one_process_has_a_token_of_its_own(start) -> None:
     assert not token.exists()
 
 
-def test_a_token_that_was_named_is_kept(start, tmp_path: Path) -> None:
+def test_configured_cluster_token_replaces_the_generated_one(start, tmp_path: Path) -> None:
     named = tmp_path / "named"
     named.write_text("a secret of thirty-two characters and more\n")
     named.chmod(0o600)

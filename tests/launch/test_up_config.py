@@ -27,7 +27,7 @@ def plan(config: UpConfig, gpus: tuple[str, ...] = ()) -> Members:
 BOUND = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
 
 
-def test_what_is_handed_on_exists_there_with_the_same_meaning() -> None:
+def test_forwarded_options_have_the_same_types_and_defaults() -> None:
     up = {f.name: f for f in fields(UpConfig)}
     for names, other in ((COORDINATOR_FIELDS, CoordinatorConfig), (WORKER_FIELDS, WorkerConfig)):
         theirs = {f.name: f for f in fields(other)}
@@ -54,12 +54,12 @@ def test_ranks_and_block_sizes_are_those_of_the_role() -> None:
     assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in (prefill, decode)] == ["4,5", "6"]
 
 
-def test_coordinator_takes_its_ports_again() -> None:
+def test_restarted_coordinator_gets_the_same_ports() -> None:
     command = " ".join(plan(UpConfig(port=0, grpc_port=0)).coordinator(BOUND).command)
     assert "--port 1 --grpc-port 2 --control-host 127.0.0.1 --control-port 3" in command and "-port 0" not in command
 
 
-def test_gpus_are_handed_out_unless_the_cpu_was_asked_for() -> None:
+def test_gpus_are_assigned_unless_the_cpu_is_requested() -> None:
     assert plan(UpConfig(), ("4", "5")).worker("decode-0", BOUND).environment["CUDA_VISIBLE_DEVICES"] == "5"
     assert "CUDA_VISIBLE_DEVICES" not in plan(UpConfig(device="cpu"), ("4",)).worker("decode-0", BOUND).environment
 
@@ -82,17 +82,17 @@ def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: tuple[str, ...], kind: s
         (UpConfig(device="cpu"), ("0",), (None, None)),
     ],
 )
-def test_ranks_that_share_a_gpu_get_their_part_of_its_memory(
+def test_ranks_that_share_a_gpu_get_their_share_of_its_memory(
     config: UpConfig, gpus: tuple[str, ...], shares: tuple[str | None, str | None]
 ) -> None:
-    """Two workers that each took 85 % of what is free would leave the second one nothing."""
+    """If each of two workers took 85 % of the free memory, almost nothing would be left for the second."""
     for name, share in zip(("prefill-0", "decode-0"), shares, strict=True):
         command = plan(config, gpus).worker(name, BOUND).command
         assert (command[command.index("--gpu-share") + 1] if "--gpu-share" in command else None) == share
 
 
 @pytest.mark.parametrize("http", ["0.0.0.0:81", "127.0.0.1:81"])
-def test_url_is_one_a_client_can_use(http: str) -> None:
+def test_url_is_usable_by_a_client(http: str) -> None:
     assert Addresses(http, "", "").url == "http://127.0.0.1:81"
     assert Addresses("[::]:81", "", "").url == "http://[::1]:81"
 
@@ -102,7 +102,7 @@ def test_block_sizes_of_which_neither_divides_the_other_are_refused() -> None:
         plan_for(UpConfig(prefill_block_size=24))
 
 
-def test_ports() -> None:
+def test_invalid_or_occupied_ports_are_refused() -> None:
     def check(**ports: object) -> None:
         check_ports(plan(UpConfig(**ports)).plan, frozenset({"local"}))
 
@@ -119,7 +119,7 @@ def test_ports() -> None:
         check(host="192.0.2.1", port=0, grpc_port=0)
 
 
-def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_paths_are_resolved_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -141,7 +141,7 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             served_name(model)
 
 
-def test_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def unreachable(*args: object, **kwargs: object) -> None:
@@ -153,7 +153,7 @@ def test_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n" not in caught.value.message and served_name("nobody-at-all/no-such-model").startswith("nobody")
 
 
-def test_precedence_and_print_config(tmp_path: Path) -> None:
+def test_print_config_follows_the_precedence_of_flags_environment_and_file(tmp_path: Path) -> None:
     from launch.cli import baton
 
     file = tmp_path / "up.toml"
@@ -167,12 +167,12 @@ def test_precedence_and_print_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://[", "http://a:b", "http://a:99999", "", "//"])
-def test_an_address_that_is_none_is_one_line(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(StartupError, match="is no address"):
         get_cluster(url)
 
 
-def test_an_environment_variable_that_nothing_reads_is_refused_with_the_nearest() -> None:
+def test_unknown_environment_variable_is_refused_with_the_nearest_name() -> None:
     check_environment({"BATON_PORT": "1", "BATON_LEASE_S": "2", "BATON_EVENT_LOG_DIR": "x", "BATON_CACHE_DIR": "z"})
     with pytest.raises(StartupError, match="BATON_PROT; did you mean BATON_PORT"):
         check_environment({"BATON_PROT": "1"})

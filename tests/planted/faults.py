@@ -1,7 +1,7 @@
 # ruff: noqa: E501
-"""Small faults in code that decides, each with the tests that have to find it.
+"""Small faults in decision code, each with the tests that must find it.
 
-`old` occurs once in `path` and is replaced by `new`; then at least one of `tests` must fail. A fault that nothing finds
+`old` occurs once in `path` and is replaced by `new`; then at least one of `tests` must fail. A fault that no test finds
 is a gap in the tests, whatever their coverage.
 """
 
@@ -62,7 +62,7 @@ FAULTS = (
     ),
     Fault(
         "coordinator/http/server.py",
-        "        if self._in_head:  # nobody asks for trailers",
+        "        if self._in_head:  # trailers are not used",
         "        if True:",
         "tests/coordinator/test_http_abuse.py",
     ),
@@ -195,7 +195,7 @@ FAULTS = (
         "tests/core/test_prefix_cache.py",
     ),
     Fault("baton/rpc/health.py", "options=_OPTIONS", "", "tests/rpc/test_health.py"),
-    # The life of a request.
+    # The request lifecycle.
     Fault(REQUESTS, "if len(r.deaths) >= MAX_DEATHS:", "if len(r.deaths) > MAX_DEATHS:", T_REQUESTS),
     Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),
     Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
@@ -325,7 +325,7 @@ FAULTS = (
         "if (output_len >= request.sampling.min_tokens or",
         "tests/core tests/coordinator/test_policy_journal.py",
     ),
-    # KV blocks and the right to them.
+    # KV blocks and handles.
     Fault("baton/core/blocks.py", "            self._generation[block] += 1\n", "", "tests/core/test_blocks.py"),
     Fault(
         "baton/core/blocks.py", 'if holder.kind == "receiving" or _being_received(holders):', "if False:", "tests/core"

@@ -25,7 +25,7 @@ def test_each_fault_is_one_place_that_is_there() -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The code, to plant faults in, beside the tests."""
+    """A copy of the code to plant faults in, beside the tests."""
     where = tmp_path_factory.mktemp("planted")
     for name in CODE:
         shutil.copytree(ROOT / name, where / name, ignore=shutil.ignore_patterns("__pycache__", "builtin"))

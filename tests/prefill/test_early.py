@@ -34,7 +34,7 @@ def decode(section_bytes: int = 1, name: str = "d0") -> DecodeNode:
 
 
 def arrived(source: PrefillNode, tokens: int, layers: int = LAYERS) -> bool:
-    """Whether as many bytes have been sent."""
+    """Whether exactly the bytes of so many tokens and layers have been sent."""
     return source.worker.outgoing.counters.bytes_sent == tokens * layers * LAYOUT.layers[0].bytes_per_token
 
 
@@ -42,7 +42,7 @@ async def early(source: PrefillNode, count: int = 1) -> None:
     await until(lambda: source.worker.outgoing.counters.chunks_early == count, what="the first layers")
 
 
-async def test_first_layers_are_there_before_the_step_is_done() -> None:
+async def test_first_layers_arrive_before_the_step_ends() -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         request = make_request("r", 14, max_tokens=4)
         source.submit(request, target)
@@ -66,7 +66,7 @@ async def test_first_layers_are_there_before_the_step_is_done() -> None:
         assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
-async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -> None:
+async def test_first_layers_exclude_the_prefix_that_the_decode_worker_holds() -> None:
     async with pair(decode(), prefill=prefill(step_tokens=16)) as (source, [target]):
         for name in ("first", "second"):
             request = make_request(name, 14, max_tokens=4)
@@ -79,13 +79,11 @@ async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -
             target.compute()
             assert target.posted.output(name) == dict(enumerate(oracle(request.prompt, 4)))
         tokens = source.posted.handed_over[1].bytes / LAYOUT.bytes_per_token
-        assert tokens == 14 - 12  # three blocks are there
+        assert tokens == 14 - 12  # decode already holds three blocks
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
-async def test_either_part_is_sent_again_where_it_arrives_damaged(
-    damaged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_each_part_is_resent_if_it_arrives_damaged(damaged: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[int] = []
 
     def once(edge: object, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
@@ -105,7 +103,7 @@ async def test_either_part_is_sent_again_where_it_arrives_damaged(
         assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
-async def test_what_arrived_damaged_twice_is_nobodys_prefix_although_its_step_ends_later(
+async def test_kv_damaged_twice_is_not_cached_even_if_its_step_ends_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_the_wire(monkeypatch, lambda edge, buffer, sums: (flipped(buffer, 0), sums))
@@ -124,7 +122,7 @@ async def test_what_arrived_damaged_twice_is_nobodys_prefix_although_its_step_en
         await until(lambda: source.idle and target.idle, what="idle pools")
 
 
-async def test_two_prompts_that_end_in_one_step_go_one_behind_the_other() -> None:
+async def test_two_prompts_that_end_in_one_step_are_sent_one_after_the_other() -> None:
     async with pair(decode(), prefill=prefill(step_tokens=16)) as (source, [target]):
         prompts = {name: list(range(first, first + 8)) for name, first in (("a", 1), ("b", 100))}
         for name, prompt in prompts.items():
@@ -138,7 +136,7 @@ async def test_two_prompts_that_end_in_one_step_go_one_behind_the_other() -> Non
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("posted", [False, True])
-async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(
+async def test_abort_between_the_two_parts_leaks_nothing_and_the_link_stays_usable(
     who: str, posted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
@@ -170,7 +168,7 @@ async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(
         await serve(source, target, "behind")
 
 
-async def test_another_target_gets_all_layers_of_what_the_first_one_had_a_part_of() -> None:
+async def test_second_target_receives_all_layers_after_the_first_received_a_part() -> None:
     async with pair(decode(), decode(name="d1"), prefill=prefill()) as (source, [first, second]):
         request = make_request("r", 8, max_tokens=4)
         source.submit(request, first)
@@ -188,7 +186,7 @@ async def test_another_target_gets_all_layers_of_what_the_first_one_had_a_part_o
         assert second.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
-async def test_both_edges_of_a_link_carry_them() -> None:
+async def test_both_edges_of_a_link_carry_first_layers() -> None:
     ranks = FakeRanks(2, layout=LAYOUT)
     try:
         async with pair(DecodeNode(runner=ranks), prefill=prefill()) as (source, [target]):
@@ -204,7 +202,7 @@ async def test_both_edges_of_a_link_carry_them() -> None:
         ranks.close()
 
 
-async def test_behind_a_busy_edge_all_layers_go_as_one() -> None:
+async def test_all_layers_are_sent_together_if_the_edge_is_busy() -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         await serve(source, target, "before")
         (link,) = links(source)
@@ -222,14 +220,14 @@ async def test_behind_a_busy_edge_all_layers_go_as_one() -> None:
         assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
-async def test_few_bytes_wait_for_the_rest() -> None:
+async def test_first_layers_of_few_bytes_are_sent_with_the_other_layers() -> None:
     whole = 8 * LAYOUT.bytes_per_token
     async with pair(decode(whole), prefill=prefill(section_bytes=whole)) as (source, [target]):
         source.submit(make_request("r", 8, max_tokens=4), target)
 
         async def offered() -> None:
             await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
-            await asyncio.sleep(0.1)  # in which they would go
+            await asyncio.sleep(0.1)  # they would be sent meanwhile
 
         await source.step_by_layers(FIRST, offered)
         await until(lambda: source.posted.handed_over)
@@ -237,7 +235,7 @@ async def test_few_bytes_wait_for_the_rest() -> None:
         target.compute()
 
 
-async def test_a_prompt_that_ends_with_its_first_token_leaves_nothing() -> None:
+async def test_prompt_that_ends_with_its_first_token_leaks_nothing() -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         (first,) = oracle(range(1000, 1008), 1)
         source.submit(make_request("r", 8, max_tokens=4, eos=(first,)), target)
@@ -246,30 +244,30 @@ async def test_a_prompt_that_ends_with_its_first_token_leaves_nothing() -> None:
         assert source.posted.ended[0].reason == "stop" and not source.posted.handed_over
 
 
-def test_a_worker_wants_to_hear_of_the_layers_that_can_go_early() -> None:
+def test_worker_requests_reports_of_the_layers_that_can_be_sent_early() -> None:
     def plan(*rows: tuple[int, int]) -> StepPlan:
-        """(tokens, how many it samples)"""
+        """A plan with a row for each (tokens, number sampled)."""
         made = [Row(R, 0, (1,) * n, (0, 1, 2, 3), SamplingParams(), num_sampled=s) for n, s in rows]
         return StepPlan(1, tuple(made))
 
     of_one_layer = LAYOUT.layers[0].bytes_per_token
     worker = prefill(section_bytes=4 * of_one_layer).worker
-    assert worker.layers_wanted(plan((16, 0))) == 0  # its last tokens are still to come
+    assert worker.layers_wanted(plan((16, 0))) == 0  # its last tokens are in a later step
     assert worker.layers_wanted(plan((1, 1))) == 0  # one section
     assert worker.layers_wanted(plan((4, 1))) == 2
     assert worker.layers_wanted(plan((1, 1), (16, 0), (2, 1))) == worker.layers_wanted(plan((2, 1))) == 2
 
 
-async def test_layers_of_a_step_that_is_not_out_are_not_sent() -> None:
+async def test_layers_reported_for_a_step_that_is_not_running_are_not_sent() -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
-        source.worker.layers_computed(1, FIRST)  # none is
+        source.worker.layers_computed(1, FIRST)  # no step is out
         source.submit(make_request("r", 8, max_tokens=4), target)
 
         async def reported_of_another() -> None:
-            source.worker.outgoing._runs[R].over.first_layers = None  # what step_by_layers said
+            source.worker.outgoing._runs[R].over.first_layers = None  # undoes the report of step_by_layers
             source.worker.layers_computed(7, FIRST)
             await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
-            await asyncio.sleep(0.1)  # in which they would go
+            await asyncio.sleep(0.1)  # they would be sent meanwhile
             assert not target.worker.hand_overs.writing and not source.worker.outgoing.counters.bytes_sent
 
         await source.step_by_layers(FIRST, reported_of_another)

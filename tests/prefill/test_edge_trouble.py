@@ -20,8 +20,8 @@ from baton.transfer.edge_end import LocalEnd, LocalEnds
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import oracle
 from tests.support.limits import HANG_S
-from tests.support.nodes import abort_both, aborted, until
-from tests.support.rank_pairs import hand_over, made_so_far, only_link, ranks
+from tests.support.nodes import abort_at, check_aborted, until
+from tests.support.rank_pairs import hand_over, latest_generation, only_link, ranks
 
 R = SequenceId("r")
 ORDERS = [(f"{name}Edge", "prefill") for name in ("Open", "Fill", "Send")]
@@ -30,11 +30,11 @@ ORDERS += [(f"{name}Edge", "decode") for name in ("Open", "Take")]
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: int) -> None:
+async def test_edge_that_breaks_at_any_rank_is_rebuilt_alone(side: str, rank: int) -> None:
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "before", 10)
         link = only_link(source)
-        made = made_so_far(link)
+        made = latest_generation(link)
         if rank == 0:
             (incoming,) = decode.worker.incoming._links.values()
             ends = link.ends if side == "prefill" else incoming._edges
@@ -46,18 +46,18 @@ async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: in
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
         await until(lambda: source.posted.parked or len(source.posted.handed_over) == 2)
-        if source.posted.parked:  # only the other side knew: the first chunk found out
+        if source.posted.parked:  # only the other side had detected it: the first chunk failed
             source.assign(R, 2, decode)
             await until(lambda: len(source.posted.handed_over) == 2)
         decode.compute()
         assert decode.posted.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
-        assert made_so_far(link) == made + 1, "of the two edges one was made anew"
+        assert latest_generation(link) == made + 1, "of the two edges one was made anew"
         assert only_link(source) is link
         assert not source.runner.lost and not decode.runner.lost  # type: ignore[attr-defined]
 
 
 class Held:
-    """Holds the first call of a method of a follower's ends until it is let go."""
+    """Holds the first call of a method of a follower's ends until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, frame: str, side: str) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
@@ -74,7 +74,7 @@ class Held:
 
 @pytest.mark.parametrize(("frame", "side"), ORDERS)
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
-async def test_an_abort_while_a_follower_is_at_it_leaves_nothing(
+async def test_abort_while_a_follower_handles_an_order_leaks_nothing(
     frame: str, side: str, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with ranks(2, 2) as (source, decode):
@@ -82,17 +82,17 @@ async def test_an_abort_while_a_follower_is_at_it_leaves_nothing(
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
         assert await asyncio.to_thread(held.reached.wait, HANG_S)
-        await abort_both(source, decode, R, who)
+        await abort_at(source, decode, R, who)
         held.go.set()
-        await aborted(source, decode, R, who)
+        await check_aborted(source, decode, R, who)
         await hand_over(source, decode, "again", 10)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
+async def test_rank_that_fails_to_pack_an_announced_chunk_closes_its_edge(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its peer has opened a receive, which must not wait for its limit."""
+    """Its peer has posted a receive, which must not wait for its timeout."""
     async with ranks(2, 2, timeout_s=30.0) as (source, decode):
         packed, failed, writing = sections.pack_layers, threading.Event(), decode.worker.hand_overs.writing
         mine: Any = source.runner.ranks[rank].kv.layers  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
                     time.sleep(0.001)
                 failed.set()
                 raise edge_end.HandoffError("the test")
-            failed.wait(10.0)  # or the other would be done before this one is announced
+            failed.wait(10.0)  # else the other rank ends before this one is announced
             return packed(layers, *where)
 
         monkeypatch.setattr(sections, "pack_layers", failing)
@@ -117,8 +117,8 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
         await hand_over(source, decode, "again", 10)
 
 
-async def test_blocks_stay_until_every_rank_has_stopped_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link breaks while a follower scatters: its blocks are free only when it has said that it is done."""
+async def test_blocks_are_held_until_all_ranks_have_stopped_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link breaks while a follower scatters: the blocks are freed only after it has reported that it is done."""
     started, free, written = threading.Event(), [-1], sections.unpack
     async with ranks(1, 2) as (source, decode):
         blocks = decode.worker.scheduler.blocks
@@ -145,11 +145,11 @@ async def test_blocks_stay_until_every_rank_has_stopped_writing(monkeypatch: pyt
         source.abort(R)
 
 
-async def test_a_follower_that_never_says_it_has_stopped_writing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_follower_that_does_not_answer_an_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.edge_ranks.ANSWER_LIMIT_S", 0.1)
     lost: list[str] = []
 
-    class Deaf:
+    class SilentRanks:
         on_report: Callable[[int, Any], None] | None = None
 
         def send_to(self, rank: int, frame: object) -> None:
@@ -158,7 +158,7 @@ async def test_a_follower_that_never_says_it_has_stopped_writing_is_lost(monkeyp
         def lose(self, error: Exception) -> None:
             lost.append(str(error))
 
-    ends = WorkerEnds(LocalEnds([], 4, "h"), Deaf())  # type: ignore[arg-type]
+    ends = WorkerEnds(LocalEnds([], 4, "h"), SilentRanks())  # type: ignore[arg-type]
     spec = edge_end.EdgeSpec("h", 1, "x", 1, "decode", connect_timeout_s=0.1, operation_timeout_s=0.1)
     plan = reshard_layout(make_layout(), 1, 2)[1]
     end = ends(plan, spec)

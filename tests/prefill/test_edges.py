@@ -20,7 +20,7 @@ from baton.transfer.gloo import GlooEdge
 from tests.support.builders import make_request
 from tests.support.fake_runner import oracle
 from tests.support.nodes import kv_bytes, until
-from tests.support.rank_pairs import hand_over, made_so_far, only_link, ranks
+from tests.support.rank_pairs import hand_over, latest_generation, only_link, ranks
 from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
@@ -45,7 +45,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[EdgeKey, int]:
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("sizes", [(p, d) for p in SIZES for d in SIZES])
-async def test_every_head_goes_over_once_whatever_the_ranks(
+async def test_each_head_is_sent_once_per_destination_rank_for_all_rank_counts(
     sizes: tuple[int, int], heads: int, counted: dict[EdgeKey, int]
 ) -> None:
     async with ranks(*sizes, heads=heads) as (source, decode):
@@ -65,23 +65,23 @@ async def test_every_head_goes_over_once_whatever_the_ranks(
         assert sorted(only_link(source).ends) == sorted(p.key for p in plans)
 
 
-async def test_edges_are_made_once_and_many_requests_share_them() -> None:
+async def test_edges_are_built_once_and_shared_by_requests() -> None:
     async with ranks(2, 4) as (source, decode):
         await hand_over(source, decode, "r0", 3)
-        made = made_so_far(only_link(source))
+        made = latest_generation(only_link(source))
         for index in range(1, 5):
             await hand_over(source, decode, f"r{index}", 3 + 4 * index)
-        assert len(only_link(source).ends) == 4 and made_so_far(only_link(source)) == made
+        assert len(only_link(source).ends) == 4 and latest_generation(only_link(source)) == made
 
 
-async def test_a_follower_packs_what_it_has_computed_and_no_earlier() -> None:
+async def test_follower_packs_a_chunk_only_after_computing_it() -> None:
     """The followers lag: their KV of a chunk is complete only some time after the leader's."""
     async with ranks(4, 1, pause_s=0.05) as (source, decode):
         await hand_over(source, decode, "r", 30)
 
 
-async def test_every_rank_sends_while_it_packs_and_the_bytes_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one section packed the peers have posted long since: the other goes after its sending has begun."""
+async def test_all_ranks_send_while_packing_and_the_bytes_are_correct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peers post their receives while the first section is packed, so the second is packed during the sending."""
     packed = sections.pack_layers
 
     def slowly(*where: Any) -> torch.Tensor:
@@ -98,7 +98,7 @@ async def test_every_rank_sends_while_it_packs_and_the_bytes_are_right(monkeypat
         assert decode.worker.hand_overs.chunks_damaged == 0
 
 
-async def test_only_the_edge_whose_chunk_was_damaged_sends_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_edge_with_a_damaged_chunk_resends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     damaged, sent = [0], []
 
     def damage(edge: GlooEdge, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
@@ -116,7 +116,7 @@ async def test_only_the_edge_whose_chunk_was_damaged_sends_it_again(monkeypatch:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_little_staging_memory_makes_small_pieces_and_no_deadlock(side: str) -> None:
+async def test_small_staging_memory_makes_small_chunks_without_deadlock(side: str) -> None:
     async with ranks(2, 2) as (source, decode):
         sender = source.worker.outgoing
         node = sender.staging if side == "prefill" else decode.worker.incoming.staging
@@ -138,7 +138,7 @@ async def test_little_staging_memory_makes_small_pieces_and_no_deadlock(side: st
             assert decode.posted.output(f"r{index}") == dict(enumerate(oracle(range(1000, 1011 + index), 5)))
 
 
-async def test_no_room_in_staging_memory_parks_the_kv_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_staging_memory_parks_the_kv_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill.sender.STAGING_WAIT_S", 0.1)
     async with ranks(1, 2) as (source, decode):
         room = source.worker.outgoing.staging
@@ -152,8 +152,10 @@ async def test_no_room_in_staging_memory_parks_the_kv_by_name(monkeypatch: pytes
         decode.compute()
 
 
-async def test_the_next_chunk_is_announced_while_a_follower_stores_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edge is free for another sequence when its bytes have gone: two takes at one end."""
+async def test_next_chunk_is_announced_while_a_follower_stores_the_previous_one(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An edge is free for another sequence once its bytes are transferred, so two receives overlap at one end."""
     under_way, most, work, written = [0], [0], FollowerEnds._work, sections.unpack
 
     async def counted(ends: FollowerEnds, end: LocalEnd, order: Any) -> int:

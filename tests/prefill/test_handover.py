@@ -1,4 +1,4 @@
-"""One hand-over, decided on values: targets in order, chunks as they are computed, what a failure leads to."""
+"""The state machine of one hand-over: targets in order, chunks as they are computed, the result of failures."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def send(over: HandOver, *, intact: bool = True) -> tuple[Span, object]:
     return span, over.acknowledged({plan.key: intact for plan in over.edges}, 3.0)
 
 
-def test_targets_are_asked_in_order_until_one_accepts() -> None:
+def test_targets_receive_offers_in_order_until_one_accepts() -> None:
     over = hand_over("d0", "d1", "d2")
     assert over.begin((1,)) == OfferTo(over.targets[0])
     assert over.offer(20.0).request.deadline_s == 40.0
@@ -84,7 +84,7 @@ def test_parked_kv_is_offered_again_under_the_next_attempt() -> None:
         over.assign([target("d8")], 3)
 
 
-def test_chunks_follow_what_is_computed_and_the_last_one_carries_the_token() -> None:
+def test_chunks_follow_the_computed_tokens_and_the_last_one_carries_the_first_token() -> None:
     over = sending(held=4)
     assert over.next_span() is None
     over.advance(6, None, 1)
@@ -106,14 +106,14 @@ def test_chunks_follow_what_is_computed_and_the_last_one_carries_the_token() -> 
     )
 
 
-def test_the_first_layers_of_the_last_tokens_go_while_the_others_compute() -> None:
+def test_first_layers_of_the_last_tokens_are_sent_while_the_other_layers_compute() -> None:
     over = sending()
     over.advance(12, None, 1)
     send(over)
     send(over)
     over.first_layers = FirstLayers(TOKENS, 3)
     assert send(over)[0] == Span(2, 12, TOKENS, 0, 3)
-    assert over.next_span() is None  # the rest of them is not computed
+    assert over.next_span() is None  # their other layers are not computed yet
     over.advance(TOKENS, 9, 2)
     span, action = send(over)
     assert span == Span(3, 12, TOKENS, 3, 4) and isinstance(action, Finish)
@@ -121,14 +121,14 @@ def test_the_first_layers_of_the_last_tokens_go_while_the_others_compute() -> No
     assert over.bytes_sent == over.counters.bytes_sent == TOKENS * LAYOUT.bytes_per_token
 
 
-def test_only_the_edge_that_was_damaged_sends_again_and_once() -> None:
+def test_only_the_edge_with_a_damaged_chunk_resends_it_and_only_once() -> None:
     over = sending()
     over.advance(8, None, 1)
     over.begin_span(over.next_span() or pytest.fail("nothing to send"))
     bad = PLANS[1]
     assert over.acknowledged({PLANS[0].key: True, bad.key: False}, 3.0) == SendChunk() and over.edges == (bad,)
     over.advance(TOKENS, 9, 2)
-    assert over.next_span() == Span(0, 0, 8, 0, 4)  # the very same, whatever is computed meanwhile
+    assert over.next_span() == Span(0, 0, 8, 0, 4)  # the same span, whatever was computed meanwhile
     over.begin_span(Span(0, 0, 8, 0, 4))
     assert over.counters.chunks_resent == 1
     with pytest.raises(KVCorrupt, match="chunk 0 of r/0#1 arrived damaged twice at d0") as e:
@@ -137,7 +137,7 @@ def test_only_the_edge_that_was_damaged_sends_again_and_once() -> None:
     assert isinstance(action, Fail) and action.error is e.value
 
 
-def test_a_target_that_has_accepted_may_decode_so_no_other_is_asked_under_this_attempt() -> None:
+def test_no_second_target_gets_an_offer_under_an_accepted_attempt() -> None:
     over = sending()
     over.advance(8, None, 1)
     over.begin_span(over.next_span() or pytest.fail("nothing to send"))
@@ -151,7 +151,7 @@ def test_a_target_that_has_accepted_may_decode_so_no_other_is_asked_under_this_a
 
 
 @pytest.mark.parametrize("held", [-1, TOKENS, TOKENS + 1])
-def test_a_target_that_claims_what_it_cannot_hold_is_refused(held: int) -> None:
+def test_target_that_claims_an_impossible_number_of_cached_tokens_is_refused(held: int) -> None:
     with pytest.raises(HandoffError, match=f"says that it holds {held} of them"):
         sending(held)
 
@@ -166,7 +166,7 @@ def test_staging_memory_bounds_a_chunk() -> None:
         over.next_span()
 
 
-def test_an_abort_is_sent_to_whoever_was_asked() -> None:
+def test_abort_is_sent_to_the_target_that_received_an_offer() -> None:
     over = hand_over("d0")
     over.abort("the client left")
     assert over.end(1.0) is None

@@ -1,4 +1,4 @@
-"""Answers of a decode worker that come close together on a link."""
+"""Replies of a decode worker that arrive close together on a link."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from baton.core.request import SequenceId
 from prefill.link import Link
 
 
-async def test_two_acks_in_one_turn_of_the_reader_find_their_waiters() -> None:
-    """The first is taken and the chunk announced again under the same key before the loop runs what forgets the first:
-    that must not forget the second."""
+async def test_cleanup_of_one_ack_does_not_drop_the_next_one_with_the_same_key() -> None:
+    """The first is consumed and the chunk announced again under the same key before the event loop runs the cleanup of
+    the first, which must not drop the second."""
     link: Any = Link.__new__(Link)
     link._waiting, link._stream, link.decode_worker = {}, SimpleNamespace(ended=None), "d0"
     sequence, edge = SequenceId("r"), (0, 0)
     first = link.expect_ack(sequence, 3, edge)
     first.set_result("damaged")
     second = link.expect_ack(sequence, 3, edge)
-    await asyncio.sleep(0)  # what was to be forgotten of the first is forgotten
+    await asyncio.sleep(0)  # the cleanup of the first runs
     assert list(link._waiting.values()) == [second]
     second.set_result("intact")
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""KV changes hands between two real workers over a real link and edge, or waits until somebody takes it."""
+"""KV is handed over between two real workers over a real link and edge, or parked until a decode worker accepts it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.nodes import DecodeNode, PrefillNode, kv_bytes, links, pair, 
 R = SequenceId("r")
 
 
-async def test_the_pool_hears_of_all_blocks_with_the_first_chunk() -> None:
+async def test_first_chunk_announces_all_blocks_of_its_sequence_to_the_pool() -> None:
     named: list[tuple[int, ...]] = []
     runner = FakeRunner(num_blocks=32)
     where = (runner.kv.layers, runner.layout.block_size, "127.0.0.1")
@@ -35,7 +35,7 @@ async def test_the_pool_hears_of_all_blocks_with_the_first_chunk() -> None:
         decode.compute()
 
 
-async def test_bytes_land_equal_and_decode_goes_on_at_token_2() -> None:
+async def test_received_kv_equals_the_sent_kv_and_decode_continues_at_token_2() -> None:
     async with pair() as (source, [decode]):
         request = make_request("r", 19, max_tokens=6)
         source.submit(request, decode)
@@ -54,7 +54,7 @@ async def test_bytes_land_equal_and_decode_goes_on_at_token_2() -> None:
         assert decode.worker.scheduler.prompt_tokens_computed == 0
 
 
-async def test_chunks_are_sent_before_the_last_is_computed() -> None:
+async def test_chunks_are_sent_before_the_last_one_is_computed() -> None:
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 30, max_tokens=4), decode)
         for computed in (8, 16, 24):
@@ -71,7 +71,7 @@ async def test_chunks_are_sent_before_the_last_is_computed() -> None:
         assert decode.posted.output("r") == dict(enumerate(oracle(range(1000, 1030), 4)))
 
 
-async def test_blocks_are_the_sequences_own_as_they_become_full() -> None:
+async def test_blocks_leave_the_receiving_state_as_they_become_full() -> None:
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 30, max_tokens=4), decode)
         counts = []
@@ -91,7 +91,7 @@ async def test_blocks_are_the_sequences_own_as_they_become_full() -> None:
         decode.compute()
 
 
-async def test_many_at_once_share_one_link_and_one_edge() -> None:
+async def test_concurrent_hand_overs_share_one_link() -> None:
     source = PrefillNode(num_blocks=64, step_tokens=16)
     async with pair(DecodeNode(num_blocks=64), prefill=source) as (_, [decode]):
         prompts = {f"r{i}": [i * 31 + j + 1 for j in range(3 + 4 * i)] for i in range(6)}
@@ -106,8 +106,8 @@ async def test_many_at_once_share_one_link_and_one_edge() -> None:
         assert len(links(source)) == 1
 
 
-async def test_decode_too_says_how_much_of_the_prompt_was_not_computed() -> None:
-    """It may be heard before the prefill worker is."""
+async def test_decode_worker_also_reports_the_cached_tokens_of_the_prompt() -> None:
+    """Its report may arrive before that of the prefill worker."""
     async with pair() as (source, [decode]):
         prompt = list(range(1000, 1019))
         for name in ("first", "second"):
@@ -122,7 +122,7 @@ async def test_decode_too_says_how_much_of_the_prompt_was_not_computed() -> None
         assert cached[decode]["second"] > 0
 
 
-async def test_a_request_that_ends_at_its_first_token_leaves_nothing_at_decode() -> None:
+async def test_request_that_ends_at_its_first_token_leaves_no_sequence_at_decode() -> None:
     async with pair() as (source, [decode]):
         first = oracle(range(1000, 1012), 1)[0]
         source.submit(make_request("r", 12, max_tokens=4, eos=(first,)), decode)
@@ -132,7 +132,7 @@ async def test_a_request_that_ends_at_its_first_token_leaves_nothing_at_decode()
         assert [e.reason for e in source.posted.ended] == ["stop"]
 
 
-async def test_the_offer_carries_what_is_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_offer_carries_the_remaining_time_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     offers: list[Offer] = []
     original = Link.offer
 
@@ -150,7 +150,7 @@ async def test_the_offer_carries_what_is_left_of_the_deadline(monkeypatch: pytes
     assert 4.0 < offers[0].request.deadline_s <= 4.8
 
 
-async def test_a_refusal_goes_to_the_spare() -> None:
+async def test_refused_offer_is_repeated_to_the_spare_target() -> None:
     async with pair(DecodeNode("d0", num_blocks=2), DecodeNode("d1")) as (source, [full, spare]):
         source.submit(make_request("r", 10, max_tokens=4), full, spare)
         source.compute()
@@ -160,7 +160,7 @@ async def test_a_refusal_goes_to_the_spare() -> None:
         assert spare.posted.output("r") == dict(enumerate(oracle(range(1000, 1010), 4)))
 
 
-async def test_parked_kv_is_assigned_again_and_again_until_somebody_takes_it() -> None:
+async def test_parked_kv_is_reassigned_until_a_decode_worker_accepts_it() -> None:
     async with pair(DecodeNode("d0", num_blocks=2), DecodeNode("d1")) as (source, [full, other]):
         source.submit(make_request("r", 10, max_tokens=4), full)
         source.compute()
@@ -179,7 +179,7 @@ async def test_parked_kv_is_assigned_again_and_again_until_somebody_takes_it() -
         assert {e.sequence.attempt for e in other.posted.tokens} == {4}
 
 
-async def test_parked_kv_can_be_aborted_under_its_present_name() -> None:
+async def test_parked_kv_can_be_aborted_under_its_current_attempt() -> None:
     async with pair(DecodeNode(num_blocks=2)) as (source, [full]):
         source.submit(make_request("r", 10, max_tokens=4), full)
         source.compute()
@@ -189,7 +189,7 @@ async def test_parked_kv_can_be_aborted_under_its_present_name() -> None:
         source.abort(R._replace(attempt=2))
 
 
-def test_an_unknown_assignment_is_not_taken() -> None:
+def test_assignment_of_an_unknown_sequence_is_refused() -> None:
     source = PrefillNode()
     assert not source.worker.outgoing.assign(R, (), 2)
     assert isinstance(source.worker.outgoing, Sender)

@@ -1,4 +1,4 @@
-"""An abort of a hand-over, at whatever moment it comes: nothing is left of it, and the pair works on."""
+"""An abort of a hand-over at any moment: all its state is freed, and the pair continues to work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.core.request import SequenceId
 from prefill.link import Link
 from tests.support.builders import make_request
 from tests.support.link_gate import Gate
-from tests.support.nodes import DecodeNode, abort_both, aborted, links, pair, serve, until
+from tests.support.nodes import DecodeNode, abort_at, check_aborted, links, pair, serve, until
 
 R = SequenceId("r")
 PHASES = [(m, w) for m in ("offer", "fill", "announce", "send") for w in ("before", "after")]
@@ -20,7 +20,7 @@ PHASES = [(m, w) for m in ("offer", "fill", "announce", "send") for w in ("befor
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
 @pytest.mark.parametrize(("method", "when"), PHASES)
-async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
+async def test_abort_in_any_phase_leaks_nothing_and_the_link_stays_usable(
     method: str, when: str, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair() as (source, [decode]):
@@ -28,19 +28,19 @@ async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
         await asyncio.wait_for(gate.reached.wait(), 3)
-        await abort_both(source, decode, R, who)
+        await abort_at(source, decode, R, who)
         gate.opened.set()
-        await aborted(source, decode, R, who)
-        assert all(end.dead is None for link in links(source) for end in link.ends.values())  # others go on
+        await check_aborted(source, decode, R, who)
+        assert all(end.dead is None for link in links(source) for end in link.ends.values())  # edges stay open
         assert not [k for link in links(source) for k in link._waiting if k[0] != "ping"]
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 
 @pytest.mark.parametrize("answer", [Accept, Ack, AbortTransfer])
-async def test_an_abort_that_comes_in_one_turn_with_an_answer_is_not_lost(
+async def test_abort_in_the_same_event_loop_turn_as_a_reply_is_not_lost(
     answer: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both pools hear of an abort in the same moment, so the one's word reaches the other together with its own."""
+    """Both workers receive an abort at the same moment, so it may coincide with a message of the other worker."""
     async with pair() as (source, [decode]):
         resolve = Link._resolve
         aborted = asyncio.Event()
@@ -65,7 +65,7 @@ async def test_an_abort_that_comes_in_one_turn_with_an_answer_is_not_lost(
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_an_abort_before_the_hand_over_has_made_its_first_step(begun: bool) -> None:
+async def test_abort_before_the_hand_over_task_first_runs_leaks_nothing(begun: bool) -> None:
     """A task that is cancelled before it has begun never runs, not even its `finally`."""
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 20, max_tokens=4), decode)
@@ -81,11 +81,11 @@ async def test_an_abort_before_the_hand_over_has_made_its_first_step(begun: bool
         decode.compute()
 
 
-async def test_an_abort_while_it_waits_for_its_turn_on_the_edge_waits_for_nobody() -> None:
+async def test_abort_of_a_hand_over_that_waits_for_the_edge_takes_effect_immediately() -> None:
     async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
         await serve(source, decode, "before")
         (link,) = links(source)
-        async with link.edge_lock:  # somebody else's transfer takes long
+        async with link.edge_lock:  # another transfer holds the edge
             source.submit(make_request("r", 20, max_tokens=4), decode)
             source.compute()
             await until(lambda: decode.worker.scheduler.num_sequences)
@@ -95,8 +95,10 @@ async def test_an_abort_while_it_waits_for_its_turn_on_the_edge_waits_for_nobody
         await serve(source, decode)
 
 
-async def test_an_abort_while_edges_are_built_is_the_end_when_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It neither waits for room in staging nor announces anything."""
+async def test_abort_while_edges_are_built_ends_the_hand_over_when_they_are_open(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hand-over then neither waits for staging memory nor announces anything."""
     async with pair() as (source, [decode]):
         gate = Gate(monkeypatch, "connect", "after")
         room = source.worker.outgoing.staging
@@ -114,8 +116,8 @@ async def test_an_abort_while_edges_are_built_is_the_end_when_they_stand(monkeyp
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 
-async def test_blocks_are_held_as_long_as_a_piece_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long that takes: its own waits have limits, and only they know when nobody reads the blocks any more."""
+async def test_blocks_are_held_while_a_chunk_is_being_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: the send has its own timeouts, and the blocks may be read until it has ended."""
     async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
         await serve(source, decode, "before")
         source.worker.outgoing._edge_timeout_s = 0.02
@@ -131,7 +133,7 @@ async def test_blocks_are_held_as_long_as_a_piece_is_on_its_way(monkeypatch: pyt
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 
-async def test_an_abort_after_the_last_acknowledgement_ends_decode_too() -> None:
+async def test_abort_after_the_last_ack_ends_the_sequence_at_decode() -> None:
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 10, max_tokens=40), decode)
         source.compute()

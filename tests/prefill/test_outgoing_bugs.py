@@ -1,4 +1,4 @@
-"""an invariant does not hold, met by a hand-over: the worker ends, since nobody else would hear of it."""
+"""A violated invariant in a hand-over ends the worker, since nothing else would report it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def broken(*_: object) -> None:
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Sender, "_send"), (PrefillScheduler, "release_send")])
-async def test_it_ends_the_worker(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_invariant_error_in_a_hand_over_ends_the_worker(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with pair() as (source, [decode]):
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, broken)

@@ -1,4 +1,4 @@
-"""Nothing but a request's own KV is taken for it: no flipped bit, no KV of another, no handle that is not its own."""
+"""A request gets only its own KV: flipped bits, the KV of another request and foreign handles are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     on_the_wire(monkeypatch, damaged)
 
 
-async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunk_with_a_flipped_bit_is_resent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch, 1)
     async with pair() as (source, [decode]):
         request = make_request("r", 20, max_tokens=4)
@@ -44,7 +44,9 @@ async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch)
         assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.chunks_damaged
 
 
-async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunk_damaged_twice_ends_the_request_and_frees_its_blocks_on_both_workers(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     damage(monkeypatch, 2)
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 20, max_tokens=4), decode)
@@ -55,12 +57,12 @@ async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: 
         assert "damaged twice" in ended.message
 
 
-async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes come with the checksums that belong to them."""
+async def test_kv_of_another_request_is_detected_by_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of the other request arrive with their own valid checksums."""
     sent: list[tuple[torch.Tensor, Sums]] = []
 
     def swapped(edge: GlooEdge, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
-        sent.append((buffer.clone(), sums))  # the buffer itself is used again
+        sent.append((buffer.clone(), sums))  # the buffer itself is reused
         return sent[0] if len(sent) == 2 else (buffer, sums)
 
     on_the_wire(monkeypatch, swapped)
@@ -90,7 +92,7 @@ async def test_a_forged_handle_is_refused_and_counted() -> None:
             assert [e.code for e in source.posted.ended] == ["stale_handle"] * number
             assert "handle of r/0#1" in source.posted.ended[-1].message and source.idle
             offer = Offer(make_request("r", 6, max_tokens=4), handle, 6)
-            with pytest.raises(StaleHandle):  # were it offered all the same
+            with pytest.raises(StaleHandle):  # if it is offered anyway
                 reserve(decode, source, offer)
         assert source.worker.load().handles_refused == decode.worker.load().handles_refused == len(forged)
         assert decode.worker.scheduler.num_sequences == 0
@@ -101,7 +103,7 @@ def reserve(decode: DecodeNode, source: PrefillNode, offer: Offer) -> None:
     decode.worker.hand_overs.reserve(peer, offer, decode.worker.admission(), now=0.0)
 
 
-async def test_a_handle_gives_its_right_once() -> None:
+async def test_handle_can_be_used_only_once() -> None:
     async with pair() as (source, [decode]):
         offer = Offer(make_request("r", 6, max_tokens=4), decode.handle(R, source.worker), 6)
         reserve(decode, source, offer)

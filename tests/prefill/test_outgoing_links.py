@@ -1,4 +1,4 @@
-"""Links and edges that cannot be made, break or die: the KV is parked, and the next request has new ones."""
+"""Links and edges that cannot be built, or that break: the KV is parked, and the next request gets new ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support.builders import make_request
 from tests.support.fake_runner import oracle
 from tests.support.link_gate import Gate
 from tests.support.nodes import DecodeNode, links, pair, serve, until
-from tests.support.rank_pairs import made_so_far
+from tests.support.rank_pairs import latest_generation
 
 R = SequenceId("r")
 
 
-async def test_nobody_listens_at_the_target() -> None:
+async def test_kv_is_parked_if_the_target_refuses_the_connection() -> None:
     async with pair(timeout_s=0.5) as (source, [decode]):
         address, decode.address = decode.address, "127.0.0.1:1"
         source.submit(make_request("r", 10, max_tokens=4), decode)
@@ -31,13 +31,13 @@ async def test_nobody_listens_at_the_target() -> None:
 
 
 @pytest.mark.parametrize(("method", "when"), [("offer", "after"), ("announce", "before"), ("announce", "after")])
-async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new_generation(
+async def test_broken_link_is_cleaned_up_at_both_ends_and_the_next_has_a_new_generation(
     method: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pair() as (source, [decode]):
         await serve(source, decode, "before")
         old = links(source)[0]
-        generation = made_so_far(old)
+        generation = latest_generation(old)
         gate = Gate(monkeypatch, method, when)
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
@@ -51,11 +51,11 @@ async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new
         decode.compute()
         assert decode.posted.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
         (new,) = links(source)
-        assert new is not old and made_so_far(new) > generation
+        assert new is not old and latest_generation(new) > generation
 
 
-async def test_who_had_accepted_is_the_only_one_under_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have begun to decode, so the spare is asked under the next attempt and not before."""
+async def test_spare_target_gets_no_offer_under_an_accepted_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have begun to decode, so the spare gets an offer only under the next attempt."""
     async with pair(DecodeNode("d0"), DecodeNode("d1")) as (source, [decode, spare]):
         gate = Gate(monkeypatch, "announce", "after")
         source.submit(make_request("r", 20, max_tokens=4), decode, spare)
@@ -73,7 +73,7 @@ async def test_who_had_accepted_is_the_only_one_under_its_attempt(monkeypatch: p
         spare.compute()
 
 
-async def test_many_on_a_lost_link_dial_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hand_overs_on_a_lost_link_dial_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dials = 0
     original = Link.dial.__func__  # type: ignore[attr-defined]
 

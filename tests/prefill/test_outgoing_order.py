@@ -19,7 +19,7 @@ from tests.support.nodes import pair, serve, until
 R = SequenceId("r")
 
 
-async def test_the_receive_is_open_before_the_chunk_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_receive_is_posted_before_the_chunk_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as (source, [decode]):
         gate = Gate(monkeypatch, "fill", "before")
         source.submit(make_request("r", 8, max_tokens=4), decode)
@@ -31,8 +31,8 @@ async def test_the_receive_is_open_before_the_chunk_is_packed(monkeypatch: pytes
         decode.compute()
 
 
-async def test_nothing_is_packed_before_its_chunk_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packing keeps the core busy: an announcement that is not written by then waits for it."""
+async def test_no_chunk_is_packed_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing keeps the core busy, so an announcement that is not written before it would be delayed."""
     async with pair() as (source, [decode]):
         write, order = MessageStream.send_to_the_end, []
 
@@ -50,7 +50,9 @@ async def test_nothing_is_packed_before_its_chunk_is_announced(monkeypatch: pyte
         assert [what for what in order if what != "Posted"] == ["Chunk", "packed"]
 
 
-async def test_a_piece_that_nobody_is_before_is_announced_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunk_with_none_ahead_of_it_is_announced_in_the_next_event_loop_turn(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with pair() as (source, [decode]):
         announced: list[int] = []
         announce = Link.announce
@@ -74,8 +76,10 @@ async def test_a_piece_that_nobody_is_before_is_announced_in_the_next_turn(monke
         decode.compute()
 
 
-async def test_a_bug_while_packing_ends_the_receive_that_was_opened_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next chunk on the edge would go into the receive of this one."""
+async def test_error_while_packing_ends_the_receive_that_was_posted_for_the_chunk(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next chunk on the edge would be received in place of this one."""
     async with pair(timeout_s=30.0) as (source, [decode]):
         fill, failed = LocalEnd.fill, []
 

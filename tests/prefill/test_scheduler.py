@@ -32,7 +32,7 @@ def test_prompt_is_computed_in_chunks_under_the_budget() -> None:
     assert repr(scheduler).startswith("<PrefillScheduler 0 running, 0 waiting, 1 parked | <BlockTable 2 held, ")
 
 
-def test_what_one_prompt_leaves_of_a_step_goes_to_the_next() -> None:
+def test_rest_of_a_step_budget_is_used_by_the_next_prompt() -> None:
     scheduler = make_prefill(step_tokens=8)
     for name in "abc":
         scheduler.submit(make_request(name, 5), 0.0, hand_over=True)
@@ -64,7 +64,7 @@ def test_request_waits_until_all_its_blocks_are_free() -> None:
     assert step(scheduler).progress[0].sequence_id == b.sequence_id
 
 
-def test_nobody_starts_before_one_that_finds_too_few_blocks() -> None:
+def test_no_request_overtakes_one_that_waits_for_blocks() -> None:
     scheduler = make_prefill(num_blocks=4, step_tokens=16)
     parked, long, short = make_request("parked", 8), make_request("long", range(12)), make_request("short", (9, 9, 9))
     scheduler.submit(parked, 0.0, hand_over=True)
@@ -76,7 +76,7 @@ def test_nobody_starts_before_one_that_finds_too_few_blocks() -> None:
     assert [p.sequence_id for p in step(scheduler).progress] == [long.sequence_id, short.sequence_id]
 
 
-def test_first_token_that_ends_the_sequence_ends_it_here() -> None:
+def test_first_token_that_ends_the_sequence_ends_it_at_prefill() -> None:
     scheduler = make_prefill()
     scheduler.submit(make_request("a", max_tokens=1), 0.0, hand_over=False)
     scheduler.submit(make_request("b"), 0.0, hand_over=False)
@@ -86,7 +86,7 @@ def test_first_token_that_ends_the_sequence_ends_it_here() -> None:
     assert scheduler.num_sequences == 0
 
 
-def test_pin_outlives_abort_and_end() -> None:
+def test_pinned_blocks_are_held_after_abort_and_end() -> None:
     scheduler = make_prefill(num_blocks=2)
     ended, aborted = make_request("ended"), make_request("aborted")
     for request in (ended, aborted):
@@ -102,7 +102,7 @@ def test_pin_outlives_abort_and_end() -> None:
 
 
 @pytest.mark.parametrize("phase", ["waiting", "between steps", "in a step", "parked"])
-def test_abort_frees_everything_whatever_the_phase(phase: str) -> None:
+def test_abort_frees_all_blocks_in_any_phase(phase: str) -> None:
     scheduler = make_prefill(step_tokens=4 if phase == "parked" else 2)
     request = make_request()
     scheduler.submit(request, 0.0, hand_over=True)
@@ -119,7 +119,7 @@ def test_abort_frees_everything_whatever_the_phase(phase: str) -> None:
     assert scheduler.num_running == scheduler.num_waiting == 0
 
 
-def test_sequence_that_goes_on_without_hand_over_ends_with_an_error_and_harms_nobody() -> None:
+def test_unfinished_sequence_without_hand_over_ends_alone_with_an_error() -> None:
     scheduler = make_prefill()
     scheduler.submit(make_request("alone"), 0.0, hand_over=False)
     scheduler.submit(make_request("other"), 0.0, hand_over=True)
@@ -129,7 +129,7 @@ def test_sequence_that_goes_on_without_hand_over_ends_with_an_error_and_harms_no
     scheduler.check()
 
 
-def test_same_attempt_is_refused_and_the_next_is_welcome() -> None:
+def test_same_attempt_is_refused_and_the_next_is_accepted() -> None:
     scheduler = make_prefill()
     scheduler.submit(make_request(), 0.0, hand_over=True)
     with pytest.raises(DuplicateRequest, match="r/0#1"):
@@ -167,7 +167,7 @@ def test_outcome_of_another_step_is_refused() -> None:
         scheduler.finish_step(StepOutcome(1, ()), 0.0)
 
 
-def test_stamps_count_from_any_zero_of_the_clock() -> None:
+def test_stage_stamps_do_not_depend_on_the_origin_of_the_clock() -> None:
     scheduler = make_prefill()
     request = make_request(max_tokens=1)
     scheduler.submit(request, -3.0, hand_over=False)
@@ -179,7 +179,7 @@ def test_stamps_count_from_any_zero_of_the_clock() -> None:
 
 
 @pytest.mark.parametrize("spoil", ["pin", "hold", "queue"])
-def test_check_finds_a_lost_hold_and_a_lost_place_in_the_queue(spoil: str) -> None:
+def test_check_detects_a_lost_block_hold_and_a_lost_queue_entry(spoil: str) -> None:
     scheduler = make_prefill()
     request = make_request()
     scheduler.submit(request, 0.0, hand_over=True)
@@ -213,7 +213,7 @@ def _score(scheduler: PrefillScheduler, collected: list[TokenLogprob]) -> Progre
     return scheduler.finish_step(replace(make_outcome(plan), scored=scored), 0.0).progress[0]
 
 
-def test_an_outcome_without_the_log_probabilities_asked_for_is_refused() -> None:
+def test_outcome_without_the_requested_log_probabilities_is_refused() -> None:
     scheduler = make_prefill()
     scheduler.submit(replace(make_request(), sampling=SamplingParams(logprobs=0)), 0.0, hand_over=True)
     plan = scheduler.begin_step(0.0)
@@ -226,7 +226,7 @@ def test_an_outcome_without_the_log_probabilities_asked_for_is_refused() -> None
 
 
 def prefilled(scheduler: PrefillScheduler, name: str, prompt: object, salt: str = "") -> int:
-    """Computes a prompt to its end and says how many tokens of it were cached."""
+    """Computes a whole prompt; returns how many of its tokens were cached."""
     request = make_request(name, prompt, cache_salt=salt)  # type: ignore[arg-type]
     scheduler.submit(request, 0.0, hand_over=True)
     while not (done := step(scheduler).progress[-1]).first_token:
@@ -236,7 +236,7 @@ def prefilled(scheduler: PrefillScheduler, name: str, prompt: object, salt: str 
     return done.cached
 
 
-def test_prefix_that_is_cached_is_not_computed_again() -> None:
+def test_cached_prefix_is_not_recomputed() -> None:
     scheduler = make_prefill(num_blocks=12)
     assert prefilled(scheduler, "first", 10) == 0
     assert prefilled(scheduler, "same", 10) == 8
@@ -248,20 +248,20 @@ def test_prefix_that_is_cached_is_not_computed_again() -> None:
 @pytest.mark.parametrize(
     ("prompts", "cached", "pool"),
     [
-        ([(8, ""), (8, "")], [0, 4], {}),  # the last token is computed always
+        ([(8, ""), (8, "")], [0, 4], {}),  # the last token is always computed
         ([(9, ""), (9, "s"), (9, "t"), (9, "s")], [0, 0, 0, 8], {}),  # another salt shares nothing
         ([(9, ""), (range(10), ""), (9, "")], [0, 0, 4], {"num_blocks": 4}),  # a block that another prompt needed
         ([(9, ""), (9, "")], [0, 0], {"prefix_cache": False}),
     ],
 )
-def test_what_is_cached_of_prompts_in_turn(
+def test_successive_prompts_reuse_the_expected_cached_tokens(
     prompts: list[tuple[object, str]], cached: list[int], pool: dict[str, Any]
 ) -> None:
     scheduler = make_prefill(**pool)
     assert [prefilled(scheduler, f"r{i}", *prompt) for i, prompt in enumerate(prompts)] == cached
 
 
-def test_damaged_kv_is_not_used_again() -> None:
+def test_damaged_kv_is_not_reused() -> None:
     scheduler = make_prefill()
     request = make_request("a", 9)
     scheduler.submit(request, 0.0, hand_over=True)
@@ -272,7 +272,7 @@ def test_damaged_kv_is_not_used_again() -> None:
     assert prefilled(scheduler, "b", 9) == 0
 
 
-def test_prompt_finds_what_another_computed_while_it_waited() -> None:
+def test_prompt_reuses_blocks_that_were_computed_while_it_waited() -> None:
     scheduler = make_prefill(step_tokens=4)
     for name in "ab":
         scheduler.submit(make_request(name, 9), 0.0, hand_over=True)
@@ -283,7 +283,9 @@ def test_prompt_finds_what_another_computed_while_it_waited() -> None:
 
 
 @pytest.mark.parametrize(("waited", "order"), [(0.0, ["short", "long"]), (301 / AGEING_TOKENS_PER_S, ["long", "long"])])
-def test_a_short_prompt_goes_before_a_long_one_unless_that_has_waited(waited: float, order: list[str]) -> None:
+def test_short_prompt_is_scheduled_before_a_long_one_unless_the_long_one_has_aged(
+    waited: float, order: list[str]
+) -> None:
     scheduler = make_prefill(num_blocks=100, step_tokens=8)
     scheduler.submit(make_request("long", 300), 0.0, hand_over=True)
     step(scheduler)
@@ -298,9 +300,11 @@ def test_a_short_prompt_goes_before_a_long_one_unless_that_has_waited(waited: fl
     step_tokens=st.integers(8, 64),
 )
 @settings(max_examples=60)
-def test_nobody_starves(long: int, every_s: float, shorts: list[int], step_tokens: int) -> None:
-    """Short prompts that come for ever, faster than they can be computed, hold a long one up only as long as those take
-    that came within its own ageing time."""
+def test_long_prompt_is_not_starved_by_short_ones(
+    long: int, every_s: float, shorts: list[int], step_tokens: int
+) -> None:
+    """An endless stream of short prompts, faster than they can be computed, delays a long prompt only by those that
+    arrive within its own ageing time."""
     scheduler = make_prefill(num_blocks=2000, step_tokens=step_tokens)
     scheduler.submit(make_request("long", long), 0.0, hand_over=True)
     overtaking = sum(shorts[i % len(shorts)] for i in range(int(long / AGEING_TOKENS_PER_S / every_s) + 1))
@@ -321,7 +325,7 @@ def test_nobody_starves(long: int, every_s: float, shorts: list[int], step_token
     raise AssertionError(f"{long} tokens not computed though only {overtaking} could go before them")
 
 
-def test_prompt_whose_log_probabilities_are_wanted_is_computed_whole_and_cached() -> None:
+def test_prompt_with_requested_log_probabilities_is_computed_in_full_despite_the_cache() -> None:
     scheduler = make_prefill()
     prefilled(scheduler, "a", 9)
     request = replace(make_request("b", 9), sampling=SamplingParams(prompt_logprobs=0))
@@ -344,7 +348,7 @@ def test_a_first_token_whose_mask_was_late_is_sampled_in_the_next_step() -> None
     scheduler.check()
 
 
-def test_a_grammar_that_cannot_begin_ends_its_request_with_the_reason() -> None:
+def test_grammar_that_fails_to_start_ends_its_request_with_the_reason() -> None:
     scheduler = make_prefill(step_tokens=16)
     scheduler.submit(make_request("a", 6), 0.0, hand_over=True)
     a = make_request("a").sequence_id

@@ -1,4 +1,4 @@
-"""PrefillScheduler under random submits, steps, aborts and hand-overs, against a model that knows only the contract."""
+"""PrefillScheduler under random submits, steps, aborts and hand-overs, against a model of its contract."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.builders import EOS, make_outcome, make_prefill, make_request
 
 @dataclass
 class Tracked:
-    """What the contract says about one submitted sequence."""
+    """The state of one submitted sequence according to the contract."""
 
     request: GenerateRequest
     number: int
@@ -56,7 +56,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.scheduler = make_prefill(
             num_blocks, block_size=block_size, step_tokens=step_tokens, prefix_cache=prefix_cache
         )
-        # What is written in each block, and under which salt.
+        # The salt and tokens of the KV in each block.
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.sequences: dict[SequenceId, Tracked] = {}
         self.plan: StepPlan | None = None
@@ -68,7 +68,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def stepping(self, tracked: Tracked) -> bool:
         return self.plan is not None and any(r.sequence_id == tracked.request.sequence_id for r in self.plan.rows)
 
-    def forget_what_is_over(self) -> None:
+    def drop_ended_sequences(self) -> None:
         for sequence, tracked in list(self.sequences.items()):
             over = tracked.ended or tracked.parked or tracked.aborted
             if over and not tracked.pinned and not self.stepping(tracked):
@@ -155,7 +155,7 @@ class PrefillMachine(RuleBasedStateMachine):
             )
 
     def check_prefix(self, row: Row, tracked: Tracked) -> None:
-        """A first row may begin behind what is in its blocks already, and only there."""
+        """A first row may skip only whole blocks that already hold the KV of its own tokens."""
         size = self.scheduler.layout.block_size
         assert row.start % size == 0 and row.start < tracked.total
         assert self.prefix_cache or row.start == 0
@@ -187,11 +187,11 @@ class PrefillMachine(RuleBasedStateMachine):
                 ended += [(row.sequence_id, reason)] if reason else []
         assert [self.summary(p) for p in result.progress] == progress
         assert [(e.sequence, e.reason) for e in result.ended] == ended
-        self.forget_what_is_over()
+        self.drop_ended_sequences()
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), again=st.booleans())
-    def compute_all_and_perhaps_ask_for_one_again(self, data: st.DataObject, again: bool) -> None:
+    def compute_all_and_maybe_resubmit_one(self, data: st.DataObject, again: bool) -> None:
         tracked = self.pick(data)
         while True:
             if self.plan is None:
@@ -212,7 +212,7 @@ class PrefillMachine(RuleBasedStateMachine):
         tracked = self.pick(data)
         assert self.scheduler.abort(tracked.request.sequence_id)
         tracked.aborted = True
-        self.forget_what_is_over()
+        self.drop_ended_sequences()
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -220,15 +220,15 @@ class PrefillMachine(RuleBasedStateMachine):
         tracked = self.pick(data)
         self.scheduler.release_send(tracked.request.sequence_id)
         tracked.pinned = False
-        self.forget_what_is_over()
+        self.drop_ended_sequences()
 
     @rule()
-    def unknown_sequences_are_left_alone(self) -> None:
+    def unknown_sequences_are_ignored(self) -> None:
         assert not self.scheduler.abort(SequenceId("nobody"))
         self.scheduler.release_send(SequenceId("nobody"))
 
     @invariant()
-    def agrees_with_the_contract(self) -> None:
+    def matches_the_tracked_state(self) -> None:
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
@@ -256,7 +256,7 @@ class PrefillMachine(RuleBasedStateMachine):
         assert len(used) == len(set(used)), "two sequences share a block"
 
     def teardown(self) -> None:
-        """Whatever has happened, ending every hand-over as it comes lets all remaining work finish."""
+        """In any state, all remaining work finishes if every hand-over is ended as it comes up."""
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5 * self.submitted * 25 + 5):

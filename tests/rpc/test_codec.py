@@ -1,4 +1,4 @@
-"""Core <-> protobuf: nothing is lost, nothing is drafted, and nonsense is refused in one way."""
+"""Core <-> protobuf: no value is lost or guessed, and an invalid message is refused in one way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIRE = codec._MESSAGES
 
 
 def values(core: type) -> st.SearchStrategy[Any]:
-    """Any value of a core dataclass or named tuple, as its annotations say."""
+    """Any value of a core dataclass or named tuple, according to its annotations."""
     hints = get_type_hints(core)
     descriptor = WIRE[core].DESCRIPTOR.fields_by_name
     names = [f.name for f in fields(core)] if is_dataclass(core) else list(core._fields)  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def kind(on_wire: Any) -> str:
 @pytest.mark.parametrize("core", list(WIRE), ids=lambda c: c.__name__)
 @settings(max_examples=12)
 @given(data=st.data())
-def test_every_value_comes_back_from_the_wire_as_it_was(core: type, data: st.DataObject) -> None:
+def test_every_value_is_unchanged_by_a_round_trip_over_the_wire(core: type, data: st.DataObject) -> None:
     value = data.draw(values(core))
     again = WIRE[core].FromString(codec.to_message(value).SerializeToString())
     assert codec.from_message(again) == value
@@ -106,7 +106,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("core", list(WIRE), ids=lambda c: c.__name__)
-def test_every_wire_field_has_its_core_twin_or_is_known_to_wait(core: type) -> None:
+def test_every_wire_field_has_a_core_field_or_is_listed_as_unserved(core: type) -> None:
     message = WIRE[core]
     names = set(codec._plain_fields(core))
     names |= {name.removesuffix("_s") + "_ms" for name in names}
@@ -122,7 +122,7 @@ def test_a_seed_is_a_64_bit_pattern(seed: int) -> None:
 UNSERVED: dict[str, Any] = {"ignore_eos": False}
 
 
-def test_the_list_of_unserved_sampling_fields_is_whole() -> None:
+def test_the_list_of_unserved_sampling_fields_is_complete() -> None:
     assert set(UNSERVED) == LATER["SamplingParams"]
 
 
@@ -142,7 +142,7 @@ def test_unset_sampling_fields_are_neutral() -> None:
 
 
 @pytest.mark.parametrize("envelope", list(codec._ENVELOPES), ids=lambda e: e.DESCRIPTOR.name)
-def test_each_arm_of_an_envelope_is_known_and_comes_back(envelope: Any) -> None:
+def test_each_arm_of_an_envelope_is_known_and_round_trips(envelope: Any) -> None:
     arms = codec._ENVELOPES[envelope]
     assert set(arms.values()) == set(envelope.DESCRIPTOR.fields_by_name)
     for core in arms:
@@ -151,7 +151,7 @@ def test_each_arm_of_an_envelope_is_known_and_comes_back(envelope: Any) -> None:
 
 
 def _least(core: Any) -> Any:
-    """A value with the least said."""
+    """A value with only the required fields set."""
     hints = get_type_hints(core)
     parts: dict[str, Any] = {}
     for f in fields(core):
@@ -201,7 +201,7 @@ def _least(core: Any) -> Any:
     ],
     ids=lambda m: str(m).replace("\n", "")[:60] or f"empty {type(m).__name__}",
 )
-def test_nonsense_is_an_invalid_request_and_nothing_else(nonsense: Any) -> None:
+def test_a_malformed_message_raises_invalid_request(nonsense: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         codec.unwrap(nonsense)
     assert caught.value.param
@@ -220,17 +220,17 @@ def test_any_bytes_that_parse_become_a_value_or_an_invalid_request(raw: bytes) -
     for envelope in codec._ENVELOPES:
         try:
             message = envelope.FromString(raw)
-        except Exception:  # not protobuf at all: grpc refuses it before us
+        except Exception:  # not protobuf at all: gRPC rejects it earlier
             continue
         with contextlib.suppress(InvalidRequest):
             codec.unwrap(message)
 
 
-def test_a_negative_duration_is_none_left() -> None:
+def test_a_negative_duration_is_read_as_zero() -> None:
     late = codec.from_message(codec.to_message(request.GenerateRequest("r", (1,), 1, deadline_s=-5.0)))
     assert late.deadline_s == 0.0
 
 
-def test_the_modules_named_here_are_all_of_the_wire() -> None:
+def test_every_core_message_class_has_a_wire_message() -> None:
     defined = {c for m in (commands, handles, handover, kv_layout) for c in vars(m).values() if is_dataclass(c)}
     assert {c for c in defined if c.__module__.startswith("baton.core.")} <= set(WIRE)

@@ -1,4 +1,4 @@
-"""Frames between ranks: what goes in comes out, and nothing else gets in."""
+"""Frames between ranks: each is decoded to what was encoded, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def raw(kind: int, body: bytes, version: int = VERSION, length: int | None = Non
 
 
 @given(frames=st.lists(FRAMES, max_size=5), cuts=st.lists(st.integers(1, 200), min_size=1, max_size=5))
-def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(frames: list[Any], cuts: list[int]) -> None:
+def test_frames_are_decoded_unchanged_however_the_stream_is_split(frames: list[Any], cuts: list[int]) -> None:
     stream, reader, found = b"".join(map(encode, frames)), FrameReader(), []
     start = turn = 0
     while start < len(stream):
@@ -76,15 +76,15 @@ def test_frames_come_out_as_they_went_in_however_the_stream_is_cut(frames: list[
 
 
 @pytest.mark.parametrize("cut", range(len(GOOD)))
-def test_a_frame_cut_at_any_byte_is_awaited_and_then_whole(cut: int) -> None:
+def test_a_frame_split_at_any_byte_is_decoded_once_complete(cut: int) -> None:
     reader = FrameReader()
     assert reader.feed(GOOD[:cut]) == []
     assert reader.feed(GOOD[cut:]) == [PLAN]
 
 
 @pytest.mark.parametrize("cut", range(6, len(GOOD) - 1))
-def test_a_frame_that_lacks_its_end_is_refused(cut: int) -> None:
-    """The length says that all is there."""
+def test_a_truncated_frame_is_refused(cut: int) -> None:
+    """The length claims that the frame is complete."""
     with pytest.raises(FrameError):
         FrameReader().feed(raw(KIND_PLAN, GOOD[6:cut]))
 
@@ -110,18 +110,18 @@ def test_a_frame_that_lacks_its_end_is_refused(cut: int) -> None:
         (raw(4, b"\x91\xa1\xff"), "not msgpack"),
     ],
 )
-def test_what_is_not_a_frame_is_refused_by_name(stream: bytes, message: str) -> None:
+def test_an_invalid_frame_is_refused_with_the_reason(stream: bytes, message: str) -> None:
     with pytest.raises(FrameError, match=message):
         FrameReader().feed(stream)
 
 
-def test_a_reader_before_the_hello_takes_little() -> None:
+def test_a_frame_over_the_size_limit_of_the_reader_is_refused() -> None:
     with pytest.raises(FrameError, match="more than 64"):
         FrameReader(64).feed(encode(Failed("x" * 100))[:10])
 
 
 @given(noise=st.binary(max_size=300), prefix=st.integers(0, len(GOOD)))
-def test_noise_raises_nothing_but_frame_error(noise: bytes, prefix: int) -> None:
+def test_random_bytes_raise_only_frame_error(noise: bytes, prefix: int) -> None:
     for stream in (noise, GOOD[:prefix] + noise, raw(KIND_PLAN, noise)):
         try:
             FrameReader().feed(stream)
@@ -130,14 +130,14 @@ def test_noise_raises_nothing_but_frame_error(noise: bytes, prefix: int) -> None
 
 
 @given(position=st.integers(0, len(GOOD) - 1), bit=st.integers(0, 7))
-def test_a_flipped_bit_raises_nothing_but_frame_error(position: int, bit: int) -> None:
+def test_a_flipped_bit_raises_only_frame_error(position: int, bit: int) -> None:
     damaged = bytearray(GOOD)
     damaged[position] ^= 1 << bit
     with contextlib.suppress(FrameError):
         FrameReader().feed(bytes(damaged))
 
 
-def test_only_known_kinds_and_what_fits_are_sent() -> None:
+def test_unknown_kinds_and_values_that_do_not_fit_are_not_sent() -> None:
     for odd in ("text", SamplingParams(), Heartbeat(2**70), Failed("x" * (33 << 20)), Failed({})):  # type: ignore[arg-type]
         try:
             FrameReader().feed(encode(odd))

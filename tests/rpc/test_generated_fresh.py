@@ -1,4 +1,4 @@
-"""What is committed under baton/v1 is what proto/ makes, and proto/ is clean."""
+"""The code committed under baton/v1 is what is generated from proto/, and proto/ passes the linter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.py*") if "__pycache__" not in p.parts}
 
 
-def test_generated_code_is_fresh(tmp_path: Path) -> None:
+def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "tools" / "generate_proto.py"), str(tmp_path)], check=True)
     fresh, committed = contents(tmp_path / "baton" / "v1"), contents(ROOT / "baton" / "v1")
     assert sorted(fresh) == sorted(committed)

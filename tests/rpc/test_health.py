@@ -1,4 +1,4 @@
-"""A worker's answers to probes."""
+"""A worker's replies to health probes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def port() -> Iterator[int]:
     yield number
 
 
-async def test_ready_and_live_are_told_apart(port: int) -> None:
+async def test_readiness_and_liveness_are_reported_separately(port: int) -> None:
     takes_work = False
     async with (
         health.serving_health("127.0.0.1", port, lambda: takes_work),
@@ -43,7 +43,7 @@ async def test_ready_and_live_are_told_apart(port: int) -> None:
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_no_number_of_open_calls_keeps_a_probe_out(port: int) -> None:
+async def test_open_calls_do_not_block_a_probe(port: int) -> None:
     async with (
         health.serving_health("127.0.0.1", port, lambda: True),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
@@ -61,7 +61,7 @@ async def test_no_number_of_open_calls_keeps_a_probe_out(port: int) -> None:
             call.cancel()
 
 
-async def test_without_a_port_nothing_listens_and_a_taken_one_is_named(port: int) -> None:
+async def test_port_0_opens_no_listener_and_a_port_in_use_is_a_startup_error(port: int) -> None:
     async with health.serving_health("127.0.0.1", 0, lambda: True):
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", port)

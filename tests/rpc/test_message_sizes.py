@@ -1,4 +1,4 @@
-"""No message is built that its channel cannot carry."""
+"""No message exceeds the limit of its channel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coordinator.translate import MAX_PROMPT_SCORES
 
 
 @pytest.mark.parametrize("top", [0, 1, 20])
-def test_the_log_probabilities_that_a_prompt_may_ask_for_fit_into_a_message(top: int) -> None:
+def test_the_most_log_probabilities_of_a_prompt_fit_into_a_message(top: int) -> None:
     longest = min(MAX_PROMPT_SCORES // (top + 1), 131_072)
     entry = TokenLogprob(151_935, -12.345678, 100_000, (151_934,) * top, (-1.2345678,) * top)
     event = StepEvents(tokens=(TokenEvent(SequenceId("r" * 128), 0, (1,), (entry,), (entry,) * longest),))

@@ -1,4 +1,4 @@
-"""What a worker takes up at the welcome: what it had, and what it was given between its join and then."""
+"""What a worker resumes at the welcome: what it had before its join, and what arrived between join and welcome."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def posted(session: WorkerSession) -> list[StepEvents]:
     return found
 
 
-async def test_what_came_between_the_join_and_the_welcome_is_kept_and_told() -> None:
-    """A decode worker hears of a sequence from the prefill worker, which may be quicker than its own welcome."""
+async def test_output_between_the_join_and_the_welcome_is_kept_and_reported() -> None:
+    """A decode worker receives a sequence from the prefill worker, perhaps before its own welcome."""
     owner = Owner(OLD, DROPPED)
     session = WorkerSession("nowhere:1", owner)
     session.post(StepEvents(tokens=(TokenEvent(OLD, 0, (1, 2, 3)), TokenEvent(DROPPED, 0, (4,)))))
@@ -67,7 +67,7 @@ async def test_what_came_between_the_join_and_the_welcome_is_kept_and_told() -> 
     assert owner.here == [OLD, NEW]
 
 
-async def test_what_the_coordinator_believes_here_and_is_not_is_said() -> None:
+async def test_a_missing_sequence_that_the_coordinator_expects_is_reported() -> None:
     session = WorkerSession("nowhere:1", Owner())
     following = (Following(OLD, 0), Following(NEW, 0, here=False))
     session._begin(Welcome("run", 3.0, 1.0, b"", following=following), session._known())
@@ -75,7 +75,7 @@ async def test_what_the_coordinator_believes_here_and_is_not_is_said() -> None:
     assert [(e.sequence, e.code) for e in lost.ended] == [(OLD, "unknown_sequence")]
 
 
-async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> None:
+async def test_a_new_run_of_the_coordinator_drops_all_sequences_and_output() -> None:
     owner = Owner(OLD)
     session = WorkerSession("nowhere:1", owner)
     session.run_id = "run before"
@@ -87,7 +87,7 @@ async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> Non
 
 
 async def test_heartbeats_of_many_workers_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them at one moment would hold the coordinator's event loop."""
+    """Heartbeats of all workers at the same moment would block the coordinator's event loop."""
     pauses: list[list[float]] = []
 
     class Reporting(Owner):
@@ -111,7 +111,7 @@ async def test_heartbeats_of_many_workers_are_spread(monkeypatch: pytest.MonkeyP
         assert 0.5 <= min(of_one) < 0.6 and 0.9 < max(of_one) <= 1.0
 
 
-async def test_who_finds_no_coordinator_says_so_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_without_a_coordinator_logs_a_warning_every_30_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "baton.session")
     session, tries = WorkerSession("nowhere:1", Owner()), 0
 

@@ -38,7 +38,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cls", "http", "code", "name"), CASES)
-def test_each_class_has_one_answer_on_both_fronts(cls: type[BatonError], http: int, code: str, name: str) -> None:
+def test_each_error_class_has_one_status_per_front(cls: type[BatonError], http: int, code: str, name: str) -> None:
     error = cls("what happened", param="field")
     assert status.http_status(error) == http
     assert status.grpc_code(error) is grpc.StatusCode[code]
@@ -50,14 +50,14 @@ def test_each_class_has_one_answer_on_both_fronts(cls: type[BatonError], http: i
     assert rich.message == body["message"]
 
 
-def test_every_error_class_is_answered() -> None:
+def test_every_error_class_has_an_error_status() -> None:
     for cls in subclasses(BatonError):
         error = cls("x")
         assert 400 <= status.http_status(error) < 600
         assert status.grpc_code(error) is not grpc.StatusCode.OK
 
 
-def test_retry_headers() -> None:
+def test_http_retry_headers_depend_on_the_error() -> None:
     assert status.http_headers(errors.Unavailable("full", retry_after_s=2.2)) == {
         "retry-after": "3",
         "x-should-retry": "true",
@@ -87,7 +87,7 @@ def test_grpc_details_name_the_field_and_the_delay() -> None:
     assert (delay.seconds, delay.nanos) == (1, 500_000_000)
 
 
-def test_our_bugs_and_foreign_exceptions_keep_their_text_to_themselves() -> None:
+def test_internal_errors_and_foreign_exceptions_do_not_expose_their_text() -> None:
     for error in (errors.InvariantError("block 7 in /srv/x.py"), ValueError("/etc/passwd"), KeyError("secret")):
         body = status.http_body(error)["error"]
         assert body["code"] == "internal_error" and status.http_status(error) == 500
@@ -101,7 +101,7 @@ def test_messages_are_one_short_printable_line() -> None:
     assert len(body["message"]) <= status.MAX_MESSAGE_CHARS
 
 
-def test_http_answers_need_no_grpc() -> None:
+def test_http_responses_do_not_import_grpc() -> None:
     code = (
         "import sys; from baton.rpc import status; from baton.core.errors import Unavailable as U;"
         "status.http_body(U('x')); status.http_headers(U('x'));"

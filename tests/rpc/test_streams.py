@@ -1,4 +1,4 @@
-"""A stream belongs to many: one sender's end is not the stream's."""
+"""A stream has many senders: the end of one sender does not end the stream."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ async def linked(handler: LinkHandler) -> AsyncIterator[MessageStream]:
         await link.close()
 
 
-async def deaf(stream: MessageStream, hello: LinkHello) -> None:
-    """Reads nothing more."""
+async def never_reads(stream: MessageStream, hello: LinkHello) -> None:
+    """Reads nothing after the hello."""
     await stream.send(WELCOME)
     await asyncio.sleep(10)
 
@@ -54,7 +54,7 @@ async def echo(stream: MessageStream, hello: LinkHello) -> None:
         await stream.send(message)
 
 
-async def test_both_ways_in_order() -> None:
+async def test_messages_arrive_in_order_in_both_directions() -> None:
     async with linked(echo) as stream:
         for nonce in range(20):
             await stream.send(Ping(nonce))
@@ -63,8 +63,8 @@ async def test_both_ways_in_order() -> None:
         await stream.send(Ping(1))
 
 
-async def test_a_cancelled_sender_leaves_the_stream_to_the_others() -> None:
-    """An aborted hand-over is cancelled wherever it stands, also in the middle of a write."""
+async def test_a_cancelled_sender_does_not_end_the_stream() -> None:
+    """An aborted hand-over may be cancelled at any point, also in the middle of a write."""
     async with linked(echo) as stream:
         for nonce in range(20):
             sender = asyncio.create_task(stream.send(Ping(nonce)))
@@ -79,7 +79,7 @@ async def test_a_cancelled_sender_leaves_the_stream_to_the_others() -> None:
                 pass
 
 
-async def test_a_sender_to_the_end_keeps_the_order_beside_others() -> None:
+async def test_unshielded_and_shielded_sends_keep_their_order() -> None:
     async with linked(echo) as stream:
         for nonce in range(0, 20, 2):
             await stream.send_to_the_end(Ping(nonce))
@@ -87,8 +87,8 @@ async def test_a_sender_to_the_end_keeps_the_order_beside_others() -> None:
         assert [(await stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
 
 
-async def test_a_sender_to_the_end_that_is_cancelled_in_a_write_takes_the_stream_with_it() -> None:
-    async with linked(deaf) as stream:
+async def test_an_unshielded_send_that_is_cancelled_during_a_write_ends_the_stream() -> None:
+    async with linked(never_reads) as stream:
         reader = asyncio.create_task(stream.receive())
 
         async def send() -> None:
@@ -107,7 +107,7 @@ async def test_a_sender_to_the_end_that_is_cancelled_in_a_write_takes_the_stream
 
 
 async def test_a_peer_that_does_not_read_is_lost_after_the_limit() -> None:
-    async with linked(deaf) as stream:
+    async with linked(never_reads) as stream:
         with pytest.raises(LinkLost):
             while True:
                 await stream.send(LARGE, timeout_s=0.2)
@@ -118,7 +118,7 @@ async def test_a_peer_that_does_not_read_is_lost_after_the_limit() -> None:
 async def test_a_write_that_fails_after_its_sender_was_cancelled_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with linked(deaf) as stream:
+    async with linked(never_reads) as stream:
         senders = [asyncio.create_task(stream.send(LARGE, timeout_s=0.3)) for _ in range(8)]
         await asyncio.sleep(0.1)
         for sender in senders:
@@ -132,8 +132,8 @@ async def test_a_write_that_fails_after_its_sender_was_cancelled_is_not_logged(
     assert not [r for r in caplog.records if r.name == "asyncio"]
 
 
-async def test_a_reader_that_got_over_a_cancel_hears_the_end_all_the_same() -> None:
-    """A worker whose cable had been cut once, and was cut again, was left without a session and did not know it."""
+async def test_a_reader_that_survived_a_cancellation_detects_the_end_of_the_stream() -> None:
+    """Otherwise a worker whose connection was cut a second time would have no session and not detect it."""
     async with linked(echo) as stream:
 
         async def read() -> tuple[int, object]:
@@ -142,7 +142,7 @@ async def test_a_reader_that_got_over_a_cancel_hears_the_end_all_the_same() -> N
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
-            return task.cancelling(), await stream.receive()  # and nobody has taken the count back
+            return task.cancelling(), await stream.receive()  # `uncancel` was not called
 
         reader = asyncio.create_task(read())
         await asyncio.sleep(0.1)
@@ -150,7 +150,7 @@ async def test_a_reader_that_got_over_a_cancel_hears_the_end_all_the_same() -> N
         assert await reader == (1, None)
 
 
-async def test_a_reader_that_is_cancelled_as_the_stream_ends_is_cancelled() -> None:
+async def test_a_reader_cancelled_while_the_stream_ends_raises_cancelled_error() -> None:
     async with linked(echo) as stream:
         reader = asyncio.create_task(stream.receive())
         await asyncio.sleep(0.1)
@@ -170,13 +170,13 @@ async def test_a_refusal_carries_its_reason() -> None:
         assert caught.value.code == "join_refused"
 
 
-async def test_a_first_message_that_is_no_hello_is_refused() -> None:
+async def test_a_first_message_that_is_not_a_hello_is_refused() -> None:
     async with serving(echo) as address:
         with pytest.raises(BatonError, match="begins with a hello"):
             await dial_link(address, Ping(1), 2.0)  # type: ignore[arg-type]
 
 
-async def test_an_answer_that_is_no_welcome_is_refused() -> None:
+async def test_a_reply_that_is_not_a_welcome_is_refused() -> None:
     async def odd(stream: MessageStream, hello: LinkHello) -> None:
         await stream.send(Posted(SequenceId("r"), 0, 1))
         await stream.receive()
@@ -186,7 +186,7 @@ async def test_an_answer_that_is_no_welcome_is_refused() -> None:
             await dial_link(address, HELLO, 2.0)
 
 
-async def test_nobody_there_and_nobody_answering() -> None:
+async def test_a_dial_fails_without_a_listener_and_without_a_reply() -> None:
     with pytest.raises(LinkLost):
         await dial_link("127.0.0.1:1", HELLO, 0.5)
 
@@ -198,7 +198,7 @@ async def test_nobody_there_and_nobody_answering() -> None:
             await dial_link(address, HELLO, 0.3)
 
 
-async def test_the_end_of_the_server_is_the_end_of_the_stream() -> None:
+async def test_stopping_the_server_ends_the_stream() -> None:
     server, port = await serve_links("127.0.0.1", echo)
     link = await dial_link(f"127.0.0.1:{port}", HELLO, 2.0)
     await server.stop(0)
@@ -207,7 +207,7 @@ async def test_the_end_of_the_server_is_the_end_of_the_stream() -> None:
     await link.close()
 
 
-async def test_nonsense_ends_the_stream_with_its_name() -> None:
+async def test_a_malformed_message_ends_the_stream_with_the_reason() -> None:
     from baton.core.errors import InvalidRequest
     from baton.v1 import kv_pb2, kv_pb2_grpc
 

@@ -1,4 +1,4 @@
-"""TLS between processes of a cluster: who shows what, who may do what, and what is not even read."""
+"""TLS in a cluster: which certificate each process presents, what each role may do, which peers are rejected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def of(directory: Path, role: str) -> ClusterTls:
 
 @asynccontextmanager
 async def links(tls: ClusterTls | None) -> AsyncIterator[tuple[str, list[LinkHello]]]:
-    """The address of a decode worker's link service, and the hellos that came through to it."""
+    """The address of a decode worker's link service, and the hellos that reached it."""
     seen: list[LinkHello] = []
 
     async def handler(stream: MessageStream, hello: LinkHello) -> None:
@@ -65,7 +65,7 @@ async def links(tls: ClusterTls | None) -> AsyncIterator[tuple[str, list[LinkHel
         await server.stop(0)
 
 
-async def test_the_right_roles_talk(made: Path) -> None:
+async def test_a_prefill_worker_can_link_to_a_decode_worker(made: Path) -> None:
     async with links(of(made, "decode")) as (address, _):
         link = await dial_link(address, HELLO, 5.0, of(made, "prefill"))
         await link.stream.send(Ping(7))
@@ -74,14 +74,14 @@ async def test_the_right_roles_talk(made: Path) -> None:
 
 
 @pytest.mark.parametrize("role", [role for role in ROLES if role != "prefill"])
-async def test_another_role_is_refused_by_name(made: Path, role: str) -> None:
+async def test_a_link_from_another_role_is_refused_by_name(made: Path, role: str) -> None:
     async with links(of(made, "decode")) as (address, seen):
         with pytest.raises(BatonError, match=f"role: its certificate is of role '{role}', not prefill"):
             await dial_link(address, HELLO, 5.0, of(made, role))
         assert not seen
 
 
-async def test_whoever_is_not_of_the_cluster_gets_no_further_than_the_handshake(made: Path, tmp_path: Path) -> None:
+async def test_a_peer_outside_the_cluster_fails_the_handshake(made: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     make_certificates(other, HOSTS, 1)
     mine, theirs = of(made, "prefill"), of(other, "prefill")
@@ -99,7 +99,7 @@ async def test_whoever_is_not_of_the_cluster_gets_no_further_than_the_handshake(
 
 
 @pytest.mark.parametrize("days", [-2, 2], ids=["expired", "not yet valid"])
-async def test_a_certificate_out_of_its_time_is_refused(made: Path, tmp_path: Path, days: int) -> None:
+async def test_an_expired_or_not_yet_valid_certificate_is_refused(made: Path, tmp_path: Path, days: int) -> None:
     for name in ("ca.pem", "ca-key.pem"):
         shutil.copy(made / name, tmp_path / name)
 
@@ -123,10 +123,10 @@ async def test_a_certificate_out_of_its_time_is_refused(made: Path, tmp_path: Pa
         ([], r"it is for prefill.baton, not decode.baton"),
     ],
 )
-def test_a_certificate_that_others_would_refuse_is_refused_at_the_start(
+def test_a_certificate_that_peers_would_refuse_is_refused_at_startup(
     made: Path, tmp_path: Path, copied: list[str], complaint: str
 ) -> None:
-    """Otherwise a worker would only ever read "Socket closed"."""
+    """Otherwise a worker would only ever report "Socket closed"."""
     mine, other = tmp_path / "mine", tmp_path / "other"
     shutil.copytree(made, mine)
     make_certificates(other, HOSTS, 1)
@@ -140,7 +140,7 @@ def test_a_certificate_that_others_would_refuse_is_refused_at_the_start(
 
 
 def reissued(directory: Path, signer: str, *usages: x509.ObjectIdentifier) -> bytes:
-    """decode.pem for other usages, signed by `signer`."""
+    """Returns decode.pem reissued for other usages, signed by `signer`."""
     old = x509.load_pem_x509_certificate((directory / "decode.pem").read_bytes())
     authority = x509.load_pem_x509_certificate((directory / f"{signer}.pem").read_bytes())
     key = serialization.load_pem_private_key((directory / f"{signer}-key.pem").read_bytes(), None)
@@ -152,7 +152,7 @@ def reissued(directory: Path, signer: str, *usages: x509.ObjectIdentifier) -> by
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def test_a_certificate_for_another_use_or_of_a_leaf_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_certificate_for_another_use_or_signed_by_a_leaf_is_refused(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path / "d")
     server, client = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
     own = tmp_path / "d" / "decode.pem"
@@ -167,7 +167,7 @@ def test_a_certificate_for_another_use_or_of_a_leaf_is_refused(made: Path, tmp_p
         read_cluster_tls(str(tmp_path / "d"), "decode")
 
 
-def test_nothing_is_signed_by_what_is_no_authority_or_with_a_locked_key(made: Path, tmp_path: Path) -> None:
+def test_a_leaf_certificate_or_an_encrypted_key_is_refused_as_authority(made: Path, tmp_path: Path) -> None:
     leaf, locked = tmp_path / "leaf", tmp_path / "locked"
     for directory in (leaf, locked):
         directory.mkdir()
@@ -184,7 +184,7 @@ def test_nothing_is_signed_by_what_is_no_authority_or_with_a_locked_key(made: Pa
         make_certificates(locked, HOSTS, 1)
 
 
-def test_nothing_is_signed_by_an_expired_authority_or_outlives_it(tmp_path: Path) -> None:
+def test_an_expired_authority_is_refused_and_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     make_certificates(tmp_path / "old", HOSTS, 1, now - datetime.timedelta(4000))
     (tmp_path / "old" / "decode.pem").unlink()
@@ -197,8 +197,8 @@ def test_nothing_is_signed_by_an_expired_authority_or_outlives_it(tmp_path: Path
     assert ends[0].not_valid_after_utc == ends[1].not_valid_after_utc
 
 
-def test_a_certificate_behind_another_of_its_chain_will_do(made: Path, tmp_path: Path) -> None:
-    """Of a company's authority: the role's certificate, then the one that signed it."""
+def test_a_certificate_chain_and_a_bundle_of_authorities_are_accepted(made: Path, tmp_path: Path) -> None:
+    """As a company's authority issues it: the role's certificate, then the one that signed it."""
     shutil.copytree(made, tmp_path / "d")
     chain = (made / "decode.pem").read_bytes() + (made / "ca.pem").read_bytes()
     (tmp_path / "d" / "decode.pem").write_bytes(chain)
@@ -208,7 +208,7 @@ def test_a_certificate_behind_another_of_its_chain_will_do(made: Path, tmp_path:
     assert of(tmp_path / "d", "decode").certificate == chain
 
 
-def test_a_file_that_never_ends_is_none(made: Path, tmp_path: Path) -> None:
+def test_fifos_and_oversized_files_are_refused(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path / "d")
     for name in ("ca.pem", "decode-key.pem"):
         (tmp_path / "d" / name).unlink()
@@ -223,8 +223,8 @@ def test_a_file_that_never_ends_is_none(made: Path, tmp_path: Path) -> None:
         shutil.copy(made / name, tmp_path / "d" / name)
 
 
-async def test_who_dials_asks_for_the_role_too(made: Path) -> None:
-    """Somebody of the cluster at a decode worker's address who is none."""
+async def test_the_dialling_side_checks_the_role_of_its_peer(made: Path) -> None:
+    """A process at a decode worker's address that has no decode certificate is refused."""
     async with links(of(made, "prefill")) as (address, seen):
         with pytest.raises(LinkLost, match="--cluster-tls-dir the same at both ends"):
             await dial_link(address, HELLO, 5.0, of(made, "prefill"))
@@ -235,7 +235,7 @@ async def test_who_dials_asks_for_the_role_too(made: Path) -> None:
         assert not seen
 
 
-async def test_a_worker_joins_as_what_its_certificate_says(made: Path) -> None:
+async def test_joins_and_drains_require_the_matching_certificate_role(made: Path) -> None:
     cluster = Cluster(3.0, 10, 1000)
     server, port = await serve_control(cluster, "127.0.0.1", 0, of(made, "coordinator"))
 
@@ -270,7 +270,7 @@ async def test_a_worker_joins_as_what_its_certificate_says(made: Path) -> None:
         await server.stop(0)
 
 
-def test_a_directory_that_lacks_something_is_refused_by_the_file(made: Path, tmp_path: Path) -> None:
+def test_a_missing_invalid_or_world_readable_file_is_refused_by_name(made: Path, tmp_path: Path) -> None:
     assert read_cluster_tls("", "prefill") is None
     for name in ("ca.pem", "prefill.pem", "prefill-key.pem"):
         shutil.copytree(made, tmp_path / name)
@@ -286,7 +286,7 @@ def test_a_directory_that_lacks_something_is_refused_by_the_file(made: Path, tmp
     (made / "decode-key.pem").chmod(0o600)
 
 
-def test_certificates_that_are_there_stay(tmp_path: Path) -> None:
+def test_existing_certificates_are_kept(tmp_path: Path) -> None:
     assert len(make_certificates(tmp_path, HOSTS, 1)) == 12
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("*-key.pem"))
@@ -306,7 +306,7 @@ def test_hosts_are_names_or_addresses(tmp_path: Path, host: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_there_has_to_be_of_use(tmp_path: Path) -> None:
+def test_existing_files_that_do_not_match_are_refused(tmp_path: Path) -> None:
     make_certificates(tmp_path / "a", ("*.example.org", "fd00::1"), 1)
     assert make_certificates(tmp_path / "a", (), 1) == []
     assert make_certificates(tmp_path / "a", ("fd00:0::1", "*.example.org"), 1) == []

@@ -1,4 +1,4 @@
-"""The cluster token: where it may be kept, and who may listen without one."""
+"""The cluster token: in which files it may be kept, and which addresses need one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_file(where: Path, text: str, mode: int = 0o600) -> str:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400, 0o640])
-def test_a_file_of_ones_own_is_read(tmp_path: Path, mode: int) -> None:
+def test_a_token_file_that_others_cannot_read_is_read(tmp_path: Path, mode: int) -> None:
     assert read_token(token_file(tmp_path, f"  {TOKEN}\n", mode)) == TOKEN
     (link := tmp_path / "link").symlink_to(tmp_path / "token")  # as secrets are mounted
     assert read_token(str(link)) == TOKEN
@@ -40,21 +40,23 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path, mode: int) -> None:
         ("x" * 5000, 0o600, "one line"),
     ],
 )
-def test_what_is_no_secret_is_refused_and_not_shown(tmp_path: Path, text: str, mode: int, what: str) -> None:
+def test_an_invalid_token_file_is_refused_without_showing_its_text(
+    tmp_path: Path, text: str, mode: int, what: str
+) -> None:
     with pytest.raises(StartupError, match=what) as caught:
         read_token(path := token_file(tmp_path, text, mode))
     assert f"--cluster-token-file {path}: " in caught.value.message
     assert not text or text[:6] not in caught.value.message.replace(path, "")
 
 
-def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="No such file"):
         read_token(str(tmp_path / "none"))
     with pytest.raises(StartupError, match="Is a directory"):
         read_token(str(tmp_path))
 
 
-def test_tokens_are_compared_whole() -> None:
+def test_tokens_are_compared_completely() -> None:
     check_token(TOKEN, TOKEN, "worker w")
     check_token("", "whatever", "worker w")
     for token in ("", TOKEN[:-1], TOKEN + "x", "\ud800"):
@@ -72,7 +74,7 @@ def test_loopback_needs_no_token(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "[fe80::1]", "::ffff:10.0.0.1", "node7", ""])
-def test_elsewhere_nobody_listens_without_one(host: str) -> None:
+def test_listening_beyond_loopback_needs_a_token(host: str) -> None:
     check_listening("--host", host, TOKEN)
     with pytest.raises(StartupError, match="--cluster-token-file") as caught:
         check_listening("--control-host", host, "")

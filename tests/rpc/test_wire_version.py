@@ -1,5 +1,5 @@
-"""What the wire looks like belongs to a protocol version: workers of two versions refuse each other by that name, while
-two that only differ on the wire would end each other."""
+"""The wire format belongs to a protocol version: workers of two versions refuse each other with that reason, while two
+with one version but different wire formats would make each other fail."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from baton.v1 import kv_pb2, types_pb2, worker_pb2
 WIRE = (8, "<8sQQQQ", "<Q", "a6680eab427531c2")
 
 
-def test_a_changed_wire_has_a_version_of_its_own() -> None:
-    """Red? Raise PROTOCOL_VERSION and write down here what it stands for."""
+def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:
+    """If this fails, raise PROTOCOL_VERSION and write the new format into WIRE."""
     digest = hashlib.sha256()
     for module in (types_pb2, worker_pb2, kv_pb2):
         digest.update(module.DESCRIPTOR.serialized_pb)

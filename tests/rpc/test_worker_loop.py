@@ -1,4 +1,4 @@
-"""The loops around a worker's scheduler, on a tier that a test plays: deadlines, tombstones, bugs, the drain."""
+"""The loops around a worker's scheduler, with a fake tier: deadlines, tombstones, bugs, the drain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = SequenceId("r")
 
 
 class FakeTier:
-    """`here` are its sequences; each gets one token per step. A `bug` is raised by what is asked for next."""
+    """`here` are its sequences; each gets one token per step. `check_idle` raises `bug`, if set."""
 
     def __init__(self) -> None:
         self.here: set[SequenceId] = set()
@@ -78,7 +78,7 @@ class FakeTier:
 class Running:
     def __init__(self) -> None:
         self.tier = FakeTier()
-        config = WorkerConfig(worker_id="w", coordinator="127.0.0.1:1")  # nobody listens: it dials for ever
+        config = WorkerConfig(worker_id="w", coordinator="127.0.0.1:1")  # nothing listens there: it redials without end
         self.step_bug: Exception | None = None
         self.step_gate: threading.Event | None = None
         self.step_s = 0.0
@@ -96,7 +96,7 @@ class Running:
         return StepOutcome(plan.step_id, ())
 
     async def outcome(self) -> BaseException | None:
-        """How `run` ended."""
+        """Waits for `run` to end and returns its exception, if any."""
         await asyncio.wait({self.task}, timeout=3.0)
         assert self.task.done(), "the worker goes on"
         assert self.tier.closed
@@ -111,7 +111,7 @@ async def running() -> AsyncIterator[Running]:
     await asyncio.wait({made.task})
 
 
-async def test_a_deadline_ends_a_sequence_here_and_says_so(running: Running) -> None:
+async def test_a_deadline_ends_a_sequence_and_reports_it(running: Running) -> None:
     running.tier.here.add(R)
     running.main_loop.follow(replace(make_request("r"), deadline_s=0.15))
     await asyncio.sleep(0.05)
@@ -122,17 +122,17 @@ async def test_a_deadline_ends_a_sequence_here_and_says_so(running: Running) -> 
     assert (ended.sequence, ended.reason, ended.code) == (R, "error", "deadline_exceeded")
 
 
-async def test_a_deadline_of_a_sequence_that_has_left_says_nothing(running: Running) -> None:
+async def test_a_deadline_of_an_absent_sequence_reports_nothing(running: Running) -> None:
     running.main_loop.follow(replace(make_request("r"), deadline_s=0.05))
     await until(lambda: running.tier.ended, timeout_s=2)
     assert not running.sent and not len(running.main_loop.deadlines)
 
 
-async def test_an_abort_of_a_known_sequence_ends_it_and_one_of_an_unknown_one_buries_it(running: Running) -> None:
+async def test_abort_ends_a_known_sequence_and_leaves_a_tombstone_for_an_unknown_one(running: Running) -> None:
     running.tier.here.add(R)
     running.main_loop.command(Abort(R, "client left", 5.0))
     assert not running.main_loop.is_tombstoned(R)
-    running.main_loop.command(Abort(R, "client left", 0.0))  # nothing can come any more, says the coordinator
+    running.main_loop.command(Abort(R, "client left", 0.0))  # nothing of it can arrive any more
     assert not len(running.main_loop.tombstones)
     running.main_loop.command(Abort(R, "client left", 5.0))
     assert running.main_loop.is_tombstoned(R)
@@ -140,7 +140,7 @@ async def test_an_abort_of_a_known_sequence_ends_it_and_one_of_an_unknown_one_bu
     assert running.tier.commands == [assign]
 
 
-async def test_steps_are_said_in_order_and_stop_when_there_is_nothing(running: Running) -> None:
+async def test_steps_are_reported_in_order_and_stop_without_sequences(running: Running) -> None:
     running.tier.here.add(R)
     running.tier.stepping = True
     running.main_loop.wake()
@@ -151,8 +151,8 @@ async def test_steps_are_said_in_order_and_stop_when_there_is_nothing(running: R
 
 
 @pytest.mark.parametrize("where", ["invariants", "step"])
-async def test_a_bug_ends_the_worker(running: Running, where: str) -> None:
-    """Its supervisor starts another; going on with wrong state would be worse."""
+async def test_an_invariant_error_ends_the_worker(running: Running, where: str) -> None:
+    """Its supervisor starts another; continuing with a wrong state would be worse."""
     if where == "invariants":
         running.tier.here.add(R)
         await asyncio.sleep(0.15)
@@ -167,7 +167,7 @@ async def test_a_bug_ends_the_worker(running: Running, where: str) -> None:
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
 
 
-async def test_a_bug_that_a_hand_over_meets_ends_the_worker(running: Running) -> None:
+async def test_an_invariant_error_in_a_hand_over_ends_the_worker(running: Running) -> None:
     first = InvariantError("the first")
     running.main_loop.fail(first)
     running.main_loop.fail(InvariantError("what came of it"))
@@ -188,8 +188,10 @@ async def test_a_step_that_hangs_ends_the_worker(running: Running, monkeypatch: 
     assert "step 1 of 0 rows has not ended in 0.2 s" in str(error.subgroup(InvariantError).exceptions)  # type: ignore[union-attr]
 
 
-async def test_a_step_that_ends_in_time_is_not_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is one step's, not that of all of them."""
+async def test_the_step_limit_applies_to_each_step_separately(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit applies to one step, not to all steps together."""
     monkeypatch.setattr(step_thread, "STEP_LIMIT_S", 0.3)
     running.step_s = 0.02
     running.tier.stepping = True
@@ -199,7 +201,7 @@ async def test_a_step_that_ends_in_time_is_not_given_up(running: Running, monkey
     assert not running.task.done()
 
 
-async def test_a_leak_is_found_while_idle_whenever_it_comes(running: Running) -> None:
+async def test_a_leak_is_detected_whenever_the_worker_is_idle(running: Running) -> None:
     running.tier.bug, running.tier.here = InvariantError("a block leaked"), {R}
     await asyncio.sleep(3 * HOUSEKEEPING_S)
     assert not running.task.done()  # what a sequence holds is no leak
@@ -211,7 +213,7 @@ async def test_a_leak_is_found_while_idle_whenever_it_comes(running: Running) ->
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
 
 
-async def test_a_drain_waits_for_what_runs_and_ends_well(running: Running) -> None:
+async def test_a_drain_waits_for_running_sequences_and_ends_without_error(running: Running) -> None:
     running.tier.here.add(R)
     running.main_loop.command(Drain(5.0))
     await asyncio.sleep(0.15)
@@ -221,7 +223,7 @@ async def test_a_drain_waits_for_what_runs_and_ends_well(running: Running) -> No
     assert not running.tier.ended
 
 
-async def test_a_drain_does_not_wait_for_ever(running: Running) -> None:
+async def test_a_drain_abandons_sequences_after_its_timeout(running: Running) -> None:
     running.tier.here.add(R)
     running.main_loop.command(Drain(0.1))
     assert await running.outcome() is None
@@ -230,7 +232,7 @@ async def test_a_drain_does_not_wait_for_ever(running: Running) -> None:
     assert (ended_event.sequence, ended_event.code) == (R, "abandoned")
 
 
-async def test_what_is_given_up_is_said_since_the_coordinator_may_count_on_it(running: Running) -> None:
+async def test_abandoned_sequences_are_reported_to_the_coordinator(running: Running) -> None:
     kept = SequenceId("kept")
     running.tier.here |= {R, kept}
     running.main_loop.abandon("nobody asked for it", keep=(kept,))
@@ -244,7 +246,7 @@ async def test_what_is_given_up_is_said_since_the_coordinator_may_count_on_it(ru
 
 
 class Device:
-    """Computes a step when it is collected. `log` is what was asked of it."""
+    """Computes a step when it is collected. `log` records the calls."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -264,7 +266,7 @@ class Device:
 
 
 class AheadTier(FakeTier):
-    """Plans up to two steps, six in all; the fourth waits for the outcome of the third."""
+    """Plans six steps, up to two ahead; the fourth waits for the outcome of the third."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +297,7 @@ async def ahead() -> AsyncIterator[tuple[Running, Device]]:
     await asyncio.wait({made.task})
 
 
-async def test_a_step_is_launched_before_the_one_before_it_is_collected(ahead: tuple[Running, Device]) -> None:
+async def test_a_step_is_launched_before_the_previous_one_is_collected(ahead: tuple[Running, Device]) -> None:
     running, device = ahead
     running.task = asyncio.create_task(running.main_loop.run())
     await until(lambda: len(running.sent) == 6, timeout_s=2)
@@ -313,8 +315,8 @@ async def test_a_launch_that_fails_ends_the_worker(ahead: tuple[Running, Device]
     assert device.log == ["launch 1"], "nothing is launched behind it"
 
 
-async def test_what_is_still_on_its_way_here_is_left_to_who_sends_it(running: Running) -> None:
-    """That one has the KV, parks it and offers it to others: nothing is computed again."""
+async def test_abandoning_an_arriving_sequence_leaves_it_to_the_prefill_worker(running: Running) -> None:
+    """The prefill worker has the KV, parks it and offers it to others: nothing is recomputed."""
     running.tier.here.add(R)
     running.tier.arriving.add(R)
     running.main_loop.abandon("the drain timeout has passed")

@@ -1,13 +1,13 @@
-"""Which draft tokens of the built-in draft were right, place by place: a recording.
+"""Recorded acceptance of the built-in draft's tokens, position by position.
 
-The built-in pair wrote 192 tokens after each of 16 prompts of up to 200 tokens of its own kind of text. At every place
-the draft, given the true text before it and the target's own noise, either would have drafted the target's token or
-not. Since output does not depend on who drafts, this says what any number of draft tokens from any place wins.
+The built-in pair generated 192 tokens after each of 16 prompts of up to 200 tokens of text in its domain. At every
+position the draft, given the target's tokens before it and the target's noise, either would have drafted the target's
+token or not. Since output does not depend on the drafts, this gives the tokens won by any draft length at any position.
 """
 
 from __future__ import annotations
 
-LENGTH = 191  # places in each line, the first in the highest bit; the last bit of a line says nothing
+LENGTH = 191  # positions in each line, the first in the highest bit; the last bit of a line is unused
 
 GREEDY = (
     "18a3b6061efebebebebebebebebebebebebebebebebebebe",
@@ -51,5 +51,5 @@ WARM = (
 
 
 def bits(lines: tuple[str, ...]) -> list[list[bool]]:
-    """For each stream, for each place from its second token on, whether a draft token there is right."""
+    """Returns, for each stream and each position from its second token on, whether a draft token there is right."""
     return [[bool(int(line, 16) >> (4 * len(line) - 1 - place) & 1) for place in range(LENGTH)] for line in lines]

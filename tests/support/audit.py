@@ -1,5 +1,5 @@
-"""What every Python process of a cluster does once it serves: an audit hook (PEP 578) that writes to a file. Start the
-cluster with `env=audit.environment(folder)`, take `since = time.time()`, and ask for `audit.events(folder, since)`.
+"""Records what every Python process of a cluster does, with an audit hook (PEP 578) that writes to a file. Start the
+cluster with `env=audit.environment(folder)`, note `since = time.time()`, then read `audit.events(folder, since)`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Event:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For the processes to be watched: each loads the hook before anything else."""
+    """Returns the environment of the processes to be watched: each loads the hook before anything else."""
     (folder / "site").mkdir(parents=True)
     (folder / "events").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(_SITE)
@@ -51,7 +51,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def events(folder: Path, since: float) -> list[Event]:
-    """Those from `since` (Unix seconds) on, of all processes."""
+    """Returns the events of all processes from `since` (Unix seconds) on."""
     found = []
     for file in (folder / "events").iterdir():
         for line in file.read_text(errors="replace").splitlines():

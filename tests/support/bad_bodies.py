@@ -1,4 +1,4 @@
-"""Requests that are bad as HTTP or as JSON, whatever their fields mean: bytes, keys, depth, headers, methods, paths."""
+"""Requests that are bad as HTTP or JSON, independently of their fields: bytes, keys, depth, headers, methods, paths."""
 
 from __future__ import annotations
 

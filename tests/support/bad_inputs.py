@@ -1,7 +1,7 @@
-"""The table of bad requests, as data: what is sent, and the one status and param it must get.
+"""The table of bad requests, as data: the request, and the status and param that the response must have.
 
-Ids begin with the row of the plan they belong to (B-1 ... B-27). The model under test: context 128, 512 embeddings, 402
-tokens in its tokenizer.
+Each id starts with its row of the plan (B-1 ... B-27). The model under test: context 128, 512 embeddings, 402 tokens in
+its tokenizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f",
 
 
 def called(**changes: Any) -> dict[str, Any]:
-    """A history with a call that is wrong somewhere."""
+    """A history with a malformed tool call."""
     message = {"role": "assistant", "content": None, "tool_calls": [CALL | changes]}
     return {"messages": [{"role": "user", "content": "a"}, message]}
 
@@ -44,7 +44,7 @@ TOOLS: list[tuple[dict[str, Any], str, str | None]] = [
     ),
     ({"tools": [F, F]}, "tools", INVALID),
     ({"tools": [F] * 200}, "tools", INVALID),
-    ({"tools": [F]}, "tools", INVALID),  # the model's template knows none
+    ({"tools": [F]}, "tools", INVALID),  # the model's template does not support tools
     ({"tool_choice": "required"}, "tool_choice", INVALID),
     ({"tool_choice": F}, "tool_choice", INVALID),
     ({"tools": [F], "tool_choice": "any"}, "tool_choice", INVALID),
@@ -107,8 +107,8 @@ STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"guided_regex": "a", "ignore_eos": True}, "guided_regex", INVALID),
 ]
 
-# Names by which other servers take from a client where KV lies and who sends it: of vLLM's connectors, of SGLang, and
-# of the messages between the tiers here.
+# Names under which other servers accept the location and the source of KV from a client: those of vLLM's connectors, of
+# SGLang, and of the messages between the tiers here.
 FABRIC_NAMES = (
     "kv_transfer_params", "do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_block_ids",
     "remote_host", "remote_port", "remote_request_id", "remote_tp_size", "tp_size", "tp_rank", "dp_rank",

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol: one page."""
+"""A headless Chromium with one page, driven over its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_S = 30.0
 
 
 class Page:
-    """`console` is what it has logged, and what went wrong in its scripts."""
+    """`console` has the page's log entries and the exceptions of its scripts."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._ids = socket, itertools.count(1)
@@ -51,7 +51,7 @@ class Page:
         return answer["result"].get("value")
 
     async def until(self, script: str, timeout_s: float = 20.0) -> Any:
-        """Evaluates until the value is true."""
+        """Evaluates repeatedly until the value is true."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not (value := await self.evaluate(script)):
             assert asyncio.get_running_loop().time() < deadline, f"not within {timeout_s:g} s: {script}; {self.console}"
@@ -90,7 +90,7 @@ async def browse(url: str) -> AsyncIterator[Page]:
 
 
 async def _endpoint(session: aiohttp.ClientSession, file: Path) -> str:
-    """The WebSocket of the first page, once the browser has written its port."""
+    """Returns the WebSocket URL of the first page, once the browser has written its port."""
     deadline = asyncio.get_running_loop().time() + START_S
     while True:
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError, aiohttp.ClientError):

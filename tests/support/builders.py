@@ -1,4 +1,4 @@
-"""Values of the core with sensible defaults, so that a test says only what it is about."""
+"""Core values with sensible defaults, so that a test states only what matters to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_request(
     cache_salt: str = "",
     priority: int = 0,
 ) -> GenerateRequest:
-    """A request. A `prompt` given as a length holds the ids 1000, 1001, and so on."""
+    """A request. A `prompt` given as a length consists of the ids 1000, 1001, and so on."""
     return GenerateRequest(
         request_id=name,
         prompt=tuple(range(1000, 1000 + prompt)) if isinstance(prompt, int) else tuple(prompt),
@@ -74,7 +74,7 @@ def make_decode(
 
 
 def fill_cache(scheduler: PrefillScheduler | DecodeScheduler, share: float) -> None:
-    """Leaves cached blocks of a sequence that is gone: that share of the pool, from a new scheduler."""
+    """Leaves cached blocks of a finished sequence, that share of the pool, in a new scheduler."""
     holder = Holder("sequence", SequenceId("gone"))
     blocks = scheduler.blocks.allocate(round(share * scheduler.blocks.num_blocks), holder) or ()
     scheduler.cache.store([block.to_bytes(32, "big") for block in blocks], blocks)
@@ -82,7 +82,7 @@ def fill_cache(scheduler: PrefillScheduler | DecodeScheduler, share: float) -> N
 
 
 def make_outcome(plan: StepPlan, token: int | Callable[[SequenceId], int] = 7) -> StepOutcome:
-    """What an engine answers to `plan`: `token` for every position that is sampled."""
+    """The outcome of `plan`: `token` for every position that is sampled."""
     draw = token if callable(token) else lambda _: token
     return StepOutcome(plan.step_id, tuple((draw(row.sequence_id),) * row.num_sampled for row in plan.rows))
 
@@ -104,7 +104,7 @@ def make_facts(**changes: object) -> WorkerFacts:
 def make_join(
     name: str = "d0", incarnation: int = 1, *, blocks: int = 8, step_tokens: int = 8, **facts: object
 ) -> Join:
-    """A worker whose role is in the first letter of its name."""
+    """A worker whose role follows from the first letter of its name."""
     known = make_facts(**facts)
     pids = tuple(range(11, 11 + known.tensor_parallel))
     role: Role = "prefill" if name[0] == "p" else "decode"
@@ -121,13 +121,13 @@ def add_worker(
     max_tokens: int = 1 << 31,
     max_running: int = 0,
 ) -> Worker:
-    """A worker in a table, ready, in the place of an earlier one of that name."""
+    """Adds a ready worker to a table, replacing an earlier one of that name."""
     known = table.get(name)
     incarnation = known.incarnation + 1 if known else 1
     facts: dict[str, object] = {"layout": make_layout(block_size), "max_model_len": max_tokens}
     join = make_join(name, incarnation, blocks=blocks, step_tokens=step_tokens, **facts)
     join = replace(join, max_running=max_running)
-    return table.add(join, 0.0, math.inf)  # past `join`: workers of a test may differ
+    return table.add(join, 0.0, math.inf)  # bypasses `table.join`: workers of a test may differ
 
 
 def make_handle(**changes: object) -> Handle:
@@ -158,6 +158,6 @@ def make_chunk(**changes: object) -> Chunk:
 
 
 def step_events(sequence: SequenceId, first_index: int, *tokens: int, ended: str = "") -> StepEvents:
-    """The events of a step that said `tokens` of one sequence and perhaps its end."""
+    """The events of a step that generated `tokens` of one sequence and, with `ended`, its end."""
     ends = (SequenceEnded(sequence, ended),) if ended else ()
     return StepEvents(tokens=(TokenEvent(sequence, first_index, tokens),) if tokens else (), ended=ends)

@@ -2,12 +2,12 @@
 
     make_checkpoint(tmp_path / "m", arch="qwen3", num_kv_heads=4, shards=3)
 
-Same arguments, same bytes. The weights are scaled so that logits spread by about 3 (greedy gaps are rarely under 1e-3)
-and the layers outweigh the embedding, so greedy output wanders instead of repeating one token. EOS rows are zero
-unless `reachable_eos`, so that a greedy run never stops by chance.
+The same arguments give the same bytes. Weights are scaled so that logits spread by about 3 (greedy gaps are rarely
+under 1e-3) and the layers outweigh the embedding, so that greedy output varies instead of repeating one token. EOS rows
+are zero unless `reachable_eos`, so that a greedy run never stops by chance.
 
-The tokenizer is byte-level BPE: the 256 bytes, a few merges, then special tokens. Ids from there to `vocab_size` are
-ordinary tokens that decode to nothing.
+The tokenizer is byte-level BPE: the 256 bytes, a few merges, then special tokens. Further ids up to `vocab_size` are
+ordinary tokens that decode to an empty string.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _CLASS = {
 class Shape:
     """Sizes and variants of a checkpoint.
 
-    `llama3_scaling` None means: as the architecture usually has it (only "llama"). `sliding_window` None means off,
-    except for mistral, where it is 24. For qwen the window holds from layer `max_window_layers` up. `old_config`
-    writes the spelling used before transformers 5. `logit_std` is about how far logits spread.
+    `llama3_scaling` None selects the architecture's usual setting (on only for "llama"). `sliding_window` None means
+    off, except for mistral, where it is 24. For qwen the window applies from layer `max_window_layers` up. `old_config`
+    writes the config in the form used before transformers 5. `logit_std` is about the spread of the logits.
     """
 
     hidden_size: int = 64
@@ -74,7 +74,7 @@ class Shape:
 
 
 def make_checkpoint(path: Path | str, arch: Arch = "llama", **options: Any) -> Path:
-    """Writes config.json, generation_config.json, tokenizer files and safetensors into `path` (made if need be)."""
+    """Writes config.json, generation_config.json, tokenizer files and safetensors into `path`, created if missing."""
     shape = Shape(**options)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def make_tensors(arch: Arch, shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def write_weights(path: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> None:
-    """One `model.safetensors`, or `shards` files dealt in order with an index."""
+    """Writes one `model.safetensors`, or an index and `shards` files with consecutive tensors."""
     if shards == 1:
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         return
@@ -193,7 +193,7 @@ def write_weights(path: Path, tensors: dict[str, torch.Tensor], shards: int = 1)
 
 
 def write_tokenizer(path: Path, add_bos: bool = True) -> None:
-    """tokenizer.json (byte-level BPE, 269 entries) and tokenizer_config.json with a chat template."""
+    """Writes tokenizer.json (byte-level BPE, 269 entries) and tokenizer_config.json with a chat template."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + [left + right for left, right in MERGES]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))

@@ -1,4 +1,4 @@
-"""A small client of a running cluster, over HTTP and gRPC, for tests."""
+"""A small HTTP and gRPC client of a running cluster, for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def body(prompt: Sequence[int] | str, max_tokens: int, **fields: Any) -> dict[st
 
 
 class Client:
-    """`complete` returns the whole answer; `events` yields the events of a stream as they come."""
+    """`complete` returns the whole answer; `events` yields the events of a stream as they arrive."""
 
     def __init__(self, cluster: Cluster, timeout_s: float = 60.0) -> None:
         limits = httpx.Limits(max_connections=256)
@@ -75,7 +75,7 @@ class Client:
         return tuple(ids)
 
     async def idle(self, cluster: Cluster, timeout_s: float = 10.0) -> None:
-        """Asserts that within `timeout_s` every block is free and no worker knows a sequence."""
+        """Asserts that within `timeout_s` every block is free and no worker has a sequence."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             workers = (await self.http.get("/workers")).json()["workers"]

@@ -4,9 +4,9 @@
         httpx.get(running.url + "/ready")
         running.kill(running.pids("decode-0")[0])
 
-Flags are those of `baton up` with underscores. Everything listens on loopback on free ports. Leaving the block stops
-the cluster with SIGINT and asserts that it exits 0 and that no process of it is left; `stop(expect=None)` skips the
-first. When the block raises, the logs are printed, so that pytest shows them.
+Flags are those of `baton up` with underscores. Everything listens on free loopback ports. Leaving the block stops the
+cluster with SIGINT and asserts that it exits with 0 and that no process of it remains; `stop(expect=None)` skips the
+check of the exit code. If the block raises, the logs are printed, so that pytest shows them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ BATON = (sys.executable, "-m", "launch.cli", "up")
 
 @dataclass
 class Cluster:
-    """A running `baton up`. `url`, `grpc` and `control` are set once it is ready,
-    `admin` where operators have an address of their own."""
+    """A running `baton up`. `url`, `grpc` and `control` are set once it is ready, `admin` if operators have an address
+    of their own."""
 
     process: subprocess.Popen[bytes]
     run_dir: Path
@@ -50,27 +50,27 @@ class Cluster:
     admin: str = ""
 
     def workers(self) -> dict[str, dict[str, Any]]:
-        """GET /workers by id."""
+        """Returns the rows of GET /workers by worker id."""
         return {row["id"]: row for row in get_cluster(self.admin or self.url, timeout_s=10.0).workers}
 
     def pids(self, worker: str) -> list[int]:
-        """One per rank, as the worker itself reported."""
+        """Returns the pid of each rank, as reported by the worker."""
         return [int(pid) for pid in self.workers()[worker]["pids"]]
 
     def coordinator_pid(self) -> int:
         return next(pid for pid in self.processes() if "--ready-file" in command_line(pid))
 
     def processes(self) -> list[int]:
-        """Every living process that the cluster started, the launcher included."""
+        """Returns every running process that the cluster started, including the launcher."""
         return [pid for pid in _all_pids() if self._is_ours(pid)]
 
     def kill(self, pid: int, sig: int = signal.SIGKILL) -> None:
-        """A signal to one of its own processes, and to no other."""
+        """Sends a signal to a process of this cluster, and to no other."""
         assert self._is_ours(pid), f"process {pid} is not of this cluster"
         os.kill(pid, sig)
 
     def wait_until(self, condition: Callable[[Cluster], bool], what: str, timeout_s: float = 30.0) -> None:
-        """Polls; fails with the logs after `timeout_s`. While the coordinator is away the answer is no."""
+        """Polls; fails with the logs after `timeout_s`. While the coordinator is down the condition counts as false."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, StartupError, KeyError):
@@ -82,12 +82,12 @@ class Cluster:
         raise AssertionError(f"no {what} within {timeout_s:g} s\n{self.logs()}")
 
     def logs(self) -> str:
-        """The ends of the launcher's output and of every log file."""
+        """Returns the ends of the launcher's output and of every log file."""
         parts = [self.output, *sorted(self.run_dir.glob("*.log"))]
         return "\n".join(f"--- {path.name}\n{_tail(path)}" for path in parts if path.exists())
 
     def stop(self, expect: int | None = 0, sig: int = signal.SIGINT) -> None:
-        """Ends it and asserts that nothing is left. Does nothing the second time."""
+        """Stops the cluster and asserts that no process remains. Has no effect the second time."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
         try:
@@ -105,7 +105,7 @@ class Cluster:
         assert expect is None or code == expect, f"`baton up` ended with {code}, not {expect}\n{self.logs()}"
 
     def destroy(self) -> None:
-        """SIGKILL to whatever is left; asserts nothing."""
+        """Sends SIGKILL to the remaining processes; asserts nothing."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ def start_cluster(
     program: Sequence[str] = BATON,
     **flags: object,
 ) -> Cluster:
-    """Starts `baton up` and does not wait; call `wait_ready`, and `stop` in the end."""
+    """Starts `baton up` without waiting; call `wait_ready`, and `stop` at the end."""
     run_dir.mkdir(parents=True, exist_ok=True)
     output, marker = run_dir / "up.out", uuid.uuid4().hex
     settings = {"port": 0, "grpc_port": 0, "drain_timeout_s": 10.0, **flags}
@@ -150,7 +150,7 @@ def start_cluster(
 
 
 def wait_ready(running: Cluster, timeout_s: float = READY_TIMEOUT_S) -> Cluster:
-    """Until the `ready` line; fails with the logs."""
+    """Waits until `baton up` is ready; fails with the logs."""
     file = running.run_dir / "cluster.json"
     running.wait_until(lambda _: file.exists(), "ready cluster", timeout_s)
     known = json.loads(file.read_text())
@@ -168,7 +168,7 @@ def cluster(
     ready_timeout_s: float = READY_TIMEOUT_S,
     **flags: object,
 ) -> Iterator[Cluster]:
-    """A ready cluster; `run_dir` keeps its logs, else they go with it."""
+    """Yields a ready cluster. Its logs are kept in `run_dir`, if given, and otherwise deleted with it."""
     with contextlib.ExitStack() as stack:
         if run_dir is None:
             run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-test-")))
@@ -183,7 +183,7 @@ def cluster(
 
 
 def command_line(pid: int) -> list[str]:
-    """Empty for a process that is gone."""
+    """Empty for a process that has ended."""
     try:
         return [word.decode() for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
     except OSError:

@@ -1,9 +1,9 @@
 """A whole cluster in virtual time: the policies of all three tiers, without sockets, threads, clocks or torch.
 
 The coordinator's requests and worker table, each worker's scheduler and both sides of every hand-over
-(`tests.support.link_sim`) are the real ones. Played are the engine (the token at an output index follows from the
-request, the index and the token before) and the network (messages arrive in order, a moment later). Workers are killed
-without warning and come back as a new incarnation.
+(`tests.support.link_sim`) are the real ones. The engine is simulated (the token at an output index is a function of the
+request, the index and the token before), and so is the network (messages arrive in order, after a short delay). Workers
+are killed without warning and restart as a new incarnation.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BLOCKS = 64
 
 
 def next_token(request_id: str, choice: int, index: int, before: int) -> int:
-    """What the model says: EOS (0) now and then."""
+    """The simulated model's next token: EOS (0) now and then."""
     digest = hashlib.blake2b(f"{request_id}/{choice}/{index}/{before}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
 def undisturbed(request: GenerateRequest) -> list[int]:
-    """The output of a request in a cluster where nobody dies."""
+    """Returns the output of a request in a cluster where no worker is killed."""
     tokens: list[int] = []
     before = request.prompt[-1]
     while True:
@@ -78,7 +78,7 @@ class Worker:
 
 
 class ClusterSim:
-    """Complete state: the clock, the events to come, the policies, the workers, the requests that clients sent."""
+    """Complete state: the clock, the pending events, the policies, the workers, the requests that clients sent."""
 
     def __init__(
         self, *names: str, seed: int = 1, kill_every: int = 0, lost_acks: float = 0.0, damaged: float = 0.0
@@ -99,7 +99,7 @@ class ClusterSim:
         self.later(TICK_S, self._tick)
 
     def submit(self, request: GenerateRequest, at: float) -> None:
-        """A client sends a request, again while there is nobody to take it."""
+        """Sends a client's request, retrying while no worker is available."""
 
         def send() -> None:
             try:
@@ -113,7 +113,7 @@ class ClusterSim:
         self.later(at - self.now, send)
 
     def run(self, expected: int, limit_s: float = 10_000.0) -> None:
-        """Until so many requests have ended and nothing of them is left anywhere."""
+        """Runs until `expected` requests have ended, and checks that no state of them remains anywhere."""
         while len(self.sent) < expected or not all(r.ended for r in self.sent):
             for _ in range(50):
                 self._next(limit_s)
@@ -153,7 +153,7 @@ class ClusterSim:
         self._number += 1
         heapq.heappush(self._heap, (self.now + max(after_s, 0.0), self._number, act))
 
-    # Workers come and go.
+    # Workers start and are killed.
 
     def _start(self, name: str) -> None:
         incarnation = 1
@@ -200,7 +200,7 @@ class ClusterSim:
         return Load(blocks_total=BLOCKS, blocks_free=worker.scheduler.blocks.num_free, preempted=preempted)
 
     def kill(self, name: str) -> None:
-        """As kill -9: the coordinator sees the broken session, the peers their broken links."""
+        """As kill -9: the coordinator detects the broken session, the peers detect their broken links."""
         worker = self.workers[name]
         if not worker.alive:
             return
@@ -210,7 +210,7 @@ class ClusterSim:
         for end in (worker.sender, worker.receiver):
             if end is not None:
                 end.die()
-        # Back before the lease has ended, or after.
+        # The restart comes before the lease has ended, or after.
         self.later(self.random.choice((1.0, 2.0, 4.0)), lambda: self._start(name))
 
     def _tick(self) -> None:
@@ -262,7 +262,7 @@ class ClusterSim:
             self._to(name, lambda w: self._abort(w, command.sequence))
 
     def _post(self, worker: Worker, events: StepEvents) -> None:
-        """To the coordinator; a dead worker's last messages may still arrive."""
+        """Posts events to the coordinator; the last messages of a killed worker may still arrive."""
 
         def arrive() -> None:
             if self.table.renew_lease(worker.name, worker.incarnation, events.load, self.now):
@@ -270,7 +270,7 @@ class ClusterSim:
 
         self.later(NETWORK_S, arrive)
 
-    # What workers do.
+    # Actions of workers.
 
     def _abort(self, worker: Worker, sequence: SequenceId) -> None:
         if worker.sender is not None and worker.prefill is not None:
@@ -311,7 +311,7 @@ class ClusterSim:
                 self.later(STEP_S / 2, lambda r=row: self._first_layers(worker, r))
 
     def _first_layers(self, worker: Worker, row: Row) -> None:
-        """As the engine reports them while it computes the others."""
+        """Reports the first layers, as the engine does while it computes the others."""
         assert worker.sender is not None
         if worker.alive:
             first = FirstLayers(row.end, len(LAYOUT.layers) - 1)

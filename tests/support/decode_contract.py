@@ -1,4 +1,4 @@
-"""A model of decode that knows only the contract: what each reserved sequence is owed, and what KV there must be."""
+"""A model of decode that uses only the contract: the output due to each reserved sequence, and the KV it must have."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from baton.core.step import Row
 
 @dataclass
 class Tracked:
-    """What the contract says about one reserved sequence. `writing`: KV may be landing in its blocks. `landed`: so many
-    positions have KV while more is to come."""
+    """The contract's state of one reserved sequence. `writing`: KV may be arriving in its blocks. `landed`: the number
+    of positions that have KV while more is to arrive."""
 
     request: GenerateRequest
     output: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Tracked:
         return (*self.request.prompt, *self.output)
 
     def check_row(self, row: Row) -> None:
-        """A row computes the tokens of the sequence in order, samples at their end only, and no more than may come."""
+        """Checks that a row computes the sequence's tokens in order, samples only at their end, and not too many."""
         assert self.phase == "here" and not self.aborted
         draft_tokens = max(0, row.num_sampled - 1)
         own = row.tokens[: len(row.tokens) - draft_tokens]
@@ -37,9 +37,9 @@ class Tracked:
 
 
 class WrittenKV:
-    """KV of one pool: for each slot, the salt and all tokens up to the one that was last written there.
+    """The KV of one pool: for each slot, the salt and all tokens up to the one that was last written there.
 
-    Complete state: the slots by block and place in it.
+    Complete state: the slots by block and position within it.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -47,14 +47,14 @@ class WrittenKV:
         self._slots: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
 
     def write(self, tracked: Tracked, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]) -> int:
-        """KV of `tokens` behind the first `start` of a sequence; returns up to which position it goes."""
+        """Writes the KV of `tokens` after the first `start` of a sequence. Returns the position at which it ends."""
         context = tracked.tokens[:start] + tokens
         for position in range(start, len(context)):
             self._slots[self._slot(blocks, position)] = tracked.request.cache_salt, context[: position + 1]
         return len(context)
 
     def check(self, tracked: Tracked, blocks: tuple[int, ...], end: int) -> None:
-        """The first `end` positions of a sequence are there, and are of it."""
+        """Checks that the KV of the first `end` positions of a sequence is present and belongs to the sequence."""
         for position in range(end):
             assert self._slots[self._slot(blocks, position)] == (
                 tracked.request.cache_salt,

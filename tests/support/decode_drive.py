@@ -1,5 +1,5 @@
-"""Drives a decode scheduler on a real engine, without links and without a coordinator: prompts are computed by the same
-runner straight into the blocks that the scheduler reserved."""
+"""Drives a decode scheduler on a real engine, without links or a coordinator: the same runner computes prompts directly
+into the blocks that the scheduler reserved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from decode.speculation.policy import Speculation
 
 @dataclass
 class Run:
-    """What came of a drive."""
+    """The result of a drive."""
 
     outputs: dict[str, list[int]]
     counters: SpeculationCounters
@@ -55,8 +55,8 @@ def decode_all(
     each_step: Callable[[DecodeScheduler], None] | None = None,
     launcher: Launcher | None = None,
 ) -> Run:
-    """Generates all requests, at most `batch` at a time, and checks the books at the end. With a `launcher` steps are
-    planned ahead and launched there."""
+    """Generates all requests, at most `batch` at a time, and checks the scheduler's invariants at the end. With a
+    `launcher`, steps are planned ahead and launched there."""
     blocks = num_blocks or target.num_blocks
     scheduler = DecodeScheduler(target.layout, blocks, batch, speculation, plan_ahead=launcher is not None)
     engine = engine or SpeculativeEngine(target, draft)

@@ -1,4 +1,4 @@
-"""A device's choice of tokens (baton.engine.sampler.Decide), made on the CPU by the plain sampler."""
+"""Token selection by a device (baton.engine.sampler.Decide), computed on the CPU by the plain sampler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from baton.engine.sampler import choose_tokens
 
 
 def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Decides every draw. To tests/support/marked_device.py it is the device's own business, and nothing waits."""
+    """Decides every draw. tests/support/marked_device.py treats it as work of the device: the host does not wait."""
     with torch._C.DisableTorchFunction():
         tokens = torch.tensor(choose_tokens(logits.as_subclass(Tensor), draws))
         return tokens.as_subclass(type(logits))
 
 
 class Undecided:
-    """Says of every `every`-th draw that it is too close to tell, and makes the likeliest token look like another."""
+    """Marks every `every`-th draw as too close to decide, by the token -1."""
 
     def __init__(self, every: int) -> None:
         self.every, self.draws = every, 0

@@ -1,4 +1,4 @@
-"""What torchrun's store does for the ranks of a worker, in this process."""
+"""An in-process replacement for torchrun's store, for the ranks of a worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class DictStore:
-    """`get` waits for a key, as the real one does."""
+    """`get` waits for a key, as in the real store."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""Guessing in virtual time: the decode scheduler with a draft model, on an engine that knows which draft tokens are
-right and what steps take. What the scheduler observes is noisy; what a run is judged by is the price without the
-noise."""
+"""Speculation in virtual time: the decode scheduler with a draft model, on a simulated engine: which draft tokens are
+right is given, and `Prices` determines the step times. The scheduler observes noisy times; runs are judged by the times
+without noise."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _RIGHT, _WRONG = 7, 8
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of what a step consists of. A target pass takes `target_s`, `sequence_s` for each row and `token_s` for
-    each draft token in it; draft tokens take `first_s`, `next_s` for each further pass, both `row_s` more for each row
-    beyond the first; `behind_s` for each token that the draft computes before it can draft; `around_s` is what
-    surrounds a step, `around_draft_tokens_s` what draft tokens add to that.
+    """The parts of a step's time, in seconds. A target pass takes `target_s`, plus `sequence_s` for each row and
+    `token_s` for each draft token in it; draft tokens take `first_s`, plus `next_s` for each further pass and `row_s`
+    for each row beyond the first of a pass; each token that the draft must compute before it can draft takes
+    `behind_s`; the overhead of a step is `around_s`, plus `around_draft_tokens_s` if it has draft tokens.
 
-    Of each part `noise` is the deviation of its logarithm; one in `one_in` takes `stall_s` longer. `load(now)`
-    multiplies everything."""
+    `noise` is the standard deviation of the logarithm of each part; one in `one_in` parts takes `stall_s` longer.
+    `load(now)` multiplies everything."""
 
     target_s: float = 0.9e-3
     sequence_s: float = 0.38e-3
@@ -62,8 +62,8 @@ class Prices:
         return self.around_s + self.around_draft_tokens_s * any(row.num_draft_tokens for row in plan.drafts)
 
     def model(self, wrong: float = 1.0) -> StepModel:
-        """What a worker measures of this at its start; `wrong` makes the price of one token more so many times what it
-        is, as a busy machine does."""
+        """The step model that a worker measures at its start; `wrong` multiplies the price of a further token, as a
+        measurement on a busy machine may."""
         sizes = (1, 4, 16, 64)
         plain = [(n, self.target_s + self.sequence_s * n) for n in sizes]
         per_draft_token = [(n, self.token_s * n * wrong) for n in sizes]
@@ -83,10 +83,10 @@ class Prices:
 
 
 @dataclass
-class Found:
-    """Of one run: tokens, the seconds that they took without noise, steps, steps with draft tokens, draft tokens and of
-    these right ones, tokens that the draft computed without drafting behind them, trials begun, and how often each
-    number of draft tokens was made."""
+class SimResult:
+    """The result of one run: tokens, the seconds that they took without noise, steps, steps with draft tokens, draft
+    tokens and how many were right, tokens that the draft computed without drafting after them, trials begun, and a
+    histogram of draft lengths."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -111,15 +111,15 @@ def serve(
     length: int | None = None,
     model: StepModel | None = None,
     seed: int = 1,
-) -> Found:
-    """Serves `streams`, `clients` at a time, one after the other. `length` None lets the policy choose, another number
-    is drafted in every step, and 0 is a worker without a draft. Time while nothing decodes does not count."""
+) -> SimResult:
+    """Serves `streams` in order, `clients` at a time. With `length` None the policy chooses the draft length; 0 means
+    no draft; another number is the draft length in every step. Time in which nothing decodes is not counted."""
     layout = make_layout(16)
     model = model or prices.model()
     drafts = ModelDrafts(layout, clients * 64, 4096) if length != 0 else None
     speculation = Speculation(drafts, model, fixed_length=length or 0)
     scheduler = DecodeScheduler(layout, clients * 64, clients, speculation, prefix_cache=False)
-    noise, found, now = random.Random(seed), Found(), 0.0
+    noise, found, now = random.Random(seed), SimResult(), 0.0
     waiting, here = list(enumerate(streams)), dict[str, Sequence[bool]]()
 
     def noisy(seconds: float) -> float:
@@ -134,7 +134,7 @@ def serve(
             scheduler.reserve(request, now)
             arriving.append(request.sequence_id)
             here[f"s{index}"] = bits
-        for _ in range(3 if arriving else 1):  # KV arrives while others go on
+        for _ in range(3 if arriving else 1):  # KV arrives while the other sequences decode
             plan = scheduler.begin_step(now)
             if plan is None:
                 break
@@ -161,7 +161,7 @@ def serve(
 
 
 def _outcome(plan: StepPlan, streams: dict[str, Sequence[bool]]) -> StepOutcome:
-    """Every token of the text is the same; a wrong draft token is another."""
+    """Every right token has the same id; a wrong draft token has another."""
     draft_tokens: list[tuple[int, ...]] = [()] * len(plan.rows)
     for draft in plan.drafts:
         if draft.num_draft_tokens:
@@ -174,7 +174,7 @@ def _outcome(plan: StepPlan, streams: dict[str, Sequence[bool]]) -> StepOutcome:
     return StepOutcome(plan.step_id, tuple((_RIGHT,) * row.num_sampled for row in full.rows), draft_tokens=made)
 
 
-def _count(found: Found, plan: StepPlan) -> None:
+def _count(found: SimResult, plan: StepPlan) -> None:
     made = sum(draft.num_draft_tokens for draft in plan.drafts)
     found.steps += 1
     found.guessing += made > 0

@@ -1,4 +1,4 @@
-"""What is in the store where edges meet."""
+"""The contents of the store through which edges rendezvous."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from baton.transfer.rendezvous import EdgeStore
 
 
 def num_keys(store: EdgeStore) -> int:
-    """Keys that edges have put there and not deleted."""
+    """Returns the number of keys that edges have set and not deleted."""
     assert store._store is not None
     return len([key for key in store._store.list_keys() if key.startswith(store.nonce)])

@@ -1,4 +1,4 @@
-"""Two ends of an edge, each over a pool of blocks of its own."""
+"""The two ends of an edge, each with its own pool of blocks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def pool(value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def equal(mine: Any, theirs: Any) -> list[bool]:
-    """By layer."""
+    """Compares two pools layer by layer."""
     return [torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(mine, theirs, strict=True)]
 
 
 class Pair:
-    """With a section for each layer. `kept` are the staging buffers of each end, by default the same ones."""
+    """Each layer is a section. `kept` has the staging buffers of each end, by default shared by both."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Pair:
         return self
 
     async def hand_over(self, part: Part = PART) -> bool:
-        """Packed while it is posted, and sent as soon as it is."""
+        """Packs a part while its receive is being posted, and sends it then; returns whether it arrived intact."""
         posted, begun = asyncio.Event(), asyncio.Event()
         taking = asyncio.create_task(self.decode.take(part, posted.set))
         await asyncio.wait_for(posted.wait(), HANG_S)

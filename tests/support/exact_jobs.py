@@ -1,5 +1,5 @@
-"""Requests whose answers must not depend on how they are computed: every kind of sampling, prompts that share their
-beginnings, answers that end early."""
+"""Requests whose answers must not depend on how they are computed: every kind of sampling, prompts with shared
+prefixes, answers that end early."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 
 from baton.core.request import GenerateRequest, SamplingParams, TokenBias
 
-FAMILY = 5  # neighbouring requests that begin alike
+FAMILY = 5  # consecutive requests with the same prefix
 
-# Text and its parts, in pieces of so many tokens.
+# Lengths in tokens of prompt prefixes, of the rest of the prompt, and of the output.
 _HEADS = (0, 16, 40, 100)
 _TAILS = (3, 40)
 _MOST_OUTPUT = (8, 40)
 
 
 def samplings(vocab_size: int, common: Sequence[int]) -> tuple[SamplingParams, ...]:
-    """Half greedy, half at T = 0.8. `common` are tokens that answers are likely to hold: they are biased, forbidden,
+    """Half greedy, half at T = 0.8. `common` are tokens that are likely to occur in answers: they are biased, banned,
     or end the answer."""
     biases = tuple(TokenBias(token, 1.5 - index) for index, token in enumerate(sorted(common[:4])))
     stops, bad = tuple(common[4:12]), ((common[0],), (common[1], common[2]))
@@ -42,7 +42,7 @@ def samplings(vocab_size: int, common: Sequence[int]) -> tuple[SamplingParams, .
 
 
 def requests(count: int, text: Sequence[int], vocab_size: int, eos: tuple[int, ...]) -> list[GenerateRequest]:
-    """`count` requests with prompts cut out of `text` (token ids), the same for the same arguments."""
+    """Returns `count` requests with prompts cut out of `text` (token ids), the same for the same arguments."""
     generator = random.Random(11)
     common = sorted(set(text), key=lambda token: (-text.count(token), token))
     kinds = samplings(vocab_size, [token for token in common if token not in eos])
@@ -69,7 +69,7 @@ def source_text(model_dir: Path, vocab_size: int, length: int = 6000) -> list[in
 
 
 def random_text(vocab_size: int, length: int = 3000) -> list[int]:
-    """Tokens that repeat pieces of what came before, a few of them often: prompt lookup finds something."""
+    """Returns tokens that often repeat earlier pieces, so that prompt lookup finds matches."""
     generator = random.Random(3)
     text = generator.choices(range(vocab_size), k=200)
     while len(text) < length:

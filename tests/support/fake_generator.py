@@ -1,4 +1,4 @@
-"""A pipeline that plays a script, for tests of front ends."""
+"""A scripted pipeline, for tests of front ends."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 Step = Delta | BaseException | float | asyncio.Event
 
 
-def say(
+def reply(
     *texts: str,
     finish: FinishReason = "stop",
     stop_reason: str | int | None = None,
     prompt_tokens: int = 3,
     cached: int = 1,
 ) -> list[Step]:
-    """One delta of one token for each text, the last with finish reason, usage and timeline."""
+    """Returns one delta of one token for each text, the last with finish reason, usage and timeline."""
     deltas: list[Step] = [Delta(text, (i,)) for i, text in enumerate(texts[:-1])]
     usage = Usage(prompt_tokens, len(texts), cached)
     last = Delta(texts[-1], (len(texts) - 1,), finish, stop_reason, usage, Timeline(queue_s=0.001, decode_s=0.25))
@@ -29,15 +29,15 @@ def say(
 
 
 class FakeGenerator:
-    """Plays `script` for every submission: a Delta is yielded, an exception raised, a float slept, an Event awaited.
-    Where an output has to match something, `grammars` compiles it first, as in the pipeline.
+    """Plays `script` for every submission: yields a Delta, raises an exception, sleeps for a float, awaits an Event. If
+    the output is constrained, `grammars` compiles the grammar first, as in the pipeline.
 
-    `submissions` are what it was called with, `finished` the ids of those that were played to the end or closed,
+    `submissions` has the received submissions, `finished` the ids of those that were played to the end or closed,
     `yielded` counts deltas.
     """
 
     def __init__(self, script: Sequence[Step] | None = None, *, not_ready: str = "", endless: bool = False) -> None:
-        self.script: Sequence[Step] = say("Hello", " world") if script is None else script
+        self.script: Sequence[Step] = reply("Hello", " world") if script is None else script
         self.not_ready = not_ready
         self.endless = endless
         self.submissions: list[Submission] = []
@@ -79,7 +79,7 @@ class FakeGenerator:
         return {"workers": [row, row | {"id": "d", "role": "decode"}], "coordinator": {"requests": 5, "queued": 2}}
 
     async def until(self, *, submitted: int = 0, finished: int = 0, timeout_s: float = 5.0) -> None:
-        """Waits until so many have been submitted and finished."""
+        """Waits until `submitted` submissions have been received and `finished` have ended."""
         async with asyncio.timeout(timeout_s):
             while len(self.submissions) < submitted or len(self.finished) < finished:
                 self.changed.clear()

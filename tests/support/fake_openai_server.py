@@ -1,9 +1,9 @@
 """An OpenAI-compatible completion server with known delays, on a thread, for testing the benchmark client.
 
-One event per token: the first after `first_s` and `first_s_each` for each request at that time, the others `gap_s`
-apart. `fail_every` answers every n-th request with status 503; `error_event_every` breaks every n-th stream with an
-error event after its first token; `usage` off leaves the usage event out; `odd_event` ends every other
-stream. `served` counts, `bodies` keeps what was asked.
+One event per token: the first after `first_s` plus `first_s_each` for each concurrent request, the others at intervals
+of `gap_s`. `fail_every`: every n-th request gets status 503; `error_event_every`: every n-th stream has an error event
+after its first token; `usage` false: no usage event; `empty_text_every`: every n-th token has no text; `odd_event` is
+sent before [DONE] in every other stream. `served` counts requests, `bodies` has their contents.
 """
 
 from __future__ import annotations

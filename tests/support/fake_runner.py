@@ -1,7 +1,7 @@
 """A model whose next token is a hash of its prefix, computed through the paged KV.
 
 The KV of position p holds the hash of tokens[0..p], which is computed from the KV of position p - 1: so a sequence
-goes on rightly only where its KV has arrived rightly.
+continues correctly only if its KV arrived intact.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.builders import make_layout
 from tests.support.dict_store import DictStore
 
-_MODULUS = 1 << 20  # float32 holds these exactly
+_MODULUS = 1 << 20  # float32 represents smaller integers exactly
 
 
 def _mix(state: int, token: int) -> int:
@@ -37,7 +37,7 @@ def _token(state: int) -> int:
 
 
 def oracle(prompt: Sequence[int], count: int) -> list[int]:
-    """The first `count` tokens that follow a prompt."""
+    """Returns the first `count` tokens that follow a prompt."""
     state = 0
     for token in prompt:
         state = _mix(state, token)
@@ -49,14 +49,14 @@ def oracle(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def local_ends(runner: FakeRunner) -> LocalEnds:
-    """Ends at one rank, with buffers that are kept; every layer is a section."""
+    """Returns the ends of edges at one rank, with reused staging buffers; every layer is a section."""
     kept = StagingBuffers(1 << 20)
     return LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1", buffers=kept, section_bytes=1)
 
 
 class FakeRunner:
-    """What a worker needs of `baton.engine.runner.Runner`. A rank of several keeps its own heads; each computes the
-    same tokens by itself."""
+    """The part of `baton.engine.runner.Runner` that a worker needs. A rank of several has the KV of its own heads; each
+    rank computes the same tokens by itself."""
 
     launches_ahead = False
 
@@ -72,7 +72,7 @@ class FakeRunner:
         self._pattern = whole[heads.start : heads.stop]
 
     def step(self, plan: StepPlan, layers: slice = slice(None)) -> StepOutcome:
-        """Writes the KV of `layers` alone; a step may be computed by layers, the last ones last."""
+        """Writes only the KV of `layers`: a step may be computed in several calls, with the last layers last."""
         sampled: list[tuple[int, ...]] = []
         for row in plan.rows:
             state = 0 if row.start == 0 else self._read(row.block_ids, row.start - 1)
@@ -89,7 +89,7 @@ class FakeRunner:
     def _read(self, blocks: tuple[int, ...], position: int) -> int:
         values = self.kv.layers[-1][1][self._slot(blocks, position)] - self._pattern
         state = int(values[0, 0].item())
-        return state if values.min() == values.max() else state + 1  # heads of different sequences: wrong tokens
+        return state if values.min() == values.max() else state + 1  # heads of different sequences give wrong tokens
 
     def _write(self, blocks: tuple[int, ...], position: int, state: int, layers: slice) -> None:
         for index, (k, v) in list(enumerate(self.kv.layers))[layers]:
@@ -98,8 +98,8 @@ class FakeRunner:
 
 
 class FakeRanks(FakeRunner):
-    """The leader's runner of a worker of `size` ranks: its followers are threads that follow over real lockstep
-    channels, each with its own KV, and work their ends of edges as real ones do."""
+    """The runner of the leader of `size` ranks: its followers are threads that follow over real lockstep channels, each
+    with its own KV, and operate their ends of edges as real followers do."""
 
     def __init__(self, size: int, num_blocks: int = 16, layout: KVLayout | None = None, pause_s: float = 0.0) -> None:
         super().__init__(num_blocks, layout, 0, size)

@@ -1,6 +1,6 @@
-"""A coordinator's cluster with workers that a test plays by hand, over real gRPC and through a wire it can cut.
+"""A coordinator's cluster with workers that a test controls, over real gRPC and connections that it can cut.
 
-A `FakeWorker` has a real `WorkerSession`; what the coordinator tells it is in `commands`, and `say` answers.
+A `FakeWorker` has a real `WorkerSession`; it records the coordinator's commands in `commands`, and `say` posts events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ C = TypeVar("C")
 
 
 class Wire:
-    """A TCP connection that can be cut, refuse to be dialled, or swallow everything."""
+    """A TCP proxy whose connections can be cut, refused, or stalled."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -94,7 +94,7 @@ class FakeWorker:
             self.task.cancel()
             await asyncio.wait({self.task})
 
-    # What the session asks for.
+    # Called by the session.
 
     def join(self, run_id: str) -> Join:
         return Join(
@@ -126,17 +126,17 @@ class FakeWorker:
         self.abandoned += [reason] * any(s not in keep for s in self.here)
         self.here &= set(keep)
 
-    # What a test does with it.
+    # Called by a test.
 
     async def received(self, kind: type[C], count: int = 1) -> C:
-        """The `count`-th command of a kind, once it is here."""
+        """Returns the `count`-th command of a kind, once it has arrived."""
         await until(lambda: len(self.all(kind)) >= count, what=f"{kind.__name__} {count} at {self.name}", timeout_s=3)
         return self.all(kind)[count - 1]
 
     def all(self, kind: type[C]) -> list[C]:
         return [c for c in self.commands if isinstance(c, kind)]
 
-    def say(self, sequence: SequenceId, first: int, *tokens: int, ended: str = "") -> None:
+    def report(self, sequence: SequenceId, first: int, *tokens: int, ended: str = "") -> None:
         self.here.add(sequence)
         ends = (SequenceEnded(sequence, ended),) if ended else ()
         if ended:
@@ -170,8 +170,8 @@ class Bench:
         self.tick: asyncio.Task[None]
 
     async def add(self, name: str, *, ready: bool = True, here: Collection[SequenceId] = (), **more: Any) -> FakeWorker:
-        """A worker of its own wire, with the sequences `here` from the start; with `ready` it has joined when this
-        returns."""
+        """Adds a worker with its own wire, which has the sequences `here` from the start; with `ready`, returns once it
+        has joined."""
         wire = Wire(self.port)
         await wire.start()
         worker = FakeWorker(name, wire, **more)
@@ -183,20 +183,20 @@ class Bench:
         return worker
 
     def worker(self, name: str) -> FakeWorker:
-        """The latest of that name."""
+        """Returns the latest worker of that name."""
         return next(w for w in reversed(self.workers) if w.name == name)
 
     async def submit_and_run(self, name: str, prefill: str, decode: str) -> None:
-        """A request of four tokens that must be placed on these two, run to its end."""
+        """Submits a request of four tokens that must be placed on these two workers, and runs it to its end."""
         reader, p, d = self.submit(name), self.worker(prefill), self.worker(decode)
         await until(lambda: p.all(Prefill) and p.all(Prefill)[-1].request.request_id == name, timeout_s=3, what=name)
         command = p.all(Prefill)[-1]
         assert command.targets[0].worker_id == decode
         sequence = command.request.sequence_id
-        p.say(sequence, 0, 5)
+        p.report(sequence, 0, 5)
         p.hand_over(sequence, decode)
         p.here.discard(sequence)
-        d.say(sequence, 0, 5, 6, 7, 8, ended="length")
+        d.report(sequence, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 
     def state(self, name: str) -> str:
@@ -204,13 +204,13 @@ class Bench:
         return found[0] if found else "forgotten"
 
     def in_flight(self, sequence: SequenceId) -> Request:
-        """The request that a sequence belongs to, as the policy sees it."""
+        """Returns the request that a sequence belongs to, as the policy tracks it."""
         found = self.requests.get(sequence.choice_id)
         assert found is not None
         return found
 
     def set_ready(self, name: str, ready: bool) -> None:
-        """Whether a worker may be chosen."""
+        """Sets whether a worker may be chosen."""
         worker = self.cluster.workers.get(name)
         assert worker is not None
         worker.state = "ready" if ready else "joining"
@@ -222,7 +222,7 @@ class Bench:
 
 
 class Reader:
-    """A client: reads its deltas in a task."""
+    """A client that reads its deltas in a task."""
 
     def __init__(self, bench: Bench, submission: Submission) -> None:
         self.sequence = SequenceId(submission.request_id)
@@ -243,7 +243,7 @@ class Reader:
         return [t for d in self.deltas for t in d.token_ids]
 
     async def done(self, timeout_s: float = 3.0) -> list[int]:
-        """All tokens; the request must have ended well."""
+        """Returns all tokens; the request must have ended without an error."""
         await asyncio.wait_for(self.task, timeout_s)
         assert self.error is None, self.error
         assert self.deltas[-1].finish_reason is not None and self.deltas[-1].usage is not None
@@ -266,7 +266,7 @@ class Reader:
 async def bench(
     *names: str, lease_s: float = 3.0, max_requests: int = 100, token: str = "", hold_s: float = 30.0
 ) -> AsyncIterator[Bench]:
-    """A cluster with these workers; afterwards nothing is left in any table."""
+    """A cluster with these workers; afterwards checks that no request remains in any table."""
     made = Bench(lease_s, max_requests, token, hold_s)
     server, made.port = await serve_control(made.cluster, "127.0.0.1", 0)
     made.tick = asyncio.create_task(made.cluster.tick(), name="tick")
@@ -286,19 +286,19 @@ async def bench(
         await server.stop(0)
 
 
-async def begun(b: Bench) -> tuple[FakeWorker, FakeWorker, SequenceId]:
-    """The two workers of a request that has been dispatched; its first token is not there yet."""
+async def wait_for_dispatch(b: Bench) -> tuple[FakeWorker, FakeWorker, SequenceId]:
+    """Returns the two workers and the sequence of a request that was dispatched and has no token yet."""
     p, d = b.workers[0], b.workers[1]
     command = await p.received(Prefill, len(p.all(Prefill)) or 1)
     p.here.add(command.request.sequence_id)
     return p, d, command.request.sequence_id
 
 
-def run_out(p: FakeWorker, d: FakeWorker, s: SequenceId) -> None:
-    """A request of four tokens, which is with its prefill worker, run to its end."""
-    p.say(s, 0, 5)
+def run_to_end(p: FakeWorker, d: FakeWorker, s: SequenceId) -> None:
+    """Runs a request of four tokens to its end, starting at its prefill worker."""
+    p.report(s, 0, 5)
     p.hand_over(s, d.name)
     p.here.discard(s)
-    d.say(s, 0, 5, 6)
-    d.say(s, 2, 7)
-    d.say(s, 3, 8, ended="length")
+    d.report(s, 0, 5, 6)
+    d.report(s, 2, 7)
+    d.report(s, 3, 8, ended="length")

@@ -1,4 +1,4 @@
-"""A cluster of `fault_worker`s for a test: trouble on demand, and proof afterwards that nothing of it is left.
+"""A cluster of `fault_worker`s for a test: injects faults, and afterwards proves that they left nothing behind.
 
 with fault_cluster(model, prefill=2, decode=2) as running:
     running.ask("prefill-0", "hold_send")
@@ -30,7 +30,7 @@ SETTLE_S = 60.0
 
 
 class FaultCluster:
-    """`cluster` is the running one; `shared` holds the files its workers look for, `events` their event logs."""
+    """`cluster` is the running cluster; `shared` has the files that control its workers, `events` their event logs."""
 
     def __init__(self, cluster: Cluster, shared: Path, events: Path, workers: list[str], edges: int) -> None:
         self.cluster, self.shared, self._events, self.workers = cluster, shared, events, workers
@@ -41,7 +41,7 @@ class FaultCluster:
         (self.shared / f"{worker}.{what}").touch()
 
     def asked(self, worker: str, what: str) -> bool:
-        """Whether it has not happened yet."""
+        """Returns whether a fault is still requested and has not happened yet."""
         return (self.shared / f"{worker}.{what}").exists()
 
     def release(self, worker: str, what: str) -> None:
@@ -52,18 +52,18 @@ class FaultCluster:
             file.unlink(missing_ok=True)
 
     async def held(self, worker: str) -> None:
-        """Until a hold that was asked for has begun."""
+        """Waits until a requested hold has begun."""
         await self.until(lambda: (self.shared / f"{worker}.held").exists(), f"{worker} held")
 
     async def fired(self, worker: str, what: str) -> None:
         await self.until(lambda: not self.asked(worker, what), f"{what} at {worker}")
 
     async def until(self, condition: Callable[[], object], what: str, timeout_s: float = SETTLE_S) -> None:
-        """Polls without holding up the streams of a test; the coordinator may be away."""
+        """Polls without blocking the streams of a test; the coordinator may be down."""
         await asyncio.to_thread(self.cluster.wait_until, lambda _: bool(condition()), what, timeout_s)
 
     def signal(self, worker: str, sig: int = signal.SIGKILL, rank: int = 0) -> float:
-        """Sends it to one process of a worker; when, on the clock of the event logs."""
+        """Sends a signal to one process of a worker; returns when, on the clock of the event logs."""
         pid = self.cluster.pids(worker)[rank]
         now = time.monotonic()
         self.cluster.kill(pid, sig)
@@ -72,12 +72,12 @@ class FaultCluster:
     def events(self, worker: str, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
         path = self._events / f"{worker}.events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        # A worker that was killed may have left half a line.
+        # A killed worker may have written only part of its last line.
         parsed = [json.loads(line) for line in lines if line.endswith("}")]
         return [event for event in parsed if event["kind"] == kind and event["t"] >= since]
 
     async def first(self, worker: str, kind: str, since: float) -> float:
-        """When the first such event was, once there is one."""
+        """Waits for such an event; returns the time of the first one."""
         await self.until(lambda: self.events(worker, kind, since), f"{kind} at {worker}")
         return float(self.events(worker, kind, since)[0]["t"])
 
@@ -86,7 +86,7 @@ class FaultCluster:
         return all(known.get(w, {}).get("state") == "ready" for w in self.workers)
 
     def state(self, worker: str) -> dict[str, Any]:
-        """What the worker's leader, or another rank of it (WORKER.RANK), says of itself now."""
+        """Requests the current state of a worker's leader, or of another rank (WORKER.RANK)."""
         file = self.shared / f"{worker}.state"
         file.unlink(missing_ok=True)
         name, _, rank = worker.partition(".")
@@ -96,8 +96,8 @@ class FaultCluster:
         return state
 
     async def settle(self) -> dict[str, dict[str, Any]]:
-        """Every worker is back, and within `SETTLE_S` no block, lease, sequence, thread or task of a request is left;
-        the states that prove it."""
+        """Waits until every worker is ready, and within `SETTLE_S` no block, lease, sequence, thread or task of a
+        request remains. Returns the states that prove it."""
         await self.until(self.ready, "all workers ready")
         states: dict[str, dict[str, Any]] = {}
 
@@ -124,7 +124,7 @@ class FaultCluster:
             "deadlines": state["deadlines"],
             "writing": state.get("writing", 0),
             "books": "" if state["check"] == "balanced" else state["check"],
-            "threads": edges if len(edges) > peers * self.edges else [],  # a living link keeps its edges, and no more
+            "threads": edges if len(edges) > peers * self.edges else [],  # an open link has its edges, and no more
             "tasks": [t for t in state["tasks"] if t.startswith(("hand-over", "chunk", "edge open", "posted"))],
         }
         return {name: what for name, what in found.items() if what}
@@ -134,7 +134,7 @@ class FaultCluster:
 def fault_cluster(
     model: Path | str, *, prefill: int = 2, decode: int = 2, prefill_tp: int = 1, decode_tp: int = 1, **flags: object
 ) -> Iterator[FaultCluster]:
-    """A ready cluster; it has to end well too."""
+    """Yields a ready cluster, which must also stop cleanly."""
     workers = [f"{role}-{n}" for role, count in (("prefill", prefill), ("decode", decode)) for n in range(count)]
     with tempfile.TemporaryDirectory(prefix="baton-faults-") as directory:
         shared, events = Path(directory) / "shared", Path(directory) / "events"

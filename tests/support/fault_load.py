@@ -1,4 +1,4 @@
-"""Requests for a cluster in which things go wrong, each on a pair of workers that a test knows, and how they ended."""
+"""Requests for a cluster with injected faults, each on a pair of workers that a test controls, and their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYSTANDER = ([5] * 40, 150)
 
 @dataclass
 class StreamResult:
-    """What a client was told of one request: its tokens, and how it ended ("" for well)."""
+    """What a client received for one request: its tokens, and its error ("" for none)."""
 
     tokens: list[int] = field(default_factory=list)
     error: str = ""
@@ -49,7 +49,7 @@ def start(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> Str
                 result.error = event.get("error", {}).get("code", result.error)
                 result.tokens += [t for c in event.get("choices", []) for t in c["token_ids"]]
                 if len(result.tokens) > 1:
-                    result.decoding.set()  # the first came from prefill
+                    result.decoding.set()  # prefill generated the first token
             assert finished or result.error, "a stream ended without [DONE] and without an error"
 
     result.task = asyncio.create_task(read())
@@ -57,13 +57,13 @@ def start(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> Str
 
 
 async def expected(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> list[int]:
-    """What the undisturbed cluster answers; in --exact its bits do not depend on where or with whom it runs."""
+    """Returns the tokens from the undisturbed cluster; with --exact they do not depend on the worker or the batch."""
     return list(await client.tokens(prompt, count))
 
 
 async def disturbed(running: FaultCluster, client: Client, what: str) -> tuple[StreamResult, StreamResult]:
-    """A request on its way from prefill-0 to decode-0, held in its first step, in its first send, or in its last step
-    with its first layers computed and sent; and meanwhile a stream that prefill-1 has handed over to decode-1."""
+    """Starts a request from prefill-0 to decode-0, held in its first step, in its first send, or in its last step with
+    its first layers computed and sent; and meanwhile a stream that prefill-1 has handed over to decode-1."""
     running.ask("prefill-0", "hold_step")
     victim = start(client)
     await running.held("prefill-0")
@@ -80,12 +80,12 @@ async def disturbed(running: FaultCluster, client: Client, what: str) -> tuple[S
 
 
 def sent_early(running: FaultCluster, worker: str, since: float) -> int:
-    """Chunks of first layers that it has sent."""
+    """Returns the number of chunks of first layers that a worker has sent."""
     return sum(event["layers"] == [0, 2] for event in running.events(worker, "chunk_sent", since))
 
 
 async def calm(running: FaultCluster, client: Client, bystander: StreamResult, stream: list[int]) -> None:
-    """The other pair has gone on, the cluster serves, and nothing is left."""
+    """Checks that the other pair's stream continued, the cluster has settled, and nothing remains."""
     result = await bystander.end()
     assert result.error == "" and result.tokens == stream, running.cluster.logs()
     await running.settle()

@@ -1,4 +1,4 @@
-"""`baton up` whose workers are `fault_worker`s and come back quickly; the rest is the launcher's own."""
+"""`baton up` with `fault_worker`s as workers, restarted quickly; otherwise as the launcher does it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKER = "tests.support.fault_worker"
 @config_command(UpConfig, name="up", help="A cluster in which a test can make things go wrong.")
 def command(config: UpConfig) -> int:
     programs = Programs(worker=("-m", WORKER))
-    if config.prefill_tp == config.decode_tp == 1:  # these need no agent, and start twice as fast without
+    if config.prefill_tp == config.decode_tp == 1:  # these need no agent, and start twice as fast without one
         programs = Programs(agent=(), worker=(sys.executable, "-m", WORKER))
     return up(config, programs, Backoff(first_s=0.1, longest_s=0.1))
 

@@ -1,19 +1,19 @@
-"""A real worker in which a test can make things go wrong: `python -m tests.support.fault_worker prefill|decode ...`.
+"""A real worker into which a test can inject faults: `python -m tests.support.fault_worker prefill|decode ...`.
 
-Trouble is asked for by files in $BATON_TEST_FAULTS named WORKER.WHAT; nothing in the product knows of them.
+Faults are requested by files in $BATON_TEST_FAULTS named WORKER.WHAT; the product does not know about them.
 
-    hold_step, hold_send    while it is there, a step or a send waits (a send: after its receiver has posted); the
-                            worker answers with WORKER.held. A number in hold_step: only steps with a row that begins
-                            there or behind
-    hold_layers             while it is there, a step waits behind the layers that go early, and answers, too
-    refuse                  while it is there, a decode worker has no blocks for an offer
-    flip, cut               once: one bit of the bytes of the next send is wrong; the next send finds its edge cut
-    swap                    once: the next send has the bytes and checksums of the last one as long, which are intact
-    late                    once: before the next chunk is announced, one of an older edge is announced again
+    hold_step, hold_send    while the file exists, a step or a send waits (a send after its receiver has posted); the
+                            worker creates WORKER.held. A number in hold_step: only steps with a row that starts at that
+                            position or later
+    hold_layers             as hold_step, but after the layers that are sent early
+    refuse                  while the file exists, a decode worker has no blocks for an offer
+    flip, cut               once: one bit of the bytes of the next send is flipped; the next send finds its edge cut
+    swap                    once: the next send has the bytes and valid checksums of the last one of the same length
+    late                    once: before the next chunk, a chunk of an older generation of the edge is announced again
 
-Every layer is a section, so that small parts have several and a prompt's last chunk goes as two (decision 0044).
+Every layer is a section, so that small chunks have several, and a prompt's last chunk is sent in two (decision 0044).
 
-SIGUSR1 writes WORKER.state: the invariants checked, the load, threads and tasks. Followers are called WORKER.RANK.
+SIGUSR1 writes WORKER.state: the checked invariants, the load, threads and tasks. Followers are named WORKER.RANK.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HOLD_LIMIT_S = 60.0
 
 
 class Faults:
-    """The files of one worker process, and what its hooks remember of the last chunk."""
+    """The fault files of one worker process, and the state of its hooks about the last chunk."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory, self._name = directory, name
@@ -62,7 +62,7 @@ class Faults:
         return not text or any(row.start >= int(text) for row in plan.rows)
 
     def fires(self, what: str) -> bool:
-        """Whether a test asked for it; once for each time it did."""
+        """Returns whether a test requested a fault, once for each request."""
         try:
             self.path(what).unlink()
         except OSError:
@@ -77,7 +77,7 @@ class Faults:
             time.sleep(0.005)
 
     def dump(self, *_: object) -> None:
-        """On the main thread, which is the event loop's, between two bytecodes of it."""
+        """Runs on the main thread, which is the event loop's, between two of its bytecodes."""
         state: dict[str, Any] = {"threads": sorted(t.name for t in threading.enumerate()), "check": "balanced"}
         if self.worker is not None:
             try:
@@ -97,7 +97,7 @@ class Faults:
 
 
 def _install(faults: Faults) -> None:
-    """Wraps what a hand-over passes through. Imports torch, so only once the process has begun in earnest."""
+    """Wraps the functions that a hand-over calls. Imports torch, so it is not called at import time."""
     from baton import worker_ranks
     from baton.engine.runner import Runner
     from baton.rpc.streams import MessageStream
@@ -112,7 +112,7 @@ def _install(faults: Faults) -> None:
             faults.hold("hold_step")
         return step(runner, plan)
 
-    def held_tell(runner: Runner, wanted: Any, tell: Any) -> None:
+    def held_first_layers(runner: Runner, wanted: Any, tell: Any) -> None:
         def on_layers(step_id: int, layers: int) -> None:
             tell(step_id, layers)
             faults.hold("hold_layers")
@@ -123,7 +123,7 @@ def _install(faults: Faults) -> None:
         faults.hold("hold_send", edge._meeting._aborted)
         if faults.fires("cut"):
             edge.abort()
-        sums = [ready(index) for index in range(len(ends))]  # all of it is packed by then
+        sums = [ready(index) for index in range(len(ends))]  # waits until everything is packed
         before, faults.last_sent[buf.numel()] = faults.last_sent.get(buf.numel()), (buf.clone(), sums)
         if faults.fires("flip"):
             buf = buf.clone()
@@ -132,9 +132,9 @@ def _install(faults: Faults) -> None:
             buf, sums = before
         send(edge, buf, timeout_s, ends, sums.__getitem__)
 
-    async def faulty_say(stream: MessageStream, value: object, timeout_s: float = 5.0) -> None:
+    async def faulty_stream_send(stream: MessageStream, value: object, timeout_s: float = 5.0) -> None:
         if isinstance(value, Chunk):
-            edge = (stream.peer, value.prefill_rank, value.decode_rank)  # generations of other edges say nothing
+            edge = (stream.peer, value.prefill_rank, value.decode_rank)  # each edge has generations of its own
             before, faults.last_announced[edge] = faults.last_announced.get(edge), value
             if before is not None and before.edge_generation < value.edge_generation:
                 faults.of_older_edge = before
@@ -143,9 +143,9 @@ def _install(faults: Faults) -> None:
         await say(stream, value, timeout_s)
 
     Runner.step = held_step  # type: ignore[method-assign]
-    Runner.tell_first_layers = held_tell  # type: ignore[method-assign]
+    Runner.tell_first_layers = held_first_layers  # type: ignore[method-assign]
     GlooEdge.send = faulty_send  # type: ignore[method-assign]
-    MessageStream.send_to_the_end = faulty_say  # type: ignore[method-assign]
+    MessageStream.send_to_the_end = faulty_stream_send  # type: ignore[method-assign]
     worker_ranks.LocalEnds = partial(LocalEnds, section_bytes=1)  # type: ignore[attr-defined]
 
 
@@ -180,7 +180,7 @@ def main() -> None:
         return made
 
     if rank != "0":
-        _install(faults)  # a follower makes no worker
+        _install(faults)  # a follower creates no worker
     worker_main(role, load, argv)  # type: ignore[arg-type]
 
 

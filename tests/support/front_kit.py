@@ -1,4 +1,4 @@
-"""A front end on a real socket, and a client that speaks bytes."""
+"""A front end on a real socket, and a client that sends raw bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coordinator.http.server import HttpServer, bind
 async def running(
     app: ASGIApp, *, grace_s: float = 1.0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[HttpServer]:
-    """`app` served on a free port of the loopback interface."""
+    """Serves `app` on a free loopback port."""
     server = HttpServer(app, bind("127.0.0.1", 0), grace_s=grace_s, tls=tls)
     task = asyncio.create_task(server.serve())
     while not server.started:
@@ -46,8 +46,8 @@ class RawClient:
         return cls(*await asyncio.open_connection(sock=sock))
 
     @classmethod
-    async def that_reads_nothing(cls, server: HttpServer) -> RawClient:
-        """With little room in the kernel for what it does not read."""
+    async def connect_without_reading(cls, server: HttpServer) -> RawClient:
+        """Connects with a small receive buffer in the kernel, and reads nothing."""
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
@@ -66,7 +66,7 @@ class RawClient:
         await self.writer.drain()
 
     async def answer(self, timeout_s: float = 5.0) -> tuple[int, dict[str, str], bytes]:
-        """Status, headers and body (only of answers that declare their length)."""
+        """Returns status, headers and body (only of responses that declare their length)."""
         async with asyncio.timeout(timeout_s):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
@@ -74,7 +74,7 @@ class RawClient:
             return int(head[0].split(" ")[1]), headers, body
 
     async def closed(self, timeout_s: float = 5.0) -> bool:
-        """Whether the server ends the connection."""
+        """Returns True once the server has closed the connection; times out otherwise."""
         async with asyncio.timeout(timeout_s):
             with contextlib.suppress(ConnectionError):
                 while await self.reader.read(1 << 16):

@@ -1,4 +1,4 @@
-"""The public gRPC API on a free port of the loopback interface, and a client of it."""
+"""The public gRPC API on a free loopback port, and a client for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Client:
         return [m async for m in self.generate(**fields)]
 
     async def refused(self, **fields: Any) -> tuple[grpc.StatusCode, str, dict[str, Any], dict[str, Any]]:
-        """Code, message, details by type and trailing metadata of a call that fails."""
+        """Returns code, message, details by type and trailing metadata of a call that fails."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.all(**fields)
         metadata = dict(caught.value.trailing_metadata() or ())
@@ -61,6 +61,6 @@ async def served(
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What a test's own calls have logged. grpc.aio polls for all event loops of a process: one that a test before has
-    closed may still be woken, and asyncio logs that."""
+    """Returns what a test's own calls logged. grpc.aio polls for all event loops of a process: a loop closed by an
+    earlier test may still be woken, and asyncio logs that."""
     return [r for r in caplog.records if "Event loop is closed" not in str(r.exc_info)]

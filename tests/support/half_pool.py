@@ -1,5 +1,5 @@
-"""Streams in a decode pool that is too small for them, in virtual time: a step takes what a cost curve says, and so
-does recomputation. What a busy machine does to the clock says nothing here."""
+"""Streams in a decode pool that is too small for them, in virtual time: a cost curve determines the duration of steps
+and of recomputation, so the load of the machine does not affect results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Stream:
 
 @dataclass
 class Progress:
-    """What became of it: the longest time without a token of each stream, tokens by stream, when each ended, how many
-    tokens were computed again and what part of the time that took, steps in which somebody rested."""
+    """The result of a drive: the longest time without a token of each stream, tokens by stream, when each ended, how
+    many tokens were recomputed and the share of time that it took, steps in which a running sequence had no row."""
 
     silence_s: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def half_pool(streams: Sequence[Stream]) -> int:
 
 
 def drive(streams: Sequence[Stream], num_blocks: int, *, costs: Sequence[tuple[int, float]] = COSTS) -> Progress:
-    """All streams at once, their prompts computed, to the end of the last. Every block must be free then."""
+    """Runs all streams concurrently, with computed prompts, until the last has ended. Every block must be free then."""
     speculation = Speculation(model=StepModel(costs, budget_s=0.05))
     worker = make_decode(num_blocks, block_size=BLOCK, max_running=64, speculation=speculation, prefix_cache=False)
     result, last_token_at = Progress(), dict[str, float]()

@@ -1,4 +1,4 @@
-"""Workers as processes of their own, each below an agent, for tests that start, signal and end them one by one."""
+"""Workers as separate processes, each with an agent, for tests that start, signal and end them one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AGENT = ("-m", "launch.agent")
 
 
 class WorkerJob:
-    """One worker: its agent and, below it, its ranks."""
+    """One worker: its agent, and its ranks as the agent's children."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name, self.process, self._log = name, process, log
@@ -31,12 +31,12 @@ class WorkerJob:
         return children(self.process.pid)
 
     def terminate(self, pid: int | None = None, number: int = signal.SIGTERM) -> None:
-        """A signal to the agent, or to a rank of it."""
+        """Sends a signal to the agent, or to one of its ranks."""
         assert pid is None or pid in self.ranks()
         os.kill(pid or self.process.pid, number)
 
-    async def ends(self, timeout_s: float = 30.0) -> int:
-        """The exit code."""
+    async def wait_exit(self, timeout_s: float = 30.0) -> int:
+        """Waits for the end of the agent; returns its exit code."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"{self.name} goes on\n{self.log}"
@@ -81,7 +81,7 @@ class Workers:
 
 @contextlib.contextmanager
 def workers(where: Path, model: Path, control: str) -> Iterator[Workers]:
-    """Whatever is left of them at the end is killed."""
+    """Yields the workers; kills those that still run at the end."""
     made = Workers(where, model, control)
     try:
         yield made

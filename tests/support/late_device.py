@@ -1,6 +1,6 @@
-"""A device that computes as late as it may: a step is computed when it is collected, so that nothing of it is known
-when the next one is planned and launched. What is wrong with a plan made ahead, or with blocks that were given away too
-early, shows in the tokens."""
+"""A device that computes as late as possible: a step is computed only when it is collected, so that none of its results
+is known when the next step is planned and launched. An error in a plan made ahead, or blocks that were freed too early,
+result in wrong tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Step = Callable[[StepPlan], StepOutcome]
 
 
 class LateDevice:
-    """Puts the tokens of the step before into a plan just before `step` computes it. `mistaken(plan)` are rows whose
-    token was too close to tell: the step behind is fed another one, and the outcome says so."""
+    """Inserts the tokens of the previous step into a plan just before `step` computes it. `mistaken(plan)` are rows
+    whose token was too close to decide: the next step gets another token for them, and the outcome marks them."""
 
     def __init__(self, step: Step, mistaken: Callable[[StepPlan], Collection[int]] = lambda plan: ()) -> None:
         self._step, self._mistaken = step, mistaken

@@ -1,4 +1,4 @@
-"""A call of a link, or of its end of an edge, held at a moment that a test chooses."""
+"""A call of a link, or of its end of an edge, that is held at a point that a test chooses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from prefill.link import Link
 
 
 class Gate:
-    """Holds the first call of a public method of `Link`, or of its end of an edge, before or after it has done its
-    work."""
+    """Holds calls of a method of `Link`, or of its end of an edge, until `opened`: before or after the method runs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, when: str) -> None:
         self.reached, self.opened = asyncio.Event(), asyncio.Event()

@@ -1,8 +1,8 @@
 """The hand-overs of a simulated cluster: the pure machines of both tiers (`prefill.handover`, `decode.handover`), with
-messages and bytes that take virtual time. Links break, sections arrive damaged, last acknowledgements get lost.
+messages and bytes that take virtual time. Links break, chunks arrive damaged, and final acknowledgements get lost.
 
-As in the real thing a link delivers in order, both its ends learn of its end a moment later, and what was posted is
-received or its edge has ended. Each link has two edges: decode workers have two ranks.
+As in the product, a link delivers in order, both ends of a link are notified of its end a moment later, and a posted
+chunk is received or its edge has ended. Each link has two edges: decode workers have two ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLANS = reshard_layout(LAYOUT, 1, 2)
 
 
 class World(Protocol):
-    """What hand-overs need of the simulation around them."""
+    """The parts of the surrounding simulation that hand-overs use."""
 
     now: float
     random: random.Random
@@ -40,7 +40,7 @@ class World(Protocol):
     def later(self, after_s: float, act: Callable[[], None]) -> None: ...
 
     def receiver(self, target: Target) -> Receiver | None:
-        """The decode worker of that name and incarnation, while it runs."""
+        """Returns the decode worker of that name and incarnation, while it runs."""
         ...
 
 
@@ -55,7 +55,7 @@ class Link:
 
 @dataclass(eq=False)
 class Run:
-    """One hand-over and what it waits for: a step, or the acknowledgements of `chunk` on these edges."""
+    """One hand-over and what it waits for: a step, or the acknowledgements of the current chunk on these edges."""
 
     over: HandOver
     origin: SequenceId
@@ -67,15 +67,15 @@ class Run:
 
 @dataclass
 class Faults:
-    """How often, of each: an acknowledgement of all KV that is lost with its link, a damaged chunk."""
+    """Probabilities: that the acknowledgement of all KV is lost with its link, and that a chunk is damaged."""
 
     lost_acks: float = 0.0
     damaged: float = 0.0
 
 
 class Sender:
-    """The hand-overs of one prefill worker. `parked`, `finished` and `failed` report to the worker, `ended` that nobody
-    reads the blocks any more."""
+    """The hand-overs of one prefill worker. `parked`, `finished` and `failed` report to the worker; `ended` reports
+    that the blocks are no longer read."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Sender:
             run.over.abort("the client left")
             message = run.over.end(self._world.now)
             if message is not None and run.link is not None:
-                self._say(run.link, lambda link: link.receiver.on_abort(link.peer, message))
+                self._deliver(run.link, lambda link: link.receiver.on_abort(link.peer, message))
             self._ended(sequence)
 
     def die(self) -> None:
@@ -160,7 +160,7 @@ class Sender:
         attempt, run.link = run.over.sequence, None
 
         def dialled() -> None:
-            if not self._asks(run, attempt, None, Stage.OFFERING):
+            if not self._awaits_reply(run, attempt, None, Stage.OFFERING):
                 return
             receiver = self._world.receiver(target)
             if receiver is None:
@@ -174,7 +174,7 @@ class Sender:
                 receiver.links.append(link)
             run.link = link
             offer = run.over.offer(self._world.now)
-            self._say(link, lambda to: to.receiver.on_offer(to, offer))
+            self._deliver(link, lambda to: to.receiver.on_offer(to, offer))
 
         self._world.later(DIAL_S, dialled)
 
@@ -194,14 +194,14 @@ class Sender:
         for plan in over.edges:
             chunk = over.chunk(plan, 1)
             over.chunk_sent(chunk.num_bytes)
-            self._say(link, lambda to, c=chunk: to.receiver.on_chunk(to, c))
+            self._deliver(link, lambda to, c=chunk: to.receiver.on_chunk(to, c))
 
-    def _say(self, link: Link, act: Callable[[Link], None]) -> None:
+    def _deliver(self, link: Link, act: Callable[[Link], None]) -> None:
         if not link.broken:
             self._world.later(MESSAGE_S, lambda: None if link.broken else act(link))
 
-    def _asks(self, run: Run, sequence: SequenceId, link: Link | None, stage: Stage) -> bool:
-        """Whether it still waits for an answer under this attempt over this link."""
+    def _awaits_reply(self, run: Run, sequence: SequenceId, link: Link | None, stage: Stage) -> bool:
+        """Returns whether a hand-over still waits for a reply under this attempt over this link."""
         current = self.runs.get(run.origin) is run and run.over.sequence == sequence and run.link is link
         return self.alive and current and run.over.stage is stage
 
@@ -210,7 +210,7 @@ class Sender:
         run = None if sequence is None else self.find(sequence)
         if run is None or sequence is None:
             return
-        offering, sending = (self._asks(run, sequence, link, s) for s in (Stage.OFFERING, Stage.SENDING))
+        offering, sending = (self._awaits_reply(run, sequence, link, s) for s in (Stage.OFFERING, Stage.SENDING))
         match message:
             case Accept() | Refuse() if offering:
                 self._execute(run, run.over.answered(message, link.wire, self._world.now))
@@ -234,7 +234,7 @@ class Sender:
         run.waits_for_step = False
         message, following = run.over.target_failed(error, self._world.now)
         if run.link is not None:
-            self._say(run.link, lambda link: link.receiver.on_abort(link.peer, message))
+            self._deliver(run.link, lambda link: link.receiver.on_abort(link.peer, message))
         self._execute(run, following)
 
     def on_link_ended(self, link: Link, reason: str) -> None:
@@ -245,7 +245,7 @@ class Sender:
 
 
 class Receiver:
-    """The hand-overs into one decode worker. `ready`: one has all its KV; `ended`: the coordinator has to know."""
+    """The hand-overs into one decode worker. `ready`: a sequence has all its KV; `ended`: report to the coordinator."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ class Receiver:
         self._execute(link, self.machine.on_abort(peer, message, self._world.now))
 
     def end(self, sequence: SequenceId) -> None:
-        """As the coordinator orders."""
+        """Ends a sequence, as the coordinator's abort does."""
         if not self._scheduler.knows(sequence):
             self.tombstones.add(sequence, self._world.now, 60.0)
             return
@@ -340,7 +340,7 @@ class Receiver:
 
 
 def break_link(world: World, link: Link, reason: str) -> None:
-    """Both ends that live learn of it a moment later."""
+    """Breaks a link; both ends that are alive are notified a moment later."""
     if link.broken:
         return
     link.broken = True

@@ -1,10 +1,10 @@
-"""A device on the CPU that notices when the host waits for it, as a GPU's host would without noticing.
+"""A device simulated on the CPU that counts how often the host waits for it, which a GPU does not show.
 
-What it computes is marked, and so is all that follows from that. To read it (`tolist`, `item`, a condition) counts as a
-wait, and so does what must know how much comes out (`nonzero`, an index of booleans); the names that are known here are
-counted, no others. To compute with it and with what is only in host memory is an error, as on a GPU, and to bring
-something there but by `to_device` is one, too. A copy to the host has nothing in it before a mark behind it was waited
-for: so whoever reads it too early reads nonsense.
+Tensors computed on the device are marked, and so are all results computed from them. Reading one (`tolist`, `item`, a
+condition) counts as a wait, and so does an operation whose output size depends on the data (`nonzero`, a boolean
+index); only the functions listed here are counted. As on a GPU, computing with a marked tensor and one in host memory
+is an error, and so is an upload other than by `to_device`. A copy to the host has its values only once the host has
+waited for a mark recorded after it; until then it contains nonsense.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _COPYING = ("batch", "draft_tokens_device", "launches", "processors")
 
 
 class OnDevice(Tensor):
-    """What the device has."""
+    """A tensor on the device."""
 
 
 class MarkedDevice(TorchFunctionMode):
-    """To be entered while it computes. `waits` counts."""
+    """Active while entered. `waits` counts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class MarkedDevice(TorchFunctionMode):
         monkeypatch.setattr("baton.engine.launches.to_host", self.to_host)
 
     def adopt(self, target: Runner, draft: Runner | None, decide: Decide = plain_decide) -> None:
-        """The two compute here from now on, as on a GPU."""
+        """Makes both runners compute on this device, as on a GPU."""
         for runner in (target, draft):
             if runner is not None:
                 runner._compute = self._computing(runner._compute)
@@ -88,7 +88,7 @@ class MarkedDevice(TorchFunctionMode):
         return number <= self._passed
 
     def _computing(self, compute: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """A model's pass is taken to be the device's own business, whatever it does."""
+        """Treats a model's forward pass as work of the device, whatever operations it uses."""
 
         def on_device(batch: Batch) -> Tensor:
             if batch.device_tokens is not None:
@@ -144,14 +144,14 @@ def _names_a_device(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _counts(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether the device must say first how much comes out."""
+    """Returns whether the size of the output depends on data on the device."""
     if name in ("__getitem__", "__setitem__"):
         return _waits_in_index(args[1])
     return name in _COUNTS or (name == "where" and len(args) + len(kwargs) == 1)
 
 
 def _waits_in_index(index: Any) -> bool:
-    """A list has to be brought to the device first, and how many a mask takes must be known."""
+    """A list must be uploaded first, and a mask selects an unknown number of elements."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(p, list) or (isinstance(p, Tensor) and p.dtype == torch.bool) for p in parts)
 

@@ -1,4 +1,4 @@
-"""What may differ between two workers so that no KV can go from one to the other."""
+"""Differences between two workers that prevent KV transfers between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFUSED_WITHIN_S = 1.0
 
 
 def _layers(**changes: Any) -> Callable[[KVLayout], KVLayout]:
-    """The last layer of a layout with other values."""
+    """Changes values of the last layer of a layout."""
     return lambda layout: replace(layout, layers=(*layout.layers[:-1], replace(layout.layers[-1], **changes)))
 
 
@@ -46,8 +46,8 @@ MISFITS: list[tuple[str, dict[str, Any]]] = [
     ("tensor_parallel: 0 tensor-parallel ranks", {"tensor_parallel": 0}),
     ("tensor_parallel: -1 tensor-parallel ranks", {"tensor_parallel": -1}),
 ]
-"""How the refusal goes on after `link refused: `, and the changes to a hello that fits; a function makes the new value
-from the old."""
+"""How each refusal continues after `link refused: `, and the changes to a matching hello; a function computes the new
+value from the old one."""
 
 
 def changed(hello: LinkHello, changes: dict[str, Any]) -> LinkHello:

@@ -1,4 +1,4 @@
-"""Model directories as far as text goes: tokenizer, configs and chat template, no weights."""
+"""Model directories with everything for text: tokenizer, configs and chat template, but no weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def text_dir(
     tokenizer_config: dict[str, Any] | None = None,
     generation: dict[str, Any] | None = None,
 ) -> Path:
-    """Writes a directory that `TextModel.load` and transformers both read."""
+    """Writes a directory that both `TextModel.load` and transformers can read."""
     path.mkdir(parents=True, exist_ok=True)
     (tokenizer or kit.byte_level()).save(str(path / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}

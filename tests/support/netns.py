@@ -1,12 +1,12 @@
-"""Nodes of a cluster on one machine: network namespaces, each with one cable to a switch that only they share.
+"""Nodes of a cluster on one machine: network namespaces, each connected by one cable to a switch of their own.
 
     with nodes("coordinator", "prefill", "decode") as network:
         process = network["prefill"].start([sys.executable, "-m", "prefill", "--host", network["prefill"].address])
         network["prefill"].cut("far")
         network["prefill"].mend("far")
 
-Nothing of it touches the machine's own network. Names are unique to this process; whatever happens, processes in the
-namespaces are killed and the namespaces deleted. Needs root and iproute2: `missing()` says what is not there.
+They do not affect the machine's own network. Their names are unique to this process; in all cases the processes in the
+namespaces are killed and the namespaces deleted. Needs root and iproute2: `missing()` returns what is unavailable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _numbers = itertools.count(1)
 
 
 def missing() -> str:
-    """Why namespaces cannot be used here; empty when they can."""
+    """Returns why namespaces cannot be used here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"bt{os.getpid()}x"
@@ -47,7 +47,7 @@ def missing() -> str:
 
 
 class Node:
-    """A namespace, its address, and the cable `eth0` whose other end hangs at the switch."""
+    """A namespace, its address, and the cable `eth0`, whose other end is connected to the switch."""
 
     def __init__(self, prefix: str, name: str, number: int) -> None:
         self.name, self.namespace, self.address = name, f"{prefix}{number}", f"10.77.0.{number}"
@@ -57,14 +57,14 @@ class Node:
         return subprocess.Popen(["ip", "netns", "exec", self.namespace, *command], **options)
 
     def cut(self, end: str) -> None:
-        """`near`: the node sees its own interface go down. `far`: it sees nothing, what it sends is lost."""
+        """`near`: the node's own interface goes down. `far`: the node detects nothing, and what it sends is lost."""
         self._set(end, "down")
 
     def mend(self, end: str) -> None:
         self._set(end, "up")
 
     def listeners(self) -> list[tuple[str, str]]:
-        """Address and process of every TCP listener."""
+        """Returns address and process of every TCP listener."""
         lines = _ip("netns", "exec", self.namespace, "ss", "-Hltnp").splitlines()
         words = [line.split() for line in lines]
         addresses = [w[3].rpartition(":")[0].strip("[]").removeprefix("::ffff:") for w in words]
@@ -74,7 +74,7 @@ class Node:
         return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
 
     def threads(self, count: int) -> ThreadPoolExecutor:
-        """Threads of this process whose sockets are in the node."""
+        """Returns threads of this process whose sockets are in the node."""
         return ThreadPoolExecutor(count, initializer=self._enter)
 
     def _enter(self) -> None:

@@ -1,6 +1,6 @@
-"""Real workers of both pools on fake runners, stepped by hand, and pairs of them that leave nothing behind.
+"""Real workers of both pools on fake runners, stepped by a test, and pairs of them that are checked for leaks.
 
-No engine, no coordinator: a test reads in `Posted` what a worker would have posted to the coordinator.
+There is no engine and no coordinator: `Posted` records what a worker would have sent to the coordinator.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCAB_SIZE = 1 << 16
 
 
 class Posted:
-    """What a worker posted to the coordinator."""
+    """The events that a worker posted to the coordinator."""
 
     def __init__(self) -> None:
         self.tokens: list[TokenEvent] = []
@@ -87,7 +87,7 @@ class PrefillNode:
         _join(self.worker, self.posted)
 
     def step(self) -> bool:
-        """One step of the engine; False when there is nothing to compute."""
+        """Runs one step of the engine; returns False if there is nothing to compute."""
         return _step(self.worker, self.runner, self.posted)
 
     def compute(self) -> None:
@@ -95,7 +95,7 @@ class PrefillNode:
             pass
 
     async def step_by_layers(self, first: int, meanwhile: Callable[[], Awaitable[object]]) -> bool:
-        """One step, whose first layers are there while the others are not computed; False when there is none."""
+        """Runs one step; `meanwhile` runs when only its first layers are computed. Returns False if there is none."""
         plan = self.worker.begin_step(time.monotonic())
         if plan is None:
             return False
@@ -180,11 +180,11 @@ class DecodeNode:
 
 
 def kv_bytes(node: PrefillNode | DecodeNode, blocks: tuple[int, ...], num_tokens: int) -> bytes:
-    """The KV of a sequence as bytes, all heads of it."""
+    """Returns the KV of a sequence as bytes, with all heads."""
     runner = node.runner
     ranks = getattr(runner, "ranks", [runner])
     heads = runner.layout.layers[0].num_kv_heads
-    shares = ranks[:: max(len(ranks) // heads, 1)]  # one of each group of ranks that keep the same head
+    shares = ranks[:: max(len(ranks) // heads, 1)]  # one of each group of ranks that replicate the same head
     caches = zip(*(r.kv.layers for r in shares), strict=True)
     layers = [(torch.cat([k for k, _ in c], dim=2), torch.cat([v for _, v in c], dim=2)) for c in caches]
     return bytes(pack_tokens(layers, blocks, runner.layout.block_size, 0, num_tokens).tolist())
@@ -194,8 +194,8 @@ def links(source: PrefillNode) -> list[Link]:
     return [t.result() for t in source.worker.outgoing._links.values() if t.done() and t.exception() is None]
 
 
-async def abort_both(source: PrefillNode, decode: DecodeNode, sequence: SequenceId, who: str) -> None:
-    """The coordinator's abort as it comes to `who` first: "prefill", "decode" or "both"."""
+async def abort_at(source: PrefillNode, decode: DecodeNode, sequence: SequenceId, who: str) -> None:
+    """Aborts as the coordinator does, with the abort arriving first at `who`: "prefill", "decode" or "both"."""
     if who != "decode":
         source.abort(sequence)
     if who != "prefill":
@@ -203,8 +203,8 @@ async def abort_both(source: PrefillNode, decode: DecodeNode, sequence: Sequence
     await asyncio.sleep(0.02)
 
 
-async def aborted(source: PrefillNode, decode: DecodeNode, sequence: SequenceId, who: str) -> None:
-    """Nothing is left of a sequence once the abort has come to the other side, too."""
+async def check_aborted(source: PrefillNode, decode: DecodeNode, sequence: SequenceId, who: str) -> None:
+    """Checks that nothing of a sequence remains once the abort has also arrived at the other side."""
     source.compute()
     if who == "decode":
         await until(lambda: source.posted.parked, timeout_s=3, what="parked KV")
@@ -214,7 +214,7 @@ async def aborted(source: PrefillNode, decode: DecodeNode, sequence: SequenceId,
 
 
 async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again") -> None:
-    """One more request from end to end: everything still works."""
+    """Serves one more request from end to end, to check that everything still works."""
     request = make_request(name, 10, max_tokens=4)
     source.submit(request, decode)
     source.compute()
@@ -227,8 +227,8 @@ async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again") ->
 async def pair(
     *decodes: DecodeNode, prefill: PrefillNode | None = None, timeout_s: float = 2.0, more: Sequence[PrefillNode] = ()
 ) -> AsyncIterator[tuple[PrefillNode, list[DecodeNode]]]:
-    """A prefill worker (and perhaps `more`) and decode workers; afterwards no block is held, no thread, task or
-    transfer is left."""
+    """Starts a prefill worker (and perhaps `more`) and decode workers; afterwards checks that no block is held and no
+    thread, task or transfer remains."""
     threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
     source = prefill or PrefillNode(timeout_s=timeout_s)
     nodes = list(decodes) or [DecodeNode(timeout_s=timeout_s)]

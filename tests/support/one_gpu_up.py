@@ -1,4 +1,4 @@
-"""`baton up` whose workers may share one GPU over NCCL; the rest is the launcher's own."""
+"""`baton up` whose workers may share one GPU over NCCL; otherwise as the launcher does it."""
 
 from __future__ import annotations
 

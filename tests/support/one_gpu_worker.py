@@ -1,7 +1,7 @@
 """A worker that may share its GPU with others over NCCL: `python -m tests.support.one_gpu_worker prefill|decode ...`.
 
-NCCL takes no two ranks of one host on one GPU. With a host id of its own each rank counts as another host, and their
-bytes go over sockets on loopback: slow, but the code that several hosts would run.
+NCCL refuses two ranks of one host on one GPU. With a host id of its own each rank counts as another host, and the bytes
+go over loopback sockets: slow, but with the same code as between hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What transformers says: greedy tokens of a checkpoint on CPU in float32, and where it is nearly undecided."""
+"""Reference output by transformers: greedy tokens of a checkpoint on CPU in float32, and where they are nearly tied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIE = 1e-4
 
 @dataclass(frozen=True)
 class Greedy:
-    """`decided` counts the leading tokens before the first at which the two best logits are within TIE."""
+    """`decided` counts the tokens before the first position at which the two best logits are within TIE."""
 
     tokens: tuple[int, ...]
     decided: int
@@ -30,7 +30,7 @@ def _model(path: Path) -> Any:
 
 @torch.inference_mode()
 def greedy(path: Path, prompt: Sequence[int], count: int) -> Greedy:
-    """`count` greedy tokens after `prompt`, without a stop at EOS."""
+    """Returns `count` greedy tokens after `prompt`, without stopping at EOS."""
     model = _model(path)
     tokens: list[int] = []
     decided = count

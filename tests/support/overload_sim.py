@@ -1,5 +1,5 @@
-"""More requests than the decode pool holds, in virtual time: the coordinator's dispatcher and a decode worker's
-scheduler, with an engine that takes as long as a cost curve says. Prompts arrive computed, a while after their
+"""More requests than the decode pool can hold, in virtual time: the coordinator's dispatcher and a decode worker's
+scheduler, with an engine whose step times follow a cost curve. Prompts arrive computed, some time after their
 dispatch."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.support.builders import add_worker, make_decode, make_outcome
 
 HAND_OVER_S = 0.05
 COSTS = ((1, 0.010), (8, 0.012), (64, 0.030), (512, 0.200))
-"""Seconds of a step by its tokens: about the built-in pair on one slow core."""
+"""Seconds of a step by its tokens: approximately the built-in pair on one slow core."""
 
 
 @dataclass
 class Overload:
-    """What became of it: how often sequences were preempted, tokens computed again for that, refusals at the decode
-    worker's door, the widest step, the longest time between two tokens of one sequence, and the end."""
+    """The result of a run: preemptions, tokens recomputed after them, refusals by the decode worker, the widest step,
+    the longest time (and number of steps) between two tokens of one sequence, and the end."""
 
     preemptions: int = 0
     recomputed_tokens: int = 0
@@ -49,8 +49,8 @@ def overload(
     lengths: Sequence[int],
     expectation: OutputExpectation | None = None,
 ) -> Overload:
-    """All requests at once; the i-th answer is `lengths[i]` tokens long, whatever its max_tokens. Every block must be
-    free in the end."""
+    """Submits all requests at once; the i-th answer has `lengths[i]` tokens, whatever its max_tokens. Every block must
+    be free at the end."""
     size, result = worker.layout.block_size, Overload()
     table = WorkerTable(3.0)
     dispatcher = Dispatcher(table, len(requests), 1 << 30)

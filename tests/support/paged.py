@@ -1,4 +1,4 @@
-"""Packing and unpacking by blocks and tokens."""
+"""Packs and unpacks KV by blocks and tokens."""
 
 from __future__ import annotations
 

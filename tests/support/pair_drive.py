@@ -1,8 +1,8 @@
 """Both tiers on real engines, in one process and without links: the prefill scheduler computes prompts in chunks on one
-engine, their KV is copied to the blocks that the decode scheduler reserved on another, and that generates.
+engine, their KV is copied to the blocks that the decode scheduler reserved on another engine, which then generates.
 
-A `Way` says how: with whose draft tokens and how many, how many at a time, in which chunks, with or without prefix
-cache, in how much of the pool. In exact mode answers do not depend on it. Time is virtual: a step takes STEP_S.
+A `Way` is a configuration: drafter and draft length, batch size, chunk size, prefix cache on or off, and the size of
+the pool. In exact mode answers do not depend on it. Time is virtual: a step takes STEP_S.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from prefill.scheduler import PrefillScheduler
 from tests.support.decode_drive import make_drafts
 
 STEP_S = 0.02
-DRAFT_S = 1e-4  # so little that a draft pays for answers of a few tokens too
+DRAFT_S = 1e-4  # so cheap that drafting pays even for answers of a few tokens
 _MOST_STEPS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`drafts` are none, ngram, model, right or wrong (of known answers); `length` draft tokens each time, 0: as many
-    as pay. `batch` requests generate at a time, prompts are computed in chunks of `chunk`. `short`: decode has a
-    third of the KV blocks that the batch needs, so sequences are preempted and computed again."""
+    """`drafts` is none, ngram, model, right or wrong (the latter two from known answers); `length` is the draft length,
+    0 for an adaptive one. `batch` requests generate concurrently, prompts are computed in chunks of `chunk`. `short`:
+    decode has a third of the KV blocks that the batch needs, so sequences are preempted and recomputed."""
 
     drafts: str = "none"
     length: int = 0
@@ -45,7 +45,7 @@ class Way:
 
 
 ALONE = Way(batch=1)
-"""What every other way is compared with: one at a time, the prompt in one row, no draft token, no cache."""
+"""The reference for every other way: one request at a time, the prompt in one row, no draft tokens, no cache."""
 
 WAYS = {
     "batch of 32": Way(),
@@ -72,8 +72,8 @@ WAYS = {
 
 @dataclass
 class Answers:
-    """Tokens by request, why each ended, and what shows that the way was gone: the widest decode step and longest
-    prefill row, tokens taken from caches, preemptions, draft tokens."""
+    """Tokens by request, why each ended, and evidence that the way took effect: the widest decode step and longest
+    prefill row, tokens reused from caches, preemptions, draft tokens."""
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Answers:
 
 
 class FixedCosts(StepModel):
-    """What steps cost on some other machine, whatever they take here: about 10 ms, and a draft's `draft_s`."""
+    """Fixed step costs, independent of the real times: about 10 ms for a step, and `draft_s` for a draft's step."""
 
     def __init__(self, draft_s: float = 1e-3) -> None:
         super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, draft_s), (64, 2 * draft_s)))
@@ -97,7 +97,7 @@ class FixedCosts(StepModel):
 
 
 class KnownDrafts:
-    """Draft tokens from known answers: the very tokens, or always others."""
+    """Draft tokens from known answers: always the right tokens, or always wrong ones."""
 
     def __init__(self, answers: dict[str, tuple[int, ...]], vocab_size: int, *, right: bool) -> None:
         self._answers, self._vocab_size, self._right = answers, vocab_size, right
@@ -133,8 +133,8 @@ class KnownDrafts:
 
 
 class Pair:
-    """An engine for prefill and one for decode with the same checkpoint and block size, and a draft model for decode.
-    They hold no state between two calls of `answer`."""
+    """An engine for prefill and one for decode, with the same checkpoint and block size, and a draft model for decode.
+    They keep no state between two calls of `answer`."""
 
     def __init__(self, prefill: Runner, decode: Runner, draft: Runner) -> None:
         assert prefill.digest == decode.digest and prefill.layout == decode.layout
@@ -143,14 +143,14 @@ class Pair:
     def answer(
         self, requests: Sequence[GenerateRequest], way: Way, known: dict[str, tuple[int, ...]] | None = None
     ) -> Answers:
-        """Generates all requests, and checks the books of both schedulers at the end. `known` answers are wanted for
-        drafts that are right or wrong."""
+        """Generates all requests, and checks the invariants of both schedulers at the end. `known` answers are required
+        for drafts that are right or wrong."""
         drive = _Drive(self, requests, way, known or {})
         return drive.run()
 
 
 class _Drive:
-    """Complete state: both schedulers, what waits to be submitted, what is parked on prefill with its first token."""
+    """Complete state: both schedulers, requests not yet submitted, and the first tokens of those parked on prefill."""
 
     def __init__(
         self, pair: Pair, requests: Sequence[GenerateRequest], way: Way, known: dict[str, tuple[int, ...]]
@@ -221,7 +221,7 @@ class _Drive:
                     self.parked.append((self.requests[progress.sequence_id], progress.first_token))
 
     def _hand_over(self, request: GenerateRequest, first_token: int) -> bool:
-        """Copies the KV that decode has not got yet, block by block."""
+        """Copies the KV that decode has not cached, block by block; returns False if decode has no free blocks."""
         sequence, size = request.sequence_id, self.decode.layout.block_size
         try:
             there = self.decode.reserve(request, self.now)

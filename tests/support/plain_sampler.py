@@ -1,4 +1,4 @@
-"""The sampler by its definition (docs/numerics.md): one row, loops, nothing clever. Tests compare with it."""
+"""The sampler exactly as defined (docs/numerics.md): one row at a time, with plain loops. Tests compare with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.engine.processors import Draw
 
 
 def plain_process(logits: list[float], draw: Draw) -> list[float]:
-    """float32 values as Python numbers, in and out."""
+    """Takes and returns float32 values as Python numbers."""
     params, history, f = draw.sampling, draw.history, np.float32
     out = [f(value) for value in logits]
     for token, bias in params.logit_bias:
@@ -49,7 +49,7 @@ def plain_philox(counter: list[int], key: list[int]) -> list[int]:
 
 
 def plain_survivors(logits: list[float], params: SamplingParams) -> list[int]:
-    """By the definition, with a full sort and a loop."""
+    """Follows the definition, with a full sort and a loop."""
     ranked = sorted((t for t in range(len(logits)) if logits[t] > -math.inf), key=lambda token: (-logits[token], token))
     if params.top_k > 0:
         ranked = ranked[: params.top_k]

@@ -1,4 +1,4 @@
-"""A prefill worker that a test plays by hand, over a real link and edge to a real decode worker."""
+"""A prefill worker that a test controls, over a real link and edge to a real decode worker."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from tests.support.limits import HANG_S
 from tests.support.nodes import DecodeNode, PrefillNode, pair
 
 R = SequenceId("r")
-"""The sequence that offers and chunks are of, unless they are told otherwise."""
+"""The sequence of offers and chunks by default."""
 TOKENS = 8
 
 
 class Peer:
-    """A prefill worker that does as it is told."""
+    """A prefill worker that sends only what a test requests."""
 
     def __init__(self, source: PrefillNode, decode: DecodeNode, link: DialledLink) -> None:
         self.source, self.decode, self.link = source, decode, link
         self.edge: EdgeWorker | None = None
 
-    async def say(self, message: Any) -> None:
+    async def send_message(self, message: Any) -> None:
         await self.link.stream.send(message)
 
-    async def hear(self) -> Any:
+    async def receive(self) -> Any:
         return await asyncio.wait_for(self.link.stream.receive(), HANG_S)
 
-    async def ask(self, message: Any) -> Any:
-        await self.say(message)
-        return await self.hear()
+    async def request(self, message: Any) -> Any:
+        await self.send_message(message)
+        return await self.receive()
 
     def offer(self, name: str = "r") -> Offer:
         request = make_request(name, TOKENS, max_tokens=4)
@@ -51,9 +51,9 @@ class Peer:
         prefix = edge_prefix(welcome.store_nonce, "p0", 0, welcome.decode_worker, 0, generation)
         spec = EdgeSpec(welcome.store_host, welcome.store_port, prefix, generation, "prefill", connect_timeout_s=2.0)
         self.edge = EdgeWorker(spec)
-        await self.say(EdgeOpen(0, 0, generation, prefix))
+        await self.send_message(EdgeOpen(0, 0, generation, prefix))
         await self.edge.connect()
-        ready: EdgeReady = await self.hear()
+        ready: EdgeReady = await self.receive()
         return ready
 
     def chunk(self, start: int = 0, end: int = TOKENS, **changes: Any) -> tuple[Chunk, torch.Tensor]:
@@ -77,7 +77,7 @@ class Peer:
         return Chunk(**{**values, **changes}), buffer  # type: ignore[arg-type]
 
     async def send_bytes(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> None:
-        """In sections of one layer; the checksums are those of `packed`, if given."""
+        """Sends sections of one layer; the checksums are those of `packed`, if given."""
         layers = chunk.end_layer - chunk.start_layer
         ends = [buffer.numel() * (index + 1) // layers for index in range(layers)]
         parts = (buffer if packed is None else packed).chunk(layers)
@@ -87,10 +87,10 @@ class Peer:
         await self.edge.send(buffer, ends=ends, ready=sums.__getitem__)
 
     async def send(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> Any:
-        """Announces, waits for `posted`, sends, and gives the answer. The checksums are those of `packed`, if given."""
-        assert isinstance(posted := await self.ask(chunk), Posted), posted
+        """Announces the chunk, waits for `Posted`, sends, and returns the reply. `packed` as in `send_bytes`."""
+        assert isinstance(posted := await self.request(chunk), Posted), posted
         await self.send_bytes(chunk, buffer, packed)
-        return await self.hear()
+        return await self.receive()
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""What `/proc` says of a process."""
+"""State of a process, read from `/proc`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 LISTENS = "0A"
 
 
-def gone(pid: int) -> bool:
-    """Whether it has ended, reaped or not."""
+def has_exited(pid: int) -> bool:
+    """Returns whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-def wait_gone(pids: Iterable[int], timeout_s: float = 10.0) -> None:
+def wait_until_exited(pids: Iterable[int], timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if not gone(pid)]:
+    while left := [pid for pid in pids if not has_exited(pid)]:
         assert time.monotonic() < deadline, f"processes {left} still run"
         time.sleep(0.02)
 
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A TCP socket as the kernel has it: of gRPC and Gloo too, which no audit hook sees."""
+    """A TCP socket as listed by the kernel, including those of gRPC and Gloo, which no audit hook can observe."""
 
     pid: int
     address: str
@@ -40,7 +40,7 @@ class Socket:
 
 
 def sockets(pids: list[int]) -> list[Socket]:
-    """Those of these processes."""
+    """Returns the TCP sockets of these processes."""
     owner = {}
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -55,7 +55,7 @@ def sockets(pids: list[int]) -> list[Socket]:
 
 def _place(text: str) -> tuple[str, int]:
     raw, _, port = text.partition(":")
-    # Words of 32 bits, each in the machine's byte order.
+    # 32-bit words, each in the machine's byte order.
     packed = b"".join(struct.pack("=I", int(raw[i : i + 8], 16)) for i in range(0, len(raw), 8))
     address = ipaddress.ip_address(packed)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
@@ -63,5 +63,5 @@ def _place(text: str) -> tuple[str, int]:
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """The addresses and ports that a process listens on."""
+    """Returns the addresses and ports on which a process listens."""
     return {(s.address, s.port) for s in sockets([pid]) if s.state == LISTENS}

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker of several ranks, their followers threads, and a hand-over between them."""
+"""A prefill and a decode worker of several ranks, with threads as followers, and a hand-over between them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def only_link(source: PrefillNode) -> Link:
     return link
 
 
-def made_so_far(link: Link) -> int:
-    """Rises with each edge that is made, on any link."""
+def latest_generation(link: Link) -> int:
+    """Returns the latest generation of the link's edges, which rises with each edge made on any link."""
     return max(end.generation for end in link.ends.values())
 
 

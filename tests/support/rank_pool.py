@@ -1,10 +1,10 @@
-"""Real processes as the ranks of a worker, driven from a test.
+"""Real processes as the ranks of a worker, controlled by a test.
 
     with RankPool(2) as pool:
-        with pool.load(model_dir, tp=2) as runner:      # a RemoteRunner: the leader's, by pipe
+        with pool.load(model_dir, tp=2) as runner:      # a RemoteRunner: the leader's runner, over a pipe
             runner.step_logits(plan)
 
-Processes live as long as the pool and load one model after the other, so that torch is imported once in each.
+Processes live as long as the pool and load one model after another, so that each imports torch only once.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank ended because of another; `at` is when it saw that, on the clock that all processes share."""
+    """A rank ended because another was lost; `at` is when it detected that, on the clock shared by all processes."""
 
     message: str
     at: float = 0.0
 
 
 class RemoteRunner:
-    """The leader's runner as tests/engine/driver.py uses one. `facts` has one entry per rank."""
+    """The leader's runner, for tests/engine/driver.py. `facts` has one entry per rank."""
 
     launches_ahead = False
 
@@ -71,18 +71,18 @@ class RemoteRunner:
         self._pipe = pipe
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:
-        logits: list[Tensor] = ask(self._pipe, "step_logits", plan)
+        logits: list[Tensor] = call(self._pipe, "step_logits", plan)
         return logits
 
     def step(self, plan: StepPlan) -> StepOutcome:
-        outcome: StepOutcome = ask(self._pipe, "step", plan)
+        outcome: StepOutcome = call(self._pipe, "step", plan)
         return outcome
 
     def launch(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
-        ask(self._pipe, "launch", plan if draft_tokens is None else (plan, draft_tokens))
+        call(self._pipe, "launch", plan if draft_tokens is None else (plan, draft_tokens))
 
     def collect(self) -> StepOutcome:
-        outcome: StepOutcome = ask(self._pipe, "collect", None)
+        outcome: StepOutcome = call(self._pipe, "collect", None)
         return outcome
 
 
@@ -116,9 +116,9 @@ class RankPool:
         self._store.close()
 
     def start(self, model_dir: Path | list[Path], tp: int, *, on_device: bool = False, **options: Any) -> list[Any]:
-        """Loads on the first `tp` processes; what each answers: Facts, an error, or Lost. An option (or the directory)
-        given as a list has one value per rank. `on_device`: tokens are chosen and fed as on a GPU, from tensors; with
-        torch's kernels."""
+        """Loads a model on the first `tp` processes; returns each one's reply: Facts, an error, or Lost. An option (or
+        the directory) given as a list has one value per rank. `on_device`: tokens are chosen and fed as on a GPU, as
+        tensors; with torch's kernels."""
         self._rounds += 1
         defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20}
         settings = {**defaults, **options, "model_dir": model_dir}
@@ -127,7 +127,7 @@ class RankPool:
         for rank, pipe in enumerate(self.pipes[:tp]):
             mine = {name: value[rank] if isinstance(value, list) else value for name, value in settings.items()}
             pipe.send(("load", env, Ranks(rank, tp, rank, tp), EngineOptions(**mine), on_device))
-        answers = [answer(pipe) for pipe in self.pipes[:tp]]
+        answers = [receive(pipe) for pipe in self.pipes[:tp]]
         for pipe, found in zip(self.pipes, answers, strict=False):
             if isinstance(found, Exception):
                 pipe.send(("heard",))
@@ -140,13 +140,13 @@ class RankPool:
             if isinstance(found, Exception):
                 raise found
         yield RemoteRunner(self.pipes[0], answers)
-        ask(self.pipes[0], "unload", None)
+        call(self.pipes[0], "unload", None)
         for pipe in self.pipes[1:tp]:
-            assert answer(pipe) == "unloaded"
+            assert receive(pipe) == "unloaded"
 
 
-def answer(pipe: Connection, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """The next thing a rank says; Lost("") when it ended without a word."""
+def receive(pipe: Connection, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """Returns the next message of a rank; Lost("") if the rank ended without one."""
     if not pipe.poll(timeout_s):
         raise TimeoutError("a rank does not answer")
     try:
@@ -155,9 +155,9 @@ def answer(pipe: Connection, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         return Lost("")
 
 
-def ask(pipe: Connection, name: str, argument: Any) -> Any:
+def call(pipe: Connection, name: str, argument: Any) -> Any:
     pipe.send((name, argument))
-    found = answer(pipe)
+    found = receive(pipe)
     if isinstance(found, Exception):
         raise found
     return found
@@ -198,7 +198,7 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
     except BatonError as error:
         failed.set()
         pipe.send(type(error)(error.message))
-        pipe.recv()  # each rank may have an error of its own to tell before it hears of this one
+        pipe.recv()  # lets the other ranks report their own errors before they detect that this one ended
         channel.close()
         return
     if on_device:
@@ -223,7 +223,7 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
         except InvariantError as error:
             pipe.send(InvariantError(error.message))
         except RankLost:
-            time.sleep(1.0)  # `lost` knows better, and ends this process
+            time.sleep(1.0)  # meanwhile `lost` reports the cause and ends this process
             raise
     channel.stop("unloaded")
     pipe.send("unloaded")

@@ -1,4 +1,4 @@
-"""Good bodies of each path, and bad requests made of them."""
+"""Valid bodies for each path, and bad requests derived from them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DROP = object()  # as a field's value: leave the field out
 
 @dataclass(frozen=True)
 class Bad:
-    """A bad request, and what must be answered. Its body is bytes as they are sent, or JSON fields put on top of a good
-    body of its path."""
+    """A bad request, and the expected response. Its body is either the bytes to send, or JSON fields that override
+    those of a valid body for its path."""
 
     id: str
     body: bytes | dict[str, Any]
@@ -42,7 +42,7 @@ class Bad:
 
 
 def raw(prompt: str) -> bytes:
-    """A body in which the prompt's JSON is given literally."""
+    """Returns a body that contains the prompt's JSON literally."""
     return b'{"model":"tiny","prompt":' + prompt.encode() + b"}"
 
 
@@ -55,7 +55,7 @@ def user(content: Any, **more: Any) -> dict[str, Any]:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """Of a stream that has come to its end."""
+    """Returns the events of a stream that has ended."""
     lines = [line for line in response.text.split("\n\n") if line]
     assert all(line.startswith("data: ") and "\n" not in line for line in lines)
     assert lines[-1] == "data: [DONE]"

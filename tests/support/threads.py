@@ -1,4 +1,4 @@
-"""Calls on threads of their own."""
+"""Runs calls on separate threads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def both(*calls: Callable[[], Any]) -> list[Any]:
-    """Runs each call on its own thread; the results, or what was raised, in order."""
+def in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs each call on its own thread; returns the results, or the exceptions raised, in order."""
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that real models bring, built in memory."""
+"""Small tokenizers of the kinds that real models use, built in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 @lru_cache(maxsize=1)
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: every byte has a token; specials first; a plain added token `<think>`."""
+    """Like GPT-2, Llama 3 and Qwen: every byte has a token; specials first; a plain added token `<think>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def byte_level() -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def byte_fallback() -> Tokenizer:
-    """As Llama 2: metaspace, `<0x..>` tokens for what has no piece, one leading space stripped, BOS put in front."""
+    """Like Llama 2: metaspace, `<0x..>` tokens for text without a piece, one leading space stripped, BOS prepended."""
     pieces = ["▁", "▁Hello", "▁world", "▁▁", *"Helowrd!,中�\n<>s|im_n/at"]
     pieces = list(dict.fromkeys(pieces))
     tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]

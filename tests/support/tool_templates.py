@@ -1,4 +1,4 @@
-"""Chat templates that teach tools as four families of models have them, and texts of calls in each form."""
+"""Chat templates with tools in the formats of four model families, and texts with calls in each format."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ LEADS = ("", "Let me look. ", 'I\'ll call {two} "things":\n')
 
 
 @dataclass(frozen=True)
-class Written:
-    """A text of a model, and what is in it."""
+class ToolCallText:
+    """A model's text, and its parsed contents."""
 
     text: str
     content: str
@@ -74,8 +74,8 @@ class Written:
     reasoning: str = ""
 
 
-def written(form: str, count: int) -> list[Written]:
-    """So many texts of a family, each with 1 to 3 calls."""
+def tool_call_texts(form: str, count: int) -> list[ToolCallText]:
+    """Returns `count` texts in a family's format, each with 1 to 3 calls."""
     chosen, made = random.Random(form), []
     while len(made) < count:
         number = len(made)
@@ -91,37 +91,37 @@ def written(form: str, count: int) -> list[Written]:
     return made
 
 
-def _hermes(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+def _hermes(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
     between = "\n" if number % 2 else ""
     blocks = [f"<tool_call>\n{dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls]
-    if number % 5 == 4:  # the other way around
+    if number % 5 == 4:  # the keys in the other order
         blocks = [f"<tool_call>{dumps({'arguments': a, 'name': n})}</tool_call>" for n, a in calls]
-    return Written(lead + between.join(blocks) + between, lead, tuple(calls))
+    return ToolCallText(lead + between.join(blocks) + between, lead, tuple(calls))
 
 
-def _llama3(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+def _llama3(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
     tag = "<|python_tag|>" if lead or number % 2 else ""
     objects = [
         dumps({"name": n, "parameters": a} | ({"type": "function"} if number % 3 == 0 else {})) for n, a in calls
     ]
-    return Written(lead + tag + "; ".join(objects), lead, tuple(calls))
+    return ToolCallText(lead + tag + "; ".join(objects), lead, tuple(calls))
 
 
-def _mistral(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+def _mistral(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
     if number % 2:
-        return Written(lead + "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(a)}" for n, a in calls), lead, tuple(calls))
+        return ToolCallText(lead + "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(a)}" for n, a in calls), lead, tuple(calls))
     listed = dumps([{"name": n, "arguments": a} for n, a in calls])
-    return Written(f"{lead}[TOOL_CALLS] {listed}", lead, tuple(calls))
+    return ToolCallText(f"{lead}[TOOL_CALLS] {listed}", lead, tuple(calls))
 
 
-def _harmony(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+def _harmony(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
     reasoning = "They want <calls>. " if number % 2 else ""
     parts = [f"<|channel|>analysis<|message|>{reasoning}<|end|>"] if reasoning else []
     parts += [f"<|channel|>commentary<|message|>{lead}<|end|>"] if lead else []
     for n, a in calls:
         constrain = " <|constrain|>json" if number % 3 else " json"
         parts.append(f"<|channel|>commentary to=functions.{n}{constrain}<|message|>{dumps(a)}<|call|>")
-    return Written("<|start|>assistant".join(parts), lead, tuple(calls), reasoning)
+    return ToolCallText("<|start|>assistant".join(parts), lead, tuple(calls), reasoning)
 
 
 WRITERS = {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral, "harmony": _harmony}

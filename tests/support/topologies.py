@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
+    """Returns distinct ports that were free a moment ago."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:
@@ -19,7 +19,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def loopback_topology(path: Path, model: Path | str, tensor_parallel: int = 1, options: str = "") -> Path:
-    """Two nodes, 127.0.0.1 and 127.0.0.2; the coordinator and half of the prefill worker on the first."""
+    """Writes two nodes, 127.0.0.1 (coordinator, prefill) and 127.0.0.2 (decode; with TP, part of prefill's ranks)."""
     http, grpc, control, rendezvous, link, store = free_ports(6)
     on = 'node = "a"' if tensor_parallel == 1 else 'nodes = ["a", "b"]'
     path.write_text(

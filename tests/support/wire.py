@@ -1,4 +1,4 @@
-"""What an edge sends, changed on its way: between packing and the wire."""
+"""Changes what an edge sends, between packing and the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Change = Callable[[GlooEdge, torch.Tensor, Sums], tuple[torch.Tensor, Sums]]
 
 
 def on_the_wire(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
-    """Each transfer is packed to its end, and what `change` makes of its bytes and checksums is sent in its place."""
+    """Packs each transfer completely, and sends the result of `change` on its bytes and checksums instead."""
     original = GlooEdge.send
 
     def send(

@@ -18,7 +18,7 @@ import torch
 from baton.transfer.edge import Edge, EdgeSpec, MakeEdge, edge_prefix
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore
-from tests.support.threads import both
+from tests.support.threads import in_threads
 
 MakeSpec = Callable[..., EdgeSpec]
 
@@ -53,7 +53,7 @@ def connected(spec: MakeSpec) -> Iterator[Callable[..., tuple[Any, Any]]]:
             ends = kind(spec("prefill", generation)), kind(spec("decode", generation))
             for end in ends:
                 stack.callback(end.close)
-            assert both(*(end.connect for end in ends)) == [None, None]
+            assert in_threads(*(end.connect for end in ends)) == [None, None]
             return ends
 
         yield make
@@ -70,7 +70,7 @@ def no_thread_left() -> Iterator[None]:
 
 
 class Peer:
-    """The other end, in its own process: takes one JSON command a line, answers one JSON line."""
+    """The other end, in its own process: reads one JSON command per line, replies with one JSON line."""
 
     def __init__(self, spec: EdgeSpec) -> None:
         root = Path(__file__).parents[2]
@@ -85,12 +85,12 @@ class Peer:
     def pid(self) -> int:
         return self.process.pid
 
-    def tell(self, op: str, **fields: Any) -> None:
+    def send_command(self, op: str, **fields: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> dict[str, Any]:
+    def read_reply(self) -> dict[str, Any]:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the peer has ended"

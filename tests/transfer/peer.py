@@ -1,7 +1,7 @@
-"""One end of an edge as a process: `peer.py SIDE HOST PORT`, commands on stdin, one JSON answer a line.
+"""One end of an edge as a process: `peer.py SIDE HOST PORT`, with commands on stdin and one JSON reply per line.
 
-edge PREFIX GENERATION: make and connect; send BYTES SEED [ENDS]; recv BYTES [ENDS]: answers with the checksum of what
-came. ENDS are those of the sections.
+edge PREFIX GENERATION: make and connect; send BYTES SEED [ENDS]; recv BYTES [ENDS]: replies with the checksum of the
+received bytes. ENDS are those of the sections.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def buffer(num_bytes: int, seed: int = 1) -> torch.Tensor:
     os.environ.get("TRITON_INTERPRET") != "1", reason="with a GPU the kernel is compiled: see tests/gpu"
 )
 @pytest.mark.parametrize("num_bytes", [4, 4096, 32768, 32772, 100_000])
-def test_the_kernel_equals_the_plain_twin(num_bytes: int) -> None:
+def test_the_kernel_equals_the_plain_implementation(num_bytes: int) -> None:
     pytest.importorskip("triton")
     out = torch.empty(1, dtype=torch.int64)
     for identity in (b"", b"request 1"):
@@ -28,7 +28,7 @@ def test_the_kernel_equals_the_plain_twin(num_bytes: int) -> None:
         assert int(out) == plain_device_checksum(identity, buffer(num_bytes))
 
 
-def test_every_flipped_bit_every_swap_and_every_identity_shows() -> None:
+def test_the_checksum_detects_flipped_bits_swapped_words_and_other_identities() -> None:
     buf = buffer(512)
     good = plain_device_checksum(b"a", buf)
     found = {good, plain_device_checksum(b"b", buf), plain_device_checksum(b"a", buf[:508])}
@@ -46,14 +46,14 @@ def test_every_flipped_bit_every_swap_and_every_identity_shows() -> None:
     assert len({plain_device_checksum(b"a", torch.zeros(4 * n, dtype=torch.uint8)) for n in range(1, 200)}) == 199
 
 
-def test_known_values_so_that_two_versions_agree() -> None:
+def test_the_checksum_of_known_bytes_does_not_change() -> None:
     assert plain_device_checksum(b"", torch.arange(64, dtype=torch.uint8)) == KNOWN
 
 
-def test_bytes_that_are_no_words_are_refused() -> None:
+def test_a_section_without_a_whole_number_of_words_is_refused() -> None:
     with pytest.raises(HandoffError, match="a section of 6 bytes has no whole number"):
         plain_device_checksum(b"", buffer(6))
 
 
 KNOWN = -6074282482841112155
-"""By the definition in plain integers of Python, modulo 2**64."""
+"""Computed from the definition with Python integers, modulo 2**64."""

@@ -1,7 +1,7 @@
-"""The 2 x 2 cycle: two prefill workers send to two decode workers in opposite orders at once, over real edges.
+"""The 2 x 2 cycle: two prefill workers send to two decode workers in opposite orders concurrently, over real edges.
 
-What keeps it from stalling are two habits, and each alone is enough: a sender launches only what its receiver has
-posted, and every edge has its own thread. With both switched off (`naive`) the same traffic stalls within a few rounds.
+Two rules prevent a deadlock, and each alone suffices: a sender launches only what its receiver has posted, and every
+edge has its own thread. With both disabled the same traffic deadlocks within a few rounds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import FakeRanks, FakeRunner
 from tests.support.nodes import DecodeNode, PrefillNode, pair, until
 
-ROUND_LIMIT_S = 20.0  # a stall lasts for ever; a slow machine does not
+ROUND_LIMIT_S = 20.0  # a deadlock never ends; a slow machine finishes
 SMALL = make_layout(4)  # 256 bytes a token
-LARGE = make_layout(4, heads=8, head_dim=512)  # 64 KiB a token: far beyond what sockets take without a reader
+LARGE = make_layout(4, heads=8, head_dim=512)  # 64 KiB a token: far more than sockets buffer without a reader
 TOKENS = {SMALL: 8, LARGE: 32}
 
 
@@ -41,16 +41,16 @@ def one_thread() -> Iterator[None]:
 async def round_trip(
     number: int, sources: list[PrefillNode], decodes: list[DecodeNode], tokens: int, early: bool
 ) -> None:
-    """The first sends in order, the second in the opposite order; ends when all four have handed over. With `early`
-    first layers are told of before their step is done."""
+    """The first source sends in order, the second in the opposite order; ends when all four hand-overs are done. With
+    `early`, first layers are announced before their step is done."""
     for who, (source, order) in enumerate(zip(sources, (decodes, decodes[::-1]), strict=True)):
         for turn, decode in enumerate(order):
             name = f"{number}-{source.worker.config.worker_id}-{decode.worker.config.worker_id}"
-            prompt = [4 * number + 2 * who + turn, *range(tokens - 1)]  # nobody's prefix
+            prompt = [4 * number + 2 * who + turn, *range(tokens - 1)]  # no other prompt has this prefix
             source.submit(make_request(name, prompt, max_tokens=2), decode)
 
     async def computes(source: PrefillNode) -> None:
-        """The other layers: in the first round until the first ones have arrived, later a moment."""
+        """Stands for the other layers: in the first round until a chunk of first layers was sent, later 2 ms."""
         if number == 0:
             await until(lambda: source.worker.outgoing.counters.chunks_early, what="first layers")
         else:
@@ -58,7 +58,7 @@ async def round_trip(
 
     while early and any(await asyncio.gather(*(s.step_by_layers(1, partial(computes, s)) for s in sources))):
         pass
-    while [source for source in sources if source.step()]:  # both at once, step by step
+    while [source for source in sources if source.step()]:  # both sources in turn, step by step
         pass
     deadline = time.monotonic() + ROUND_LIMIT_S
     while not all(len(s.posted.handed_over) + len(s.posted.parked) == 2 for s in sources):
@@ -79,8 +79,8 @@ async def cycle(
     edges: int = 1,
     early: bool = False,
 ) -> None:
-    """With `tp` ranks at prefill and decode each of the four links has `edges` edges, and every piece goes over all."""
-    tokens = 8 if early else TOKENS[layout]  # one step: nothing that is before it can be late
+    """With `tp` ranks at prefill and decode each of the four links has `edges` edges, and all carry every chunk."""
+    tokens = 8 if early else TOKENS[layout]  # one step: no earlier chunk can be late
     runners: list[FakeRunner] = []
 
     def node(kind: Any, name: str, size: int) -> Any:
@@ -111,12 +111,12 @@ async def cycle(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("layout", "rounds"), [(SMALL, 50), (LARGE, 25)], ids=["small", "large"])
-async def test_opposite_orders_never_stall(layout: KVLayout, rounds: int) -> None:
+async def test_sends_in_opposite_orders_do_not_deadlock(layout: KVLayout, rounds: int) -> None:
     await cycle(rounds, layout)
 
 
 @pytest.mark.timeout(300)
-async def test_nor_where_first_layers_go_early() -> None:
+async def test_sending_first_layers_early_does_not_deadlock() -> None:
     await cycle(30, LARGE, early=True)
 
 
@@ -124,7 +124,7 @@ async def test_nor_where_first_layers_go_early() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
 @pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
-async def test_a_thousand_rounds_never_stall(layout: KVLayout, early: bool) -> None:
+async def test_a_thousand_rounds_do_not_deadlock(layout: KVLayout, early: bool) -> None:
     await cycle(1000, layout, early=early)
 
 
@@ -138,7 +138,7 @@ TP = [((2, 2), 2), ((2, 1), 2), ((1, 2), 2)]
     [(*TP[0], SMALL, 30), (*TP[1], LARGE, 15), (*TP[2], SMALL, 30)],
     ids=["2-2-small", "2-1-large", "1-2-small"],
 )
-async def test_links_of_several_edges_never_stall(
+async def test_links_of_several_edges_do_not_deadlock(
     tp: tuple[int, int], edges: int, layout: KVLayout, rounds: int
 ) -> None:
     await cycle(rounds, layout, tp=tp, edges=edges)
@@ -148,36 +148,36 @@ async def test_links_of_several_edges_never_stall(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(("tp", "edges"), TP, ids=[f"{p}-{d}" for (p, d), _ in TP])
-async def test_a_thousand_rounds_over_several_edges_never_stall(
+async def test_a_thousand_rounds_over_several_edges_do_not_deadlock(
     tp: tuple[int, int], edges: int, layout: KVLayout
 ) -> None:
     await cycle(1000, layout, tp=tp, edges=edges)
 
 
 def one_thread_for_all_edges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker runs one operation at a time over all its edges, as one thread would; which comes first is chance."""
+    """A worker runs one operation at a time over all its edges, as one thread would, in random order."""
     busy: dict[str, threading.Lock] = defaultdict(threading.Lock)
     chance = random.Random(1)
     execute = EdgeWorker._execute
 
-    def in_turn(edge: EdgeWorker, job: Any) -> None:
+    def execute_one_at_a_time(edge: EdgeWorker, job: Any) -> None:
         _, prefill, decode, _ = edge.spec.prefix.split("/")
         time.sleep(chance.random() * 0.005)
         with busy[prefill if edge.spec.side == "prefill" else decode]:
             execute(edge, job)
 
-    monkeypatch.setattr(EdgeWorker, "_execute", in_turn)
+    monkeypatch.setattr(EdgeWorker, "_execute", execute_one_at_a_time)
 
 
-def launch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sender does not wait until its receiver has posted."""
+def launch_before_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a sender launch without waiting until its receiver has posted."""
 
     async def announce(link: Link, chunk: Any, timeout_s: float) -> Coroutine[Any, Any, Posted]:
-        async def at_once() -> Posted:
+        async def already_posted() -> Posted:
             return Posted(chunk.sequence, chunk.index, chunk.edge_generation, chunk.prefill_rank, chunk.decode_rank)
 
         await link._stream.send(chunk)
-        return at_once()
+        return already_posted()
 
     monkeypatch.setattr(Link, "announce", announce)
 
@@ -187,13 +187,13 @@ def launch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     [("threads", (1, 1), 1), ("posted", (1, 1), 1), ("both", (1, 1), 1), ("both", *TP[0])],
     ids=["threads", "posted", "both", "both-2-2"],
 )
-async def test_which_habits_keep_it_from_stalling(
+async def test_sends_deadlock_only_if_edge_threads_and_posted_are_both_disabled(
     switched_off: str, tp: tuple[int, int], edges: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if switched_off != "posted":
         one_thread_for_all_edges(monkeypatch)
     if switched_off != "threads":
-        launch_at_once(monkeypatch)
+        launch_before_posted(monkeypatch)
     if switched_off == "both":
         with pytest.raises(AssertionError, match=r"stalls|waited|Parked"):
             await cycle(400, LARGE, 1.0, tp, edges)

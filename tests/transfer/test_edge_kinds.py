@@ -1,4 +1,4 @@
-"""Which backend an edge gets, where its buffers lie, and what an NCCL edge says without a GPU."""
+"""Which backend an edge uses, on which device its buffers are, and the error of an NCCL edge without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.transfer.nccl import NcclEdge
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
-def test_the_device_decides_unless_told() -> None:
+def test_the_device_decides_the_edge_kind_unless_it_is_configured() -> None:
     assert choose_edges("auto", CPU) == choose_edges("gloo", CPU) == choose_edges("gloo", CUDA) == "gloo"
     assert choose_edges("auto", CUDA) == choose_edges("nccl", CUDA) == "nccl"
     assert make_edge("nccl") is NcclEdge
@@ -27,12 +27,12 @@ def test_the_device_decides_unless_told() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "device"), [("nccl", CPU), ("mpi", CPU), ("mpi", CUDA)])
-def test_what_cannot_be_is_refused(wanted: str, device: torch.device) -> None:
+def test_an_unsupported_edge_kind_is_refused(wanted: str, device: torch.device) -> None:
     with pytest.raises(StartupError, match="edge-kind"):
         choose_edges(wanted, device)
 
 
-def test_buffers_lie_where_the_backend_takes_them_from() -> None:
+def test_buffers_are_on_the_device_that_the_backend_uses() -> None:
     assert buffer_device("nccl", CUDA) == CUDA and buffer_device("gloo", CUDA) == CPU == buffer_device("gloo", CPU)
     assert (buffer_device("ipc", CUDA), buffer_device("ipc", CPU)) == (CUDA, CPU)
 
@@ -43,7 +43,7 @@ def test_the_option_offers_every_kind_that_is_registered() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_an_nccl_edge_without_a_gpu_says_so() -> None:
+def test_an_nccl_edge_without_a_gpu_fails_with_the_reason() -> None:
     edge = NcclEdge(EdgeSpec("127.0.0.1", 1, "x", 1, "prefill", device="cuda:0"))
     with pytest.raises(HandoffError, match="no NCCL or no GPU"):
         edge.connect()

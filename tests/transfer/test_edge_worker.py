@@ -27,7 +27,7 @@ def zeros(n: int) -> torch.Tensor:
 
 
 class FakeEdge:
-    """Blocks each receive until `gate` opens, and is deaf to abort when told so."""
+    """Blocks each receive until `gate` opens; if `deaf`, it ignores `abort`."""
 
     def __init__(self, spec: EdgeSpec, deaf: bool = False) -> None:
         self.spec, self.deaf = spec, deaf
@@ -66,7 +66,7 @@ def fake(deaf: bool = False) -> tuple[EdgeWorker, FakeEdge]:
     return EdgeWorker(SPEC, lambda spec: edge, grace_s=0.1), edge
 
 
-async def test_jobs_run_in_order_on_one_thread_of_their_own() -> None:
+async def test_jobs_run_in_order_on_a_dedicated_thread() -> None:
     worker, edge = fake()
     edge.gate.set()
     buf = zeros(4)
@@ -81,8 +81,8 @@ async def test_jobs_run_in_order_on_one_thread_of_their_own() -> None:
         await worker.send(zeros(1))
 
 
-async def test_what_a_job_raises_ends_the_edge_before_what_is_queued_behind_it() -> None:
-    """A send that had begun would leave part of a message at the peer, whose receive nothing wakes then."""
+async def test_an_exception_in_a_job_ends_the_edge_before_queued_jobs_run() -> None:
+    """If the send had begun, the peer would receive part of a message and wait for the rest."""
     worker, edge = fake()
     await worker.connect()
     failing = asyncio.create_task(worker.run(lambda: 1 // 0))
@@ -108,7 +108,7 @@ async def test_a_second_transfer_starts_only_when_the_first_has_ended() -> None:
     assert await worker.close()
 
 
-async def test_abort_wakes_every_waiter_at_once_and_ends_the_thread() -> None:
+async def test_abort_fails_every_waiter_and_ends_the_thread() -> None:
     worker, edge = fake()
     waiting = [asyncio.create_task(c) for c in (worker.recv(zeros(4)), worker.run(lambda: 1), worker.run(lambda: 2))]
     await asyncio.sleep(0.05)
@@ -119,7 +119,7 @@ async def test_abort_wakes_every_waiter_at_once_and_ends_the_thread() -> None:
     assert edge.log[-1] == "close"
 
 
-async def test_a_stuck_backend_is_noticed_in_time_and_its_thread_ends_when_let_go() -> None:
+async def test_a_stuck_operation_times_out_and_its_thread_ends_when_it_returns() -> None:
     worker, edge = fake(deaf=True)
     buf = zeros(4)
     alive = weakref.ref(buf)
@@ -133,7 +133,7 @@ async def test_a_stuck_backend_is_noticed_in_time_and_its_thread_ends_when_let_g
     assert await worker.close()
 
 
-async def test_what_ended_early_leaves_no_time_to_what_gets_stuck() -> None:
+async def test_unused_time_of_finished_jobs_does_not_extend_the_limit_of_a_stuck_one() -> None:
     worker, edge = fake(deaf=True)
     edge.gate.set()
     for _ in range(50):
@@ -163,11 +163,11 @@ async def test_a_failed_operation_does_not_keep_its_buffer() -> None:
         await worker.recv(buf)
     del buf
     assert await worker.close()
-    gc.collect()  # what was raised here is in a cycle with its frames
+    gc.collect()  # the exception is in a reference cycle with its frames
     assert worker.dead is not None and alive() is None
 
 
-async def test_a_stuck_connect_is_noticed_in_time() -> None:
+async def test_a_stuck_connect_times_out() -> None:
     worker, edge = fake(deaf=True)
     edge.connect_gate.clear()
     with pytest.raises(HandoffError, match="connect outlasted"):
@@ -189,7 +189,7 @@ async def test_cancelling_the_wait_keeps_the_buffer_until_the_operation_ends() -
     del buf, task
     assert worker.in_flight == "recv" and alive() is not None
     edge.gate.set()
-    await worker.send(zeros(1))  # queues behind the receive nobody waits for
+    await worker.send(zeros(1))  # queued after the receive, which no task awaits any more
     assert edge.log == ["connect", "recv", "send"]
     assert await worker.close()
     del worker
@@ -205,7 +205,7 @@ async def test_close_while_blocked_aborts_after_its_timeout() -> None:
         await task
 
 
-async def test_abort_before_connect_finishes(spec: MakeSpec) -> None:
+async def test_abort_ends_a_pending_connect(spec: MakeSpec) -> None:
     worker = EdgeWorker(spec("decode", connect_timeout_s=20))
     task = asyncio.create_task(worker.connect())
     await asyncio.sleep(0.1)
@@ -215,7 +215,7 @@ async def test_abort_before_connect_finishes(spec: MakeSpec) -> None:
     assert await worker.close()
 
 
-async def test_gloo_edge_dies_with_its_peer_and_the_next_generation_carries_on(spec: MakeSpec) -> None:
+async def test_gloo_edge_fails_with_its_peer_and_the_next_generation_works(spec: MakeSpec) -> None:
     for generation in (1, 2):
         prefill, decode = (EdgeWorker(spec(side, generation)) for side in ("prefill", "decode"))
         got = zeros(1000)
@@ -230,7 +230,7 @@ async def test_gloo_edge_dies_with_its_peer_and_the_next_generation_carries_on(s
 
 
 @pytest.mark.parametrize("num_bytes", [1024, 1_000_000])
-async def test_two_by_two_in_opposite_orders_never_waits_in_a_cycle(spec: MakeSpec, num_bytes: int) -> None:
+async def test_two_by_two_edges_in_opposite_orders_do_not_deadlock(spec: MakeSpec, num_bytes: int) -> None:
     rounds, order = 200, {0: (0, 1), 1: (1, 0)}
     pairs = [(p, d) for p in (0, 1) for d in (0, 1)]
     send = {(p, d): EdgeWorker(spec("prefill", 1, p, d)) for p, d in pairs}
@@ -259,7 +259,7 @@ async def test_two_by_two_in_opposite_orders_never_waits_in_a_cycle(spec: MakeSp
     assert all([await worker.close() for worker in (*send.values(), *recv.values())])
 
 
-async def test_the_event_loop_runs_on_while_an_edge_is_busy(spec: MakeSpec) -> None:
+async def test_a_busy_edge_does_not_block_the_event_loop(spec: MakeSpec) -> None:
     prefill, decode = EdgeWorker(spec("prefill")), EdgeWorker(spec("decode"))
     ticks, longest_s = 0, 0.0
 
@@ -279,11 +279,11 @@ async def test_the_event_loop_runs_on_while_an_edge_is_busy(spec: MakeSpec) -> N
     await blocked
     ticker.cancel()
     print(f"{ticks} ticks, longest {longest_s * 1e3:.1f} ms")
-    assert while_blocked > 5  # a loop that the receive held would have had none
+    assert while_blocked > 5  # a loop blocked by the receive would have had none
     assert await prefill.close() and await decode.close()
 
 
-async def test_a_queued_job_has_the_time_of_those_before_it_as_well() -> None:
+async def test_the_limit_of_a_queued_job_includes_those_of_the_jobs_before_it() -> None:
     worker, gate = EdgeWorker(SPEC, FakeEdge, grace_s=0.05), threading.Event()
     first = asyncio.create_task(worker.run(lambda: gate.wait(HANG_S), HANG_S))
     await asyncio.sleep(0)

@@ -19,18 +19,18 @@ from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore, delete_keys
 from tests.support.edge_store import num_keys
 from tests.support.processes import listening
-from tests.support.threads import both
+from tests.support.threads import in_threads
 
 MakeSpec = Callable[..., EdgeSpec]
 Connected = Callable[..., tuple[GlooEdge, GlooEdge]]
 
 
-def test_bytes_arrive_equal_and_no_key_stays(connected: Connected, store: EdgeStore) -> None:
+def test_bytes_arrive_unchanged_and_no_store_key_remains(connected: Connected, store: EdgeStore) -> None:
     prefill, decode = connected()
     for size in (1, 1000, 3_000_001):
         sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
         got = torch.zeros_like(sent)
-        assert both(lambda s=sent: prefill.send(s, 5), lambda g=got: decode.recv(g, 5)) == [None, None]  # type: ignore
+        assert in_threads(lambda s=sent: prefill.send(s, 5), lambda g=got: decode.recv(g, 5)) == [None, None]  # type: ignore
         assert torch.equal(sent, got)
     assert num_keys(store) == 0
 
@@ -50,14 +50,14 @@ def test_sections_arrive_in_order_each_with_its_word(connected: Connected) -> No
             here = ends[index]
             came.append((index, word, torch.equal(got[:here], sent[:here])))
 
-        assert both(
+        assert in_threads(
             lambda s=sent, e=ends, w=words: prefill.send(s, 5, e, w.__getitem__),  # type: ignore[misc]
             lambda g=got, e=ends, a=arrived: decode.recv(g, 5, None, e, a),  # type: ignore[misc]
         ) == [None, None]
         assert came == [(index, word, True) for index, word in enumerate(words)]
 
 
-def test_a_section_is_here_before_the_next_is_read(connected: Connected) -> None:
+def test_a_section_arrives_before_the_next_one_is_ready(connected: Connected) -> None:
     prefill, decode = connected()
     here, buf = threading.Event(), torch.zeros(2_000_000, dtype=torch.uint8)
 
@@ -67,11 +67,11 @@ def test_a_section_is_here_before_the_next_is_read(connected: Connected) -> None
 
     ends = (1_000_000, 2_000_000)
     receive = lambda: decode.recv(buf.clone(), 20, None, ends, lambda *_: here.set())  # noqa: E731
-    assert both(lambda: prefill.send(buf, 20, ends, ready), receive) == [None, None]
+    assert in_threads(lambda: prefill.send(buf, 20, ends, ready), receive) == [None, None]
 
 
 @pytest.mark.parametrize("ends", [(10,), (10, 20), (5, 10, 20)])
-def test_another_number_of_sections_kills_the_edge_by_name_not_the_process(
+def test_a_different_number_of_sections_fails_the_edge_not_the_process(
     connected: Connected, ends: tuple[int, ...]
 ) -> None:
     prefill, decode = connected()
@@ -84,20 +84,20 @@ def test_another_number_of_sections_kills_the_edge_by_name_not_the_process(
             decode.close()
 
     mine = (4, 8, 12, 20)
-    sender, receiver = both(lambda: prefill.send(torch.ones(20, dtype=torch.uint8), 5, mine), receive)
+    sender, receiver = in_threads(lambda: prefill.send(torch.ones(20, dtype=torch.uint8), 5, mine), receive)
     assert isinstance(receiver, HandoffError) and not buf.any()
     assert ("sections is 4" if ends[-1] == 20 else "cannot have sections that end at (10,)") in receiver.message
     assert isinstance(sender, HandoffError)
 
 
 @pytest.mark.parametrize("ends", [(0, 8), (4, 4, 8), (6, 4, 8), (4,), (4, 9)])
-def test_sections_that_are_none_are_refused(spec: MakeSpec, ends: tuple[int, ...]) -> None:
+def test_invalid_section_ends_are_refused(spec: MakeSpec, ends: tuple[int, ...]) -> None:
     with pytest.raises(HandoffError, match="8 bytes cannot have sections"):
         GlooEdge(spec("prefill")).send(torch.zeros(8, dtype=torch.uint8), 1, ends)
 
 
 @pytest.mark.parametrize("receive_bytes", [10, 30])
-def test_a_size_that_differs_kills_the_edge_not_the_process(connected: Connected, receive_bytes: int) -> None:
+def test_a_size_mismatch_fails_the_edge_not_the_process(connected: Connected, receive_bytes: int) -> None:
     prefill, decode = connected()
     buf = torch.zeros(receive_bytes, dtype=torch.uint8)
 
@@ -107,14 +107,14 @@ def test_a_size_that_differs_kills_the_edge_not_the_process(connected: Connected
         finally:
             decode.close()
 
-    sender, receiver = both(lambda: prefill.send(torch.ones(20, dtype=torch.uint8), 5), receive)
+    sender, receiver = in_threads(lambda: prefill.send(torch.ones(20, dtype=torch.uint8), 5), receive)
     assert isinstance(receiver, HandoffError) and "bytes is 20" in receiver.message
     assert isinstance(sender, HandoffError)
     assert not buf.any()
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(0, dtype=torch.uint8), torch.zeros(4), torch.zeros(2, 2).byte()])
-def test_a_wrong_buffer_is_refused(spec: MakeSpec, bad: torch.Tensor) -> None:
+def test_an_invalid_buffer_is_refused(spec: MakeSpec, bad: torch.Tensor) -> None:
     edge = GlooEdge(spec("prefill"))
     with pytest.raises(HandoffError, match="uint8, 1-D"):
         edge.send(bad, 1)
@@ -133,12 +133,12 @@ def test_a_timeout_ends_the_edge_and_the_next_generation_works(connected: Connec
     prefill.close()
 
     prefill, decode = connected(generation=2)
-    assert both(lambda: prefill.send(buf + 7, 5), lambda: decode.recv(buf, 5)) == [None, None]
+    assert in_threads(lambda: prefill.send(buf + 7, 5), lambda: decode.recv(buf, 5)) == [None, None]
     assert buf.eq(7).all()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_abort_frees_a_blocked_operation(connected: Connected, side: str) -> None:
+def test_abort_unblocks_a_blocked_operation(connected: Connected, side: str) -> None:
     prefill, decode = connected()
     edge, call = (prefill, prefill.send) if side == "prefill" else (decode, decode.recv)
 
@@ -148,12 +148,12 @@ def test_abort_frees_a_blocked_operation(connected: Connected, side: str) -> Non
         edge.abort()
 
     start = time.monotonic()
-    error, _ = both(lambda: call(torch.zeros(1_000_000, dtype=torch.uint8), 20), abort_soon)
+    error, _ = in_threads(lambda: call(torch.zeros(1_000_000, dtype=torch.uint8), 20), abort_soon)
     assert isinstance(error, HandoffError) and "aborted" in error.message
     assert time.monotonic() - start < 10  # far below the 20 s of the operation
 
 
-def test_an_idle_end_that_closes_is_seen_by_the_blocked_other(connected: Connected) -> None:
+def test_closing_an_idle_end_fails_the_blocked_receive_of_its_peer(connected: Connected) -> None:
     prefill, decode = connected()
     start = time.monotonic()
 
@@ -161,12 +161,12 @@ def test_an_idle_end_that_closes_is_seen_by_the_blocked_other(connected: Connect
         time.sleep(0.1)
         prefill.close()
 
-    error, _ = both(lambda: decode.recv(torch.zeros(10, dtype=torch.uint8), 20), close_soon)
+    error, _ = in_threads(lambda: decode.recv(torch.zeros(10, dtype=torch.uint8), 20), close_soon)
     assert isinstance(error, HandoffError)
     assert time.monotonic() - start < 10
 
 
-def test_abort_before_the_peer_comes(spec: MakeSpec, store: EdgeStore) -> None:
+def test_abort_ends_a_connect_that_waits_for_its_peer(spec: MakeSpec, store: EdgeStore) -> None:
     edge = GlooEdge(spec("decode", connect_timeout_s=20))
 
     def abort_soon() -> None:
@@ -174,7 +174,7 @@ def test_abort_before_the_peer_comes(spec: MakeSpec, store: EdgeStore) -> None:
         edge.abort()
 
     start = time.monotonic()
-    error, _ = both(edge.connect, abort_soon)
+    error, _ = in_threads(edge.connect, abort_soon)
     assert isinstance(error, HandoffError) and "aborted" in error.message
     assert time.monotonic() - start < 10
     assert num_keys(store) == 0
@@ -182,7 +182,7 @@ def test_abort_before_the_peer_comes(spec: MakeSpec, store: EdgeStore) -> None:
         edge.connect()
 
 
-def test_a_peer_that_never_comes_and_a_store_that_is_not_there(spec: MakeSpec) -> None:
+def test_connect_fails_without_a_peer_or_without_a_store(spec: MakeSpec) -> None:
     with pytest.raises(HandoffError, match=r"did not come within 0\.2 s"):
         GlooEdge(spec("prefill", connect_timeout_s=0.2)).connect()
     with socket.socket() as unused:
@@ -196,7 +196,7 @@ def listeners() -> set[tuple[str, int]]:
     return listening(os.getpid())
 
 
-def test_everything_listens_on_the_named_address_only(connected: Connected, store: EdgeStore) -> None:
+def test_edges_and_store_listen_only_on_the_configured_address(connected: Connected, store: EdgeStore) -> None:
     before = listeners()
     assert ("127.0.0.1", store.port) in before
     prefill, decode = connected()
@@ -208,7 +208,7 @@ def test_everything_listens_on_the_named_address_only(connected: Connected, stor
     assert ("127.0.0.1", store.port) not in listeners()
 
 
-def test_nobody_else_gets_in_once_the_pair_stands(connected: Connected) -> None:
+def test_a_connected_pair_accepts_no_other_connection(connected: Connected) -> None:
     before = listeners()
     prefill, decode = connected()
     opened = listeners() - before
@@ -221,14 +221,14 @@ def test_nobody_else_gets_in_once_the_pair_stands(connected: Connected) -> None:
                 stray.connect(("127.0.0.1", port))
     assert len(ports) == 2 and len(os.listdir("/proc/self/fd")) == held
     sent, got = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8), torch.zeros(3_000_001, dtype=torch.uint8)
-    assert both(lambda: prefill.send(sent, 5), lambda: decode.recv(got, 5)) == [None, None]
+    assert in_threads(lambda: prefill.send(sent, 5), lambda: decode.recv(got, 5)) == [None, None]
     assert torch.equal(sent, got)
     prefill.close()
     decode.close()
     assert not opened & listeners()
 
 
-def test_a_second_address_is_honoured_and_a_taken_port_is_one_plain_error(store: EdgeStore) -> None:
+def test_a_store_listens_on_its_address_and_a_port_in_use_is_a_startup_error(store: EdgeStore) -> None:
     other = EdgeStore("127.0.0.2")
     assert ("127.0.0.2", other.port) in listeners()
     other.close()
@@ -236,7 +236,7 @@ def test_a_second_address_is_honoured_and_a_taken_port_is_one_plain_error(store:
         EdgeStore("127.0.0.1", store.port)
 
 
-def test_the_keys_of_one_generation_are_deleted_and_no_others(store: EdgeStore) -> None:
+def test_only_the_keys_of_one_generation_are_deleted(store: EdgeStore) -> None:
     client = store._store
     assert client is not None
     for name in ("a/g1/here/0", "a/g1/0/1", "a/g11/here/0"):

@@ -1,4 +1,4 @@
-"""Edges within a host: the receiver copies out of the sender's memory. Here shared memory stands for a GPU's."""
+"""Edges within a host: the receiver copies from the sender's memory. Here shared memory replaces a GPU's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton.transfer.ipc import IpcEdge
 from baton.transfer.shared_buffers import allocate_shared, export, map_exported
 from tests.support.end_pair import LAYER_BYTES, LAYERS, Pair, equal
 from tests.support.limits import HANG_S
-from tests.support.threads import both
+from tests.support.threads import in_threads
 
 MakeSpec = Callable[..., EdgeSpec]
 Connected = Callable[..., tuple[IpcEdge, IpcEdge]]
@@ -34,7 +34,7 @@ def filled(num_bytes: int) -> torch.Tensor:
     return allocate_shared(num_bytes, CPU).copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
 
 
-def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(connected: Connected) -> None:
+def test_sections_arrive_in_order_with_their_words(connected: Connected) -> None:
     prefill, decode = connected(kind=IpcEdge)
     sent, got, ends = filled(3_000_001), torch.zeros(3_000_001, dtype=torch.uint8), (10, 2_000_000, 3_000_001)
     words, came = [5, (1 << 64) - 1, 0], []
@@ -44,7 +44,7 @@ def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(conn
 
     for _ in range(3):
         came.clear()
-        moved = both(
+        moved = in_threads(
             lambda: prefill.send(sent, 5, ends, words.__getitem__), lambda: decode.recv(got, 5, None, ends, arrived)
         )
         assert moved == [None, None] and came == [(i, word, True) for i, word in enumerate(words)]
@@ -78,17 +78,17 @@ def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(connected: Co
     assert ended == ["sender"] and torch.equal(sent, got)
 
 
-def test_a_new_buffer_under_an_old_descriptor_is_mapped_anew(connected: Connected) -> None:
-    """A buffer too large to keep is dropped, and the next one of its size gets the number of its descriptor."""
+def test_a_new_buffer_with_a_reused_descriptor_is_mapped_again(connected: Connected) -> None:
+    """A buffer too large to keep is dropped, and the next one of its size may reuse its descriptor's number."""
     prefill, decode = connected(kind=IpcEdge)
     for value in (1, 2, 3):
         sent, got = allocate_shared(64, CPU).fill_(value), torch.zeros(64, dtype=torch.uint8)
-        assert both(lambda s=sent: prefill.send(s, HANG_S), lambda g=got: decode.recv(g, HANG_S)) == [None, None]
+        assert in_threads(lambda s=sent: prefill.send(s, HANG_S), lambda g=got: decode.recv(g, HANG_S)) == [None, None]
         assert torch.equal(sent, got)
         del sent
 
 
-async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
+async def test_a_part_is_copied_between_blocks_and_a_damaged_section_is_detected(
     spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = make_buffers("ipc", CPU, 1 << 16)
@@ -109,16 +109,16 @@ async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
     await ends.close()
 
 
-def test_workers_of_two_hosts_are_told_so_at_both_ends(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_different_hosts_are_refused_at_both_ends(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = iter([b"one cpu", b"other cpu"])
     monkeypatch.setattr(ipc, "host_identity", lambda device: next(hosts))
     prefill, decode = IpcEdge(spec("prefill")), IpcEdge(spec("decode"))
-    for error in both(prefill.connect, decode.connect):
+    for error in in_threads(prefill.connect, decode.connect):
         assert isinstance(error, HandoffError) and "needs both workers on one host" in error.message
         assert "one cpu" in error.message and "other cpu" in error.message
 
 
-def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(connected: Connected) -> None:
+def test_abort_unblocks_the_receiver_and_an_unshared_buffer_is_refused(connected: Connected) -> None:
     prefill, decode = connected(kind=IpcEdge)
     got, posted = torch.zeros(64, dtype=torch.uint8), threading.Event()
 
@@ -126,13 +126,13 @@ def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(connecte
         assert posted.wait(HANG_S)
         decode.abort()
 
-    error, _ = both(lambda: decode.recv(got, HANG_S, posted.set), abort)
+    error, _ = in_threads(lambda: decode.recv(got, HANG_S, posted.set), abort)
     assert isinstance(error, HandoffError)
     with pytest.raises(HandoffError, match="not in shared memory"):
         prefill.send(torch.zeros(64, dtype=torch.uint8), 1)
 
 
-def test_another_process_maps_what_was_exported_and_nothing_of_it_is_left() -> None:
+def test_another_process_maps_an_exported_buffer_and_freeing_it_leaves_nothing_open() -> None:
     buf = filled(1000)
     handle = export(buf[:500])
     code = (
@@ -155,8 +155,8 @@ def test_another_process_maps_what_was_exported_and_nothing_of_it_is_left() -> N
         map_exported(handle, CPU)
 
 
-def test_what_is_no_buffer_of_ours_is_neither_mapped_nor_changed(tmp_path: Path) -> None:
-    """In another PID name space the same path names another file: it must not be written, nor made longer."""
+def test_a_file_that_is_not_an_exported_buffer_is_neither_mapped_nor_changed(tmp_path: Path) -> None:
+    """In another PID namespace the same path names another file: it must be neither written nor extended."""
     with (tmp_path / "file").open("w+") as other:
         other.write("abc")
         other.flush()
@@ -167,8 +167,8 @@ def test_what_is_no_buffer_of_ours_is_neither_mapped_nor_changed(tmp_path: Path)
     assert os.readlink("/proc/self/ns/pid").encode() in ipc.host_identity(CPU)
 
 
-def test_a_gpus_buffer_is_exported_once_and_torch_keeps_no_count_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch wraps a storage anew with each export, and keeps its memory until a receiver gives its count back."""
+def test_gpu_memory_is_exported_once_and_its_ipc_counter_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch wraps a storage anew at each export, and keeps its memory until a receiver decrements a counter."""
     calls: list[tuple[str, object]] = []
 
     class Storage:

@@ -1,4 +1,4 @@
-"""An NCCL edge over a group that is none: what it asks of torch, in which order, and how it ends. The real group needs
+"""An NCCL edge over a fake group: which calls it makes to torch, in which order, and how it ends. The real group needs
 GPUs (tests/gpu)."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.support.limits import HANG_S
 
 
 class FakeWork:
-    """An operation that is over when its group says so. Like torch 2.11's, it can be asked for its error by `wait`
-    alone."""
+    """An operation that is complete when its group's `done` is set. As with torch 2.11, only `wait` reports its
+    error."""
 
     def __init__(self, group: FakeGroup) -> None:
         self.group, self.waited = group, False
@@ -45,7 +45,7 @@ class FakeWork:
 
 
 class FakeGroup:
-    """Notes what is launched. `wires` is where the peer's group finds it."""
+    """Records what is launched. Sent tensors go into `wires`, where the peer's group receives them."""
 
     def __init__(self, wires: list[Tensor]) -> None:
         self.wires, self.launched, self.works = wires, [], []
@@ -81,7 +81,7 @@ def edge(side: str = "prefill", wires: list[Tensor] | None = None) -> tuple[Nccl
     return made, made._group
 
 
-def test_all_sections_and_one_message_of_their_words_are_queued_before_anything_is_waited_for() -> None:
+def test_all_sections_and_one_message_of_their_words_are_queued_before_the_first_wait() -> None:
     wires: list[Tensor] = []
     (sender, out), (receiver, into) = edge("prefill", wires), edge("decode", wires)
     buf, got = torch.arange(12, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
@@ -105,9 +105,9 @@ def test_all_sections_and_one_message_of_their_words_are_queued_before_anything_
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("NCCL error: remote process exited")])
-def test_a_failed_operation_is_found_with_every_torch(error: Exception | None) -> None:
-    """`Work.exception` raises TypeError before torch 2.13, and `is_success` of NCCL's always raises, whether something
-    failed or not."""
+def test_a_failed_operation_is_detected_with_every_torch_version(error: Exception | None) -> None:
+    """`Work.exception` raises TypeError before torch 2.13, and NCCL's `is_success` always raises, whether or not the
+    operation failed."""
     made, group = edge()
     group.error = error
     if error is None:
@@ -120,8 +120,8 @@ def test_a_failed_operation_is_found_with_every_torch(error: Exception | None) -
         made.send(torch.zeros(4, dtype=torch.uint8), 1)
 
 
-def test_an_abort_is_seen_before_completion_is_asked_for_and_carried_out_by_the_edges_thread() -> None:
-    """`is_completed` takes a lock that an abort holds, and the interpreter's with it."""
+def test_an_abort_stops_the_polling_and_is_executed_by_the_edge_thread() -> None:
+    """`is_completed` waits for a lock that an abort may hold, and holds the GIL meanwhile."""
     made, group = edge()
     group.done = False
     failed: list[HandoffError] = []
@@ -142,14 +142,14 @@ def test_an_abort_is_seen_before_completion_is_asked_for_and_carried_out_by_the_
     assert group.polled == [False] * len(group.polled), "nobody asked once the abort had begun"
 
 
-def test_an_edge_whose_thread_is_stuck_is_ended_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edge_whose_thread_is_stuck_is_aborted_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_ABORT_GRACE_S", 0.01)
     made, group = edge()
     made.abort()
     assert group.aborting.wait(HANG_S) and group.aborted_by == "edge-abort"
 
 
-def test_a_peer_that_never_comes_costs_the_limit_and_the_edge() -> None:
+def test_an_operation_without_a_peer_times_out_and_aborts_the_edge() -> None:
     made, group = edge()
     group.done = False
     with pytest.raises(HandoffError, match=r"send of 4 bytes failed after 0\.\d+ s: timed out"):
@@ -162,7 +162,7 @@ class FakeOptions(SimpleNamespace):
         super().__init__(config=SimpleNamespace(blocking=None), high=is_high_priority_stream)
 
 
-def made_with(monkeypatch: pytest.MonkeyPatch) -> Any:
+def options_of_tensor_parallel_group(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The options of a tensor-parallel group."""
     found: list[Any] = []
 
@@ -179,17 +179,15 @@ def made_with(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found[0]
 
 
-def test_edges_do_not_block_tensor_parallel_groups_do_and_neither_has_a_timeout_of_torchs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """torch's watchdog sleeps with its lock held when one passes; a group that does not block starts a thread inside
-    NCCL for every collective."""
-    options, group = edge_options(SimpleNamespace(Options=FakeOptions)), made_with(monkeypatch)
+def test_only_edge_groups_are_non_blocking_and_no_group_has_a_torch_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's watchdog sleeps with its lock held when an operation times out; a non-blocking group starts a thread
+    inside NCCL for every collective."""
+    options, group = edge_options(SimpleNamespace(Options=FakeOptions)), options_of_tensor_parallel_group(monkeypatch)
     assert (options.config.blocking, group.config.blocking) == (0, 1)
     assert options._timeout == group._timeout == NEVER
 
 
 @pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
-def test_torchs_own_options_take_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torch_options_class_accepts_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     options = edge_options(torch.distributed.ProcessGroupNCCL)  # type: ignore[attr-defined]
     assert options.config.max_ctas == nccl.MAX_CTAS and options._timeout == NEVER

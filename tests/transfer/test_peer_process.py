@@ -26,9 +26,9 @@ Peers = Callable[[EdgeSpec], Any]
 
 def connected(spec: EdgeSpec, peer: Any) -> GlooEdge:
     edge = GlooEdge(spec)
-    peer.tell("edge", prefix=spec.prefix, generation=spec.generation)
+    peer.send_command("edge", prefix=spec.prefix, generation=spec.generation)
     edge.connect()
-    assert peer.answer() == {}
+    assert peer.read_reply() == {}
     return edge
 
 
@@ -39,8 +39,8 @@ def failure(call: Callable[[], None]) -> tuple[HandoffError, float]:
     return caught.value, time.monotonic() - start
 
 
-def killed_in_the_middle(peer: Any, transfer: Callable[[], None]) -> float:
-    """Repeats `transfer`, kills the peer meanwhile, and returns after how many seconds that was seen."""
+def kill_peer_during(peer: Any, transfer: Callable[[], None]) -> float:
+    """Repeats `transfer`, kills the peer meanwhile, and returns the seconds from then until a transfer failed."""
     killed_at = 0.0
 
     def kill() -> None:
@@ -63,51 +63,55 @@ def killed_in_the_middle(peer: Any, transfer: Callable[[], None]) -> float:
     return took_s
 
 
-def cut(num_bytes: int, sections: int) -> list[int]:
+def section_ends(num_bytes: int, sections: int) -> list[int]:
     return [num_bytes * (index + 1) // sections for index in range(sections)]
 
 
 @pytest.mark.parametrize("sections", [1, 7])
-def test_bytes_errors_and_generations_across_processes(spec: MakeSpec, peers: Peers, sections: int) -> None:
+def test_a_process_receives_bytes_and_detects_a_stopped_or_killed_sender(
+    spec: MakeSpec, peers: Peers, sections: int
+) -> None:
     peer = peers(spec("prefill"))
-    slow = {"connect_timeout_s": 30.0}  # a process that imports torch on a busy machine
+    slow = {"connect_timeout_s": 30.0}  # for importing torch on a busy machine
     edge = connected(spec("decode", 1, **slow), peer)
     buf = torch.empty(5_000_000, dtype=torch.uint8)
-    ends, long_ends = cut(buf.numel(), sections), cut(buf.numel() * 10, sections)
-    peer.tell("send", bytes=buf.numel(), seed=7, ends=ends)
+    ends, long_ends = section_ends(buf.numel(), sections), section_ends(buf.numel() * 10, sections)
+    peer.send_command("send", bytes=buf.numel(), seed=7, ends=ends)
     edge.recv(buf, 20, ends=ends)
-    assert peer.answer() == {}
+    assert peer.read_reply() == {}
     generator = torch.Generator().manual_seed(7)
     assert torch.equal(buf, torch.randint(0, 256, (buf.numel(),), dtype=torch.uint8, generator=generator))
     edge.close()
-    peer.tell("send", bytes=10, seed=1)
-    assert "send of" in peer.answer()["error"]
+    peer.send_command("send", bytes=10, seed=1)
+    assert "send of" in peer.read_reply()["error"]
 
     edge = connected(spec("decode", 2, **slow), peer)  # the next generation, the same two processes
     os.kill(peer.pid, signal.SIGSTOP)
     error, took_s = failure(lambda: edge.recv(buf, 0.5, ends=ends))
-    assert 0.4 < took_s < 3 and "Timed out" in error.message  # a stopped peer is seen by the timeout only
+    assert 0.4 < took_s < 3 and "Timed out" in error.message  # only the timeout detects a stopped peer
     edge.close()
     os.kill(peer.pid, signal.SIGCONT)
 
     edge = connected(spec("decode", 3, **slow), peer)
     for _ in range(40):
-        peer.tell("send", bytes=buf.numel() * 10, seed=0, ends=long_ends)
+        peer.send_command("send", bytes=buf.numel() * 10, seed=0, ends=long_ends)
     long = torch.empty(buf.numel() * 10, dtype=torch.uint8)
-    took_s = killed_in_the_middle(peer, lambda: edge.recv(long, 20, ends=long_ends))
+    took_s = kill_peer_during(peer, lambda: edge.recv(long, 20, ends=long_ends))
     assert took_s < 5  # far below the 20 s of the operation
     edge.close()
 
 
 @pytest.mark.parametrize("sections", [1, 7])
-def test_a_receiver_stopped_or_killed_in_the_middle_of_a_transfer(spec: MakeSpec, peers: Peers, sections: int) -> None:
+def test_a_receiver_stopped_or_killed_during_a_transfer_is_detected(
+    spec: MakeSpec, peers: Peers, sections: int
+) -> None:
     payload = torch.zeros(50_000_000, dtype=torch.uint8)
-    ends = cut(payload.numel(), sections)
+    ends = section_ends(payload.numel(), sections)
     peer = peers(spec("decode"))
     edge = connected(spec("prefill", 1, connect_timeout_s=30.0), peer)
-    peer.tell("recv", bytes=1000)
+    peer.send_command("recv", bytes=1000)
     edge.send(payload[:1000], 20)
-    assert peer.answer() == {"checksum": checksum(b"", payload[:1000])}
+    assert peer.read_reply() == {"checksum": checksum(b"", payload[:1000])}
     os.kill(peer.pid, signal.SIGSTOP)
     error, took_s = failure(lambda: edge.send(payload, 0.5, ends))
     assert 0.4 < took_s < 3 and "Timed out" in error.message
@@ -116,8 +120,8 @@ def test_a_receiver_stopped_or_killed_in_the_middle_of_a_transfer(spec: MakeSpec
 
     edge = connected(spec("prefill", 2, connect_timeout_s=30.0), peer)
     for _ in range(40):
-        peer.tell("recv", bytes=payload.numel(), ends=ends)
-    assert killed_in_the_middle(peer, lambda: edge.send(payload, 20, ends)) < 5
+        peer.send_command("recv", bytes=payload.numel(), ends=ends)
+    assert kill_peer_during(peer, lambda: edge.send(payload, 20, ends)) < 5
     edge.close()
 
 

@@ -1,5 +1,5 @@
 """A resharding plan together with staging, between all tensor-parallel sizes and different block sizes: each (layer, KV
-head, token) of the destination is written exactly once, with what the source has for it, and nothing else is."""
+head, token) of the destination is written exactly once, with the source's content, and nothing else is."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ UNWRITTEN = -1.0
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Tokens [bounds[0], bounds[-1]) of a sequence, in a chunk from each bound to the next. `pages` are the block ids
-    at the source and at the destination, `block_sizes` their sizes."""
+    """Tokens [bounds[0], bounds[-1]) of a sequence, one chunk from each bound to the next. `pages` are the block ids at
+    the source and at the destination, `block_sizes` their sizes."""
 
     heads_per_layer: tuple[int, ...]
     block_sizes: tuple[int, int]
@@ -47,14 +47,14 @@ def hand_overs(draw: st.DrawFn) -> HandOver:
 
 
 def content(layer: int, kv: int, heads: range, tokens: range) -> Tensor:
-    """[tokens, heads, HEAD_DIM]: a number of its own for each place of a whole model's KV, exact in float32."""
+    """[tokens, heads, HEAD_DIM]: a distinct number for each place of a whole model's KV, exact in float32."""
     place = (layer * 2 + kv) * 8 + torch.tensor(list(heads))
     place = place * 1024 + torch.tensor(list(tokens))[:, None]
     return (place[..., None] * HEAD_DIM + torch.arange(HEAD_DIM)).float()
 
 
 def empty(what: HandOver, side: int, tp: int, rank: int) -> Layers:
-    """One rank's caches, with two blocks more than the sequence has."""
+    """One rank's unwritten caches, with two blocks more than the sequence has."""
     blocks, size = len(what.pages[side]) + 2, what.block_sizes[side]
     counts = [len(local_heads(heads, tp, rank)) for heads in what.heads_per_layer]
     caches = [torch.full((2, blocks, size, count, HEAD_DIM), UNWRITTEN) for count in counts]
@@ -62,7 +62,7 @@ def empty(what: HandOver, side: int, tp: int, rank: int) -> Layers:
 
 
 def write(what: HandOver, side: int, tp: int, rank: int, tokens: range) -> Layers:
-    """What a rank's caches hold once it has `tokens` of its own heads, token by token."""
+    """A rank's caches after `tokens` of its own heads were written, token by token."""
     layers, size = empty(what, side, tp, rank), what.block_sizes[side]
     for index, layer in enumerate(layers):
         heads = local_heads(what.heads_per_layer[index], tp, rank)
@@ -89,7 +89,7 @@ def test_edges_and_staging_cover_the_destination_exactly_once(prefill_tp: int, d
             parts = edge_layers(sources[plan.prefill_rank], plan, "prefill")
             wire = pack_tokens(parts, what.pages[0], what.block_sizes[0], start, end)
             assert wire.numel() == plan.bytes_per_token(layout) * (end - start)
-            # Into caches where nothing is written yet: so what this one writes can be told from what others wrote.
+            # Into unwritten caches, so that the writes of this edge are distinguishable from those of others.
             fresh = empty(what, 1, decode_tp, plan.decode_rank)
             unpack_tokens(wire, edge_layers(fresh, plan, "decode"), what.pages[1], what.block_sizes[1], start, end)
             for index, layer in enumerate(fresh):

@@ -1,4 +1,4 @@
-"""A part goes over an edge in sections: packed, sent, checked and stored at the same time, each by itself."""
+"""A part is sent in sections, each packed, sent, checked and stored by itself, concurrently with the others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 @pytest.fixture(autouse=True)
 def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One section is packed before the first is sent, so that four are enough to see all steps overlap."""
+    """Packs one section before the first is sent, so that four suffice to make all steps overlap."""
     monkeypatch.setattr(sections, "AHEAD_BYTES", 1)
 
 
@@ -53,7 +53,7 @@ async def test_a_section_is_stored_before_the_last_is_packed(spec: MakeSpec, mon
 
     monkeypatch.setattr(sections, "pack_layers", packing)
     monkeypatch.setattr(sections, "unpack", storing)
-    ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
+    ends.prefill.worker.run = run_with_sections_requested(ends.prefill)  # type: ignore[method-assign]
     assert await ends.hand_over()
     assert equal(ends.source, ends.target) == [True] * LAYERS
     assert ends.prefill.packed_while_sending == LAYERS - 1
@@ -66,14 +66,14 @@ async def test_some_sections_are_packed_before_the_first_is_sent(
 ) -> None:
     ends = await Pair(spec).connect()
     monkeypatch.setattr(sections, "AHEAD_BYTES", ahead * LAYER_BYTES)
-    ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
+    ends.prefill.worker.run = run_with_sections_requested(ends.prefill)  # type: ignore[method-assign]
     assert await ends.hand_over() and equal(ends.source, ends.target) == [True] * LAYERS
     assert ends.prefill.packed_while_sending == max(LAYERS - ahead, 0)
     await ends.close()
 
 
-def at_once(end: LocalEnd) -> Any:
-    """The end's `run`, with the sections wanted before anything is packed."""
+def run_with_sections_requested(end: LocalEnd) -> Any:
+    """The end's `run`, with the sections requested before any is packed."""
     run = end.worker.run
 
     async def wanted(begin: Any, **more: Any) -> Any:
@@ -83,7 +83,7 @@ def at_once(end: LocalEnd) -> Any:
     return wanted
 
 
-async def test_what_nobody_wants_yet_is_packed_to_its_end(spec: MakeSpec) -> None:
+async def test_a_part_is_packed_completely_before_its_send_is_requested(spec: MakeSpec) -> None:
     ends = await Pair(spec).connect()
     posted = asyncio.Event()
     taking = asyncio.create_task(ends.decode.take(PART, posted.set))
@@ -95,9 +95,7 @@ async def test_what_nobody_wants_yet_is_packed_to_its_end(spec: MakeSpec) -> Non
     await ends.close()
 
 
-async def test_only_a_damaged_section_is_kept_out_of_the_blocks(
-    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_the_damaged_section_is_not_stored(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, damaged = await Pair(spec).connect(), [True, False]
 
     def damage(edge: GlooEdge, buf: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
@@ -113,9 +111,7 @@ async def test_only_a_damaged_section_is_kept_out_of_the_blocks(
 
 
 @pytest.mark.parametrize("with_sums", [False, True])
-async def test_sections_in_each_others_places_are_found(
-    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, with_sums: bool
-) -> None:
+async def test_swapped_sections_are_detected(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, with_sums: bool) -> None:
     ends = await Pair(spec).connect()
 
     def swapped(edge: GlooEdge, buf: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
@@ -131,7 +127,7 @@ async def test_sections_in_each_others_places_are_found(
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_an_abort_between_two_sections_ends_both_and_nothing_more_is_written(
+async def test_an_abort_between_two_sections_ends_both_sides_and_stops_writing(
     side: str, spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = await Pair(spec).connect()
@@ -146,7 +142,7 @@ async def test_an_abort_between_two_sections_ends_both_and_nothing_more_is_writt
         return packed(layers, *where)
 
     monkeypatch.setattr(sections, "pack_layers", packing)
-    ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
+    ends.prefill.worker.run = run_with_sections_requested(ends.prefill)  # type: ignore[method-assign]
     handing_over = asyncio.create_task(ends.hand_over())
     assert await asyncio.to_thread(reached.wait, HANG_S)
     while not all(equal(ends.source, ends.target)[:2]):
@@ -163,9 +159,7 @@ async def test_an_abort_between_two_sections_ends_both_and_nothing_more_is_writt
     await again.close()
 
 
-async def test_what_cannot_be_packed_while_it_is_sent_ends_the_edge(
-    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_packing_failure_during_a_send_ends_the_edge(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = await Pair(spec).connect()
     packed, number = sections.pack_layers, 0
 
@@ -177,7 +171,7 @@ async def test_what_cannot_be_packed_while_it_is_sent_ends_the_edge(
         return packed(layers, *where)
 
     monkeypatch.setattr(sections, "pack_layers", failing)
-    ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
+    ends.prefill.worker.run = run_with_sections_requested(ends.prefill)  # type: ignore[method-assign]
     with pytest.raises(HandoffError, match="the test cannot pack"):
         await ends.hand_over()
     assert ends.prefill.dead is not None
@@ -185,8 +179,8 @@ async def test_what_cannot_be_packed_while_it_is_sent_ends_the_edge(
     assert len(ends.kept[0]) == 0
 
 
-async def test_a_block_outside_is_refused_and_the_edge_lives(spec: MakeSpec) -> None:
-    """Storing failed, not the transfer: the sender has done its part."""
+async def test_an_out_of_range_block_is_refused_and_the_edge_stays_usable(spec: MakeSpec) -> None:
+    """Storing fails, but the transfer does not, so the sender completes."""
     ends = await Pair(spec).connect()
     posted, bad = asyncio.Event(), Part((1, 7), 0, 8, PART.num_bytes, PART.identity)
     taking = asyncio.create_task(ends.decode.take(bad, posted.set))
@@ -199,7 +193,7 @@ async def test_a_block_outside_is_refused_and_the_edge_lives(spec: MakeSpec) -> 
     await ends.close()
 
 
-async def test_ends_that_cut_otherwise_are_told_apart_by_name(spec: MakeSpec) -> None:
+async def test_ends_with_different_section_sizes_fail_with_the_reason(spec: MakeSpec) -> None:
     ends = await Pair(spec).connect()
     ends.decode._rank.section_bytes = 2 * LAYER_BYTES
     with pytest.raises(HandoffError):
@@ -209,7 +203,7 @@ async def test_ends_that_cut_otherwise_are_told_apart_by_name(spec: MakeSpec) ->
     await ends.close()
 
 
-def test_a_part_of_another_size_is_refused_before_anything_is_done() -> None:
+def test_a_part_of_the_wrong_size_is_refused() -> None:
     kept = StagingBuffers(1 << 16)
     for kind in (Packing, Storing):
         part = Part((1, 0), 0, 8, PART.num_bytes - 8, b"who")
@@ -217,7 +211,7 @@ def test_a_part_of_another_size_is_refused_before_anything_is_done() -> None:
             kind(PagedLayers.of(pool(1.0)), BLOCK, part, kept.take(part.num_bytes), LAYER_BYTES)
 
 
-def test_nothing_is_stored_once_it_was_stopped() -> None:
+def test_no_section_is_stored_after_a_stop() -> None:
     source, target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
     storing = Storing(PagedLayers.of(target), BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
     storing.buffer.view.copy_(pack_tokens(source, PART.block_ids, BLOCK, 0, 8))

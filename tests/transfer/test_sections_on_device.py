@@ -1,5 +1,5 @@
-"""Packing and storing as for buffers on a GPU: nothing waits between sections, checksums stay where the buffers are,
-damaged sections are kept out of the blocks. The kernels run in Triton's interpreter, the buffers are on the CPU."""
+"""Packing and storing as for buffers on a GPU: nothing waits between sections, checksums stay on the device, and
+damaged sections are not stored. Here the kernels run in Triton's interpreter, with buffers on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Device:
-    """Two ends without an edge between them; notes what is waited for."""
+    """Two ends without an edge between them; counts the waits for the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits = 0
@@ -50,27 +50,27 @@ class Device:
             self.storing.arrived(index, word)
 
 
-def test_a_part_is_waited_for_twice_whatever_its_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storing_waits_for_the_device_twice_per_part(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     device.move()
     assert device.storing.result() and equal(device.source, device.target) == [True] * LAYERS
     assert (device.waits, device.storing.stored) == (2, LAYERS)
 
 
-def test_a_damaged_section_is_kept_out_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_section_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     device.move(damage=2 * LAYER_BYTES + 5)
     assert not device.storing.result() and equal(device.source, device.target) == [True, True, False, True]
 
 
-def test_nothing_is_written_once_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_block_is_written_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
     device.storing.stop()
     device.move()
     assert device.storing.stored == 0 and equal(device.source, device.target) == [False] * LAYERS
 
 
-def test_a_device_that_hangs_is_an_error_of_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_hangs_fails_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(monkeypatch)
 
     def hang(*_: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_device_that_hangs_is_an_error_of_the_part(monkeypatch: pytest.MonkeyP
     assert equal(device.source, device.target) == [False] * LAYERS
 
 
-def test_kv_is_read_behind_the_step_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_is_read_after_the_step_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, order = Device(monkeypatch), []
     device.packing.before = lambda: order.append("behind")
     pack = sections.pack
@@ -107,7 +107,7 @@ class Event:
         return self.done
 
 
-def test_a_stream_follows_the_step_that_it_names_or_one_behind_it() -> None:
+def test_a_stream_waits_for_the_named_step_or_a_later_one() -> None:
     events: list[Event] = []
 
     def new() -> Event:
@@ -115,17 +115,17 @@ def test_a_stream_follows_the_step_that_it_names_or_one_behind_it() -> None:
         return events[-1]
 
     marks = StepMarks(torch.device("cuda", 0), new)
-    marks.order_behind(3)  # nothing was computed: nothing to follow
+    marks.order_behind(3)  # no step was computed: there is no event to wait for
     for step in range(100, 200):
         marks.record(step)
     marks.order_behind(150)
     assert [n for n, event in enumerate(events) if event.waited] == [50], "not the newest: it would wait for that, too"
-    marks.order_behind(100)  # long ago; the oldest that is known follows it
+    marks.order_behind(100)  # no longer kept: the oldest kept event, of a later step, is used
     assert [n for n, event in enumerate(events) if event.waited] == [36, 50]
     assert all(event.recorded == 1 for event in events)
 
 
-def test_a_wait_for_a_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_device_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     event = Event()
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     with pytest.raises(HandoffError, match=r"cuda:0 did not finish the edge's work within 0\.0 s"):
@@ -134,7 +134,7 @@ def test_a_wait_for_a_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.finish(torch.device("cuda", 0), 0.01)
 
 
-def test_an_edges_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edge_thread_has_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     from contextlib import contextmanager
 
     entered: list[Any] = []
@@ -155,7 +155,7 @@ def test_an_edges_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_device_that_hangs_while_blocks_are_written_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is queued may be written when the blocks belong to another sequence."""
+    """The queued writes may run when the blocks already belong to another sequence."""
     device = Device(monkeypatch)
     calls = []
 
@@ -170,8 +170,8 @@ def test_a_device_that_hangs_while_blocks_are_written_ends_the_worker(monkeypatc
         device.storing.result()
 
 
-def test_staging_buffers_are_never_memory_that_the_engine_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch gives freed memory away on the stream that it was used on: buffers have a stream of their own."""
+def test_staging_buffers_are_allocated_on_their_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reuses freed memory on the stream that it was used on, so staging buffers have a stream of their own."""
     from contextlib import contextmanager
 
     current = ["engine"]

@@ -52,15 +52,15 @@ def chunks(draw: st.DrawFn) -> tuple[KVLayout, int, list[int], list[int], int, i
 @pytest.mark.parametrize("most_runs", [0, 2, 99], ids=["token by token", "some of each", "run by run"])
 @settings(max_examples=100, deadline=None)
 @given(chunk=chunks())
-def test_pack_equals_the_plain_twin_and_unpack_inverts_it(
+def test_pack_equals_the_plain_implementation_and_unpack_inverts_it(
     most_runs: int, chunk: tuple[KVLayout, int, list[int], list[int], int, int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_MOST_RUNS", most_runs)
-        check_against_the_twin(chunk)
+        check_against_plain_pack(chunk)
 
 
-def check_against_the_twin(chunk: tuple[KVLayout, int, list[int], list[int], int, int]) -> None:
+def check_against_plain_pack(chunk: tuple[KVLayout, int, list[int], list[int], int, int]) -> None:
     layout, num_blocks, source, target, start, end = chunk
     layers, others = random_layers(layout, num_blocks, 1), random_layers(layout, num_blocks, 2)
     before = [(k.clone(), v.clone()) for k, v in others]
@@ -96,7 +96,7 @@ def test_neighbouring_blocks_make_one_run(
 
 
 @pytest.mark.parametrize("most_runs", [0, 2])
-def test_unpack_into_a_run_of_heads_leaves_the_others(most_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpack_into_some_heads_does_not_change_the_others(most_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_MOST_RUNS", most_runs)
     whole = random_layers(KVLayout(4, (LayerKV(3, 8, "bfloat16"),)), 4, 1)
     before = [cache.clone() for cache in whole[0]]
@@ -109,7 +109,7 @@ def test_unpack_into_a_run_of_heads_leaves_the_others(most_runs: int, monkeypatc
         assert torch.equal(cache[:2], was[:2]) and torch.equal(cache[2, 0], was[2, 0])
 
 
-def test_the_two_ends_may_page_differently() -> None:
+def test_the_two_ends_may_have_different_block_sizes() -> None:
     layer = (LayerKV(2, 8, "bfloat16"),) * 2
     source, target = random_layers(KVLayout(4, layer), 6, 1), random_layers(KVLayout(16, layer), 3, 2)
     buf = pack_tokens(source, [5, 0, 3, 1, 2], 4, 3, 19)
@@ -117,7 +117,7 @@ def test_the_two_ends_may_page_differently() -> None:
     assert torch.equal(pack_tokens(target, [2, 0], 16, 3, 19), buf)
 
 
-def test_pack_into_a_given_buffer() -> None:
+def test_pack_writes_into_a_given_buffer() -> None:
     layout = KVLayout(4, (LayerKV(2, 8, "float32"),))
     layers = random_layers(layout, 3, 1)
     paged, out = PagedLayers.of(layers), torch.empty(layout.bytes_per_token * 5, dtype=torch.uint8)
@@ -126,7 +126,7 @@ def test_pack_into_a_given_buffer() -> None:
 
 
 @pytest.mark.parametrize("block_ids", [[1, 2, 3], [3, 1, 2]], ids=["one run", "scattered"])
-def test_layers_are_packed_one_by_one_and_their_checksum_is_that_of_the_whole(
+def test_layers_packed_one_by_one_have_the_checksum_of_the_whole_chunk(
     block_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "_MOST_RUNS", 1)
@@ -143,7 +143,7 @@ def test_layers_are_packed_one_by_one_and_their_checksum_is_that_of_the_whole(
     assert checksum_parts(b"who", pack_layers(paged, slots, out)) == checksum(b"who", whole)
 
 
-def test_some_of_the_paged_layers_are_packed_as_these_alone() -> None:
+def test_a_slice_of_the_paged_layers_packs_only_these_layers() -> None:
     layers = random_layers(KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 3, "bfloat16")) * 2), 4, 1)
     paged = PagedLayers.of(layers)
     for block_ids in ([1, 2], [2, 0]):
@@ -156,13 +156,13 @@ def test_some_of_the_paged_layers_are_packed_as_these_alone() -> None:
     ("block_ids", "start", "end"),
     [([0], 0, 5), ([0], 2, 2), ([0], 3, 1), ([0], -1, 2), ([], 0, 1), ([3], 0, 1), ([-1], 0, 1)],
 )
-def test_what_lies_outside_is_refused(block_ids: list[int], start: int, end: int) -> None:
+def test_tokens_or_blocks_out_of_range_are_refused(block_ids: list[int], start: int, end: int) -> None:
     layers = random_layers(KVLayout(4, (LayerKV(1, 2, "float32"),)), 3, 1)
     with pytest.raises(HandoffError, match="chunk"):
         pack_tokens(layers, block_ids, 4, start, end)
 
 
-def test_a_buffer_of_the_wrong_size_writes_nothing() -> None:
+def test_a_buffer_of_the_wrong_size_is_refused_before_anything_is_written() -> None:
     layers = random_layers(KVLayout(4, (LayerKV(1, 2, "float32"),)), 3, 1)
     before = layers[0][0].clone()
     with pytest.raises(HandoffError, match="expected 32"):
@@ -170,7 +170,7 @@ def test_a_buffer_of_the_wrong_size_writes_nothing() -> None:
     assert torch.equal(layers[0][0], before)
 
 
-def test_checksum_sees_a_flipped_bit_and_a_swapped_identity() -> None:
+def test_checksum_detects_a_flipped_bit_and_a_different_identity() -> None:
     buf = torch.arange(1000).to(torch.uint8)
     mine = b"request-1"
     good = checksum(mine, buf)

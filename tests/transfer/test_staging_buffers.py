@@ -1,4 +1,4 @@
-"""Kept staging buffers: what is used again, what never is, the bound; by themselves, then at two ends of an edge."""
+"""Kept staging buffers: which are reused, which never are, the limit; by themselves, then at both ends of an edge."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.end_pair import PART, Pair, equal
 MakeSpec = Callable[..., EdgeSpec]
 
 
-def test_the_smallest_that_is_large_enough_is_used_again() -> None:
+def test_the_smallest_sufficient_buffer_is_reused() -> None:
     buffers = StagingBuffers(1000)
     large, small = buffers.take(400), buffers.take(100)
     buffers.give_back(large)
@@ -29,7 +29,7 @@ def test_the_smallest_that_is_large_enough_is_used_again() -> None:
     assert (buffers.allocated, buffers.reused) == (3, 2)
 
 
-def test_a_dropped_buffer_is_never_used_again() -> None:
+def test_a_dropped_buffer_is_never_reused() -> None:
     buffers = StagingBuffers(1000)
     buffers.drop(buffers.take(100))
     assert len(buffers) == buffers.idle_bytes == 0
@@ -37,19 +37,19 @@ def test_a_dropped_buffer_is_never_used_again() -> None:
     assert (buffers.allocated, buffers.reused) == (2, 0)
 
 
-def test_a_larger_one_takes_the_place_of_smaller_ones_and_not_the_other_way() -> None:
+def test_a_larger_buffer_replaces_smaller_ones_within_the_limit() -> None:
     buffers = StagingBuffers(100)
     taken = [buffers.take(size) for size in (30, 40, 60)]
     for buffer in taken:
         buffers.give_back(buffer)
     assert (len(buffers), buffers.idle_bytes) == (2, 100)
-    buffers.give_back(buffers.take(101))  # more than all that may be kept
+    buffers.give_back(buffers.take(101))  # more than may be kept in all
     one, other = buffers.take(40), buffers.take(60)
     assert (one.whole, other.whole) == (taken[1].whole, taken[2].whole)
 
 
 @given(st.integers(0, 300), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200)), max_size=60))
-def test_memory_beyond_what_is_in_use_keeps_the_bound(limit: int, moves: list[tuple[int, int]]) -> None:
+def test_idle_memory_stays_within_the_limit(limit: int, moves: list[tuple[int, int]]) -> None:
     buffers, taken = StagingBuffers(limit), list[StagingBuffer]()
     for move, number in moves:
         if move < 2 or not taken:
@@ -63,11 +63,11 @@ def test_memory_beyond_what_is_in_use_keeps_the_bound(limit: int, moves: list[tu
         assert sum(map(torch.Tensor.numel, held)) - in_use == buffers.idle_bytes <= limit
 
 
-def test_all_ranks_together_keep_a_quarter() -> None:
+def test_all_ranks_together_keep_a_quarter_of_the_staging_memory() -> None:
     assert 3 * kept_limit(1200, 3) == 1200 // 4
 
 
-async def test_the_second_chunk_reuses_at_both_ends(spec: MakeSpec) -> None:
+async def test_the_second_chunk_reuses_the_buffers_of_both_ends(spec: MakeSpec) -> None:
     kept = (StagingBuffers(4096), StagingBuffers(4096))
     ends = await Pair(spec, kept=kept).connect()
     for value in (1.0, 2.0, 3.0):
@@ -78,7 +78,7 @@ async def test_the_second_chunk_reuses_at_both_ends(spec: MakeSpec) -> None:
 
 
 @pytest.mark.parametrize("torn", ["prefill", "decode"])
-async def test_what_an_aborted_transfer_used_is_not_used_again(torn: str, spec: MakeSpec) -> None:
+async def test_buffers_of_an_aborted_transfer_are_not_reused(torn: str, spec: MakeSpec) -> None:
     kept = (StagingBuffers(4096), StagingBuffers(4096))
     ends = await Pair(spec, kept=kept).connect()
     assert await ends.hand_over()
@@ -99,7 +99,7 @@ async def test_what_an_aborted_transfer_used_is_not_used_again(torn: str, spec: 
     await again.close()
 
 
-async def test_what_was_packed_and_not_sent_and_what_could_not_be_packed_is_not_kept(spec: MakeSpec) -> None:
+async def test_buffers_that_were_not_sent_or_could_not_be_packed_are_not_kept(spec: MakeSpec) -> None:
     buffers = StagingBuffers(4096)
     ends = Pair(spec, kept=(buffers, buffers))
     await ends.prefill.fill(PART, 0)
@@ -110,7 +110,7 @@ async def test_what_was_packed_and_not_sent_and_what_could_not_be_packed_is_not_
     await ends.close()
 
 
-def test_no_more_buffers_are_kept_than_their_number_allows() -> None:
+def test_the_number_of_kept_buffers_is_limited() -> None:
     buffers = StagingBuffers(1 << 30)
     taken = [buffers.take(size) for size in range(1, MAX_KEPT + 10)]
     for buffer in taken:

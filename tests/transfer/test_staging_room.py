@@ -1,4 +1,4 @@
-"""Who gets staging memory, and when."""
+"""In which order staging memory is granted, and up to which limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUT = KVLayout(1, (LayerKV(1, 1, "bfloat16"),))
 
 
 class Holders:
-    """Tasks that each hold bytes of a room of `limit` until they are told to let go."""
+    """Tasks that each hold bytes of a room of `limit` until `release` is called."""
 
     def __init__(self, limit: int) -> None:
         self.room = StagingRoom(limit, LAYOUT)
@@ -23,7 +23,7 @@ class Holders:
         self._let_go: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def come(self, name: str, num_bytes: int, timeout_s: float = 5.0) -> None:
+    async def acquire(self, name: str, num_bytes: int, timeout_s: float = 5.0) -> None:
         let_go = self._let_go[name] = asyncio.Event()
 
         async def hold() -> None:
@@ -34,27 +34,27 @@ class Holders:
         self.tasks[name] = asyncio.create_task(hold())
         await asyncio.sleep(0.001)
 
-    async def leave(self, name: str) -> None:
+    async def release(self, name: str) -> None:
         self._let_go[name].set()
         await self.tasks[name]
         await asyncio.sleep(0.001)
 
 
-async def test_a_large_piece_is_not_overtaken() -> None:
+async def test_a_large_request_is_not_overtaken() -> None:
     holders = Holders(100)
     for name, size in (("a", 60), ("large", 90), ("small", 10)):
-        await holders.come(name, size)
+        await holders.acquire(name, size)
     assert holders.served == ["a"]
-    await holders.leave("a")
+    await holders.release("a")
     assert holders.served == ["a", "large", "small"] and holders.room.taken_bytes == 100
 
 
 @pytest.mark.parametrize("gives_up", ["its time is over", "it is cancelled"])
-async def test_who_waits_no_longer_lets_the_next_pass(gives_up: str) -> None:
+async def test_a_waiter_that_times_out_or_is_cancelled_unblocks_the_next(gives_up: str) -> None:
     holders = Holders(100)
-    await holders.come("a", 60)
-    await holders.come("large", 90, timeout_s=0.05)
-    await holders.come("small", 10)
+    await holders.acquire("a", 60)
+    await holders.acquire("large", 90, timeout_s=0.05)
+    await holders.acquire("small", 10)
     if gives_up == "it is cancelled":
         holders.tasks["large"].cancel()
     (ended,) = await asyncio.gather(holders.tasks["large"], return_exceptions=True)
@@ -67,7 +67,7 @@ async def test_who_waits_no_longer_lets_the_next_pass(gives_up: str) -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "message"), [(101, "101 bytes of KV do not fit into 100"), (0, "cannot be"), (-9, "cannot be")]
 )
-async def test_what_can_never_be_held_is_refused_at_once(num_bytes: int, message: str) -> None:
+async def test_an_impossible_size_is_refused_immediately(num_bytes: int, message: str) -> None:
     room = StagingRoom(100, LAYOUT)
     with pytest.raises(HandoffError, match=message):
         async with room.hold(num_bytes, 5.0):
@@ -76,7 +76,7 @@ async def test_what_can_never_be_held_is_refused_at_once(num_bytes: int, message
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_the_bound_holds_and_everybody_is_served_in_order(seed: int) -> None:
+async def test_the_limit_is_kept_and_requests_are_served_in_order(seed: int) -> None:
     random, room, served = Random(seed), StagingRoom(50, LAYOUT), []  # type: ignore[var-annotated]
 
     async def hold(index: int, num_bytes: int) -> None:

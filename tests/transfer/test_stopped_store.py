@@ -1,4 +1,4 @@
-"""A store whose process is stopped answers nothing and closes nothing: what waits for it ends all the same."""
+"""A store whose process is stopped sends no reply and closes no connection: callers that wait for it still end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StoreProcess:
         self.port, self.test = int(self.process.stdout.readline()), 0
 
     def stop(self, for_s: float = 0.0) -> None:
-        if for_s:  # from another process: this one may hang itself
+        if for_s:  # from another process: this one may hang
             subprocess.Popen(["sh", "-c", f"sleep {for_s}; kill -CONT {self.process.pid}"])
         os.kill(self.process.pid, signal.SIGSTOP)
 
@@ -58,33 +58,33 @@ def store_process() -> Iterator[StoreProcess]:
 
 
 @pytest.fixture
-def elsewhere(store_process: StoreProcess) -> Iterator[StoreProcess]:
-    """The process, with keys of its own for each test."""
+def external_store(store_process: StoreProcess) -> Iterator[StoreProcess]:
+    """The store's process, with separate keys for each test."""
     store_process.test += 1
     yield store_process
     os.kill(store_process.process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.long), "meanwhile"])
-async def test_an_edge_ends_while_its_store_is_stopped(elsewhere: StoreProcess, when: str) -> None:
-    edge = elsewhere.edge()
+async def test_a_connect_times_out_while_its_store_is_stopped(external_store: StoreProcess, when: str) -> None:
+    edge = external_store.edge()
     if when == "before":
-        elsewhere.stop()
+        external_store.stop()
     connecting = asyncio.create_task(edge.connect())
     if when == "meanwhile":
-        await asyncio.sleep(0.4)  # it has a connection and asks for its peer
+        await asyncio.sleep(0.4)  # it is connected and polls for its peer
         assert edge.in_flight == "connect"
-        elsewhere.stop()
+        external_store.stop()
     with pytest.raises(HandoffError, match="connect outlasted its limit"):
         await asyncio.wait_for(connecting, HANG_S)
     assert await edge.close(HANG_S)
 
 
-async def test_an_abort_reaches_a_call_of_a_stopped_store(elsewhere: StoreProcess) -> None:
-    edge = elsewhere.edge(limit_s=10 * HANG_S)
+async def test_abort_ends_a_connect_that_waits_for_a_stopped_store(external_store: StoreProcess) -> None:
+    edge = external_store.edge(limit_s=10 * HANG_S)
     connecting = asyncio.create_task(edge.connect())
     await asyncio.sleep(0.4)
-    elsewhere.stop()
+    external_store.stop()
     await asyncio.sleep(0.1)
     edge.abort("its link ended")
     with pytest.raises(HandoffError, match="its link ended"):
@@ -92,36 +92,36 @@ async def test_an_abort_reaches_a_call_of_a_stopped_store(elsewhere: StoreProces
     assert await edge.close(HANG_S)
 
 
-async def test_several_edges_of_one_store_end_too(elsewhere: StoreProcess) -> None:
-    elsewhere.stop()
-    edges = [elsewhere.edge(generation) for generation in (1, 2, 3)]
+async def test_several_connects_to_one_stopped_store_fail(external_store: StoreProcess) -> None:
+    external_store.stop()
+    edges = [external_store.edge(generation) for generation in (1, 2, 3)]
     results = await asyncio.gather(*(edge.connect() for edge in edges), return_exceptions=True)
     assert all(isinstance(result, HandoffError) for result in results), results
     assert all([await edge.close(HANG_S) for edge in edges])
 
 
-async def test_nothing_else_is_shut_down(elsewhere: StoreProcess, store: EdgeStore) -> None:
-    """Neither other connections to the stopped store nor an edge that is made in another one."""
-    own = socket.create_connection(("127.0.0.1", elsewhere.port))
-    elsewhere.stop()
-    later = asyncio.create_task(elsewhere.edge().connect())
+async def test_other_connections_and_stores_are_not_shut_down(external_store: StoreProcess, store: EdgeStore) -> None:
+    """Neither other connections to the stopped store nor an edge that connects through another store."""
+    own = socket.create_connection(("127.0.0.1", external_store.port))
+    external_store.stop()
+    later = asyncio.create_task(external_store.edge().connect())
     ends = [EdgeWorker(EdgeSpec(store.host, store.port, "y/g1", 1, side)) for side in ("prefill", "decode")]  # type: ignore[arg-type]
     await asyncio.gather(*(end.connect() for end in ends))
     with pytest.raises(HandoffError):
         await asyncio.wait_for(later, HANG_S)
-    await asyncio.sleep(1.0)  # by now what can be shut down is
+    await asyncio.sleep(1.0)  # long enough for any shutdown
     own.setblocking(False)
-    with pytest.raises(BlockingIOError):  # it stands; one that was shut down would say its end
+    with pytest.raises(BlockingIOError):  # open: after a shutdown recv would return
         own.recv(1)
     own.close()
     assert num_keys(store) == 0 and all([await end.close(HANG_S) for end in ends])
 
 
-async def test_another_edge_of_the_same_store_goes_on(elsewhere: StoreProcess) -> None:
-    edges = [elsewhere.edge(generation, limit_s=10 * HANG_S) for generation in (1, 2)]
+async def test_abort_of_one_edge_does_not_end_another_of_the_same_store(external_store: StoreProcess) -> None:
+    edges = [external_store.edge(generation, limit_s=10 * HANG_S) for generation in (1, 2)]
     connecting = [asyncio.create_task(edge.connect()) for edge in edges]
     await asyncio.sleep(0.4)  # both have a connection
-    elsewhere.stop()
+    external_store.stop()
     for edge, task in zip(edges, connecting, strict=True):
         assert edge.dead is None and not task.done()
         edge.abort("its link ended")
@@ -130,18 +130,18 @@ async def test_another_edge_of_the_same_store_goes_on(elsewhere: StoreProcess) -
             await task
 
 
-async def test_a_stopped_store_does_not_hold_the_whole_process(elsewhere: StoreProcess) -> None:
-    edge = elsewhere.edge(limit_s=HANG_S)
+async def test_a_stopped_store_does_not_block_the_whole_process(external_store: StoreProcess) -> None:
+    edge = external_store.edge(limit_s=HANG_S)
     connecting = asyncio.create_task(edge.connect())
     await asyncio.sleep(0.4)
-    elsewhere.stop(for_s=3.0)
+    external_store.stop(for_s=3.0)
     began = last = time.monotonic()
-    edge.abort("its link ended")  # between two looks for its peer: it deletes its keys
+    edge.abort("its link ended")  # between two polls for its peer: it deletes its keys
     silent_s = 0.0
     while last - began < 2.0:
         silent_s, last = max(silent_s, time.monotonic() - last), time.monotonic()
         await asyncio.sleep(0.01)
-    assert silent_s < 2.0  # it was as long as the store was stopped
+    assert silent_s < 2.0  # a blocked process is silent as long as the store is stopped
     with pytest.raises(HandoffError, match="its link ended"):
         await connecting
     assert await edge.close(HANG_S)

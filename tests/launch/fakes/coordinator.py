@@ -1,7 +1,7 @@
-"""Stands in for the coordinator: ports, ready-file, GET /workers, drain on SIGTERM. Workers join over HTTP.
+"""A fake coordinator: ports, ready-file, GET /workers, drain on SIGTERM. Workers join over HTTP.
 
-FAKE_COORDINATOR selects trouble: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after two
-workers joined).
+FAKE_COORDINATOR selects a failure: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after
+two workers joined).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", options.port[-1]), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    stops: list[int] = []  # not an Event: its `set` in a handler can meet its own lock, held by `wait`
+    stops: list[int] = []  # not an Event: `set` in a handler can deadlock on the lock that `wait` holds
     signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
     address = f"127.0.0.1:{server.server_address[1]}"
     partial = options.ready_file.with_suffix(".tmp")

@@ -1,6 +1,6 @@
-"""Stands in for a worker: joins the fake coordinator and polls it for Drain.
+"""A fake worker: joins the fake coordinator and polls it for Drain.
 
-FAKE_WORKER selects trouble: `refuse` (startup error), `crash` (dies before joining), `stubborn` (ignores Drain).
+FAKE_WORKER selects a failure: `refuse` (startup error), `crash` (dies before joining), `stubborn` (ignores Drain).
 """
 
 from __future__ import annotations
