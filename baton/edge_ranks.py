@@ -277,7 +277,7 @@ class FollowerEnds:
             case CloseEdge():
                 return int(await end.close(order.timeout_s))
             case _:
-                raise HandoffError(f"a follower does not know the order {type(order).__name__}")
+                raise HandoffError(f"unknown order {type(order).__name__}")
         return 0
 
     def _send(self, report: object) -> None:

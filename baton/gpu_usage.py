@@ -37,7 +37,7 @@ async def _watch(uuids: Sequence[str], report: Callable[[GpuUsage | None], None]
             await asyncio.sleep(INTERVAL_S)
     except nvml.NVMLError as error:
         report(None)
-        log.warning("memory and utilisation of the GPU are not known: NVML: %s", error)
+        log.warning("cannot read memory and utilisation of the GPU: NVML: %s", error)
 
 
 def read_usage(uuids: Sequence[str], nvml: ModuleType) -> GpuUsage:

@@ -41,7 +41,7 @@ def read_regular(path: str, flag: str, most: int, *, secret: bool) -> bytes:
         raise StartupError(f"{flag} {path}: {error.strerror or error}") from None
     if secret and status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
         mode = f"{status.st_mode & 0o777:o}"
-        raise StartupError(f"{flag} {path}: everybody may read or write it (mode {mode}); chmod 600")
+        raise StartupError(f"{flag} {path}: it is world-readable or world-writable (mode {mode}); chmod 600")
     return data
 
 

@@ -37,7 +37,7 @@ from baton.transfer.staging_buffers import kept_limit
 log = logging.getLogger("baton.worker")
 
 RETRY_S = 1.0
-VERDICT_S = 0.5
+LOSS_REPORT_WAIT_S = 0.5
 """How long a failed operation waits for the channel to report which rank was lost; the process ends meanwhile."""
 LAST_MESSAGE_S = 2.0
 """How long the other ranks let a rank that reported an error exit first, so that the agent takes its exit code."""
@@ -64,7 +64,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
     store = open_store(os.environ)
     limit_s = CONNECT_TIMEOUT_S if ranks.on_one_node else MEET_TIMEOUT_S
     channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error), limit_s)
-    with _telling(channel):
+    with _reporting_errors(channel):
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
         runner.lead(channel.send)
@@ -76,10 +76,10 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     """Computes the steps that the leader plans until the leader has drained."""
     configure_nccl()
     store, channel = _join(ranks)
-    with _telling(channel):
+    with _reporting_errors(channel):
         runner = load_runner(options, ranks=ranks, store=store)
         ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report)
-        channel.take_orders(ends.obey)
+        channel.set_order_handler(ends.obey)
         channel.serving()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and reports when all is done
         log.info("rank %d of %d follows", ranks.rank, ranks.size)
@@ -119,14 +119,14 @@ def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEn
 
 
 @contextmanager
-def _telling(channel: Channel) -> Iterator[None]:
+def _reporting_errors(channel: Channel) -> Iterator[None]:
     """Reports an error in the block to the other ranks before it propagates."""
     try:
         yield
     except BaseException as error:
         found = innermost(error)
         if isinstance(found, RankLost):
-            time.sleep(VERDICT_S)  # the channel detects which rank is lost, and ends this process
+            time.sleep(LOSS_REPORT_WAIT_S)  # the channel detects which rank is lost, and ends this process
             if channel.lost is not None:
                 time.sleep(2 * LAST_MESSAGE_S)
         line = found.message if isinstance(found, BatonError) else f"{type(found).__name__}: {found}"
@@ -140,5 +140,5 @@ def _end(ranks: Ranks, error: RankLost) -> None:
     if error.code == RANK_FAILED:
         time.sleep(LAST_MESSAGE_S)
     record_error(error.message)
-    print(f"{error_line(error)} (seen by rank {ranks.rank})", file=sys.stderr, flush=True)
+    print(f"{error_line(error)} (detected by rank {ranks.rank})", file=sys.stderr, flush=True)
     os._exit(EXIT_RANK_LOST)

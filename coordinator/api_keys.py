@@ -19,7 +19,7 @@ from dataclasses import fields
 from baton.core.config import nearest
 from baton.core.errors import StartupError, Unauthenticated
 from baton.token_file import read_regular
-from coordinator.policy.quotas import ANYBODY, Client, Limits
+from coordinator.policy.quotas import ANONYMOUS, Client, Limits
 
 FLAG = "--api-key-file"
 MIN_CHARS = 16
@@ -41,9 +41,9 @@ class ApiKeys:
         return bool(self._clients)
 
     def named(self, name: str) -> Client | None:
-        """Returns the client whose key has this name, if any. Without any keys, returns ANYBODY."""
+        """Returns the client whose key has this name, if any. Without any keys, returns ANONYMOUS."""
         if not self._clients:
-            return ANYBODY
+            return ANONYMOUS
         return next((client for client in self._clients.values() if client.key == name), None)
 
     def client(self, authorization: str) -> Client:
@@ -53,7 +53,7 @@ class ApiKeys:
             Unauthenticated: it is not `Bearer` and one of the keys.
         """
         if not self._clients:
-            return ANYBODY
+            return ANONYMOUS
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated("an API key is needed: `Authorization: Bearer KEY`", code="missing_api_key")

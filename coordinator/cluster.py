@@ -131,7 +131,7 @@ class Cluster:
 
     def forget(self, in_flight: InFlight) -> None:
         """Ends a request and removes it, so that its id can be reused."""
-        self.end(in_flight, "its reader has gone")
+        self.end(in_flight, "the client disconnected")
         name = in_flight.request.name
         if self._in_flight.get(name) is in_flight:
             del self._in_flight[name]
@@ -202,7 +202,7 @@ class Cluster:
                 log.info("%s has left", worker)
                 self.workers.left(worker, incarnation)
                 self._outgoing.pop(worker, None)
-                self._execute(self.requests.worker_gone(worker, "it drained", time.monotonic(), drained=True))
+                self._execute(self.requests.on_worker_lost(worker, "it drained", time.monotonic(), drained=True))
                 return False
             case _:
                 raise InvariantError(f"{worker} sent {type(message).__name__}")
@@ -241,7 +241,7 @@ class Cluster:
             await asyncio.sleep(TICK_S)
             # Leases do not run while messages wait unread: a process that was stopped first reads what arrived
             # meanwhile.
-            for worker, why in self.workers.expire(self._lease_clock.look(time.monotonic())):
+            for worker, why in self.workers.expire(self._lease_clock.advance(time.monotonic())):
                 self._outgoing.pop(worker.worker_id, None)
                 self._lost(worker, why)
             self._execute(self.requests.tick(time.monotonic()))
@@ -275,7 +275,7 @@ class Cluster:
 
     def _lost(self, worker: Worker, why: str) -> None:
         before = self.requests.rescheduled
-        self._execute(self.requests.worker_gone(worker.worker_id, why, time.monotonic(), drained=False))
+        self._execute(self.requests.on_worker_lost(worker.worker_id, why, time.monotonic(), drained=False))
         moved = self.requests.rescheduled - before
         log.warning("%s worker %s is lost: %s; %d requests rescheduled", worker.role, worker.worker_id, why, moved)
 

@@ -14,20 +14,20 @@ import gc
 import sys
 from collections.abc import Callable
 
-LOOK_S = 1.0
+POLL_S = 1.0
 IDLE_BLOCKS = 50_000  # of Python's allocator, about 60 bytes each
 BUSY_BLOCKS = 1_500_000
 _NEVER = 1_000_000_000
 
 
-async def search_when_grown(in_flight: Callable[[], int]) -> None:
+async def collect_when_grown(in_flight: Callable[[], int]) -> None:
     """Runs until cancelled; Python's own full collections are disabled meanwhile."""
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
     known = sys.getallocatedblocks()
     try:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             blocks = sys.getallocatedblocks()
             known = min(known, blocks)
             if blocks - known >= (max(BUSY_BLOCKS, known) if in_flight() else IDLE_BLOCKS):

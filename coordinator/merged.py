@@ -26,7 +26,7 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T
                 yield item
                 waiting[asyncio.ensure_future(anext(source))] = source
     finally:
-        await _to_its_end(_close(list(waiting), sources))
+        await _run_to_completion(_close(list(waiting), sources))
 
 
 async def _close(tasks: Sequence[asyncio.Future[T]], sources: Sequence[AsyncGenerator[T, None]]) -> None:
@@ -36,7 +36,7 @@ async def _close(tasks: Sequence[asyncio.Future[T]], sources: Sequence[AsyncGene
     await asyncio.gather(*(source.aclose() for source in sources))
 
 
-async def _to_its_end(cleanup: Coroutine[Any, Any, None]) -> None:
+async def _run_to_completion(cleanup: Coroutine[Any, Any, None]) -> None:
     """Runs `cleanup` to completion, then raises a cancellation that arrived meanwhile. `cleanup` must not block."""
     task, cancelled = asyncio.ensure_future(cleanup), None
     while not task.done():

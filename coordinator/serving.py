@@ -29,7 +29,7 @@ from coordinator.cluster import Cluster
 from coordinator.connections import allow_connections
 from coordinator.control import serve_control
 from coordinator.front_tls import read_front_tls
-from coordinator.garbage import search_when_grown
+from coordinator.garbage import collect_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import HttpServer, bind
@@ -102,7 +102,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             *serving,
             asyncio.create_task(cluster.tick(), name="cluster tick"),
             asyncio.create_task(loop_watch.run(), name="loop watch"),
-            asyncio.create_task(search_when_grown(lambda: len(cluster.requests)), name="garbage"),
+            asyncio.create_task(collect_when_grown(lambda: len(cluster.requests)), name="garbage"),
         ]
         batches = app.state.batches
         if batches is not None:

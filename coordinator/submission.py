@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from baton.core.events import SpeculationCounters
 from baton.core.request import FinishReason, SamplingParams, TokenLogprob
-from coordinator.policy.quotas import ANYBODY, Client
+from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.timeline import Timeline
 from coordinator.structured_output import Constraint
 
@@ -31,7 +31,7 @@ class Submission:
     eos_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     deadline_s: float = 600.0
-    client: Client = ANYBODY
+    client: Client = ANONYMOUS
     priority: int = 0
     n: int = 1
     cache_salt: str = ""

@@ -99,7 +99,7 @@ class Translator:
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
         check_text(prompt, "prompt")
-        ids = await self.text.encode_soon(prompt)
+        ids = await self.text.encode_async(prompt)
         return self._submission(request_id, ids, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_token_ids(
@@ -132,7 +132,7 @@ class Translator:
         """Builds the next turn of a conversation."""
         params = self.checked(options)
         check_messages(messages)
-        ids = await self.text.encode_chat_soon(messages, how)
+        ids = await self.text.encode_chat_async(messages, how)
         return self._submission(request_id, ids, options, params, self.text.max_model_len, "messages", deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:

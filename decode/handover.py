@@ -57,7 +57,7 @@ class Transfer:
         """Raises HandoffError unless this is the next chunk of the sequence on its edge, of the right size: tokens in
         order, and for each range of tokens its layers in order."""
         if plan.key in self.under_way:  # it would be written after one that may be the last
-            raise HandoffError(f"chunk {chunk.index} comes before the end of the one before it")
+            raise HandoffError(f"chunk {chunk.index} was announced before the previous one completed")
         arrived, tokens, total = self.arrived[plan.key], chunk.end_token - chunk.start_token, len(layout.layers)
         if chunk.start_token != arrived or tokens < 1 or chunk.end_token > self.num_tokens:
             raise HandoffError(
@@ -80,7 +80,7 @@ class Transfer:
         if ends and self.first_token not in (None, chunk.first_token):
             raise HandoffError(f"first token {chunk.first_token} here, {self.first_token} on another edge")
 
-    def take_in(self, chunk: Chunk, key: EdgeKey, layout: KVLayout) -> None:
+    def record_chunk(self, chunk: Chunk, key: EdgeKey, layout: KVLayout) -> None:
         """Records a chunk that is stored in the blocks intact."""
         if chunk.end_layer < len(layout.layers):
             self.begun[key] = (chunk.end_token, chunk.end_layer)
@@ -297,7 +297,7 @@ class HandOvers:
         actions: list[Action] = []
         complete = False
         if intact:
-            transfer.take_in(chunk, key, scheduler.layout)
+            transfer.record_chunk(chunk, key, scheduler.layout)
             complete = transfer.complete
         else:
             self.chunks_damaged += 1

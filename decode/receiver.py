@@ -181,7 +181,7 @@ class ReceivingLink:
             case Offer():
                 await self._answer(message)
             case Chunk():
-                self._spawn(self._take_in_turn(message), f"chunk {message.index} of {message.sequence}")
+                self._spawn(self._receive_when_staged(message), f"chunk {message.index} of {message.sequence}")
             case AbortTransfer():
                 await self._execute(self._hand_overs.on_abort(self._peer, message, time.monotonic()))
             case _:
@@ -211,7 +211,7 @@ class ReceivingLink:
                 error = e.message
         await self._send(EdgeReady(*key, message.generation, error))
 
-    async def _take_in_turn(self, chunk: Chunk) -> None:
+    async def _receive_when_staged(self, chunk: Chunk) -> None:
         """Receives a chunk once staging has room for it; refuses it before the peer's wait for `posted` times out."""
         try:
             wait_s = STAGING_WAIT_SHARE * self._receiver.edge_timeout_s
@@ -276,7 +276,7 @@ class ReceivingLink:
 
         async def send() -> None:
             try:
-                await self._stream.send_to_the_end(message)
+                await self._stream.send_unshielded(message)
             except LinkLost as e:
                 log.info("%s not sent: %s", type(message).__name__, e.message)
 

@@ -187,7 +187,7 @@ class DecodeScheduler:
         if self._out:
             return self._begin_ahead(now) if self.plan_ahead and len(self._out) == 1 else None
         waiting = self._in(State.PREEMPTED)
-        self._anti_starvation.update(waiting, now, self.speculation.model.again_s() if waiting else 0.0)
+        self._anti_starvation.update(waiting, now, self.speculation.model.recompute_token_s() if waiting else 0.0)
         self._admit(now)
         rows: list[Row] = []
         sequences: list[Sequence] = []
@@ -318,7 +318,7 @@ class DecodeScheduler:
         """Returns which of the running sequences, given by rank, are throttled now: none unless blocks are short."""
         if 2 * self.blocks.num_free >= len(running):
             return set()
-        most = num_unthrottled(self._in(State.PREEMPTED, *_HOLDING), self.speculation.model.again_s())
+        most = num_unthrottled(self._in(State.PREEMPTED, *_HOLDING), self.speculation.model.recompute_token_s())
         return throttled(running, most, now)
 
     def _admit(self, now: float) -> None:

@@ -166,7 +166,7 @@ class DecodeWorker:
         return StepEvents(outcome.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
     def command(self, command: Command) -> None:
-        raise Unavailable(f"a decode worker has no use for {type(command).__name__}")
+        raise Unavailable(f"a decode worker does not support {type(command).__name__}")
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
         if not self.scheduler.knows(sequence):

@@ -40,7 +40,7 @@ from baton.process import (
 from launch.failure import Failure, box
 from launch.signals import Signals
 
-FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)
+SECONDARY_EXIT_CODES = (EXIT_RANK_LOST, -signal.SIGTERM)
 """Exit codes of a rank that ended because another rank did: by itself, or at a SIGTERM."""
 
 KILL_DELAY_S = 5.0
@@ -161,11 +161,11 @@ class Rank:
             return str(json.loads(self._errors.read())["message"]["message"])
         return ""
 
-    def poll(self, now: float, *, forgive: bool = False) -> None:
-        """Detects that it ended, or that it hangs; `forgive` ignores its silence so far."""
+    def poll(self, now: float, *, reset_heartbeat: bool = False) -> None:
+        """Detects that it ended, or that it hangs; `reset_heartbeat` ignores its silence so far."""
         if self.code is not None:
             return
-        if forgive and self._last_beat is not None:
+        if reset_heartbeat and self._last_beat is not None:
             self._last_beat = now
         with contextlib.suppress(BlockingIOError):
             while os.read(self._beats, 512):
@@ -206,10 +206,10 @@ def run(job: Job) -> int:
         looked_at = time.monotonic()
         while len(ended) < len(ranks):
             signals.wait(TICK_S)
-            stood_still, now = time.monotonic() - looked_at > 4 * TICK_S, time.monotonic()
+            was_suspended, now = time.monotonic() - looked_at > 4 * TICK_S, time.monotonic()
             looked_at = now
             for rank in ranks:
-                rank.poll(now, forgive=stood_still)  # the machine may have been suspended
+                rank.poll(now, reset_heartbeat=was_suspended)  # the machine may have been suspended
             ended += [rank for rank in ranks if rank.code is not None and rank not in ended]
             if signals.stops > asked:
                 for rank in ranks:
@@ -227,7 +227,9 @@ def run(job: Job) -> int:
         if killed:
             return 128 + signals.last
     failed = [rank for rank in ended if rank.code]
-    if not failed or (asked and all(rank.code in FOLLOWED for rank in failed)):  # stopped while loading, or followed
+    if not failed or (
+        asked and all(rank.code in SECONDARY_EXIT_CODES for rank in failed)
+    ):  # stopped while loading, or followed
         return 0
     return _report(job, first_failure(failed))
 
@@ -236,7 +238,7 @@ def first_failure(failed: Sequence[Rank]) -> Rank:
     """Returns the first of `failed` (in the order of their ends) that failed by itself, else the first one. Ranks that
     the agent killed count only if there are no others. Pure."""
     ended = [rank for rank in failed if not rank.hung] or failed
-    own = [r for r in ended if r.code not in FOLLOWED or (r.code != EXIT_RANK_LOST and r.reason)]
+    own = [r for r in ended if r.code not in SECONDARY_EXIT_CODES or (r.code != EXIT_RANK_LOST and r.reason)]
     return (own or ended)[0]
 
 
@@ -247,7 +249,7 @@ def _report(job: Job, rank: Rank) -> int:
     options.add_argument("--worker-id", nargs="?")
     who = options.parse_known_args(job.arguments)[0].worker_id or job.module
     where = f"{job.module}, rank {rank.number} of {job.nodes * job.ranks}, pid {rank.pid}"
-    reason = rank.reason or "it left no reason; the log above this box is all there is"
+    reason = rank.reason or "it recorded no reason; see the log above this box"
     print(
         "\n".join(box(Failure(who, where, socket.gethostname(), code, reason, by_agent=bool(rank.hung)))),
         file=sys.stderr,

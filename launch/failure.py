@@ -43,8 +43,8 @@ _BY_CODE: dict[int, str] = {
     EXIT_STARTUP_ERROR: "correct what the error names and start again; the same start would fail again",
     EXIT_RANK_LOST: "look for the rank that the error names, in the log of its own node",
     2: "correct the command line",
-    -signal.SIGKILL: "if nobody killed it, memory ran out (`dmesg` tells): give less with --kv-memory-gib",
-    -signal.SIGTERM: "somebody ended it; a coordinator's SIGTERM drains its workers first",
+    -signal.SIGKILL: "unless it was killed by hand, the host ran out of memory (see `dmesg`): lower --kv-memory-gib",
+    -signal.SIGTERM: "it received SIGTERM; to drain workers first, send SIGTERM to the coordinator",
     **{-number: _CRASH for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)},
 }
 

@@ -51,18 +51,18 @@ class LocalCluster:
         self._members = members
         self._console = console
         self._announced = False
-        self._all_back_until = 0.0
+        self._restart_left_until = 0.0
         self._workers = [Supervised(name, partial(self._worker_spec, name), console, backoff) for name in members.parts]
         self._all = self._workers
         self._coordinator: Supervised | None = None
         self._addresses: Addresses | None = members.addresses
-        self._elsewhere: set[str] = set()
+        self._remote_pending: set[str] = set()
         if members.has_coordinator:
             self._coordinator = Supervised(COORDINATOR, self._coordinator_spec, console, backoff)
             self._all = [self._coordinator, *self._workers]
             self._addresses = None
             here = {part.worker.name for part in members.parts.values()}
-            self._elsewhere = {worker.name for worker in members.plan.topology.workers} - here
+            self._remote_pending = {worker.name for worker in members.plan.topology.workers} - here
 
     @property
     def _front_is_up(self) -> bool:
@@ -99,7 +99,7 @@ class LocalCluster:
         if self._coordinator is not None:
             self._tick_coordinator(self._coordinator)
         for worker in self._workers:
-            if time.monotonic() < self._all_back_until:
+            if time.monotonic() < self._restart_left_until:
                 worker.left = False
             if worker.ever_started:
                 worker.tick()
@@ -113,7 +113,7 @@ class LocalCluster:
     def _tick_coordinator(self, coordinator: Supervised) -> None:
         if coordinator.left:  # only it was stopped and it drained all workers: restart it and them
             coordinator.start_again()
-            self._all_back_until = time.monotonic() + AGENT_EXIT_S
+            self._restart_left_until = time.monotonic() + AGENT_EXIT_S
         else:
             coordinator.tick()
         if coordinator.child is not None and not coordinator.joined:
@@ -144,16 +144,16 @@ class LocalCluster:
 
     def _look_for_joined(self) -> None:
         waiting = [worker for worker in self._workers if worker.child is not None and not worker.joined]
-        if not waiting and not self._elsewhere:
+        if not waiting and not self._remote_pending:
             return
         views = {row["id"]: row for row in self._workers_there()}
         for worker in waiting:
             view = views.get(self._members.parts[worker.name].worker.name)
             if view and view["state"] == "ready" and worker.child and worker.child.pids().intersection(view["pids"]):
                 worker.mark_joined("joined")
-        for name in sorted(self._elsewhere):
+        for name in sorted(self._remote_pending):
             if name in views and views[name]["state"] == "ready":
-                self._elsewhere.remove(name)
+                self._remote_pending.remove(name)
                 self._console.stage(name, f"joined   on {views[name].get('host', 'another host')}")
 
     def _workers_there(self) -> tuple[Row, ...]:
@@ -200,7 +200,7 @@ class LocalCluster:
 
     def _late(self) -> list[str]:
         late = [member.name for member in self._all if not member.joined and not member.left]
-        return [*late, *sorted(self._elsewhere)]
+        return [*late, *sorted(self._remote_pending)]
 
     def _stop(self, signals: Signals) -> int:
         """Drains through the coordinator; kills what cannot be drained. Returns the exit code."""
@@ -231,7 +231,7 @@ class LocalCluster:
                 failed = True
                 how = "was still running and is killed" if code is None else f"ended with {describe_exit(code)}"
                 self._console.stage(name, f"{how}; log {child.spec.log}")
-        self._console.stage("stopped", "some did not end well" if failed else "all ended well")
+        self._console.stage("stopped", "some processes failed" if failed else "all processes exited with 0")
         return 130 if signals.stops >= 2 else int(failed)
 
     def _bound(self) -> Addresses:

@@ -111,17 +111,17 @@ class Members:
         return ChildSpec(name, command, log, environment, where.cores, note=str(where))
 
 
-def nodes_here(topology: Topology, wanted: str = "", *, none_will_do: bool = False) -> frozenset[str]:
+def nodes_here(topology: Topology, wanted: str = "", *, allow_none: bool = False) -> frozenset[str]:
     """Returns the nodes of a topology that are this host: the `wanted` one, else those whose address this host has.
 
     Raises:
-        StartupError: the topology has no `wanted` node; or no node is this host, unless `none_will_do`.
+        StartupError: the topology has no `wanted` node; or no node is this host, unless `allow_none`.
     """
     names = [node.name for node in topology.nodes]
     if wanted and wanted not in names:
         raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
     found = [wanted] if wanted else [node.name for node in topology.nodes if is_own(node.address)]
-    if not found and not none_will_do:
+    if not found and not allow_none:
         what = "no node of the topology has an address of this host; --node says which it is"
         raise StartupError(f"{what}: {', '.join(names)}")
     return frozenset(found)

@@ -43,7 +43,7 @@ def run_directory(wanted: str) -> Iterator[Path]:
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             stack.callback(os.close, lock)
             _hold(lock, wanted)
-            _forget_addresses(path)  # of a run that was killed: not valid for this run
+            _remove_addresses(path)  # of a run that was killed: not valid for this run
             with tempfile.TemporaryFile(dir=path) as file:  # a full disk still accepts empty files
                 file.write(bytes(ROOM_BYTES))
         except OSError as error:
@@ -53,7 +53,7 @@ def run_directory(wanted: str) -> Iterator[Path]:
             yield path
         finally:
             with contextlib.suppress(OSError):
-                _forget_addresses(path)
+                _remove_addresses(path)
 
 
 def write_token(path: Path) -> Path:
@@ -115,7 +115,7 @@ def _hold(lock: int, wanted: str) -> None:
     os.write(lock, f"{os.getpid()}\n".encode())
 
 
-def _forget_addresses(path: Path) -> None:
+def _remove_addresses(path: Path) -> None:
     for name in (CLUSTER, READY, TOKEN):
         (path / name).unlink(missing_ok=True)
 

@@ -138,7 +138,6 @@ class Supervised:
             self.start_again()
 
     def _died(self, child: Child, code: int, now: float) -> None:
-        child.kill(0)  # `poll` has reaped it: nothing is left to kill
         self.child, self.joined = None, False
         if code == 0 and self._joined_this_run:  # a worker exits with 0 only when it was drained
             self.left = True

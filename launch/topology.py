@@ -165,7 +165,7 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
     if not nodes:
         raise StartupError("topology: it names no [[nodes]]")
     names = [node.name for node in nodes]
-    _refuse_twice(names, "node")
+    _reject_duplicates(names, "node")
     shared = _shared(file)
     coordinator = _coordinator(_table(file, "coordinator"), shared, nodes)
     workers = [
@@ -174,7 +174,7 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
         for index, (table, where) in enumerate(_list_of_tables(file, role))
     ]
     parts = [part_name(worker.name, rank) for worker in workers for rank in range(len(worker.nodes))]
-    _refuse_twice(["coordinator", *parts], "member")
+    _reject_duplicates(["coordinator", *parts], "member")
     for role in ROLES:
         if not any(worker.role == role for worker in workers):
             raise StartupError(f"topology: it names no [[{role}]] worker; a cluster needs one of each role")
@@ -191,7 +191,7 @@ def _node(table: Mapping[str, object], where: str) -> Node:
     count = len(cores) or int(found.cores or 0)
     if isinstance(found.gpus, str):
         gpus = tuple(_gpu(part.strip(), f"{where}: 'gpus'") for part in found.gpus.split(",") if part.strip())
-        _refuse_twice(gpus, f"{where}: GPU")
+        _reject_duplicates(gpus, f"{where}: GPU")
     else:
         gpus = tuple(map(str, range(found.gpus)))
     return Node(found.name, found.address, cores, count, gpus)
@@ -209,7 +209,7 @@ def _coordinator(
         raise StartupError(f"coordinator: there is no node {name!r}{nearest(name, [n.name for n in nodes])}")
     for key in ("port", "grpc_port", "control_port"):
         if getattr(found, key) == 0:
-            raise StartupError(f"coordinator: {key!r} must be a fixed port; others have to know it")
+            raise StartupError(f"coordinator: {key!r} must be a fixed port: workers and clients have to know it")
     host = found.host if "host" in table else node.address
     if "host" in table:
         _check(address_error(host), "coordinator: 'host'")
@@ -228,7 +228,7 @@ def _worker(
     for name in on:
         if name not in nodes:
             raise StartupError(f"{where}: there is no node {name!r}{nearest(name, nodes)}")
-    _refuse_twice(on, f"{where}: node")
+    _reject_duplicates(on, f"{where}: node")
     if found.nnodes not in (0, len(on)):
         raise StartupError(f"{where}: 'nnodes' is {found.nnodes}, but it names {len(on)} nodes")
     ranks = found.tensor_parallel
@@ -238,7 +238,7 @@ def _worker(
         what = f"'devices' names {len(found.devices)}, but it has {ranks // len(on)} ranks on each node"
         raise StartupError(f"{where}: {what}")
     devices = tuple(_gpu(device, f"{where}: 'devices'") for device in found.devices)
-    _refuse_twice(devices, f"{where}: GPU")
+    _reject_duplicates(devices, f"{where}: GPU")
     name = found.name or f"{role}-{index}"
     _check(name_error(name), f"{where}: 'name'")
     base = found.base_port
@@ -305,7 +305,7 @@ def _gpu(name: int | str, where: str) -> str:
     return str(int(name)) if str(name).isdigit() else str(name)
 
 
-def _refuse_twice(names: list[str] | tuple[str, ...], what: str) -> None:
+def _reject_duplicates(names: list[str] | tuple[str, ...], what: str) -> None:
     for name in names:
         if names.count(name) > 1:
             raise StartupError(f"topology: {what} {name!r} is named twice")

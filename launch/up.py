@@ -36,7 +36,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         StartupError: the cluster cannot start.
     """
     plan = plan_for(config)
-    nodes = nodes_here(plan.topology, config.node, none_will_do=config.dry_run)
+    nodes = nodes_here(plan.topology, config.node, allow_none=config.dry_run)
     check_cores(plan, nodes)
     check_files(plan, nodes)
     check_memory(plan, nodes, host_memory_bytes())

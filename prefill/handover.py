@@ -226,7 +226,7 @@ class HandOver:
         total = self.request.num_prefill_tokens
         if not 0 <= self.sent < total:
             raise HandoffError(
-                f"{self._target.worker_id} accepted {total} tokens and says that it holds {self.sent} of them"
+                f"{self._target.worker_id} accepted {total} tokens and reports {self.sent} of them as cached"
             )
         return self._send_next()
 
@@ -244,7 +244,7 @@ class HandOver:
     def assign(self, targets: Sequence[Target], attempt: int) -> None:
         """Sets the targets that the coordinator has named for parked KV; `reoffer` follows."""
         if self.stage is not Stage.PARKED:
-            raise InvariantError(f"{self!r} is given targets")
+            raise InvariantError(f"{self!r} cannot be given targets: it is not parked")
         self.request = replace(self.request, attempt=attempt)
         self.targets = tuple(targets)
 
@@ -350,13 +350,13 @@ class HandOver:
     @property
     def _wire(self) -> Wire:
         if self.wire is None:
-            raise InvariantError(f"{self!r} sends, and nobody has accepted")
+            raise InvariantError(f"{self!r} is sending, but no target has accepted")
         return self.wire
 
     @property
     def _begun(self) -> Span:
         if self.span is None:
-            raise InvariantError(f"{self!r} has no chunk under way")
+            raise InvariantError(f"{self!r} has no chunk in flight")
         return self.span
 
     @property

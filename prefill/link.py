@@ -101,7 +101,7 @@ class Link:
             except StartupError as e:
                 difference = f"tensor_parallel: {e.message}"
         await dialled.close()
-        raise LayoutMismatch(f"{address} keeps KV in another shape: {difference}", param=difference.split(":")[0])
+        raise LayoutMismatch(f"{address} has a different KV layout: {difference}", param=difference.split(":")[0])
 
     @property
     def lost(self) -> str | None:
@@ -119,7 +119,7 @@ class Link:
         cancelled."""
         posted = self._expect(("posted", chunk.sequence, chunk.index, (chunk.prefill_rank, chunk.decode_rank)))
         try:
-            await self._stream.send_to_the_end(chunk)
+            await self._stream.send_unshielded(chunk)
         except BaseException:
             posted.cancel()
             raise
@@ -213,7 +213,7 @@ class Link:
             async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that coincides with the reply
                 return await future
         except TimeoutError:
-            raise HandoffError(f"{self.decode_worker} let {what} wait for {timeout_s:g} s") from None
+            raise HandoffError(f"{self.decode_worker} did not complete {what} within {timeout_s:g} s") from None
 
     async def _read(self) -> None:
         reason = "the reader failed"

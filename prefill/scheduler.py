@@ -62,7 +62,7 @@ class _Entry:
     prefix: PrefixUse
     number: int
     pinned: bool = False
-    distrusted: bool = False
+    kv_suspect: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     started_at: float | None = None
     computed_at: float | None = None
@@ -215,7 +215,7 @@ class PrefillScheduler:
             failed = outcome.unsampled.get(index)
             sequence.num_computed = row.end - (failed is not None)  # if it failed, the last token is computed again
             self.prompt_tokens_computed += len(row.tokens)
-            if not entry.distrusted:
+            if not entry.kv_suspect:
                 entry.prefix.store()
             entry.prompt_logprobs += outcome.scored_of(index)
             if sequence.ending is not None:
@@ -244,7 +244,7 @@ class PrefillScheduler:
                 self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
                 sequence.move(State.PARKED)
             else:
-                message = "the sequence goes on after its first token and its hand-over has been given up"
+                message = "the hand-over was given up before the sequence ended"
                 stamps = self.stamps(sequence.id)
                 ended.append(SequenceEnded(sequence.id, "error", HandoffError.code, message, stamps))
                 self._leave(entry)
@@ -281,10 +281,10 @@ class PrefillScheduler:
                 self._leave(entry)
         return True
 
-    def distrust(self, sequence_id: SequenceId) -> None:
+    def mark_kv_suspect(self, sequence_id: SequenceId) -> None:
         """Removes the blocks of a sequence from the prefix cache and keeps later ones out: its KV may be damaged."""
         if (entry := self._entries.get(sequence_id)) is not None:
-            entry.distrusted = True
+            entry.kv_suspect = True
             self.cache.drop(entry.sequence.block_ids)
 
     def release_send(self, sequence_id: SequenceId) -> None:

@@ -335,7 +335,7 @@ class Sender:
                 raise HandoffError(f"{over.sequence} was ended: {over.abort_reason}")
             span = over.next_span()
             if span is None:
-                raise InvariantError(f"what was computed of {over.sequence} is no longer there")
+                raise InvariantError(f"the computed KV of {over.sequence} is missing")
             needed = sum(link.wire.bytes_on(plan.key, span) for plan in edges)
             run.holds_edges = False
             async with self.staging.hold(needed, STAGING_WAIT_S):

@@ -75,7 +75,7 @@ class PrefillWorker:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for it any more
                 loop.call_soon_threadsafe(self.layers_computed, step_id, layers)
 
-        self._runner.tell_first_layers(self.layers_wanted, notify)
+        self._runner.set_first_layers_callback(self.layers_wanted, notify)
         await self.main_loop.run()
 
     def layers_wanted(self, plan: StepPlan) -> int:
@@ -270,7 +270,7 @@ class PrefillWorker:
 
     def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
         self.main_loop.report_ended(self.outgoing.current_id(sequence), error.code, error.message)
-        self.scheduler.distrust(sequence)
+        self.scheduler.mark_kv_suspect(sequence)
         self.scheduler.abort(sequence)
 
     def failed(self, error: InvariantError) -> None:

@@ -203,7 +203,7 @@ class BlockTable:
         if self._num_held:
             raise InvariantError(f"no sequence is left, and blocks are still held: {self._num_held}")
         if self.num_free != self.num_blocks:
-            raise InvariantError(f"{self.num_free} of {self.num_blocks} blocks are free, and nobody holds the others")
+            raise InvariantError(f"{self.num_free} of {self.num_blocks} blocks are free, and the others have no holder")
 
     def check(self) -> None:
         """Checks the invariants, block by block.

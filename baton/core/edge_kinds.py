@@ -18,7 +18,7 @@ class EdgeKind:
     beside_kv: bool
     needs_gpu: bool = False
     one_host: bool = False
-    allocate: str = "baton.transfer.streams:empty_beside_engine"
+    allocate: str = "baton.transfer.streams:empty_on_staging_stream"
     connect_s: float = 0.0
 
 

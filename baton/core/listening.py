@@ -9,17 +9,17 @@ from __future__ import annotations
 
 
 class ListeningClock:
-    """Complete state: the time of the last `look`, and the clock's reading then."""
+    """Complete state: the time of the last `advance`, and the clock's reading then."""
 
     def __init__(self, now: float, most_s: float) -> None:
         self._most_s = most_s
-        self._looked_at = self._shown = now
+        self._advanced_at = self._reading = now
 
     def at(self, now: float) -> float:
-        """Returns the clock's reading: monotonic, and never more than `most_s` beyond that of the last `look`."""
-        return self._shown + min(max(now - self._looked_at, 0.0), self._most_s)
+        """Returns the clock's reading: monotonic, and never more than `most_s` beyond that of the last `advance`."""
+        return self._reading + min(max(now - self._advanced_at, 0.0), self._most_s)
 
-    def look(self, now: float) -> float:
+    def advance(self, now: float) -> float:
         """Advances the clock to `now` and returns its reading. Call it regularly, after reading all messages."""
-        self._shown, self._looked_at = self.at(now), max(now, self._looked_at)
-        return self._shown
+        self._reading, self._advanced_at = self.at(now), max(now, self._advanced_at)
+        return self._reading

@@ -145,7 +145,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     for architecture in _BY_MODEL_TYPE.values():
         if name == architecture:
             if known is not None and known != architecture:
-                raise StartupError(f"config.json: architectures says {name} but model_type says {model_type}")
+                raise StartupError(f"config.json: architectures is {name} but model_type is {model_type}")
             return architecture
     supported = ", ".join(_BY_MODEL_TYPE.values())
     raise StartupError(f"config.json: architectures {name or model_type!r:.60} is not supported (only {supported})")

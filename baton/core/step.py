@@ -186,12 +186,14 @@ def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
         InvariantError: the outcome is of another step, or does not have exactly what the plan's rows request.
     """
     if plan is None or plan.step_id != outcome.step_id:
-        raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
+        raise InvariantError(f"outcome of step {outcome.step_id} while step {plan and plan.step_id} is outstanding")
     wanted = [0 if index in outcome.unsampled else row.num_sampled for index, row in enumerate(plan.rows)]
     if [len(tokens) for tokens in outcome.sampled] != wanted:
         raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
     for index, row in enumerate(plan.rows):
         reported = wanted[index] if row.sampling.logprobs is not None else 0
         if len(outcome.logprobs_of(index)) != reported or len(outcome.scored_of(index)) != len(row.scored):
-            raise InvariantError(f"step {plan.step_id} does not have the log-probabilities that {row.sequence_id} asks")
+            raise InvariantError(
+                f"step {plan.step_id} does not have the log-probabilities that {row.sequence_id} requests"
+            )
     return plan

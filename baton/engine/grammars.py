@@ -72,7 +72,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> LLTokenizer:
             special = [token["id"] for token in json.loads(path.read_bytes())["added_tokens"] if token["special"]]
             return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=special[0] if special else vocab_size - 1)
     except Exception as error:  # includes panics of its Rust code
-        raise GrammarError(f"structured output cannot be had with this tokenizer: {first_line(str(error))}") from None
+        raise GrammarError(
+            f"structured output is not supported with this tokenizer: {first_line(str(error))}"
+        ) from None
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

@@ -59,7 +59,7 @@ class KVPool:
             self.storage.append((keys, values))
         self.layers = [(keys[:num_blocks], values[:num_blocks]) for keys, values in self.storage]
         tensors = [tensor for pair in self.storage for tensor in pair]
-        self.pages = PagesAhead(tensors, num_blocks) if device.type == "cpu" else None
+        self.pages = PagePrefaulter(tensors, num_blocks) if device.type == "cpu" else None
 
     def expect(self, block_ids: Sequence[int], *, ahead: bool = True) -> None:
         """Announces blocks in use now or soon: a thread faults in the pages of all blocks up to them and, with `ahead`,
@@ -68,7 +68,7 @@ class KVPool:
             self.pages.expect(max(block_ids), ahead=ahead)
 
 
-class PagesAhead:
+class PagePrefaulter:
     """Complete state: how many blocks have pages (`blocks_warm`), how many should, a failure, and the thread.
 
     `tensors` are those of a pool on CPU, each contiguous with blocks in its first dimension; the first `num_blocks` are
@@ -117,7 +117,7 @@ class PagesAhead:
                     _populate(first, size)
             except OSError as error:
                 self._failed = True
-                log.warning("pages of KV blocks are taken as they are first used, at a cost then: %s", error)
+                log.warning("cannot pre-fault the pages of KV blocks, their first use will be slower: %s", error)
             else:
                 self.blocks_warm = end
 

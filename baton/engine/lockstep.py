@@ -6,9 +6,9 @@ both directions. One control thread per process reads them. If a connection clos
 is lost: `on_lost` is called once, on the thread that detects it, and the process must end, because a worker cannot
 compute without all its ranks. A drained leader sends `Stop` first: closed connections are then ignored.
 
-A follower's control thread passes plans to the compute thread (`follow`). Any other frame is an order (`take_orders`),
-executed immediately on the control thread or, if it has an attribute `after_step` and that step is not computed yet, on
-the compute thread right after that step. Step numbers rise.
+A follower's control thread passes plans to the compute thread (`follow`). Any other frame is an order
+(`set_order_handler`), executed immediately on the control thread or, if it has an attribute `after_step` and that step
+is not computed yet, on the compute thread right after that step. Step numbers rise.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Channel:
 
     def fail(self, message: str) -> None:
         """Sends the peers the reason why this process ends, and closes the channel."""
-        self._say_last(Failed(message))
+        self._send_final(Failed(message))
         self.close(wait_s=0.1)
 
     def close(self, wait_s: float = _GOODBYE_S) -> None:
@@ -90,7 +90,7 @@ class Channel:
             self.lose(error)
             raise
 
-    def _say_last(self, frame: object) -> None:
+    def _send_final(self, frame: object) -> None:
         self._ended.set()
         for peer in self._peers:
             with contextlib.suppress(RankLost):
@@ -127,7 +127,7 @@ class Channel:
                         selector.unregister(key.data)
                         self.lose(error)
                 now = time.monotonic()
-                self._clock.look(now)
+                self._clock.advance(now)
                 if now < due:
                     continue
                 number, due = number + 1, now + HEARTBEAT_S
@@ -149,7 +149,7 @@ class Channel:
 
     def _beat(self, number: int) -> None:
         for peer in self._peers:
-            peer.check_answer(self._clock.at(time.monotonic()), self._silence_s)
+            peer.check_silence(self._clock.at(time.monotonic()), self._silence_s)
             peer.send(encode(Heartbeat(number)))
 
 
@@ -180,7 +180,7 @@ class LeaderChannel(Channel):
 
     def stop(self, reason: str) -> None:
         """Stops the followers without an error, and closes the channel."""
-        self._say_last(Stop(reason))
+        self._send_final(Stop(reason))
         self.close()
 
     def handle(self, peer: Peer, frame: Any) -> None:
@@ -191,7 +191,7 @@ class LeaderChannel(Channel):
 
 
 class FollowerChannel(Channel):
-    """A follower's end. The leader's frames other than plans and Stop are orders; see `take_orders`."""
+    """A follower's end. The leader's frames other than plans and Stop are orders; see `set_order_handler`."""
 
     def __init__(self, leader: Peer, on_lost: OnLost | None) -> None:
         super().__init__([leader], on_lost)
@@ -208,7 +208,7 @@ class FollowerChannel(Channel):
         """Dials the leader. Raises StartupError if there is none."""
         return cls(dial_leader(store, rank), on_lost)
 
-    def take_orders(self, on_order: Callable[[Any], None]) -> None:
+    def set_order_handler(self, on_order: Callable[[Any], None]) -> None:
         """Sets the handler of orders, and passes it those already received: another rank may have loaded earlier than
         this one."""
         with self._computing:
@@ -236,7 +236,7 @@ class FollowerChannel(Channel):
                 due = [order for order in self._later if order.after_step <= frame.step_id]
                 self._later = [order for order in self._later if order.after_step > frame.step_id]
             for order in due:
-                self._obey(order)
+                self._execute_order(order)
 
     def handle(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Stop):
@@ -248,13 +248,13 @@ class FollowerChannel(Channel):
             if getattr(frame, "after_step", _NO_STEP) > self._computed:
                 self._later.append(frame)
                 return
-        self._obey(frame)
+        self._execute_order(frame)
 
     def lose(self, error: RankLost) -> None:
         super().lose(error)
         self._work.put(None)
 
-    def _obey(self, order: Any) -> None:
+    def _execute_order(self, order: Any) -> None:
         with self._computing:
             if self._on_order is None:
                 self._early.append(order)

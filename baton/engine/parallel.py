@@ -157,7 +157,7 @@ def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> 
         else:
             with socket.create_connection((host, int(port)), timeout=timeout_s) as tried:  # torch waits in native code
                 if tried.getsockname() == tried.getpeername():  # a free ephemeral port can connect to itself
-                    raise OSError("nobody listens")
+                    raise OSError("no listener")
             made = TCPStore(host, int(port), None, False, limit, False)
     except (RuntimeError, OSError) as error:
         raise StartupError(f"the store at {host}:{port} does not answer: {str(error).splitlines()[0]}") from None

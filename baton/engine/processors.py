@@ -208,7 +208,7 @@ def _mask(
         params = draws[row].sampling
         allowed = params.allowed_token_ids
         if drafted is not None and drafted.counts[row] and masks_by_draft_tokens(params):
-            raise InvariantError("a grammar and bad words need draft tokens that the host knows")
+            raise InvariantError("grammars and bad words need draft tokens on the host")
         if params.grammar:
             bits = tables.grammars.mask(draws[row], deadline)
             if bits is not None:

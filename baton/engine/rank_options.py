@@ -66,7 +66,7 @@ def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float)
         for rank, key in enumerate(keys):  # short polls: a termination signal is handled between them
             while not store.check([key]):
                 if time.monotonic() > deadline:
-                    raise StartupError(f"rank {rank} has not said its options within {timeout_s:g} s")
+                    raise StartupError(f"rank {rank} has not published its options within {timeout_s:g} s")
                 time.sleep(_LOOK_S)
         everyone = [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:

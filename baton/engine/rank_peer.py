@@ -30,7 +30,7 @@ _HELLO_BYTES = 1024
 _SEND_TIMEOUT_S = 4.0
 _READ_BYTES = 1 << 18
 _KEY = "lockstep"
-LET_IN = encode(Heartbeat(0))
+ACCEPTED = encode(Heartbeat(0))
 """A leader's first frame, which accepts a follower; orders and plans may follow immediately."""
 
 
@@ -80,13 +80,13 @@ class Peer:
         self.last_received_at = now
         return frames
 
-    def await_answer(self) -> None:
+    def await_accepted(self) -> None:
         """Waits for the heartbeat that accepts this rank, and reads no byte beyond it."""
         self._socket.settimeout(CONNECT_TIMEOUT_S)
         answer = b""
-        while len(answer) < len(LET_IN):
-            answer += self._some(len(LET_IN) - len(answer))
-        if answer != LET_IN:
+        while len(answer) < len(ACCEPTED):
+            answer += self._some(len(ACCEPTED) - len(answer))
+        if answer != ACCEPTED:
             raise RankLost(f"{self.name} answered with something else")
         self._socket.settimeout(_SEND_TIMEOUT_S)
 
@@ -100,7 +100,7 @@ class Peer:
             raise RankLost(f"{self.name} is gone: its connection ended")
         return data
 
-    def check_answer(self, now: float, silence_s: float) -> None:
+    def check_silence(self, now: float, silence_s: float) -> None:
         silent_s = now - self.last_received_at
         if silent_s > silence_s:
             raise RankLost(f"{self.name} is silent for {silent_s:.1f} s")
@@ -144,7 +144,7 @@ def gather_followers(
             if missing and now >= deadline:
                 for peer in peers.values():
                     peer.close()
-                raise StartupError(f"no word from rank {missing} within {timeout_s:g} s")
+                raise StartupError(f"rank {missing} did not connect within {timeout_s:g} s")
             if missing and missing != waits_for:
                 log.info("waiting up to %.0f s for rank %s of this worker", timeout_s, waits_for := missing)
     for peer in peers.values():
@@ -158,7 +158,7 @@ def _keep(peers: dict[int, Peer]) -> None:
     follower is dropped, so that its successor can connect."""
     for rank, peer in list(peers.items()):
         try:
-            peer.send(LET_IN)
+            peer.send(ACCEPTED)
         except RankLost:
             peer.close()
             del peers[rank]
@@ -174,9 +174,9 @@ def dial_leader(store: Store, rank: int) -> Peer:
     leader = Peer(sock, 0)
     try:
         leader.send(encode(Hello(token, rank, os.getpid())))
-        leader.await_answer()
+        leader.await_accepted()
     except RankLost as error:
-        raise StartupError(f"rank {rank} was not let in: {error.message}") from None
+        raise StartupError(f"rank {rank} was refused by the leader: {error.message}") from None
     return leader
 
 

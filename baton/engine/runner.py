@@ -85,7 +85,7 @@ class Runner:
         self.launches_ahead = kv.device.type == "cuda"
         self.marks = StepMarks(kv.device)
         self.launches = Launches(kv.device, group, computing.decide, computing.choose)
-        self.drafted_at_once = 0  # number of calls
+        self.propose_calls = 0  # number of calls
         self._seen = SeenTables(grammars=grammars, apply_mask=computing.mask or apply_mask)
         self._announce: Callable[[StepPlan], None] | None = None
         self._compute = computing.compute
@@ -101,7 +101,7 @@ class Runner:
         """Sets `announce`, which sends every plan to the followers before it is computed here."""
         self._announce = announce
 
-    def tell_first_layers(self, wanted: Callable[[StepPlan], int], notify: Callable[[int, int], None]) -> None:
+    def set_first_layers_callback(self, wanted: Callable[[StepPlan], int], notify: Callable[[int, int], None]) -> None:
         """Sets `notify(step_id, layers)`, which is called on the compute thread when the first `wanted(plan)` layers of
         a step (0: none) have written their KV, before the rest of the step is computed. It is never called where a step
         cannot be computed in two parts: with torch's kernels, on a GPU, on several ranks."""
@@ -133,7 +133,7 @@ class Runner:
         return self.launches.collect()
 
     @property
-    def drafts_at_once(self) -> bool:
+    def can_propose(self) -> bool:
         """Whether `propose` is available: with compiled kernels, or on a GPU, on one rank."""
         return self._propose is not None
 
@@ -150,7 +150,7 @@ class Runner:
         return [tuple(next(draft_tokens)) if count else () for count in counts]
 
     @property
-    def draft_tokens_stay(self) -> bool:
+    def can_queue_draft_tokens(self) -> bool:
         """Whether `queue_draft_tokens` is available: on a GPU, on one rank."""
         return isinstance(self._propose, DeviceDraftTokens)
 
@@ -159,18 +159,18 @@ class Runner:
         a wait. With no counts it only computes the rows. Raises as `propose` does."""
         batch, make = self._to_propose(plan, counts)
         if not isinstance(make, DeviceDraftTokens):
-            raise InvariantError(f"step {plan.step_id}: {self.kernels} leave no draft tokens on a device")
+            raise InvariantError(f"step {plan.step_id}: {self.kernels} do not support drafting on the device")
         return make.queue(batch, [count for count in counts if count])
 
     def _to_propose(self, plan: StepPlan, counts: Sequence[int]) -> tuple[Batch, Propose]:
         if self._propose is None:
-            raise InvariantError(f"step {plan.step_id}: {self.kernels} make no draft tokens at once")
+            raise InvariantError(f"step {plan.step_id}: {self.kernels} do not support drafting in one call")
         batch = self._batch(plan)
         for row, count in zip(plan.rows, counts, strict=True):
             reach = min(len(row.block_ids) * self.layout.block_size, self.max_model_len)
             if row.num_sampled != (count > 0) or row.end + count - 1 > reach:
                 raise InvariantError(f"{row.sequence_id}: {count} draft tokens behind {row.end} of {reach} positions")
-        self.drafted_at_once += 1
+        self.propose_calls += 1
         return batch, self._propose
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:

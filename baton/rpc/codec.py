@@ -58,7 +58,7 @@ def unwrap(message: Message) -> Any:
     """
     arm = message.WhichOneof("message")
     if arm is None:
-        raise InvalidRequest(f"{type(message).__name__} carries nothing this version knows", param="message")
+        raise InvalidRequest(f"{type(message).__name__} has no message that this version supports", param="message")
     return from_message(getattr(message, arm))
 
 

@@ -27,7 +27,7 @@ def open_port(
         StartupError: the port cannot be opened; names the port (`what`), the cause, and the flag to choose another.
     """
     try:
-        # Of a name with two addresses gRPC would be content with either one: `localhost` could be ::1 alone.
+        # gRPC succeeds if it binds any address of a name: `localhost` could be ::1 only.
         address = host_port(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port)
         if bound := (
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)

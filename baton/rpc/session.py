@@ -201,7 +201,7 @@ class WorkerSession:
         self._last_received_at = self._clock()
         self._lease_s = welcome.lease_s
         if self.run_id and self.run_id != welcome.run_id:
-            self._owner.abandon("another coordinator answers")
+            self._owner.abandon("a different coordinator run replied")
             self.log.clear()
         self.run_id = welcome.run_id
         while not self._outgoing.empty():
@@ -215,7 +215,7 @@ class WorkerSession:
             if f.here and f.sequence not in here and not self.log.done(f.sequence)
         )
         self._owner.welcome(welcome)
-        self._owner.abandon("the coordinator no longer follows them", {*new, *(f.sequence for f in welcome.following)})
+        self._owner.abandon("the coordinator no longer tracks them", {*new, *(f.sequence for f in welcome.following)})
         self.connected = True
         if self._leaves_by is not None:
             self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))
@@ -231,7 +231,7 @@ class WorkerSession:
     async def _send(self, stream: MessageStream) -> None:
         with contextlib.suppress(LinkLost):
             while True:
-                await stream.send_to_the_end(await self._outgoing.get())
+                await stream.send_unshielded(await self._outgoing.get())
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
         """Sends heartbeats. Each pause is a random part of the interval, so that the heartbeats of many workers do not

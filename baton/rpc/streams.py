@@ -101,7 +101,7 @@ class MessageStream:
         writing.add_done_callback(seen)
         await asyncio.shield(writing)
 
-    async def send_to_the_end(self, value: object, timeout_s: float = 5.0) -> None:
+    async def send_unshielded(self, value: object, timeout_s: float = 5.0) -> None:
         """Like `send`, for a task that is cancelled only together with the stream: a cancellation during a write ends
         the stream. Saves creating a task per message, a large part of a message's cost."""
         try:
@@ -141,7 +141,7 @@ class MessageStream:
                 raise
             return None  # `end` cancelled the call: grpc raises this in a reader that was not cancelled
         except DecodeError as e:
-            raise InvalidRequest(f"what {self.peer} sent is no message of this protocol") from e
+            raise InvalidRequest(f"{self.peer} sent an invalid message") from e
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError) as e:
             self.end(_reason(e))
             return None

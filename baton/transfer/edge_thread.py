@@ -162,7 +162,7 @@ class EdgeWorker:
         self._queue.put(job)
         done, _ = await asyncio.wait({job.future}, timeout=self._busy_until - now)
         if not done:
-            self._die(self.spec.error(f"{job.name} outlasted its limit of {limit_s:.1f} s and is stuck"))
+            self._die(self.spec.error(f"{job.name} exceeded its limit of {limit_s:.1f} s"))
             await asyncio.sleep(0)  # lets `_die` complete the future
         with self._lock:
             if not self._pending:  # later jobs do not inherit time that earlier ones left over

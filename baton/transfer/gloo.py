@@ -33,12 +33,12 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from baton.core.errors import HandoffError
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, cut_buffer
 from baton.transfer.rendezvous import Meeting
-from baton.transfer.sockets import Address, deafen, hang_up, listener_address
+from baton.transfer.sockets import Address, drop_new_connections, hang_up, listener_address
 
 _HEADER = struct.Struct("<8sQQQQ")  # edge id, generation, operation number, payload bytes, sections
 _WORD = struct.Struct("<Q")
 _HEADER_TAG, _PAYLOAD_TAG, _DONE_TAG = 0, 1, 2
-_CHATTER = re.compile(r"^\[[^\]]*\]\s*|\. This is typically.*")
+_MESSAGE_NOISE = re.compile(r"^\[[^\]]*\]\s*|\. This is typically.*")
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class GlooEdge:
                     self._wait(self._post("send", self._header(0), _HEADER_TAG), deadline)
                 else:
                     self._receive_header(0, deadline)
-        deafen(self._mine)
+        drop_new_connections(self._mine)
 
     def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
         sections = cut_buffer(self.spec, buf, ends)
@@ -155,7 +155,7 @@ class GlooEdge:
 
     def _failed(self, e: RuntimeError) -> HandoffError:
         self._dead = True
-        cause = "aborted" if self._meeting.aborted else _CHATTER.sub("", str(e).splitlines()[0])
+        cause = "aborted" if self._meeting.aborted else _MESSAGE_NOISE.sub("", str(e).splitlines()[0])
         return self.spec.error(f"{self._doing} failed after {time.monotonic() - self._since:.2f} s: {cause}")
 
     def _header(self, size: int, sections: int = 0) -> Tensor:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from baton.core.errors import HandoffError, StartupError
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.sockets import free_from
+from baton.transfer.sockets import unblock_thread
 
 GRACE_S = 0.5
 _CALL_TIMEOUT_S = 5.0
@@ -129,7 +129,7 @@ class Meeting:
             socket.create_connection((spec.host, spec.port), timeout=probe_s).close()
             return TCPStore(spec.host, spec.port, None, False, _until(deadline), False)
         except (OSError, RuntimeError) as e:
-            raise spec.error(f"the decode worker's store does not answer: {str(e).splitlines()[0]}") from e
+            raise spec.error(f"cannot connect to the decode worker's store: {str(e).splitlines()[0]}") from e
 
     def _await_peer(self, client: Store, deadline: float) -> None:
         pause_s, peer = _POLL_MIN_S, f"{self.spec.prefix}/{_HERE}/{self.spec.peer_rank}"
@@ -137,7 +137,7 @@ class Meeting:
             self._aborted.wait(pause_s)
             self._check_aborted()
             if time.monotonic() >= deadline:
-                raise self.spec.error(f"the other end did not come within {self.spec.connect_timeout_s:.1f} s")
+                raise self.spec.error(f"the peer did not connect within {self.spec.connect_timeout_s:.1f} s")
             pause_s = min(pause_s * 1.5, _POLL_MAX_S)
 
     def _check_aborted(self) -> None:
@@ -148,7 +148,7 @@ class Meeting:
         """Runs on a thread of its own. Repeats, since the constructor of a store client redials for a while."""
         pause_s = GRACE_S
         while not self._over.wait(pause_s):
-            free_from(self.spec.port, self._thread)
+            unblock_thread(self.spec.port, self._thread)
             pause_s = _POLL_MAX_S
 
 

@@ -23,7 +23,7 @@ from baton.transfer.checksum import checksum, checksum_parts, device_checksum
 from baton.transfer.edge import Word
 from baton.transfer.staging import PagedLayers, Slots, locate, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer
-from baton.transfer.streams import finish, used_here
+from baton.transfer.streams import finish, record_current_stream
 
 AHEAD_BYTES = 12 << 20
 """Bytes to pack before the first section is sent, if the part has that many; the rest of a longer part is packed while
@@ -48,7 +48,7 @@ class _Sections:
         self.sections = cut_sections(self._layers.layer_bytes(tokens), section_bytes)
         total = self.ends[-1] if self.sections else 0
         if total != part.num_bytes:
-            raise HandoffError(f"a part of {part.num_bytes} bytes was ordered, {total} are here")
+            raise HandoffError(f"expected a part of {part.num_bytes} bytes, the layers have {total}")
         self._block_size = block_size
         self.on_device = buffer.view.device.type == "cuda"
 
@@ -98,7 +98,7 @@ class Packing(_Sections):
         if self.before is not None:
             self.before()
         if self.on_device:
-            used_here(self.buffer.whole)
+            record_current_stream(self.buffer.whole)
         for section in self.sections:
             self._pack_next()
             if self.wanted and section.end >= AHEAD_BYTES:
@@ -144,7 +144,7 @@ class Storing(_Sections):
         self._error: Exception | None = None
         self._writable = True
         self._writing = threading.Lock()
-        self._came: list[Tensor] = []
+        self._received: list[Tensor] = []
         self._computed: list[Tensor] = []
 
     def arrived(self, index: int, sum_: Word) -> None:
@@ -182,13 +182,13 @@ class Storing(_Sections):
     def _check_on_device(self, index: int, sum_: Tensor) -> None:
         """Queues the check of a section; after the last one, waits for all results and stores the intact sections."""
         if index == 0:
-            used_here(self.buffer.whole)
-        self._came.append(sum_)
+            record_current_stream(self.buffer.whole)
+        self._received.append(sum_)
         self._computed.append(self._device_checksum(self.sections[index]))
         if index + 1 < len(self.sections):
             return
         device = self.buffer.view.device
-        same = torch.cat(self._came) == torch.cat(self._computed)
+        same = torch.cat(self._received) == torch.cat(self._computed)
         verdicts = torch.empty(same.shape, dtype=torch.bool, pin_memory=device.type == "cuda")
         verdicts.copy_(same, non_blocking=True)
         finish(device, _DEVICE_TIMEOUT_S)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import HandoffError
-from baton.transfer.streams import empty_beside_engine
+from baton.transfer.streams import empty_on_staging_stream
 
 _NAME = "baton-kv"
 _FILES: dict[int, tuple[int, int, int]] = {}  # by address of a host buffer: serial number, descriptor, size
@@ -28,7 +28,7 @@ _HANDLES: dict[int, list[Any]] = {}  # by address of an exported device buffer: 
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
     """Allocates a buffer (uint8 [num_bytes]) that `export` accepts."""
     if device.type == "cuda":
-        buffer = empty_beside_engine(num_bytes, device)
+        buffer = empty_on_staging_stream(num_bytes, device)
         weakref.finalize(buffer, _HANDLES.pop, buffer.data_ptr(), None)
         return buffer
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)

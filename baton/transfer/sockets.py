@@ -44,7 +44,7 @@ def hang_up(dialled: Address | None, accepted: Address | None = None) -> None:
     _to_each(lambda sock: peer_of(sock) == dialled or sock.getsockname() == accepted, _shut_down)
 
 
-def free_from(port: int, thread: int) -> None:
+def unblock_thread(port: int, thread: int) -> None:
     """Shuts down the connection to `port` of a peer on which a thread of this process (its native id) waits in a system
     call, as the kernel reports. Does not block or raise."""
     try:
@@ -65,7 +65,7 @@ def _awaited(thread: int) -> int:
         return int(call.read().split()[1], 16)
 
 
-def deafen(listener: Address | None) -> None:
+def drop_new_connections(listener: Address | None) -> None:
     """Makes the kernel drop all packets to the listener, so that no further connection is accepted.
 
     Closing it or shutting it down would end the process, as running out of descriptors would: Gloo accepts every

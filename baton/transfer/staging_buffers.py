@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.transfer.streams import empty_beside_engine
+from baton.transfer.streams import empty_on_staging_stream
 
 KEPT_SHARE = 4
 MAX_KEPT = 64  # a shared buffer holds file descriptors
@@ -50,7 +50,7 @@ class StagingBuffers:
         self,
         limit_bytes: int,
         device: torch.device | str = "cpu",
-        allocate: Callable[[int, torch.device], Tensor] = empty_beside_engine,
+        allocate: Callable[[int, torch.device], Tensor] = empty_on_staging_stream,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.allocated = self.reused = self.idle_bytes = 0

@@ -44,7 +44,7 @@ def finish(device: torch.device, timeout_s: float) -> None:
         pause_s = min(pause_s * 1.5, _POLL_MAX_S)
 
 
-def empty_beside_engine(num_bytes: int, device: torch.device) -> Tensor:
+def empty_on_staging_stream(num_bytes: int, device: torch.device) -> Tensor:
     """Returns an uninitialised uint8 [num_bytes]. On a GPU it never reuses the engine's memory: torch hands freed
     memory out immediately, for use on the same stream, while kernels that write it may still be queued there; and an
     edge's stream is not ordered after the engine's."""
@@ -57,7 +57,7 @@ def empty_beside_engine(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def used_here(buffer: Tensor) -> None:
+def record_current_stream(buffer: Tensor) -> None:
     """Marks a buffer allocated on another stream as used by the calling thread's: its memory is not reused before that
     work is done, even when the transfer is aborted and the buffer freed."""
     if buffer.device.type == "cuda":

@@ -45,7 +45,7 @@ class KVLinkServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Link(self, request_iterator, context):
-        """The first message is LinkHello, the first answer LinkWelcome. The prefill worker dials.
+        """The first message is LinkHello, the first reply LinkWelcome. The prefill worker dials.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

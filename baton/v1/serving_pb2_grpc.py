@@ -50,7 +50,7 @@ class ServingServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the choices, mixed. Errors are gRPC status codes with google.rpc details.
+        """Streams the choices, interleaved. Errors are gRPC status codes with google.rpc details.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

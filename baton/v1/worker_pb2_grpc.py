@@ -50,16 +50,16 @@ class WorkerControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """The first message is Join, the first answer Welcome. A worker that does not fit is refused with
-        FAILED_PRECONDITION and the name of the field.
+        """The first message is Join, the first reply Welcome. An incompatible worker is refused with FAILED_PRECONDITION and
+        the name of the field.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes a worker out of the running cluster: no new work, what runs finishes or is rescheduled, then its process
-        exits. Answers once the command is sent to the worker. NOT_FOUND when nobody of that name is here.
+        """Drains a worker: no new work, running sequences finish or are rescheduled, then its process exits. Replies once the
+        command is queued for the worker. NOT_FOUND if no worker has that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -154,7 +154,7 @@ class BatchRunner:
         if batch["status"] == "cancelling":
             status = "cancelled"
         elif client is None:
-            await self._fail(batch_id, "invalid_api_key", "the API key that it was made with is not known any more")
+            await self._fail(batch_id, "invalid_api_key", "the API key that created the batch no longer exists")
             return
         elif batch["status"] == "validating" and not await self.on_disk(self._validate, batch):
             return

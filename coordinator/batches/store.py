@@ -294,7 +294,7 @@ class BatchStore:
         if after is not None:
             known = self._db.execute(f"select rowid from {table} where id = ? and owner = ?", (after, owner)).fetchone()
             if known is None:
-                raise NotFound(f"there is no {after[:64]!r} to go on after", param="after")
+                raise NotFound(f"no item has the id {after[:64]!r}", param="after")
             query, values = f"{query} and rowid < ?", [*values, known[0]]
         return self._db.execute(f"{query} order by rowid desc limit ?", (*values, limit)).fetchall()
 

@@ -143,7 +143,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await context.write(message)
         except TimeoutError:
-            raise Cancelled(f"the client took nothing for {SEND_TIMEOUT_S:g} s") from None
+            raise Cancelled(f"the client read nothing for {SEND_TIMEOUT_S:g} s") from None
 
     async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
         if request.model and request.model != self._model:

@@ -175,7 +175,7 @@ class _Front:
             await asyncio.sleep(0)  # up to 128 short prompts are encoded on the event loop
         echos = None
         if body.echo:
-            echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
+            echos = tuple([p if isinstance(p, str) else await self._text.decode_async(p) for p in body.prompt])
             check_count("echo", sum(map(len, echos)) * submissions[0].n, MAX_ECHO_CHARS, "characters in all choices")
         return self._generate(request, submissions, body, CompletionRender, echos=echos)
 
@@ -198,7 +198,7 @@ class _Front:
         text, tools, options = self._text, body.tooling(), body.options()
         if tools.may_be_called:
             if text.tool_format is None:
-                raise InvalidRequest("this model's chat template knows no tools", param="tools")
+                raise InvalidRequest("this model's chat template does not support tools", param="tools")
             constraint = tools.constraint(text.tool_format, text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
@@ -210,7 +210,7 @@ class _Front:
             text.tool_format,
             tools.functions,
             thinks=free and text.thinks,
-            thinking=free and text.thinks_already(submission.prompt),
+            thinking=free and text.prompt_ends_in_reasoning(submission.prompt),
         )
         if new_parser() is not None:
             shown = submission.shown_token_ids.union(text.marker_ids.values())
@@ -227,12 +227,12 @@ class _Front:
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, schema.TokenizeBody)
         if body.prompt is not None:
-            ids = await self._text.encode_soon(body.prompt, add_special_tokens=body.add_special_tokens)
+            ids = await self._text.encode_async(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
             messages = body.chat()
             check_messages(messages)
             how = Rendering(add_generation_prompt=body.add_generation_prompt)
-            ids = await self._text.encode_chat_soon(messages, how)
+            ids = await self._text.encode_chat_async(messages, how)
         what = (self._text.tokenizer, ids, self._text.max_model_len, bool(body.return_token_strs))
         answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *what)
         return Response(answer, media_type="application/json")
@@ -243,7 +243,7 @@ class _Front:
             raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
         if body.tokens:
             self._translator.check_token_ids(body.tokens, param="tokens")
-        return json_response({"prompt": await self._text.decode_soon(body.tokens, skip_special_tokens=False)})
+        return json_response({"prompt": await self._text.decode_async(body.tokens, skip_special_tokens=False)})
 
     async def no_batches(self, request: Request) -> Response:
         raise InvalidRequest("files and batches are off here; --data-dir turns them on", code="not_enabled")

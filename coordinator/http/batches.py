@@ -140,7 +140,7 @@ class BatchRoutes:
         except (MultiPartException, UnicodeError) as error:
             raise InvalidRequest(f"not a form: {str(error)[:200]}") from None
         except ClientDisconnect:
-            raise Cancelled("the client left while its file was read") from None
+            raise Cancelled("the client disconnected while its file was read") from None
         try:
             file, purpose = form.get("file"), form.get("purpose")
             if file is None or isinstance(file, str):

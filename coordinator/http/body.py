@@ -60,7 +60,7 @@ class BodyReader:
             took = f"the body took over {self._timeout_s:g} s"
             raise HttpProblem(408, "request_timeout", took, close=True) from None
         except ClientDisconnect:
-            raise Cancelled("the client left while its body was read") from None
+            raise Cancelled("the client disconnected while its body was read") from None
         finally:
             self._reading -= size
         return b"".join(pieces)

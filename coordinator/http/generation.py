@@ -187,7 +187,7 @@ class GenerationResponse(Response):
             gone.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
         if not ended:
-            log.info("%s: client left", self._submissions[0].request_id)
+            log.info("%s: client disconnected", self._submissions[0].request_id)
         elif answer.cancelled():
             raise InvariantError("the generator cancelled the task that asked it")
         elif (error := answer.exception()) is not None:

@@ -45,8 +45,8 @@ CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
 SEND_TIMEOUT_S = 30.0
-"""How long a client may read nothing, or less than LEAST_TAKEN_BYTES, of the buffered output."""
-LEAST_TAKEN_BYTES = 32 * 1024
+"""How long a client may read nothing, or less than MIN_READ_BYTES, of the buffered output."""
+MIN_READ_BYTES = 32 * 1024
 COUNT_FILES_S = 1.0
 BACKLOG = 1_024
 ACCEPTS_PER_TURN = 16  # so that a burst is refused before it uses up the reserved files
@@ -157,22 +157,22 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._await_reader()
+        self._start_unread_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._cancel_unread_timer()
 
-    def _await_reader(self) -> None:
+    def _start_unread_timer(self) -> None:
         unread = self.transport.get_write_buffer_size()
-        self._unread_timer = self.loop.call_later(SEND_TIMEOUT_S, self._look_at_reader, unread)
+        self._unread_timer = self.loop.call_later(SEND_TIMEOUT_S, self._check_unread, unread)
 
-    def _look_at_reader(self, before: int) -> None:
+    def _check_unread(self, before: int) -> None:
         taken = before - self.transport.get_write_buffer_size()
-        if taken >= LEAST_TAKEN_BYTES:
-            self._await_reader()
+        if taken >= MIN_READ_BYTES:
+            self._start_unread_timer()
         else:
-            what = "client %s took %d bytes of its answer in %g s: its connection is closed"
+            what = "client %s read %d bytes of its response in %g s: closing its connection"
             log.warning(what, self._address, taken, SEND_TIMEOUT_S)
             self.transport.abort()
 
@@ -243,7 +243,7 @@ class HttpServer(uvicorn.Server):
         self.address: tuple[str, int] = (host, port)
         super().__init__(
             uvicorn.Config(
-                _Ending(app),
+                _ShutdownMiddleware(app),
                 http=partial(GuardedProtocol, self._connection_limit),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -320,7 +320,7 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-class _Ending:
+class _ShutdownMiddleware:
     """Ends answers that outlast the grace period: with 503 if they have not begun; otherwise the connection closes,
     which no client mistakes for a finished stream. A closed connection needs neither."""
 

@@ -21,7 +21,7 @@ from coordinator.openai.tools import (
     Name,
     Tool,
     Tools,
-    few_values,
+    limit_values,
     template_call,
 )
 from coordinator.openai.validation import ModelBody, Strict, at_most, counted, validate
@@ -168,7 +168,7 @@ class ResponsesBody(ModelBody):
     top_p: float | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool], at_most(MAX_TOOLS), few_values("tools")] | None = None
+    tools: Annotated[list[ResponseTool], at_most(MAX_TOOLS), limit_values("tools")] | None = None
     tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

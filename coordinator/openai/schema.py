@@ -26,7 +26,7 @@ from coordinator.openai.structured import (
     Whitespace,
     constraint_of,
 )
-from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, few_values
+from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, limit_values
 from coordinator.openai.validation import ModelBody, Strict, at_most, counted
 from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
@@ -192,7 +192,7 @@ class GenerationBody(ModelBody):
         )
 
     @model_validator(mode="after")
-    def _go_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         """Raises InvalidRequest for fields that cannot be combined."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
@@ -267,12 +267,12 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], at_most(MAX_TOOLS), few_values("tools")] | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS), limit_values("tools")] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], few_values("chat_template_kwargs")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], limit_values("chat_template_kwargs")] | None = None
 
     @model_validator(mode="after")
     def _tools_go_together(self) -> Self:

@@ -62,7 +62,7 @@ ToolChoice = Annotated[
 ]
 
 
-def few_values(param: str) -> BeforeValidator:
+def limit_values(param: str) -> BeforeValidator:
     """Returns a validator of the number of values for a chat template: more would block the event loop on their way."""
 
     def check(given: Any) -> Any:

@@ -76,7 +76,7 @@ def _check_possible(join: Join) -> None:
         ("step_tokens", join.step_tokens, 0),
     ):
         if size < least:
-            raise refused(join, f"{name}: {size} is no size")
+            raise refused(join, f"{name}: {size} is below {least}")
     ranks = join.facts.tensor_parallel
     if not 1 <= ranks <= MAX_TENSOR_PARALLEL:
         raise refused(join, f"tensor_parallel: {ranks} ranks are not 1 to {MAX_TENSOR_PARALLEL}")

@@ -34,7 +34,7 @@ class Client:
     limits: Limits = field(default_factory=Limits)
 
 
-ANYBODY = Client()
+ANONYMOUS = Client()
 
 
 @dataclass(slots=True)

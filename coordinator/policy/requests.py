@@ -52,7 +52,7 @@ from coordinator.policy.workers import WorkerTable
 
 MAX_DEATHS = 2
 MAX_TIMES_PARKED = 30
-OFFER_AGAIN_S = 0.1, 1.0  # delay after the second refusal, and its maximum; doubled with each refusal
+REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second refusal, and its maximum; doubled with each refusal
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
 # The decode worker has started, but the prefill worker saw the hand-over fail and made it end the sequence.
 _LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
@@ -334,7 +334,7 @@ class Requests:
         """Dispatches what can start now that a worker has joined or redialled."""
         return self._place(now)
 
-    def worker_gone(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:
+    def on_worker_lost(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:
         """Handles the loss of a worker: reschedules the requests that depend on it. A request whose KV is still on its
         way to that worker is left alone: the prefill worker parks the KV. A drained worker gave its requests back,
         which is not a death."""
@@ -396,7 +396,7 @@ class Requests:
         """Raises InvariantError if the dispatcher or `_waiting` does not match the requests in flight."""
         self.dispatcher.check()
         if self._waiting != {name: r for name, r in self._requests.items() if r.stage in WAITING}:
-            raise InvariantError(f"{self!r} does not fit what waits: {[*self._waiting]}")
+            raise InvariantError(f"{self!r} does not match the waiting requests: {[*self._waiting]}")
         stages = [r.stage for r in self._requests.values()]
         queued, ended = stages.count(Stage.QUEUED), stages.count(Stage.ENDED)
         if (self.dispatcher.num_queued, self.dispatcher.num_active) != (queued, len(stages) - queued - ended):
@@ -477,7 +477,7 @@ class Requests:
         r = self._find(parked.sequence)
         if parked.sequence.choice_id not in self._requests or (r is not None and r.ended):
             # The worker keeps the KV until aborted. An earlier attempt is not: the current one may be offering its KV.
-            drop = Abort(parked.sequence, "nobody waits for its KV", tombstone_s=0.0)
+            drop = Abort(parked.sequence, "no request needs its KV", tombstone_s=0.0)
             return [Send(worker, drop), *self._stale(worker, parked.sequence)]
         if r is None:
             return self._stale(worker, parked.sequence)
@@ -487,7 +487,7 @@ class Requests:
         if r.stage is Stage.DECODE:
             return actions + self._reschedule(r, _LOST_ACK, now)
         r.times_parked += 1
-        first, most = OFFER_AGAIN_S
+        first, most = REOFFER_BACKOFF_S
         r.offer_at = now if r.times_parked == 1 else now + min(first * 2 ** (r.times_parked - 2), most)
         if r.times_parked > MAX_TIMES_PARKED:
             what = f"KV could not be handed over in {MAX_TIMES_PARKED} tries: {parked.reason}"
@@ -520,7 +520,7 @@ class Requests:
             r.recomputed = True
             return self._reschedule(r, ended.message, now)  # recomputed once; a second failure ends the request
         if not here and ended.code in ("unknown_sequence", "worker_lost"):
-            return []  # the prefill worker has the KV and parks it; if it is lost too, `worker_gone` follows
+            return []  # the prefill worker has the KV and parks it; if it is lost too, `on_worker_lost` follows
         kind = _WORKER_ERRORS.get(ended.code, BatonError)
         return self._fail(r, kind(f"{ended.message} (stage {r.stage.value})", code=ended.code), now)
 

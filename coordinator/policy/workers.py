@@ -166,9 +166,7 @@ class WorkerTable:
         for worker in self._workers.values():
             if not worker.lost and worker.lease_until <= now:
                 silent = f"silent for {self.lease_s:g} s"
-                expired.append(
-                    (worker, silent if worker.connected else "its connection closed, and it dialled no more")
-                )
+                expired.append((worker, silent if worker.connected else "its connection closed and it did not redial"))
                 worker.state, worker.since, worker.connected = "lost", now, False
         self._workers = {n: w for n, w in self._workers.items() if not w.lost or now - w.since <= KEEP_LOST_S}
         return expired

@@ -104,7 +104,7 @@ class TextModel:
         spaced = self.encode(" " + text.lstrip(), add_special_tokens=False)
         return [tuple(ids) for ids in (alone, spaced) if ids]
 
-    async def encode_soon(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes a text without blocking the event loop.
 
         Raises:
@@ -119,12 +119,12 @@ class TextModel:
             work = partial(self.encode, text, add_special_tokens=add_special_tokens)
             return await self._in_turn(self._threads, size, work)
 
-    async def encode_chat_soon(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
+    async def encode_chat_async(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """Returns the ids of a conversation, rendered by the model's template, without blocking the event loop.
 
         Raises:
             InvalidRequest: the model has no template, or the template refuses these messages.
-            ContextLengthExceeded, Unavailable: as `encode_soon`.
+            ContextLengthExceeded, Unavailable: as `encode_async`.
         """
         size = sum(_utf8_length(message.content) for message in messages)
         size += await _text_bytes([message.tool_calls for message in messages if message.tool_calls])
@@ -139,7 +139,7 @@ class TextModel:
             rendered = await self._in_turn(self._rendering, size, partial(chat.render, messages, how, guard=True))
             return await self._in_turn(self._threads, size, partial(chat.encode_rendered, rendered))
 
-    def thinks_already(self, prompt: Sequence[int]) -> bool:
+    def prompt_ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Returns whether a prompt ends within the model's reasoning: some templates begin it."""
         return self.thinks and self.decode(prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK[0])
 
@@ -177,7 +177,7 @@ class TextModel:
         texts: list[str] = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return texts[0]
 
-    async def decode_soon(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    async def decode_async(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decodes token ids without blocking the event loop."""
         if len(token_ids) <= INLINE_CHARS:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -207,15 +207,15 @@ class Parser:
         return taken
 
     def _as_text(self) -> bool:
-        self._say(self._pending)
+        self._emit_text(self._pending)
         self._pending = ""
         return False
 
-    def _say(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             self._events.append(Text(text))
 
-    def _think(self, text: str) -> None:
+    def _emit_reasoning(self, text: str) -> None:
         if text:
             self._events.append(Reasoning(text))
 
@@ -223,7 +223,7 @@ class Parser:
         self._index += 1
         self._events.append(CallBegun(self._index, name))
 
-    def _argue(self, text: str) -> None:
+    def _emit_arguments(self, text: str) -> None:
         if text:
             self._events.append(Arguments(self._index, text))
 
@@ -274,9 +274,9 @@ class _ObjectParser(Parser):
         if found.name is not None:
             if not begun:
                 self._begin_call(found.name)
-            self._argue(arguments)
+            self._emit_arguments(arguments)
         if found.state == "failed":
-            self._say(self._raw + found.text)
+            self._emit_text(self._raw + found.text)
             self._state = self._as_text
         elif found.state == "done":
             self._state = self._behind
@@ -284,7 +284,7 @@ class _ObjectParser(Parser):
 
     def finish(self) -> list[Event]:
         if self._state == self._read and self._object.name is None:
-            self._say(self._raw + self._object.text)
+            self._emit_text(self._raw + self._object.text)
         return super().finish()
 
 
@@ -295,16 +295,16 @@ class HermesParser(_ObjectParser):
 
     def _outside(self) -> bool:
         text, marker = self._up_to("<tool_call>")
-        self._say(text)
+        self._emit_text(text)
         return bool(marker) and self._open(marker, self._inside)
 
     def _inside(self) -> bool:
         _, marker = self._up_to("</tool_call>", "<tool_call>")
         if marker == "<tool_call>":
             return self._open(marker, self._inside)
-        return bool(marker) and self._go(self._behind_call)
+        return bool(marker) and self._go(self._after_call)
 
-    def _behind_call(self) -> bool:
+    def _after_call(self) -> bool:
         """Skips whitespace before another call or the end."""
         return self._skip() and self._go(self._outside)
 
@@ -335,7 +335,7 @@ class LlamaParser(_ObjectParser):
 
     def _outside(self) -> bool:
         text, marker = self._up_to("<|python_tag|>")
-        self._say(text)
+        self._emit_text(text)
         return bool(marker) and self._go(self._between)
 
     def _between(self) -> bool:
@@ -354,7 +354,7 @@ class MistralParser(_ObjectParser):
 
     def _outside(self) -> bool:
         text, marker = self._up_to("[TOOL_CALLS]")
-        self._say(text)
+        self._emit_text(text)
         return bool(marker) and self._go(self._inside)
 
     def _inside(self) -> bool:
@@ -388,7 +388,7 @@ class MistralParser(_ObjectParser):
 
     def _arguments(self) -> bool:
         taken = self._braces.feed(self._pending)
-        self._argue(self._pending[:taken])
+        self._emit_arguments(self._pending[:taken])
         self._pending = self._pending[taken:]
         if self._braces.state != "reading":
             self._state = self._outside
@@ -402,7 +402,7 @@ class HarmonyParser(Parser):
     def __init__(self, *, calls: bool) -> None:
         super().__init__()
         self._calls = calls
-        self._give: Callable[[str], None] = self._say
+        self._give: Callable[[str], None] = self._emit_text
         self._state = self._begin
 
     def _begin(self) -> bool:
@@ -428,9 +428,9 @@ class HarmonyParser(Parser):
         to = next((word.removeprefix("to=") for word in head.split() if word.startswith("to=")), "")
         if to and self._calls:
             self._begin_call(to.removeprefix("functions."))
-            self._give = self._argue
+            self._give = self._emit_arguments
         else:
-            self._give = self._think if "analysis" in head.split() else self._say
+            self._give = self._emit_reasoning if "analysis" in head.split() else self._emit_text
         return self._go(self._body)
 
     def _body(self) -> bool:
@@ -464,24 +464,24 @@ class ThinkParser(Parser):
 
     def _thinks(self) -> bool:
         text, marker = self._up_to("</think>")
-        self._think(text)
-        return bool(marker) and self._go(self._behind_think)
+        self._emit_reasoning(text)
+        return bool(marker) and self._go(self._after_think)
 
-    def _behind_think(self) -> bool:
+    def _after_think(self) -> bool:
         """Skips the blank lines after the reasoning."""
         return self._skip() and self._go(self._outside)
 
     def _outside(self) -> bool:
         text, self._pending = self._pending, ""
         if self._parser is None:
-            self._say(text)
+            self._emit_text(text)
         else:
             self._events += self._parser.push(text)
         return False
 
     def finish(self) -> list[Event]:
         if self._state == self._thinks:
-            self._think(self._pending)
+            self._emit_reasoning(self._pending)
             self._pending = ""
         else:
             self._outside()

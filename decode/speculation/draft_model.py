@@ -179,7 +179,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     """Measures the seconds of a first draft pass and of a later one, by number of rows, if the draft model makes draft
     tokens in one call; else returns none. A slow one is timed for few rows. Writes KV into blocks not in use yet."""
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
-    if not draft.drafts_at_once or context < 1:
+    if not draft.can_propose or context < 1:
         return [], []
     blocks = _blocks(draft, context + _MANY + 1)
     row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
@@ -239,7 +239,7 @@ def measure_switching(draft: Runner, runner: Runner) -> float:
     """Measures how much longer a step of one row with a draft token takes after a draft pass than after a step: on a
     CPU the weights of both models compete for its caches. Writes KV into blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - 2, draft.max_model_len - 2)
-    if draft.draft_tokens_stay or not draft.drafts_at_once or context < 1:
+    if draft.can_queue_draft_tokens or not draft.can_propose or context < 1:
         return 0.0
     row = Row(SequenceId("measure"), context, (0, 0), _blocks(runner, context + 2), SamplingParams(temperature=0.0), 2)
     step = partial(runner.step, StepPlan(0, (row,)))
@@ -286,7 +286,7 @@ def _drafting_took(draft: Runner, plan: StepPlan, count: int) -> float:
     """Times one call for `count` draft tokens after each row. If they stay on a device, the device's own timing counts,
     as in operation."""
     counts = [count] * len(plan.rows)
-    if not draft.draft_tokens_stay:
+    if not draft.can_queue_draft_tokens:
         return _took(partial(draft.propose, plan, counts))
     queued = draft.queue_draft_tokens(plan, counts)
     queued.ended.synchronize()

@@ -35,7 +35,7 @@ class SpeculativeEngine:
         if not plan.drafts:
             return self._target.step(plan)
         draft = self._draft
-        if self._target.launches_ahead and draft is not None and draft.draft_tokens_stay and not _host_masks(plan):
+        if self._target.launches_ahead and draft is not None and draft.can_queue_draft_tokens and not _host_masks(plan):
             return self._with_one_wait(draft, plan)
         started = time.perf_counter()
         draft_tokens = self._draft_tokens(plan)
@@ -71,7 +71,7 @@ class SpeculativeEngine:
         by_pass: list[tuple[DraftRow, Row]] = []
         for draft in plan.drafts:
             row = _first_row(draft, plan)
-            possible = self._draft.drafts_at_once and not (draft.num_draft_tokens and changes_logits(row))
+            possible = self._draft.can_propose and not (draft.num_draft_tokens and changes_logits(row))
             (at_once if possible else by_pass).append((draft, row))
         if not any(draft.num_draft_tokens for draft, _ in at_once):
             by_pass += at_once  # only KV is filled: a plain step

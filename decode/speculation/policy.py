@@ -28,7 +28,7 @@ from decode.speculation.trials import DRAFT_TOKENS as TRIAL_DRAFT_TOKENS
 from decode.speculation.trials import Trials
 
 _MARGIN = 1.5  # filling draft KV must be expected to save this many times its cost
-_LOOKS = 8  # steps between two checks of a lone sequence for which nothing is drafted
+_CHECK_INTERVAL = 8  # steps between two checks of a lone sequence for which nothing is drafted
 _USUAL_TOKENS = 128.0  # estimated length of an answer, until some have ended
 _USUAL_WEIGHT = 0.1  # weight of one answer in the moving average
 _MODULUS = 1 << 16  # of `forced_length`
@@ -40,8 +40,8 @@ Room = Callable[[Sequence, int], int]
 class Speculation:
     """Complete state: `model`, the source of draft tokens, the acceptance estimates, each sequence with its acceptance,
     the sequences whose draft KV is to be filled (`_wanted`), `trials`, the average answer length (`_usual_tokens`), the
-    index of the sequence that was checked last (`_looked_at`), the number of `_steps`, how many of the last ones chose
-    nothing (`_skipped`), and `counters`. Without `drafts` nothing is drafted.
+    index of the sequence that was checked last (`_last_checked`), the number of `_steps`, how many of the last ones
+    chose nothing (`_skipped`), and `counters`. Without `drafts` nothing is drafted.
 
     `fixed_length` draft tokens per step (0: chosen adaptively). `forced_rate` is for benchmarks only: draft tokens
     count as accepted with that probability, and the output is not real.
@@ -65,7 +65,7 @@ class Speculation:
         self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
         self._wanted: dict[SequenceId, Sequence] = {}
         self._usual_tokens = _USUAL_TOKENS
-        self._looked_at = self._steps = self._skipped = 0
+        self._last_checked = self._steps = self._skipped = 0
 
     def open(self, sequence: Sequence) -> None:
         """Registers a sequence whose KV is about to arrive."""
@@ -157,7 +157,7 @@ class Speculation:
         self._steps += 1
         # A lone sequence that cannot be drafted for, and no trial runs: there is nothing to choose.
         far_off = len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
-        if far_off and self._steps % _LOOKS:
+        if far_off and self._steps % _CHECK_INTERVAL:
             self._skipped += 1
             return [0]
         limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(most, behind, strict=True)]
@@ -171,8 +171,8 @@ class Speculation:
             lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
         self.trials.stepped(plain_s, 1 + self._skipped)
         self._skipped = 0
-        if len(self._open) > 1 or self._steps % _LOOKS == 0:
-            index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one at a time is enough
+        if len(self._open) > 1 or self._steps % _CHECK_INTERVAL == 0:
+            index = self._last_checked = (self._last_checked + 1) % len(sequences)  # one at a time is enough
             if not lengths[index] and most[index] >= TRIAL_DRAFT_TOKENS:
                 self._look(plan, sequences[index], behind[index], len(sequences))
         for index, sequence in enumerate(sequences):

@@ -174,7 +174,7 @@ class StepModel:
         """Seconds that a step takes longer now because it has draft tokens, however many."""
         return (self._planning_s + self._switching_s) * self.short.scale
 
-    def again_s(self) -> float:
+    def recompute_token_s(self) -> float:
         """Returns the seconds that a token of a long row adds to a step with as many as its time budget allows."""
         tokens = max(self.long.tokens_within(self.budget_s, self.step_tokens), LEAST_LONG_TOKENS)
         return (self.long.seconds(tokens) - self.long.seconds(1)) / (tokens - 1)

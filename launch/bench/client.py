@@ -68,7 +68,7 @@ def base_url(url: str) -> str:
     """
     url = (url if "//" in url else f"http://{url}").rstrip("/")
     if "@" in urlsplit(url).netloc:
-        raise ValueError("a URL with a user or a password would stand in every report; use --api-key")
+        raise ValueError("a URL with a user or a password would appear in every report; use --api-key")
     return url if url.endswith("/v1") else f"{url}/v1"
 
 

@@ -31,7 +31,7 @@ class Board:
 
     def __init__(self, host: str, port: int, digest: str) -> None:
         self.values: dict[str, Any] = {}
-        self.strangers: set[str] = set()
+        self.mismatched_hosts: set[str] = set()
         board = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -52,7 +52,7 @@ class Board:
             def _same_plan(self) -> bool:
                 if self.headers.get(_PLAN_HEADER) == digest:
                     return True
-                board.strangers.add(self.client_address[0])
+                board.mismatched_hosts.add(self.client_address[0])
                 self._reply(409, None)
                 return False
 

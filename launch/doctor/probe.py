@@ -101,7 +101,7 @@ class Probe:
             try:
                 self._store.get(f"here/{other.rank}")
             except RuntimeError:
-                raise HandoffError(f"{other} did not come to {host}:{port}") from None
+                raise HandoffError(f"{other} did not join the store at {host}:{port}") from None
         return {"seconds": time.monotonic() - began}
 
     def _sum(self, me: Rank) -> _Result:

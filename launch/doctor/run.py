@@ -74,7 +74,7 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
                     _report_exited(probes, client.put)
                 report = client.wait("report", _REPORT_EVERY_S)
             if report is None:
-                raise StartupError(f"the doctor of node {front.name} at {front.address}:{port} gave no verdict")
+                raise StartupError(f"the doctor of node {front.name} at {front.address}:{port} sent no verdict")
             verdict = [Finding(**finding) for finding in report]
     return print_verdict(verdict)
 
@@ -129,7 +129,7 @@ def _collect(
             what = f"no doctor answered within {config.wait_s:g} s; run `baton doctor --topology FILE` there too"
             findings.append(on_node("doctor", name, what))
     findings += compare({name: node["facts"] for name, node in nodes.items() if tasks[name]})
-    for stranger in sorted(board.strangers):
+    for stranger in sorted(board.mismatched_hosts):
         findings.append(on_node("doctor", stranger, "the doctor there has another topology file"))
     return findings + read_results(dict(board.values), everyone, config.limit_s)
 

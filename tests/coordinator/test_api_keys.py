@@ -22,7 +22,7 @@ from coordinator.api_keys import ApiKeys, read_api_keys
 from coordinator.batches.store import BatchStore
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.guard import OPEN_PATHS
-from coordinator.policy.quotas import ANYBODY, Client, Limits
+from coordinator.policy.quotas import ANONYMOUS, Client, Limits
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
 from tests.support.front_kit import RawClient, running
@@ -100,7 +100,7 @@ def test_a_missing_key_file_is_refused_and_without_the_option_no_key_is_needed(t
     with pytest.raises(StartupError, match="No such file"):
         read_api_keys(str(tmp_path / "none"))
     assert not read_api_keys("")
-    assert read_api_keys("").client("") is ANYBODY
+    assert read_api_keys("").client("") is ANONYMOUS
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])

@@ -64,7 +64,7 @@ async def test_token_ids_equal_those_of_transformers(tmp_path: Path, template: s
         for prompt in (True, False):
             expected = oracle.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=False)
             messages = [ChatMessage(m["role"], m["content"], m.get("name")) for m in talk]
-            assert await model.encode_chat_soon(messages, Rendering(add_generation_prompt=prompt)) == list(expected)
+            assert await model.encode_chat_async(messages, Rendering(add_generation_prompt=prompt)) == list(expected)
     model.close()
 
 

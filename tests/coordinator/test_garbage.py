@@ -28,7 +28,7 @@ class Cycle:
 @asynccontextmanager
 async def collector_running(requests: int) -> AsyncIterator[None]:
     gc.collect()
-    task = asyncio.create_task(garbage.search_when_grown(lambda: requests))
+    task = asyncio.create_task(garbage.collect_when_grown(lambda: requests))
     await asyncio.sleep(0.05)  # until it has checked once
     try:
         yield
@@ -53,7 +53,7 @@ async def until_all_freed() -> None:
 
 @pytest.fixture(autouse=True)
 def short_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "LOOK_S", 0.01)
+    monkeypatch.setattr(garbage, "POLL_S", 0.01)
 
 
 @pytest.mark.parametrize(("requests", "limit"), [(0, "IDLE_BLOCKS"), (1, "BUSY_BLOCKS")])

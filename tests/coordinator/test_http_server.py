@@ -50,7 +50,7 @@ async def test_client_disconnect_removes_its_prompt_from_the_encoding_queue(
     """A prompt that still waits to be encoded is dropped when its client disconnects."""
     waiting, never = set[asyncio.Task[Any] | None](), asyncio.Event()
 
-    async def encode_soon(text: str, **_: Any) -> list[int]:
+    async def encode_async(text: str, **_: Any) -> list[int]:
         waiting.add(asyncio.current_task())
         try:
             await never.wait()
@@ -58,7 +58,7 @@ async def test_client_disconnect_removes_its_prompt_from_the_encoding_queue(
             waiting.discard(asyncio.current_task())
         return [1, 2]
 
-    monkeypatch.setattr(text_model, "encode_soon", encode_soon)
+    monkeypatch.setattr(text_model, "encode_async", encode_async)
     async with running(app) as server:
         clients = [await RawClient.connect(server) for _ in range(3)]
         for client in clients:

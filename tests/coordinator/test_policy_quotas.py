@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvariantError, QuotaExceeded
-from coordinator.policy.quotas import ANYBODY, Client, Limits, Quotas
+from coordinator.policy.quotas import ANONYMOUS, Client, Limits, Quotas
 
 
 def client(**limits: int) -> Client:
@@ -21,8 +21,8 @@ def refused(quotas: Quotas, who: Client, now: float, choices: int = 1) -> QuotaE
 def test_without_limits_nothing_is_counted() -> None:
     quotas = Quotas()
     for _ in range(1000):
-        quotas.admit(ANYBODY, 0.0)
-    quotas.ended(ANYBODY, 10**9, 0.0)
+        quotas.admit(ANONYMOUS, 0.0)
+    quotas.ended(ANONYMOUS, 10**9, 0.0)
 
 
 def test_concurrent_requests_are_limited() -> None:

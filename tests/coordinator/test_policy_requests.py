@@ -66,7 +66,7 @@ class Drive:
         self.incarnations[name] = self.incarnations.get(name, 0) + 1
         joined = self.table.join(make_join(name, self.incarnations[name], blocks=blocks), self.now)
         if joined.replaced is not None:
-            self.record(self.requests.worker_gone(name, "replaced", self.now, drained=False))
+            self.record(self.requests.on_worker_lost(name, "replaced", self.now, drained=False))
         self.record(self.requests.worker_joined(self.now))
 
     def lose(self, name: str, *, drained: bool = False) -> None:
@@ -76,7 +76,7 @@ class Drive:
             worker = self.table.get(name)
             assert worker is not None
             worker.state = "lost"
-        self.record(self.requests.worker_gone(name, "silent", self.now, drained=drained))
+        self.record(self.requests.on_worker_lost(name, "silent", self.now, drained=drained))
 
     def submit(self, name: str = "r", max_tokens: int = 4, **more: object) -> Request:
         values: dict[str, object] = {"prompt": (1, 2, 3), "max_tokens": max_tokens, **more}

@@ -196,7 +196,7 @@ def test_closed_connection_shortens_the_lease(workers: WorkerTable) -> None:
     workers.disconnected("d0", 1, 1.0)
     assert workers.expire(1.0 + REDIAL_S - 0.01) == []
     ((lost, why),) = workers.expire(1.0 + REDIAL_S)
-    assert lost.worker_id == "d0" and why == "its connection closed, and it dialled no more"
+    assert lost.worker_id == "d0" and why == "its connection closed and it did not redial"
     assert not workers.renew_lease("d0", 1, None, 1.0 + REDIAL_S)
     workers.join(join("d1"), 0.0)
     workers.disconnected("d1", 1, 2.9)

@@ -48,7 +48,7 @@ async def test_bos_is_never_doubled(tmp_path: Path) -> None:
     assert model.encode("<s>Hello").count(1) == 1
     assert model.encode("<s>Hello", add_special_tokens=False).count(1) == 1
     starts = TextModel.load(text_dir(tmp_path / "b", kit.byte_fallback(), template="{{ bos_token }}hi"))
-    assert (await starts.encode_chat_soon(USER)).count(1) == 1
+    assert (await starts.encode_chat_async(USER)).count(1) == 1
 
 
 def test_eos_is_the_union_of_all_configured_tokens(tmp_path: Path) -> None:
@@ -80,14 +80,14 @@ def test_context_length_is_the_models_unless_reduced(tmp_path: Path) -> None:
 async def test_chat_template_is_found_in_every_supported_file(tmp_path: Path) -> None:
     assert not TextModel.load(text_dir(tmp_path / "none", template=None)).has_chat
     with pytest.raises(InvalidRequest, match="no chat template"):
-        await TextModel.load(text_dir(tmp_path / "none", template=None)).encode_chat_soon(USER)
+        await TextModel.load(text_dir(tmp_path / "none", template=None)).encode_chat_async(USER)
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     for name, value, text in (("one", "C", "C"), ("named", named, "D")):
         directory = text_dir(tmp_path / name, template=None, tokenizer_config={"chat_template": value})
         model = TextModel.load(directory)
-        assert model.decode(await model.encode_chat_soon(USER)) == text
+        assert model.decode(await model.encode_chat_async(USER)) == text
     directory = text_dir(tmp_path / "both", template="F", tokenizer_config={"chat_template": "C"})
-    assert TextModel.load(directory).decode(await TextModel.load(directory).encode_chat_soon(USER)) == "F"
+    assert TextModel.load(directory).decode(await TextModel.load(directory).encode_chat_async(USER)) == "F"
 
 
 def damage(directory: Path, name: str, text: str | None) -> Path:
@@ -133,7 +133,7 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(text_mod
     for text in ("a " * 5_000_000, "é" * 5_000_000):
         start = time.process_time()
         with pytest.raises(ContextLengthExceeded) as caught:
-            await text_model.encode_soon(text)
+            await text_model.encode_async(text)
         assert time.process_time() - start < 0.05
         assert "128" in caught.value.message and caught.value.param == "prompt"
 
@@ -199,9 +199,9 @@ async def test_long_texts_are_encoded_off_the_event_loop(tmp_path: Path) -> None
         turns: list[float] = []
         counting = asyncio.create_task(count_turns(turns))
         await asyncio.sleep(0)
-        ids = await model.encode_soon(text)
+        ids = await model.encode_async(text)
         assert len(turns) >= 5  # other tasks ran meanwhile
-        assert await model.decode_soon(ids) == text
+        assert await model.decode_async(ids) == text
         counting.cancel()
     model.close()
 
@@ -222,7 +222,7 @@ async def test_truncation_and_padding_of_a_tokenizer_are_disabled(tmp_path: Path
     model = TextModel.load(text_dir(tmp_path, tokenizer))
     assert model.decode(model.encode("Hello world, this is long")) == "Hello world, this is long"
     assert len(model.encode("a")) == 1
-    ids = await model.encode_chat_soon([ChatMessage("user", "Hello world, this is long")])
+    ids = await model.encode_chat_async([ChatMessage("user", "Hello world, this is long")])
     assert model.decode(ids) == "user\nHello world, this is long\nassistant\n"
 
 
@@ -244,7 +244,7 @@ async def test_all_template_input_is_measured_before_rendering(
     monkeypatch.setattr(ChatEncoder, "render", render)
     messages, how = TOO_MUCH[param]
     with pytest.raises(ContextLengthExceeded) as caught:
-        await text_model.encode_chat_soon(messages, how)
+        await text_model.encode_chat_async(messages, how)
     assert "128" in caught.value.message and caught.value.param == param
 
 
@@ -252,7 +252,7 @@ async def test_messages_and_tools_together_must_fit_the_context(text_model: Text
     assert text_model.max_token_bytes is not None
     half = "a " * (text_model.max_token_bytes * 128 // 4)
     with pytest.raises(ContextLengthExceeded) as caught:
-        await text_model.encode_chat_soon([ChatMessage("user", half)], Rendering(tools=[{"type": half + "a"}]))
+        await text_model.encode_chat_async([ChatMessage("user", half)], Rendering(tools=[{"type": half + "a"}]))
     assert caught.value.param == "tools"
 
 
@@ -305,7 +305,7 @@ def wide(path: Path) -> TextModel:
 
 
 def starts(model: TextModel, text: str) -> asyncio.Task[list[int]]:
-    return asyncio.create_task(model.encode_chat_soon([ChatMessage("user", text)]))
+    return asyncio.create_task(model.encode_chat_async([ChatMessage("user", text)]))
 
 
 async def turns_of_loop() -> None:
@@ -318,9 +318,9 @@ async def test_empty_messages_count_towards_the_size_of_a_chat(tmp_path: Path, m
     model, sizes = wide(tmp_path), list[int]()
     waiting = model._waiting
     monkeypatch.setattr(model, "_waiting", lambda size: sizes.append(size) or waiting(size))
-    await model.encode_chat_soon([ChatMessage("user", "x")] + [ChatMessage("assistant", "")] * 3000)
+    await model.encode_chat_async([ChatMessage("user", "x")] + [ChatMessage("assistant", "")] * 3000)
     assert sizes[0] > model_module.SMALL_BYTES
-    await model.encode_chat_soon([ChatMessage("user", "x")])
+    await model.encode_chat_async([ChatMessage("user", "x")])
     assert sizes[1] < 100
 
 
@@ -335,10 +335,10 @@ async def test_total_size_of_chats_waiting_to_be_rendered_is_bounded(
     tools = [{"description": "x" * LONG}]
     for refused in (
         starts(model, "x" * LONG),
-        asyncio.create_task(model.encode_chat_soon(USER, Rendering(tools=tools))),
-        asyncio.create_task(model.encode_chat_soon(USER, Rendering(variables={"x": tools}))),
-        asyncio.create_task(model.encode_chat_soon([ChatMessage("assistant", "", tool_calls=tuple(tools))])),
-        asyncio.create_task(model.encode_soon("x" * LONG)),
+        asyncio.create_task(model.encode_chat_async(USER, Rendering(tools=tools))),
+        asyncio.create_task(model.encode_chat_async(USER, Rendering(variables={"x": tools}))),
+        asyncio.create_task(model.encode_chat_async([ChatMessage("assistant", "", tool_calls=tuple(tools))])),
+        asyncio.create_task(model.encode_async("x" * LONG)),
     ):
         with pytest.raises(Unavailable) as caught:
             await refused

@@ -61,7 +61,7 @@ async def test_final_message_cannot_be_continued_if_the_template_omits_it(tmp_pa
     model = TextModel.load(text_dir(tmp_path / "m", template="{{ messages[0].content }}"))
     talk = [ChatMessage("user", "a"), ChatMessage("assistant", "bcd")]
     with pytest.raises(Exception, match="does not show the last message"):
-        await model.encode_chat_soon(talk, Rendering(continue_final_message=True))
+        await model.encode_chat_async(talk, Rendering(continue_final_message=True))
 
 
 async def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(

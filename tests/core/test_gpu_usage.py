@@ -70,7 +70,7 @@ async def test_usage_is_reported_until_nvml_fails(
             await asyncio.sleep(0.01)
     assert seen == [GpuUsage(10 * GIB, 80 * GIB, 0.3)] * 3 + [None]  # an old reading is not kept
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        "memory and utilisation of the GPU are not known: NVML: GPU is lost"
+        "cannot read memory and utilisation of the GPU: NVML: GPU is lost"
     ]
 
 

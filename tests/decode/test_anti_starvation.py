@@ -95,7 +95,7 @@ def test_all_streams_end_and_wait_at_most_one_round_of_boosts_in_any_pool(
     prompts = sum(Stream(s.prompt, 0).blocks for s in streams) + len(streams)  # fewer would not admit all
     blocks = max(round(part * sum(s.blocks for s in streams)), max(s.blocks for s in streams), prompts)
     found = drive(streams, blocks, costs=costs)
-    token_s = StepModel(costs, budget_s=0.05).again_s()
+    token_s = StepModel(costs, budget_s=0.05).recompute_token_s()
     round_s = sum((s.prompt + s.output) * token_s / RECOMPUTE_SHARE for s in streams)
     assert list(found.tokens.values()).count(0) == 0 and len(found.ended_at) == len(streams)
     assert found.longest_silence_s < SILENCE_S + THROTTLED_INTERVAL_S + 0.7 * round_s

@@ -115,7 +115,7 @@ def test_new_worker_learns_whether_drafting_pays(seed: int) -> None:
 
 
 def test_draft_length_is_seldom_chosen_for_one_stream_where_drafting_does_not_pay(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Choosing a draft length costs a tenth of a short step."""
     model, asked = SERVED.model(), 0

@@ -74,7 +74,7 @@ async def test_prefill_worker_checks_the_compatibility_of_a_decode_worker_itself
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         await until(lambda: source.posted.parked, what="parked KV")
-        assert "keeps KV in another shape: block_size: 4 and 6, " in source.posted.parked[0].reason
+        assert "has a different KV layout: block_size: 4 and 6, " in source.posted.parked[0].reason
         source.abort(SequenceId("r"))
 
 

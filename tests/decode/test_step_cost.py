@@ -120,12 +120,12 @@ def test_slow_draft_model_is_timed_for_a_limited_time(monkeypatch: pytest.Monkey
 
     layout = SimpleNamespace(block_size=16)
     draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=layout, propose=propose)
-    draft.drafts_at_once, draft.draft_tokens_stay, draft.kernels = True, False, "avx2"
+    draft.can_propose, draft.can_queue_draft_tokens, draft.kernels = True, False, "avx2"
     ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft)
     assert rows == same == 1 and seconds > 0.01 and first_s > 0.01 and calls == [[1], [6]]
     draft.kernels = "torch's"  # as on a GPU, which captures a step's shape on first use
     assert draft_model.measure_passes(draft) and calls[2:] == [[6], [1], [6]]
-    draft.drafts_at_once = False
+    draft.can_propose = False
     assert draft_model.measure_passes(draft) == ([], [])
 
 
@@ -140,7 +140,7 @@ def test_draft_tokens_and_steps_on_a_gpu_are_timed_as_they_run_in_serving(monkey
 
     launched: list[StepPlan] = []
     gpu: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), kernels="compiled")
-    gpu.drafts_at_once = gpu.draft_tokens_stay = gpu.launches_ahead = True
+    gpu.can_propose = gpu.can_queue_draft_tokens = gpu.launches_ahead = True
     gpu.queue_draft_tokens, gpu.step = queue_draft_tokens, launched.append
     assert draft_model.measure_passes(gpu) == ([(n, 1.0) for n in (1, 4, 16, 64)], [(n, 1.0) for n in (1, 4, 16, 64)])
     assert waited.count(1) == waited.count(64) == 10, "each is waited for"
@@ -201,10 +201,10 @@ def test_step_after_the_draft_model_is_timed_against_a_step_after_a_step(
     monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=step)
     draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), propose=propose)
-    draft.drafts_at_once, draft.draft_tokens_stay = True, False
+    draft.can_propose, draft.can_queue_draft_tokens = True, False
     assert draft_model.measure_switching(draft, runner) == pytest.approx(0.002)
     assert proposed[0] == turns
-    draft.draft_tokens_stay = True
+    draft.can_queue_draft_tokens = True
     assert draft_model.measure_switching(draft, runner) == 0.0, "on a GPU they are computed ahead"
 
 

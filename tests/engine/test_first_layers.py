@@ -48,7 +48,9 @@ def test_first_layers_are_reported_mid_step_and_do_not_change_the_result(
             for tensor in layer:
                 tensor.zero_()
     calls: list[tuple[int, int, list[bool]]] = []
-    early.tell_first_layers(lambda plan: first, lambda step, layers: calls.append((step, layers, written(early))))
+    early.set_first_layers_callback(
+        lambda plan: first, lambda step, layers: calls.append((step, layers, written(early)))
+    )
     outcomes = [runner.step(last_chunk(7)) for runner in (plain, early)]
     assert calls == [(7, first, [index < first for index in range(3)])]
     assert outcomes[0].sampled == outcomes[1].sampled
@@ -65,7 +67,7 @@ def test_reported_layers_are_not_computed_again(checkpoint: Callable[..., Path])
         for tensor in (keys, values):
             tensor.zero_()
 
-    runner.tell_first_layers(lambda plan: 1, zero_first_layer)
+    runner.set_first_layers_callback(lambda plan: 1, zero_first_layer)
     runner.step(last_chunk())
     assert written(runner) == [False, True, True]
 
@@ -73,11 +75,11 @@ def test_reported_layers_are_not_computed_again(checkpoint: Callable[..., Path])
 @pytest.mark.skipif(not processor_levels(), reason="there are no compiled kernels")
 def test_step_reports_nothing_when_no_first_layers_are_requested(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"))
-    runner.tell_first_layers(lambda plan: 0, lambda step, layers: pytest.fail("told"))
+    runner.set_first_layers_callback(lambda plan: 0, lambda step, layers: pytest.fail("told"))
     runner.step(last_chunk())
 
 
 def test_torch_kernels_do_not_report_first_layers(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"), kernels="torch")
-    runner.tell_first_layers(lambda plan: 1, lambda step, layers: pytest.fail("told"))
+    runner.set_first_layers_callback(lambda plan: 1, lambda step, layers: pytest.fail("told"))
     runner.step(last_chunk())

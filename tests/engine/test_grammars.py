@@ -318,7 +318,7 @@ def test_draft_tokens_of_rows_with_a_grammar_or_bad_words_are_copied_to_the_host
     target: Runner, draft: Runner, undrafted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even when draft tokens could stay on a device, those of such rows are copied to the host."""
-    monkeypatch.setattr(Runner, "draft_tokens_stay", property(lambda self: True))
+    monkeypatch.setattr(Runner, "can_queue_draft_tokens", property(lambda self: True))
     monkeypatch.setattr(target, "launches_ahead", True)
     monkeypatch.setattr(SpeculativeEngine, "_with_one_wait", lambda *_: pytest.fail("drafted on the device"))
     drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)

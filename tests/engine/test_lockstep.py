@@ -92,7 +92,7 @@ def run_follower(channel: FollowerChannel, log: list[Any], pause_s: float = 0.0)
         except RankLost as error:
             log.append(error)
 
-    channel.take_orders(log.append)
+    channel.set_order_handler(log.append)
     thread = threading.Thread(target=follow)
     thread.start()
     return thread
@@ -241,7 +241,7 @@ def test_failing_rank_reports_its_reason(connect: Callable[..., Channels]) -> No
 
 def test_failing_order_ends_the_rank(connect: Callable[..., Channels]) -> None:
     made = connect()
-    made.followers[0].take_orders(lambda order: 1 / 0)  # type: ignore[arg-type,return-value]
+    made.followers[0].set_order_handler(lambda order: 1 / 0)  # type: ignore[arg-type,return-value]
     made.leader.send(Order(-1, "now"))
     assert made.await_lost(1, 1.0) == "lockstep failed: ZeroDivisionError: division by zero"
 
@@ -290,7 +290,7 @@ def until_closed(sock: socket.socket) -> bytes:
 
 
 def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StartupError, match=r"no word from rank 1, 2 within 0\.2 s"):
+    with pytest.raises(StartupError, match=r"rank 1, 2 did not connect within 0\.2 s"):
         LeaderChannel.open(DictStore(), 3, "127.0.0.1", timeout_s=0.2)
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
         LeaderChannel.open(DictStore(), 2, "192.0.2.1", timeout_s=0.2)
@@ -304,7 +304,7 @@ def test_follower_that_does_not_read_is_lost(connect: Callable[..., Channels], m
     monkeypatch.setattr(rank_peer, "_SEND_TIMEOUT_S", 0.2)
     made = connect()
     stuck = threading.Event()
-    made.followers[0].take_orders(lambda order: stuck.wait(10.0) and None)
+    made.followers[0].set_order_handler(lambda order: stuck.wait(10.0) and None)
     made.leader.send(Order(-1, "stick"))
     with pytest.raises(RankLost, match="rank 1 is gone: timed out"):
         for _ in range(100):
@@ -319,16 +319,16 @@ def test_message_sent_directly_after_the_first_reply_is_not_lost() -> None:
         there, _ = listener.accept()
     with here, there:
         peer = rank_peer.Peer(here, 0)
-        there.sendall(rank_peer.LET_IN + encode(plan(7)))
-        peer.await_answer()
+        there.sendall(rank_peer.ACCEPTED + encode(plan(7)))
+        peer.await_accepted()
         assert peer.receive(time.monotonic()) == [plan(7)]
         there.sendall(encode(plan(8)))
         with pytest.raises(RankLost, match="answered with something else"):
-            peer.await_answer()
+            peer.await_accepted()
         there.close()
         with pytest.raises(RankLost, match="its connection ended"):
             while True:
-                peer.await_answer()
+                peer.await_accepted()
 
 
 def test_orders_received_before_they_can_be_handled_are_kept_in_order(connect: Callable[..., Channels]) -> None:

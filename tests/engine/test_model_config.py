@@ -21,7 +21,7 @@ def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures 'GPT2LMHeadModel' is not supported"),
         ({"architectures": [], "model_type": None}, "architectures None is not supported"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
-        ({"architectures": ["Qwen2ForCausalLM"]}, "architectures says Qwen2ForCausalLM but model_type says llama"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "architectures is Qwen2ForCausalLM but model_type is llama"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu"),

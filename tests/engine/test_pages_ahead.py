@@ -10,7 +10,7 @@ import torch
 
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.engine import kv_pool
-from baton.engine.kv_pool import KVPool, PagesAhead
+from baton.engine.kv_pool import KVPool, PagePrefaulter
 
 BLOCK = 64 << 10
 MANY = 1024  # blocks
@@ -37,7 +37,7 @@ def tensors() -> list[torch.Tensor]:
 
 def test_pages_are_allocated_ahead_up_to_the_limit() -> None:
     pool = tensors()
-    pages = PagesAhead(pool, MANY, ahead_bytes=2 * 64 * BLOCK)
+    pages = PagePrefaulter(pool, MANY, ahead_bytes=2 * 64 * BLOCK)
     assert pages.ahead_blocks == 64 and resident(pool[0], range(1, 64)) < 0.1
 
     pages.expect(9)
@@ -50,14 +50,14 @@ def test_pages_are_allocated_ahead_up_to_the_limit() -> None:
 
 
 def test_allocation_resumes_when_a_quarter_of_the_pages_ahead_is_used() -> None:
-    pages = PagesAhead(tensors(), MANY, ahead_bytes=2 * 64 * BLOCK)
+    pages = PagePrefaulter(tensors(), MANY, ahead_bytes=2 * 64 * BLOCK)
     for block, warm in ((0, 65), (16, 65), (17, 82), (5, 82), (500, 565), (MANY - 1, MANY)):
         pages.expect(block)
         assert pages.wait(30.0) and pages.blocks_warm == warm, block
 
 
 def test_blocks_needed_now_are_allocated_without_pages_ahead() -> None:
-    pages = PagesAhead(tensors(), MANY, ahead_bytes=2 * 64 * BLOCK)
+    pages = PagePrefaulter(tensors(), MANY, ahead_bytes=2 * 64 * BLOCK)
     for block, warm in ((0, 1), (40, 41), (20, 41)):
         pages.expect(block, ahead=False)
         assert pages.wait(30.0) and pages.blocks_warm == warm, block
@@ -66,7 +66,7 @@ def test_blocks_needed_now_are_allocated_without_pages_ahead() -> None:
 def test_allocating_pages_changes_no_byte() -> None:
     pool = [torch.randint(0, 255, (64, BLOCK), dtype=torch.uint8)]
     before = pool[0].clone()
-    pages = PagesAhead(pool, 64)
+    pages = PagePrefaulter(pool, 64)
     pages.expect(63)
     assert pages.wait(30.0) and pages.blocks_warm == 64
     assert torch.equal(pool[0], before)
@@ -76,7 +76,7 @@ def test_unsupported_system_warns_once_and_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kv_pool, "_POPULATE_WRITE", 9999)
-    pages = PagesAhead(tensors(), MANY)
+    pages = PagePrefaulter(tensors(), MANY)
     for block in (0, 900):
         pages.expect(block)
         assert pages.wait(30.0)

@@ -70,7 +70,7 @@ def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> tup
     fast, slow = (tiny_runner(model_dir, dtype=dtype, kernels=kernels) for _ in range(2))
     if on_gpu:
         fast._propose = DeviceDraftTokens(fast._compute, fast._limits, torch.device("cpu"), decide)
-    if not fast.drafts_at_once:
+    if not fast.can_propose:
         pytest.skip(f"{fast.kernels} computes {request.param}")
     slow._propose = None
     return fast, slow
@@ -84,18 +84,18 @@ def test_draft_tokens_and_kv_equal_those_of_one_step_for_each(pair: tuple[Runner
     # torch's kernels sum in another order in batches of other rows, as when one row is drafted pass by pass.
     near = 1e-5 if fast.kernels.startswith("torch") else 0.0
     assert torch.allclose(written(fast, work), written(slow, work), rtol=0, atol=near)
-    assert (fast.drafted_at_once, slow.drafted_at_once) == (1, 0)
+    assert (fast.propose_calls, slow.propose_calls) == (1, 0)
 
 
 def test_rows_with_penalties_are_drafted_pass_by_pass(pair: tuple[Runner, Runner]) -> None:
     fast, _ = pair
     plan = draft_rows(fast, ((PENALTY, 20, 2, 4),))
-    assert len(draft_tokens(fast, plan)[0]) == 4 and fast.drafted_at_once == 0
+    assert len(draft_tokens(fast, plan)[0]) == 4 and fast.propose_calls == 0
 
 
 def test_plan_that_only_fills_kv_makes_no_drafting_call(pair: tuple[Runner, Runner]) -> None:
     fast, _ = pair
-    assert draft_tokens(fast, draft_rows(fast, ((GREEDY, 0, 20, 0),))) == () and fast.drafted_at_once == 0
+    assert draft_tokens(fast, draft_rows(fast, ((GREEDY, 0, 20, 0),))) == () and fast.propose_calls == 0
 
 
 def test_draft_beyond_the_blocks_or_on_an_unsupported_runner_is_refused(pair: tuple[Runner, Runner]) -> None:
@@ -105,7 +105,7 @@ def test_draft_beyond_the_blocks_or_on_an_unsupported_runner_is_refused(pair: tu
     with pytest.raises(InvariantError, match=r"135 draft tokens behind 11 of 144 positions"):
         fast.propose(StepPlan(1, (row,)), [135])
     assert len(fast.propose(StepPlan(1, (row,)), [134])[0]) == 134
-    with pytest.raises(InvariantError, match="make no draft tokens at once"):
+    with pytest.raises(InvariantError, match="do not support drafting in one call"):
         slow.propose(StepPlan(1, (row,)), [1])
     assert len(propose_pass_by_pass(slow, 1, [(plan.drafts[0], row)])[0]) == 1
 

@@ -59,5 +59,5 @@ def test_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store, thread = gather(3, 0.4, found)
     came = dial_leader(store, 2)
     thread.join(20)
-    assert "no word from rank 1 within 0.4 s" in found["error"].message
+    assert "rank 1 did not connect within 0.4 s" in found["error"].message
     came.close()

@@ -79,7 +79,7 @@ def test_every_rank_reports_the_same_difference() -> None:
 
 
 def test_silent_rank_is_named() -> None:
-    with pytest.raises(StartupError, match=r"rank 1 has not said its options within 0\.1 s"):
+    with pytest.raises(StartupError, match=r"rank 1 has not published its options within 0\.1 s"):
         agree(DictStore(), Ranks(0, 2, 0, 2), options_of(), 0.1)
 
 

@@ -76,10 +76,10 @@ def test_draft_tokens_of_one_call_equal_those_of_one_step_for_each(tmp_path: Pat
     """In float32, where passes with other rows differ by too little to change any of these tokens."""
     model_dir = make_checkpoint(tmp_path, "llama")
     fast, slow = (tiny_runner(model_dir, device=DEVICE) for _ in range(2))
-    assert fast.drafts_at_once or REHEARSAL
+    assert fast.can_propose or REHEARSAL
     slow._propose = None
     found, expected = (draft_tokens(runner, draft_rows(runner, WORK)) for runner in (fast, slow))
-    assert found == expected and (fast.drafted_at_once, slow.drafted_at_once) == (1, 0)
+    assert found == expected and (fast.propose_calls, slow.propose_calls) == (1, 0)
 
 
 @contextmanager

@@ -147,9 +147,9 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
     ("code", "expected", "shown"),
     [
         ("p.record_error('no tensor x'); p.record_error('and then'); sys.exit(3)", 3, "exit code 3 error no tensor x"),
-        ("os.kill(os.getpid(), 9)", 128 + 9, "killed by SIGKILL error it left no reason"),
-        ("raise RuntimeError('it breaks')", 1, "exit code 1 error it left no reason"),
-        ("open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{\"mess'); sys.exit(1)", 1, "it left no reason"),
+        ("os.kill(os.getpid(), 9)", 128 + 9, "killed by SIGKILL error it recorded no reason"),
+        ("raise RuntimeError('it breaks')", 1, "exit code 1 error it recorded no reason"),
+        ("open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{\"mess'); sys.exit(1)", 1, "it recorded no reason"),
         ("p.die_with_parent(); assert os.getsid(0) == os.getpid() and '' not in sys.path", 0, ""),
     ],
 )

@@ -69,7 +69,7 @@ def test_client_with_another_digest_can_neither_read_nor_write_the_board() -> No
         for call in (lambda: stranger.get("x"), lambda: stranger.put("x", 2)):
             with pytest.raises(PermissionError, match="another topology"):
                 call()
-        assert board.values == {"x": {"a": 1}} and board.strangers == {"127.0.0.1"}
+        assert board.values == {"x": {"a": 1}} and board.mismatched_hosts == {"127.0.0.1"}
         with pytest.raises(StartupError, match="cannot listen"):
             Board("127.0.0.1", board.address[1], "mine")
 

@@ -66,7 +66,7 @@ def test_ready_then_a_signal_drains_and_exits_0(start, sig: int) -> None:
     for name in ("coordinator", "prefill-0", "decode-0", "decode-1"):
         assert str(cluster.run_dir / f"{name}.log") in output(cluster)
     cluster.stop(0, sig)
-    assert "all ended well" in output(cluster)
+    assert "all processes exited with 0" in output(cluster)
 
 
 def test_agents_leave_no_temporary_files(start, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_startup_error_of_the_coordinator_is_printed_last_in_a_box(start) -> Non
     assert "error      the fake coordinator refuses" in "\n".join(shown)
 
 
-@pytest.mark.parametrize(("agent", "message"), [("", "before it joined"), ("1", "left no reason")])
+@pytest.mark.parametrize(("agent", "message"), [("", "before it joined"), ("1", "recorded no reason")])
 def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start, agent: str, message: str) -> None:
     lines = ended(start(env={"FAKE_WORKER": "crash", "FAKE_AGENT": agent}), expect=3)
     assert any(message in line for line in find_box(lines))

@@ -68,8 +68,8 @@ FAULTS = (
     ),
     Fault(
         "coordinator/http/server.py",
-        "            self._await_reader()\n        else:",
-        "            self._await_reader()\n        elif self._in_head:",
+        "            self._start_unread_timer()\n        else:",
+        "            self._start_unread_timer()\n        elif self._in_head:",
         "tests/coordinator/test_http_abuse.py",
     ),
     Fault(

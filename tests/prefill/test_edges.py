@@ -153,7 +153,7 @@ async def test_full_staging_memory_parks_the_kv_with_the_reason(monkeypatch: pyt
 
 
 async def test_next_chunk_is_announced_while_a_follower_stores_the_previous_one(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An edge is free for another sequence once its bytes are transferred, so two receives overlap at one end."""
     under_way, most, work, written = [0], [0], FollowerEnds._work, sections.unpack

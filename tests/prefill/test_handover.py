@@ -80,7 +80,7 @@ def test_parked_kv_is_offered_again_under_the_next_attempt() -> None:
     over.assign([target("d7")], 2)
     assert over.sequence == R._replace(attempt=2) and over.reoffer() == OfferTo(target("d7"))
     assert over.stage is not Stage.PARKED
-    with pytest.raises(InvariantError, match="is given targets"):
+    with pytest.raises(InvariantError, match="cannot be given targets: it is not parked"):
         over.assign([target("d8")], 3)
 
 
@@ -152,7 +152,7 @@ def test_no_second_target_gets_an_offer_under_an_accepted_attempt() -> None:
 
 @pytest.mark.parametrize("held", [-1, TOKENS, TOKENS + 1])
 def test_target_that_claims_an_impossible_number_of_cached_tokens_is_refused(held: int) -> None:
-    with pytest.raises(HandoffError, match=f"says that it holds {held} of them"):
+    with pytest.raises(HandoffError, match=f"reports {held} of them as cached"):
         sending(held)
 
 

@@ -96,7 +96,7 @@ async def test_abort_of_a_hand_over_that_waits_for_the_edge_takes_effect_immedia
 
 
 async def test_abort_while_edges_are_built_ends_the_hand_over_when_they_are_open(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The hand-over then neither waits for staging memory nor announces anything."""
     async with pair() as (source, [decode]):

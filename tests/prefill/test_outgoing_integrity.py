@@ -45,7 +45,7 @@ async def test_chunk_with_a_flipped_bit_is_resent_once(monkeypatch: pytest.Monke
 
 
 async def test_chunk_damaged_twice_ends_the_request_and_frees_its_blocks_on_both_workers(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     damage(monkeypatch, 2)
     async with pair() as (source, [decode]):

@@ -34,14 +34,14 @@ async def test_receive_is_posted_before_the_chunk_is_packed(monkeypatch: pytest.
 async def test_no_chunk_is_packed_before_it_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing keeps the core busy, so an announcement that is not written before it would be delayed."""
     async with pair() as (source, [decode]):
-        write, order = MessageStream.send_to_the_end, []
+        write, order = MessageStream.send_unshielded, []
 
         async def written(stream: Any, message: Any, *limits: float) -> None:
             await write(stream, message, *limits)
             order.append(type(message).__name__)
 
         begin = Packing.begin
-        monkeypatch.setattr(MessageStream, "send_to_the_end", written)
+        monkeypatch.setattr(MessageStream, "send_unshielded", written)
         monkeypatch.setattr(Packing, "begin", lambda packing: (order.append("packed"), begin(packing)))
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
@@ -51,7 +51,7 @@ async def test_no_chunk_is_packed_before_it_is_announced(monkeypatch: pytest.Mon
 
 
 async def test_chunk_with_none_ahead_of_it_is_announced_in_the_next_event_loop_turn(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with pair() as (source, [decode]):
         announced: list[int] = []
@@ -77,7 +77,7 @@ async def test_chunk_with_none_ahead_of_it_is_announced_in_the_next_event_loop_t
 
 
 async def test_error_while_packing_ends_the_receive_that_was_posted_for_the_chunk(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the next chunk on the edge would be received in place of this one."""
     async with pair(timeout_s=30.0) as (source, [decode]):

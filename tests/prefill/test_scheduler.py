@@ -266,7 +266,7 @@ def test_damaged_kv_is_not_reused() -> None:
     request = make_request("a", 9)
     scheduler.submit(request, 0.0, hand_over=True)
     step(scheduler)
-    scheduler.distrust(request.sequence_id)
+    scheduler.mark_kv_suspect(request.sequence_id)
     scheduler.abort(request.sequence_id)
     scheduler.release_send(request.sequence_id)
     assert prefilled(scheduler, "b", 9) == 0

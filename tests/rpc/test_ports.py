@@ -1,4 +1,4 @@
-"""Ports that cannot be listened on are told with the reason."""
+"""Listening ports, and the reason why one cannot be used."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-async def test_a_server_listens_where_it_is_told(host: str) -> None:
+async def test_server_listens_on_the_given_host(host: str) -> None:
     if host == "::1" and not has_ipv6():
         pytest.skip("this machine has no IPv6")
     server = grpc.aio.server()
@@ -33,15 +33,15 @@ async def test_a_server_listens_where_it_is_told(host: str) -> None:
     await server.stop(None)
 
 
-async def test_a_name_of_two_addresses_is_not_listened_on_at_the_other_one_alone() -> None:
-    """gRPC takes `localhost` for ::1 too, and one of the two would do for it."""
+async def test_server_on_a_name_with_two_addresses_binds_the_first_one() -> None:
+    """gRPC also resolves `localhost` to ::1, and would succeed with either address."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"link port {port} on localhost is in use"):
             open_port(grpc.aio.server(), "localhost", port, "link", "--link-port")
 
 
-async def test_a_taken_port_and_a_foreign_address_are_two_things() -> None:
+async def test_port_in_use_and_foreign_address_are_different_errors() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         message = f"link port {port} on 127.0.0.1 is in use; choose another with --link-port"
@@ -58,5 +58,5 @@ async def test_a_taken_port_and_a_foreign_address_are_two_things() -> None:
         check_free("192.0.2.1", port, "--control-port")
 
 
-def test_an_ipv6_address_stands_in_brackets() -> None:
+def test_ipv6_addresses_are_bracketed() -> None:
     assert (host_port("::1", 80), host_port("10.0.0.1", 80), host_port("a", 0)) == ("[::1]:80", "10.0.0.1:80", "a:0")

@@ -118,7 +118,7 @@ async def test_a_worker_without_a_coordinator_logs_a_warning_every_30_seconds(ca
     async def fails() -> str:
         nonlocal tries
         tries += 1
-        raise LinkLost("nobody listens")
+        raise LinkLost("no listener")
 
     session._one_session, session._clock = fails, itertools.count(0.0, 5.0).__next__  # type: ignore[method-assign,assignment]
     running = asyncio.create_task(session.run())
@@ -127,6 +127,6 @@ async def test_a_worker_without_a_coordinator_logs_a_warning_every_30_seconds(ca
             await asyncio.sleep(0.01)
     running.cancel()
     warnings = [record.message for record in caplog.records]
-    assert 2 <= len(warnings) <= 4 < tries and all("retrying: nobody listens" in message for message in warnings)
+    assert 2 <= len(warnings) <= 4 < tries and all("retrying: no listener" in message for message in warnings)
     times = [int(message.split(" s,")[0].rpartition(" ")[2]) for message in warnings]
     assert times[0] < 30 and all(later - earlier >= 30 for earlier, later in itertools.pairwise(times))

@@ -82,7 +82,7 @@ async def test_a_cancelled_sender_does_not_end_the_stream() -> None:
 async def test_unshielded_and_shielded_sends_keep_their_order() -> None:
     async with linked(echo) as stream:
         for nonce in range(0, 20, 2):
-            await stream.send_to_the_end(Ping(nonce))
+            await stream.send_unshielded(Ping(nonce))
             await stream.send(Ping(nonce + 1))
         assert [(await stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
 
@@ -93,7 +93,7 @@ async def test_an_unshielded_send_that_is_cancelled_during_a_write_ends_the_stre
 
         async def send() -> None:
             while True:
-                await stream.send_to_the_end(LARGE)
+                await stream.send_unshielded(LARGE)
 
         sender = asyncio.create_task(send())
         await asyncio.sleep(0.3)
@@ -103,7 +103,7 @@ async def test_an_unshielded_send_that_is_cancelled_during_a_write_ends_the_stre
             assert sender.cancelled() and await reader is None
         assert stream.ended == "its sender was cancelled"
         with pytest.raises(LinkLost):
-            await stream.send_to_the_end(Ping(1))
+            await stream.send_unshielded(Ping(1))
 
 
 async def test_a_peer_that_does_not_read_is_lost_after_the_limit() -> None:

@@ -186,7 +186,7 @@ class ClusterSim:
             )
         joined = self.table.join(make_join(name, incarnation, blocks=BLOCKS), self.now)
         if joined.replaced is not None:
-            self._execute(self.requests.worker_gone(name, "it was replaced", self.now, drained=False))
+            self._execute(self.requests.on_worker_lost(name, "it was replaced", self.now, drained=False))
         self._execute(self.requests.worker_joined(self.now))
         self._heartbeat(worker)
 
@@ -215,7 +215,7 @@ class ClusterSim:
 
     def _tick(self) -> None:
         for worker, why in self.table.expire(self.now):
-            self._execute(self.requests.worker_gone(worker.worker_id, why, self.now, drained=False))
+            self._execute(self.requests.on_worker_lost(worker.worker_id, why, self.now, drained=False))
         self._execute(self.requests.tick(self.now))
         self.later(TICK_S, self._tick)
 

@@ -130,7 +130,7 @@ class FakeRanks(FakeRunner):
         channel = FollowerChannel.open(store, rank)
         runner = self.ranks[rank]
         ends = FollowerEnds(local_ends(runner), channel.report)
-        channel.take_orders(ends.obey)
+        channel.set_order_handler(ends.obey)
         self.follower_ends.append(ends)
         self.followers.append(channel)
 

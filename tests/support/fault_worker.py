@@ -104,8 +104,8 @@ def _install(faults: Faults) -> None:
     from baton.transfer.edge_end import LocalEnds
     from baton.transfer.gloo import GlooEdge
 
-    step, tell_first = Runner.step, Runner.tell_first_layers
-    send, say = GlooEdge.send, MessageStream.send_to_the_end
+    step, tell_first = Runner.step, Runner.set_first_layers_callback
+    send, say = GlooEdge.send, MessageStream.send_unshielded
 
     def held_step(runner: Runner, plan: StepPlan) -> Any:
         if faults.holds(plan):
@@ -143,9 +143,9 @@ def _install(faults: Faults) -> None:
         await say(stream, value, timeout_s)
 
     Runner.step = held_step  # type: ignore[method-assign]
-    Runner.tell_first_layers = held_first_layers  # type: ignore[method-assign]
+    Runner.set_first_layers_callback = held_first_layers  # type: ignore[method-assign]
     GlooEdge.send = faulty_send  # type: ignore[method-assign]
-    MessageStream.send_to_the_end = faulty_stream_send  # type: ignore[method-assign]
+    MessageStream.send_unshielded = faulty_stream_send  # type: ignore[method-assign]
     worker_ranks.LocalEnds = partial(LocalEnds, section_bytes=1)  # type: ignore[attr-defined]
 
 

@@ -188,7 +188,7 @@ def test_connect_fails_without_a_peer_or_without_a_store(spec: MakeSpec) -> None
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         gone = EdgeSpec("127.0.0.1", unused.getsockname()[1], "x/g1", 1, "prefill")
-        with pytest.raises(HandoffError, match="store does not answer"):
+        with pytest.raises(HandoffError, match="cannot connect to the decode worker's store"):
             GlooEdge(gone).connect()
 
 

@@ -207,7 +207,7 @@ def test_a_part_of_the_wrong_size_is_refused() -> None:
     kept = StagingBuffers(1 << 16)
     for kind in (Packing, Storing):
         part = Part((1, 0), 0, 8, PART.num_bytes - 8, b"who")
-        with pytest.raises(HandoffError, match=f"{PART.num_bytes - 8} bytes was ordered, {PART.num_bytes} are here"):
+        with pytest.raises(HandoffError, match=f"{PART.num_bytes - 8} bytes, the layers have {PART.num_bytes}"):
             kind(PagedLayers.of(pool(1.0)), BLOCK, part, kept.take(part.num_bytes), LAYER_BYTES)
 
 

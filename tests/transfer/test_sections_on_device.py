@@ -188,6 +188,6 @@ def test_staging_buffers_are_allocated_on_their_own_stream(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"staging of {device}")
     monkeypatch.setattr(streams.torch, "empty", lambda size, **_: made.append((current[-1], size)))
-    streams.empty_beside_engine(10, cuda)
-    streams.empty_beside_engine(20, cuda)
+    streams.empty_on_staging_stream(10, cuda)
+    streams.empty_on_staging_stream(20, cuda)
     assert made == [("staging of cuda:0", 10), ("staging of cuda:0", 20)] and len(streams._STAGING) == 1

@@ -75,7 +75,7 @@ async def test_a_connect_times_out_while_its_store_is_stopped(external_store: St
         await asyncio.sleep(0.4)  # it is connected and polls for its peer
         assert edge.in_flight == "connect"
         external_store.stop()
-    with pytest.raises(HandoffError, match="connect outlasted its limit"):
+    with pytest.raises(HandoffError, match="connect exceeded its limit"):
         await asyncio.wait_for(connecting, HANG_S)
     assert await edge.close(HANG_S)
 

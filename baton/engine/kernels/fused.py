@@ -61,7 +61,7 @@ class FusedHeads:
         queries = torch.empty((tokens, self._num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         cos, sin = self._tables
         weights = (cos, cos) if self._norms is None else (self._norms[0].weight, self._norms[1].weight)
-        _turn_and_store[tokens, triton.cdiv(heads, _HEADS)](
+        _rotate_and_store[tokens, triton.cdiv(heads, _HEADS)](
             qkv, turn, slots, cos, sin, *weights, queries, *cache, 0.0 if self._norms is None else self._norms[0].eps,
             NORMS=self._norms is not None, QUERY_HEADS=self._num_heads, KV_HEADS=self._num_kv_heads, HEAD_DIM=head_dim,
             WIDTH=triton.next_power_of_2(head_dim), HEADS=_HEADS,
@@ -102,7 +102,7 @@ def _add_norm(
 
 
 @triton.jit
-def _turn_and_store(
+def _rotate_and_store(
     qkv_ptr, position_ptr, slot_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, query_ptr, key_ptr, value_ptr, eps,
     NORMS: tl.constexpr, QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, HEADS: tl.constexpr,

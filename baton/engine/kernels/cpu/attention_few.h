@@ -47,7 +47,7 @@ BATON_LANES __m256 element(const __m256i_u* dwords, int n) {
 
 // Transposes 32 keys of `size` elements to [elements][32] in float32. Prefetches as many bytes as they have.
 template <class E>
-void turn_over(const E* keys, const int64_t* at, int64_t size, float* to, Ahead& shared) {
+void transpose_keys(const E* keys, const int64_t* at, int64_t size, float* to, Ahead& shared) {
   Ahead ahead = shared;
   for (int64_t key = 0; key < HALF; key += 8)
     for (int64_t first = 0; first < size; first += 8 * PER_DWORD<E>) {
@@ -250,7 +250,7 @@ void attend_few(
       const float* own_query = query + head * columns * width;
       float* own_output = output + head * columns * width;
       for (int64_t half = 0; half < halves; ++half) {
-        turn_over(own_keys, now.at + half * HALF, size, turned, ahead);
+        transpose_keys(own_keys, now.at + half * HALF, size, turned, ahead);
         in_turns(columns, [&](int64_t c, auto number) {
           score_few<number>(turned, size, own_query + c * width, width, scores + c * KEYS + half * HALF);
         });

@@ -40,7 +40,7 @@ BATON_LANES Floats as_factor(Floats weight, bf16) {
 }
 
 // Transposes 32 keys to [pairs of elements][32], zero-padded to whole products. Prefetches as many bytes as they have.
-inline void turn_over(const bf16* keys, const int64_t* at, int64_t size, bf16* to, Ahead& shared) {
+inline void transpose_keys(const bf16* keys, const int64_t* at, int64_t size, bf16* to, Ahead& shared) {
   Ahead ahead = shared;
   for (int64_t key = 0; key < HALF; key += 16)
     for (int64_t tile = 0; tile * PRODUCT < size; ++tile) {

@@ -82,7 +82,7 @@ struct Computation {
     E* attended = qkv + width * tokens;
     norm_all(layer.attention_norm, normed);
     linear<E>(layer.qkv, normed, hidden_width, tokens, qkv, width, Into::STORE, m.threads);
-    turn_and_store(layer, qkv);
+    rotate_and_store(layer, qkv);
     clear_padding(attended, m.heads * m.head_dim, heads_width);
     const AttentionShape shape{m.heads, m.kv_heads, m.head_dim, m.block_size, layer.window};
     const E *keys = static_cast<const E*>(layer.keys), *values = static_cast<const E*>(layer.values);
@@ -128,7 +128,7 @@ struct Computation {
   }
 
   // Norms (if the model has norms) and rotates queries in place and keys into the pool; copies values to the pool.
-  void turn_and_store(const Layer& layer, E* qkv) const {
+  void rotate_and_store(const Layer& layer, E* qkv) const {
     static thread_local std::vector<int64_t> positions, slots;
     positions.resize(s.num_tokens);
     slots.resize(s.num_tokens);
