@@ -667,7 +667,7 @@ async def test_a_batch_whose_key_was_removed_fails_and_keeps_its_results(tmp_pat
     async with served(tmp_path / "data", Echo(), text_model, api_keys=left) as (client, _):
         other = client.with_options(api_key=OTHER)
         batch = await ended(other, batch.id)
-        assert batch.status == "failed" and "not known any more" in batch.errors.data[0].message
+        assert batch.status == "failed" and "no longer exists" in batch.errors.data[0].message
         assert len(await rows_of(other, batch.output_file_id)) == 1, "what it has is kept"
 
 

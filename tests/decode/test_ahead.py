@@ -80,7 +80,7 @@ def test_outcome_out_of_plan_order_is_refused() -> None:
     ready(scheduler, make_request("a"))
     begin(scheduler)
     second = begin(scheduler)
-    with pytest.raises(InvariantError, match="outcome of step 2 while 1 is out"):
+    with pytest.raises(InvariantError, match="outcome of step 2 while step 1 is outstanding"):
         finish(scheduler, second)
 
 

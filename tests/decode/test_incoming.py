@@ -133,7 +133,7 @@ async def test_chunk_is_refused_while_the_previous_one_is_still_being_received(f
         assert p.decode.worker.hand_overs.writing[R] == 1  # posted bytes may still arrive: the blocks stay held
         await p.send_bytes(chunk, buffer)
         answer = await p.receive()
-        assert isinstance(answer, AbortTransfer) and "before the end of the one before it" in answer.reason
+        assert isinstance(answer, AbortTransfer) and "before the previous one completed" in answer.reason
         await until(lambda: p.decode.idle)
         await p.request(p.offer("s"))
         assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete  # other sequences and the edge are intact

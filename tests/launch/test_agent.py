@@ -189,7 +189,7 @@ os._exit(4)
     began = time.monotonic()
     assert made.ends() == 4, made.output
     assert time.monotonic() - began >= KILL_DELAY_S
-    assert "rank 0 of 2" in made.box and LOST in made.box and "memory ran out" not in made.box
+    assert "rank 0 of 2" in made.box and LOST in made.box and "ran out of memory" not in made.box
 
 
 def test_rank_without_heartbeats_is_killed(agent: Any, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_outcome_with_other_tokens_than_the_plan_samples_is_refused(sampled: tup
 
 def test_outcome_of_another_step_is_refused() -> None:
     scheduler = make_prefill()
-    with pytest.raises(InvariantError, match="outcome of step 1 while None is out"):
+    with pytest.raises(InvariantError, match="outcome of step 1 while step None is outstanding"):
         scheduler.finish_step(StepOutcome(1, ()), 0.0)
 
 

@@ -227,6 +227,6 @@ async def test_a_malformed_message_ends_the_stream_with_the_reason() -> None:
         await stream.send(HELLO)
         assert await stream.receive() == WELCOME
         await call.write(kv_pb2.LinkRequest())
-        assert "LinkRequest carries nothing" in str(await asyncio.wait_for(seen.get(), 2))
+        assert "LinkRequest has no message" in str(await asyncio.wait_for(seen.get(), 2))
         assert await stream.receive() is None
-        assert "LinkRequest carries nothing" in (stream.ended or "")
+        assert "LinkRequest has no message" in (stream.ended or "")

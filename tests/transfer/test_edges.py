@@ -183,7 +183,7 @@ def test_abort_ends_a_connect_that_waits_for_its_peer(spec: MakeSpec, store: Edg
 
 
 def test_connect_fails_without_a_peer_or_without_a_store(spec: MakeSpec) -> None:
-    with pytest.raises(HandoffError, match=r"did not come within 0\.2 s"):
+    with pytest.raises(HandoffError, match=r"did not connect within 0\.2 s"):
         GlooEdge(spec("prefill", connect_timeout_s=0.2)).connect()
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
