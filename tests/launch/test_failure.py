@@ -28,7 +28,7 @@ def test_long_words_are_not_split_and_long_texts_are_wrapped() -> None:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(-signal.SIGKILL, "ran out of memory"), (-signal.SIGSEGV, "native code"), (1, "read the log"), (4, "its own node")],
+    [(-signal.SIGKILL, "out of memory"), (-signal.SIGSEGV, "native code"), (1, "read the log"), (4, "its own node")],
 )
 def test_advice_depends_on_the_exit_code(code: int, words: str) -> None:
     assert words in failure(code).advice
