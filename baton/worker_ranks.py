@@ -93,7 +93,7 @@ def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
     """Connects to the leader. A leader on another node may start later, or may still be ending the steps that it began
     with the rank that this one replaces."""
     deadline = time.monotonic() + (0.0 if ranks.on_one_node else MEET_TIMEOUT_S)
-    said = False
+    logged = False
     while True:
         try:
             store = open_store(os.environ)
@@ -101,8 +101,8 @@ def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
         except StartupError as error:
             if time.monotonic() >= deadline:
                 raise
-            if not said:
-                said = True
+            if not logged:
+                logged = True
                 log.info(
                     "waiting up to %.0f s for rank 0 of this worker (MASTER_ADDR): %s", MEET_TIMEOUT_S, error.message
                 )

@@ -185,7 +185,7 @@ class HandOvers:
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
         # Drops the sequences that have ended.
-        self._sources = {s: source for s, source in self._sources.items() if self.scheduler.knows(s)}
+        self._sources = {s: source for s, source in self._sources.items() if self.scheduler.has_sequence(s)}
         self._sources[sequence] = (peer.worker_id, peer.incarnation)
         cached = self.scheduler.num_cached(sequence)
         arrived = dict.fromkeys(peer.plans, cached)
@@ -252,7 +252,7 @@ class HandOvers:
         """Handles an abort. A prefill worker may end its own sequences, and those that are not here (yet)."""
         sequence = message.sequence
         source = (peer.worker_id, peer.incarnation)
-        if self.scheduler.knows(sequence) and self._sources.get(sequence) != source:
+        if self.scheduler.has_sequence(sequence) and self._sources.get(sequence) != source:
             self.stale_messages += 1
             return []
         return self._give_up(peer, sequence, message.reason, now, message.tombstone_s)

@@ -101,7 +101,7 @@ class DecodeScheduler:
         """Returns how many positions of a receiving sequence were in the prefix cache."""
         return self._entries[sequence_id].prefix.cached
 
-    def knows(self, sequence_id: SequenceId) -> bool:
+    def has_sequence(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._entries
 
     def receiving(self, sequence_id: SequenceId) -> bool:

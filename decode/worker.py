@@ -169,7 +169,7 @@ class DecodeWorker:
         raise Unavailable(f"a decode worker does not support {type(command).__name__}")
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
-        if not self.scheduler.knows(sequence):
+        if not self.scheduler.has_sequence(sequence):
             return False
         self._arrived.discard(sequence)
         self.incoming.end(sequence, reason)

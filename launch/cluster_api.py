@@ -37,13 +37,13 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
     Raises:
         StartupError: no response, or not the expected one.
     """
-    nobody = f"no cluster answers at {url}: GET /workers:"
+    prefix = f"no cluster answers at {url}: GET /workers:"
     status, document = _get(url, "workers", timeout_s)
     if status in (401, 404):
         keys = "where clients need API keys, operators ask --admin-port (8103)"
-        raise StartupError(f"{nobody} status {status}; {keys}")
+        raise StartupError(f"{prefix} status {status}; {keys}")
     if status != 200:
-        raise StartupError(f"{nobody} status {status}")
+        raise StartupError(f"{prefix} status {status}")
     try:
         control_host, _, control_port = str(document.get("control", "")).rpartition(":")
         if control_host in ("0.0.0.0", "[::]", "::"):  # it listens on all interfaces: use the host of HTTP
@@ -52,7 +52,7 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
         control = f"{control_host}:{control_port}" if control_host else ""
         return ClusterView(tuple(map(_worker, document["workers"])), control, document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{nobody} unexpected answer ({error!r})") from None
+        raise StartupError(f"{prefix} unexpected answer ({error!r})") from None
 
 
 def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]:

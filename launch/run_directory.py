@@ -107,8 +107,8 @@ def _hold(lock: int, wanted: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         pid = os.read(lock, 32).decode(errors="replace").strip()
-        whom = f"pid {pid}" if pid else "another process"
-        raise StartupError(f"run directory {wanted} is in use by {whom}; choose another with --run-dir") from None
+        holder = f"pid {pid}" if pid else "another process"
+        raise StartupError(f"run directory {wanted} is in use by {holder}; choose another with --run-dir") from None
     except OSError:
         return  # a file system without locks: no process is refused
     os.ftruncate(lock, 0)

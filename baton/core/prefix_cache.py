@@ -118,7 +118,7 @@ class PrefixCache:
         """
         if not self.blocks.num_idle == len(self._key_of) == len(self._block_of):
             stored = f"{len(self._key_of)} blocks with a key, {len(self._block_of)} keys"
-            raise InvariantError(f"the cache holds {self.blocks.num_idle} blocks and knows {stored}")
+            raise InvariantError(f"the cache holds {self.blocks.num_idle} blocks but has keys for {stored}")
 
     def check(self) -> None:
         """Checks the invariants, including those shared with the block table.
@@ -130,7 +130,9 @@ class PrefixCache:
         if self._key_of != {block: key for key, block in self._block_of.items()}:
             raise InvariantError("keys and blocks of the prefix cache do not name each other")
         if set(self.blocks.held_by(CACHE)) != set(self._key_of):
-            raise InvariantError(f"the cache holds {self.blocks.held_by(CACHE)} and knows {sorted(self._key_of)}")
+            raise InvariantError(
+                f"the cache holds {self.blocks.held_by(CACHE)} but has keys for {sorted(self._key_of)}"
+            )
         hints = [key[:HINT_BYTES] for key in self._block_of]
         if sum(self._hints.values()) != len(hints) or set(hints) != set(self._hints):
             raise InvariantError("the hints of the prefix cache are not those of its keys")

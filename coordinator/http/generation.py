@@ -133,7 +133,7 @@ class _Stream:
         if render.continuous_usage:  # otherwise the last delta, which never comes here, has the total
             self._counted.add(delta)
             usage = self._counted.usage
-        if render.tells(delta):
+        if render.needs_event(delta):
             self._writer.write(render.text(delta, usage))
 
 
@@ -252,7 +252,7 @@ class GenerationResponse(Response):
                     body += await off_loop.make(of_prompt, render.opening, delta, usage)
                 if delta.finish_reason is not None:
                     body += await off_loop.make(large, render.last, delta, usage)
-                elif render.tells(delta):
+                elif render.needs_event(delta):
                     text = await asyncio.to_thread(render.text, delta, usage) if large else render.text(delta, usage)
                     body += text
                 if body and more:

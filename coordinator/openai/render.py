@@ -70,7 +70,7 @@ class Render:
         self._prefix = b"data: " + json_line(self._base(self.chunk_object))[:-1] + b',"choices":['
         self._open_usage = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 
-    def tells(self, delta: Delta) -> bool:
+    def needs_event(self, delta: Delta) -> bool:
         """Returns whether a delta needs an event; without text only if the client requested token ids or logprobs."""
         return bool(delta.text) or ((self._head.token_ids or self._head.logprobs) and bool(delta.token_ids))
 

@@ -31,7 +31,7 @@ class ResponsesRender:
         self._pieces: list[str] = []
         self._finish: str | None = None
 
-    def tells(self, delta: Delta) -> bool:
+    def needs_event(self, delta: Delta) -> bool:
         return bool(delta.text)
 
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:

@@ -296,8 +296,8 @@ class ChatBody(GenerationBody):
 
     def rendering(self) -> Rendering:
         """Returns how to render the messages. Raises InvalidRequest for fields that cannot be combined."""
-        goes_on = bool(self.continue_final_message)
-        if goes_on and self.add_generation_prompt:
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
             what = "add_generation_prompt and continue_final_message exclude each other"
             raise InvalidRequest(what, param="continue_final_message")
         variables = self.chat_template_kwargs or {}
@@ -305,8 +305,8 @@ class ChatBody(GenerationBody):
             raise InvalidRequest(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
         return Rendering(
             tools=self.tooling().template_values(),
-            add_generation_prompt=not goes_on and self.add_generation_prompt is not False,
-            continue_final_message=goes_on,
+            add_generation_prompt=not continues and self.add_generation_prompt is not False,
+            continue_final_message=continues,
             variables=variables,
         )
 

@@ -87,7 +87,7 @@ def first_model(base: str, api_key: str) -> str:
         raise OSError(f"GET {base}/models: no list of models") from None
 
 
-def speaks_baton(base: str, api_key: str) -> bool:
+def supports_timeline(base: str, api_key: str) -> bool:
     """Whether the server can report where the time of a request went (`return_timeline`)."""
     return "return_timeline" in json.dumps(_about(base, "openapi.json", api_key))
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.core.errors import StartupError
 from baton.rpc.status import printable
-from launch.bench.client import Target, base_url, first_model, run_load, server_version, speaks_baton
+from launch.bench.client import Target, base_url, first_model, run_load, server_version, supports_timeline
 from launch.bench.html import as_html
 from launch.bench.load import Load, Session
 from launch.bench.report import Report, Run, as_json, as_markdown, print_report
@@ -87,7 +87,7 @@ def _target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
         raise StartupError(str(error)) from None
     except OSError as error:
         raise StartupError(f"no server answers: {error}") from None
-    extra = {"return_timeline": True} if speaks_baton(base, api_key) else {}
+    extra = {"return_timeline": True} if supports_timeline(base, api_key) else {}
     return Target(base, model, api_key, timeout_s, extra)
 
 

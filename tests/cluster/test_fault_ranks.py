@@ -52,7 +52,7 @@ async def test_a_killed_prefill_follower_ends_its_worker_and_no_request(
             running.release("prefill-0.1", "hold_send")
             result = await request.end()
             assert (result.error, result.tokens) == ("", answer), running.cluster.logs()
-            await running.settle()
+            await running.wait_until_idle()
             assert await expected(client, count=300) == answer
 
 
@@ -72,7 +72,7 @@ async def test_a_decode_follower_killed_in_a_transfer_ends_only_its_own_worker(
             running.release("prefill-0.1", "hold_send")
             result = await request.end()
             assert (result.error, result.tokens) == ("", answer), running.cluster.logs()
-            await running.settle()
+            await running.wait_until_idle()
             assert running.cluster.pids("prefill-0") == senders
             assert await expected(client) == answer
 
@@ -94,12 +94,12 @@ async def test_a_bit_flipped_on_a_followers_edge_is_detected_and_only_that_edge_
     running: FaultCluster, times: int
 ) -> None:
     async with Client(running.cluster, timeout_s=120.0) as client:
-        answer, before = await expected(client), await running.settle()
+        answer, before = await expected(client), await running.wait_until_idle()
         for _ in range(times):
             running.ask("prefill-0.1", "flip")
             assert await expected(client) == answer
             await running.fired("prefill-0.1", "flip")
-        after = await running.settle()
+        after = await running.wait_until_idle()
         resent = [s["prefill-0"]["load"]["chunks_resent"] for s in (before, after)]
         damaged = [s["decode-0"]["chunks_damaged"] for s in (before, after)]
         assert (resent[1] - resent[0], damaged[1] - damaged[0]) == (times, times)

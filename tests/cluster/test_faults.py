@@ -1,8 +1,9 @@
-"""Faults in a running cluster of 2 x 2: what dies, stops or lies is found, costs only itself, and leaves nothing.
+"""Faults in a running cluster of 2 x 2: a killed, stopped or faulty worker is detected, costs only its own requests,
+and leaks nothing.
 
-Each test ends with `settle`: every worker is back and ready, its invariants hold, no block, lease, sequence, deadline,
-task or thread of a request is left. `make test` runs each fault once, `make test-long` 20 times.
-[docs/failure-modes.md](../../docs/failure-modes.md#what-shows-it) lists which defence each test goes red without.
+Each test ends with `wait_until_idle`: every worker is ready again, its invariants hold, and no block, lease, sequence,
+deadline, task or thread of a request remains. `make test` runs each fault once, `make test-long` 20 times.
+[docs/failure-modes.md](../../docs/failure-modes.md#what-shows-it) lists the defence without which each test fails.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def untroubled(request: pytest.FixtureRequest, running: FaultCluster) -> Iterator[None]:
-    """No test finds the trouble of another, and one that fails shows the logs of that moment."""
+    """Every test starts with an undisturbed cluster; a test that fails prints the logs."""
     if {"running": 2, "times": 20}.items() <= request.node.callspec.params.items():
         pytest.skip("with two ranks a worker once, with one 20 times")
     failed = request.session.testsfailed
@@ -64,7 +65,7 @@ MOMENTS = ("before", "during", "between", "after")
 async def test_a_request_survives_kill_9_of_a_worker(
     running: FaultCluster, client: Client, victim: str, when: str, times: int
 ) -> None:
-    """The request is rescheduled, and its client sees no more than a pause."""
+    """The request is rescheduled; its client only sees a pause."""
     if when == "between" and (running.edges > 1 or not processor_levels()):
         pytest.skip("with several ranks, or without compiled kernels, a step is reported as one")
     count = 400 if when == "after" else COUNT
@@ -75,7 +76,7 @@ async def test_a_request_survives_kill_9_of_a_worker(
             request, bystander = await disturbed(running, client, hold)
         else:
             request = start(client, count=2000)  # long, so that it cannot have ended before
-            await asyncio.wait_for(request.decoding.wait(), 60)  # so it has the first pair
+            await asyncio.wait_for(request.decoding.wait(), 60)  # so it runs on the first pair
             bystander = start(client, *BYSTANDER)
             await asyncio.wait_for(bystander.decoding.wait(), 60)
         in_transfer = when == "during" or (when, victim) == ("between", "prefill-0")
@@ -94,7 +95,7 @@ async def test_a_request_survives_kill_9_of_a_worker(
 async def test_a_request_in_prefill_survives_the_loss_of_its_decode_worker(
     running: FaultCluster, client: Client, times: int
 ) -> None:
-    """Killed, found lost and started again while the prompt computes: the KV goes to one that is there."""
+    """The worker is killed, lost and restarted during the prefill: the KV goes to a decode worker that is ready."""
     answer, stream = await expected(client), await expected(client, *BYSTANDER)
     for _ in range(times):
         request, bystander = await disturbed(running, client, "hold_step")
@@ -117,8 +118,8 @@ async def test_a_request_in_prefill_survives_the_loss_of_its_decode_worker(
 async def test_a_stopped_worker_is_lost_within_five_seconds_and_joins_again(
     running: FaultCluster, client: Client, victim: str, times: int
 ) -> None:
-    """SIGSTOP in the middle of a transfer: seen within 5 s; when it goes on it is fenced and joins anew, unless
-    its other ranks have ended the worker meanwhile."""
+    """SIGSTOP during a transfer is detected within 5 s. After SIGCONT the worker is fenced and joins again, unless its
+    other ranks have ended it."""
     answer, stream = await expected(client), await expected(client, *BYSTANDER)
     for _ in range(times):
         request, bystander = await disturbed(running, client, "hold_send")
@@ -137,12 +138,12 @@ async def test_a_stopped_worker_is_lost_within_five_seconds_and_joins_again(
             result = await request.end()
             assert (result.error, result.tokens) == ("", answer), running.cluster.logs()
         finally:
-            if times > 1 or running.edges > 1:  # in every run as soon as its request has gone on without it
+            if times > 1 or running.edges > 1:  # else as soon as its request has been rescheduled
                 await asyncio.sleep(max(stopped + STOPPED_S - time.monotonic(), 0))
             running.signal(victim, signal.SIGCONT)
         await calm(running, client, bystander, stream)
         now = running.cluster.workers()
-        # One rank alone is nobody's peer and goes on; the other ranks give up one that has been silent for 4 s.
+        # A worker of one rank continues; with more, the other ranks end it after 4 s of silence.
         ended = {victim} if running.edges > 1 else set()
         assert {w for w, before in incarnations.items() if now[w]["incarnation"] != before} == ended
 
@@ -151,12 +152,12 @@ async def test_a_stopped_worker_is_lost_within_five_seconds_and_joins_again(
 async def test_a_chunk_with_a_flipped_bit_is_detected_and_resent_once(
     running: FaultCluster, client: Client, times: int
 ) -> None:
-    answer, before = await expected(client), await running.settle()
+    answer, before = await expected(client), await running.wait_until_idle()
     for _ in range(times):
         running.ask("prefill-0", "flip")
         assert await expected(client) == answer
         await running.fired("prefill-0", "flip")
-    after = await running.settle()
+    after = await running.wait_until_idle()
     assert after["decode-0"]["chunks_damaged"] - before["decode-0"]["chunks_damaged"] == times
     resent = [s["prefill-0"]["load"]["chunks_resent"] for s in (before, after)]
     assert resent[1] - resent[0] == times
@@ -164,18 +165,18 @@ async def test_a_chunk_with_a_flipped_bit_is_detected_and_resent_once(
 
 @pytest.mark.parametrize("times", TIMES)
 async def test_intact_kv_of_another_request_is_detected(running: FaultCluster, client: Client, times: int) -> None:
-    """Bytes and checksum of one request under the name of another: only the identity in the checksum tells."""
+    """The bytes and checksum of one request under the id of another: only the identity in the checksum differs."""
     prompts = [[11 + n] * 40 for n in range(2)]
-    answers, before = [await expected(client, p) for p in prompts], await running.settle()
+    answers, before = [await expected(client, p) for p in prompts], await running.wait_until_idle()
     for _ in range(times):
         assert await expected(client, prompts[0]) == answers[0]
         running.ask("prefill-0", "swap")
-        for turn in range(1, 20):  # one may go in two parts and the next in one, which are not as long
+        for turn in range(1, 20):  # until both have chunks of the same length
             assert await expected(client, prompts[turn % 2]) == answers[turn % 2]
             if not running.asked("prefill-0", "swap"):
                 break
         await running.fired("prefill-0", "swap")
-    after = await running.settle()
+    after = await running.wait_until_idle()
     assert after["decode-0"]["chunks_damaged"] - before["decode-0"]["chunks_damaged"] == times
 
 
@@ -183,7 +184,7 @@ async def test_intact_kv_of_another_request_is_detected(running: FaultCluster, c
 async def test_a_late_chunk_of_an_older_generation_is_refused_and_counted(
     running: FaultCluster, client: Client, times: int
 ) -> None:
-    answer, before = await expected(client), await running.settle()
+    answer, before = await expected(client), await running.wait_until_idle()
     for _ in range(times):
         running.ask("prefill-0", "cut")  # the next edge has another generation
         assert await expected(client) == answer
@@ -191,7 +192,7 @@ async def test_a_late_chunk_of_an_older_generation_is_refused_and_counted(
         running.ask("prefill-0", "late")
         assert await expected(client) == answer
         await running.fired("prefill-0", "late")
-    after = await running.settle()
+    after = await running.wait_until_idle()
     stale = [sum(s[w]["load"]["stale_messages"] for w in ("decode-0", "decode-1")) for s in (before, after)]
     assert stale[1] - stale[0] == times
 
@@ -213,14 +214,14 @@ async def test_a_client_disconnect_during_a_request_leaks_nothing(
         request.task.cancel()
         await asyncio.wait({request.task})
         running.release("prefill-0", when)
-        await running.settle()
+        await running.wait_until_idle()
 
 
 @pytest.mark.parametrize("times", TIMES)
 async def test_kv_parked_while_both_decode_workers_refuse_is_handed_over_later(
     running: FaultCluster, client: Client, times: int
 ) -> None:
-    answer, before = await expected(client), await running.settle()
+    answer, before = await expected(client), await running.wait_until_idle()
     for _ in range(times):
         for worker in ("decode-0", "decode-1"):
             running.ask(worker, "refuse")
@@ -229,6 +230,6 @@ async def test_kv_parked_while_both_decode_workers_refuse_is_handed_over_later(
         for worker in ("decode-0", "decode-1"):
             running.release(worker, "refuse")
         assert (await request.end()).error == "" and request.tokens == answer
-    after = await running.settle()
+    after = await running.wait_until_idle()
     computed = [s["prefill-0"]["load"]["prompt_tokens_computed"] for s in (before, after)]
     assert computed[1] - computed[0] == times * len(PROMPT)  # the same KV, and no second prefill

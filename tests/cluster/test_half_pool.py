@@ -78,10 +78,10 @@ def preemptions(running: FaultCluster) -> int:
     return int(running.cluster.workers()["decode-0"]["preemptions"])
 
 
-async def settle(running: FaultCluster, blocks: int) -> None:
+async def check_all_freed(running: FaultCluster, blocks: int) -> None:
     """Waits until every block of both pools is free. A worker that violates an invariant ends itself and is replaced by
     one with free blocks, so this also checks that no worker has died."""
-    states = await running.settle()
+    states = await running.wait_until_idle()
     assert {state["load"]["blocks_total"] for state in states.values()} == {blocks}
     assert "died: " not in running.cluster.output.read_text()
 
@@ -102,7 +102,7 @@ async def test_preempted_streams_in_half_the_pool_get_the_same_tokens_as_fewer_s
             assert preemptions(running) == short, "a few were too many"
         assert [h.tokens for h in together] == [h.tokens for h in apart]
         assert len({tuple(h.tokens) for h in together}) == many
-        await settle(running, half)
+        await check_all_freed(running, half)
 
 
 @pytest.mark.long
@@ -121,7 +121,7 @@ async def test_streams_in_half_the_pool_pause_under_two_seconds_and_keep_their_t
                     streams_of[pool] = await read_streams(client, range(count), output)
                 check_concurrent(streams_of[pool])
             short, silence_s = preemptions(running), max(stream.silence_s for stream in streams_of[pool])
-            await settle(running, blocks)
+            await check_all_freed(running, blocks)
         most_s = stall.allows(SILENCE_S)
         print(f"{pool}: {stall.took_s:.2f} s, silent {silence_s:.2f} of {most_s:.2f} s, {short} preemptions")
         assert (short > 0) == (pool == "half")

@@ -107,7 +107,7 @@ async def test_random_kills_leak_no_blocks_and_change_no_tokens(
                 kills = group.create_task(kill_at_random(running, SEED, until, spare=tp - 1))
                 for _ in range(CLIENTS):
                     group.create_task(work.one_client())
-            await running.settle()
+            await running.wait_until_idle()
         log = running.cluster.output.read_text()
         print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
         least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # two-rank workers are mostly starting

@@ -128,7 +128,7 @@ async def test_streams_are_unchanged_after_kill_9_of_each_worker_in_turn_and_at_
                 for number, stream in enumerate(made):
                     assert stream.answer() == expected[number % len(KINDS)], (victim, number, running.cluster.logs())
                     silences.append(stream.longest_silence_s)
-                await running.settle()
+                await running.wait_until_idle()
         log = (running.cluster.run_dir / "coordinator.log").read_text()
         rescheduled = log.count(" is rescheduled at index ")
     silences.sort()

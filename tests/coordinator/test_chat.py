@@ -123,8 +123,8 @@ def test_text_with_an_internal_marker_character_is_refused() -> None:
 def test_the_developer_role_becomes_system_if_the_template_does_not_handle_it() -> None:
     encode = ENCODERS["chatml", "byte_level"]
     assert ids_of(encode, [ChatMessage("developer", "x")]) == ids_of(encode, [ChatMessage("system", "x")])
-    knows = encoder("{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}{% endfor %}")
-    assert knows.render([ChatMessage("developer", "x")]) == "Dx"
+    developer = encoder("{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}{{ m.content }}{% endfor %}")
+    assert developer.render([ChatMessage("developer", "x")]) == "Dx"
 
 
 def test_an_exception_raised_by_a_template_is_reported_to_the_client() -> None:

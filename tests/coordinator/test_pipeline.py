@@ -187,8 +187,8 @@ async def test_closing_the_generator_aborts_the_request() -> None:
         assert (await d.received(Abort)).reason == (await p.received(Abort)).reason == "the client left"
 
 
-@pytest.mark.parametrize("speaks", ["prefill", "decode"])
-async def test_usage_reports_cached_prompt_tokens(speaks: str) -> None:
+@pytest.mark.parametrize("reporter", ["prefill", "decode"])
+async def test_usage_reports_cached_prompt_tokens(reporter: str) -> None:
     """Either worker may report it before the end."""
     async with bench("p0", "d0") as b:
         p, d = b.workers
@@ -198,7 +198,7 @@ async def test_usage_reports_cached_prompt_tokens(speaks: str) -> None:
             s = p.all(Prefill)[-1].request.sequence_id
             d.here.add(s)
             step_events = StepEvents(tokens=(TokenEvent(s, 0, (7,), cached_tokens=cached),))
-            (p if speaks == "prefill" else d).session.post(step_events)
+            (p if reporter == "prefill" else d).session.post(step_events)
             await until(lambda reader=reader: reader.deltas, timeout_s=3)
             d.report(s, 0, 7, 8, ended="length")
             p.hand_over(s, "d0")

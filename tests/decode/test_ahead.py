@@ -116,7 +116,7 @@ def test_aborted_sequence_keeps_its_blocks_until_its_launched_steps_end(when: st
     assert scheduler.abort(A)
     if when == "both out":
         assert finish(scheduler, first) == DecodeResult()
-    assert scheduler.knows(A) and scheduler.begin_step(0.0) is None
+    assert scheduler.has_sequence(A) and scheduler.begin_step(0.0) is None
     assert finish(scheduler, second) == DecodeResult()
     assert (scheduler.num_sequences, scheduler.blocks.num_free) == (0, 16)
 
@@ -130,7 +130,7 @@ def test_aborted_sequence_has_no_row_in_the_next_step() -> None:
     second = begin(scheduler)
     assert [row.sequence_id for row in second.rows] == [B] and second.token_sources == (1,)
     finish(scheduler, first)
-    assert not scheduler.knows(A)
+    assert not scheduler.has_sequence(A)
 
 
 def test_row_computed_from_a_wrong_token_is_recomputed() -> None:

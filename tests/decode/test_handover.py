@@ -133,9 +133,9 @@ def test_only_the_worker_that_offered_a_sequence_can_abort_it() -> None:
     kit.offer()
     for number, stranger in enumerate((kit.new_peer("p1"), kit.new_peer(incarnation=2)), 1):
         assert kit.machine.on_abort(stranger, AbortTransfer(R, "mine"), NOW) == []
-        assert kit.machine.stale_messages == number and kit.scheduler.knows(R)
+        assert kit.machine.stale_messages == number and kit.scheduler.has_sequence(R)
     assert kit.machine.on_abort(kit.new_peer(), AbortTransfer(R, "mine"), NOW) == [Dropped(R, "mine")]
-    assert not kit.scheduler.knows(R)
+    assert not kit.scheduler.has_sequence(R)
 
 
 def test_coordinator_can_abort_a_sequence_whose_kv_is_still_arriving() -> None:

@@ -69,7 +69,7 @@ async def test_only_the_prefill_worker_of_a_sequence_can_abort_it_over_a_link() 
         await until(lambda: decode.worker.main_loop.is_tombstoned(SequenceId("later")), what="a tombstone")
         own = await dial_link(decode.address, source.worker._hello(), 2.0)  # another link, the same worker
         await own.stream.send(AbortTransfer(R, "its last chunk was not acknowledged", 0.0))
-        await until(lambda: not decode.worker.scheduler.knows(R), what="the end of the sequence")
+        await until(lambda: not decode.worker.scheduler.has_sequence(R), what="the end of the sequence")
         for link in (stranger, own):
             await link.close()
 

@@ -37,7 +37,7 @@ def step(scheduler: DecodeScheduler, now: float = 0.0) -> tuple[SequenceEnded, .
 
 def finish(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
     cached = ready(scheduler, request)
-    while scheduler.knows(request.sequence_id):
+    while scheduler.has_sequence(request.sequence_id):
         step(scheduler)
     return cached
 

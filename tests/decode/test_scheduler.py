@@ -50,7 +50,7 @@ def test_sequence_starts_with_the_blocks_of_its_prompt_and_grows() -> None:
     assert scheduler.blocks.counts().receiving == 2
     scheduler.received(A, 5, 0.0)
     held = []
-    while scheduler.knows(A):
+    while scheduler.has_sequence(A):
         step(scheduler)
         held.append(8 - scheduler.blocks.num_free)
     assert held == [2, 2, 2, 3, 3, 3, 0]
@@ -126,7 +126,7 @@ def test_second_abort_does_not_free_blocks_that_are_being_written() -> None:
     scheduler.reserve(make_request("a"), 0.0)
     scheduler.abort(A, in_flight=True)
     scheduler.abort(A)
-    assert (scheduler.knows(A), scheduler.blocks.num_free) == (True, 2)
+    assert (scheduler.has_sequence(A), scheduler.blocks.num_free) == (True, 2)
 
 
 def test_aborted_sequence_ends_when_its_last_chunk_arrives() -> None:
@@ -255,5 +255,5 @@ def test_grammar_failure_ends_its_sequence_with_the_reason() -> None:
     (ended,) = scheduler.finish_step(made, 0.0).ended
     assert (ended.sequence, ended.reason, ended.code) == (failed, "error", "grammar_failed")
     assert "too many items" in ended.message
-    assert not scheduler.knows(failed) and scheduler.knows(other)
+    assert not scheduler.has_sequence(failed) and scheduler.has_sequence(other)
     scheduler.check()

@@ -35,7 +35,7 @@ SAMPLINGS = {
     "looking back": (
         GREEDY,
         GREEDY,
-        # The favoured token is sampled until its penalty is too high: if its count lags by one, once too often.
+        # The biased token is sampled until its penalty is too high: if its count lags by one, once too often.
         SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=(TokenBias(20, 9.0),)),
         SamplingParams(temperature=0.8, repetition_penalty=1.2),
     ),

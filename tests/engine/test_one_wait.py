@@ -174,8 +174,8 @@ def test_undecided_draws_are_made_by_the_plain_sampler(
     assert set(waits) == {1, 2} and waits[2] > 20, "one more where some draw was undecided"
 
 
-# The favoured token is sampled until its penalty is too high: if draft tokens were not counted, once more.
-FAVOURED = SamplingParams(temperature=0.0, frequency_penalty=3.0, logit_bias=(TokenBias(20, 9.0),))
+# The biased token is sampled until its penalty is too high: if draft tokens were not counted, once more.
+PENALIZED = SamplingParams(temperature=0.0, frequency_penalty=3.0, logit_bias=(TokenBias(20, 9.0),))
 BIASED = SamplingParams(temperature=0.9, presence_penalty=5.0, logit_bias=(TokenBias(20, 9.0),), min_tokens=4, seed=3)
 
 
@@ -183,7 +183,7 @@ def test_device_draft_tokens_equal_those_of_one_step_for_each(checkpoint: Callab
     """This includes draws that change logits and that depend on the draft tokens before them."""
     fast, slow = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
     fast._propose = DeviceDraftTokens(fast._compute, fast._limits, CPU, decide)
-    work = (*WORK, (PENALTY, 20, 2, 6), (FAVOURED, 33, 1, 8), (BIASED, 8, 1, 5))
+    work = (*WORK, (PENALTY, 20, 2, 6), (PENALIZED, 33, 1, 8), (BIASED, 8, 1, 5))
     found: list[list[int]] = []
     for runner in (fast, slow):
         plan = draft_rows(runner, work)

@@ -1,4 +1,4 @@
-"""A rank dies in the middle of a step: the others come back from it at once, by name."""
+"""A rank dies during a step: the other ranks return from it immediately and name the lost rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_rank_killed_in_a_step_ends_the_others(
             for rank in others:
                 pool.processes[rank].join(HANG_S)
         assert [pool.processes[rank].exitcode for rank in others] == [LOST_EXIT_CODE] * (tp - 1)
-        for rank in others:  # the time at which each saw it, not that of its last breath
+        for rank in others:  # when each detected it, not when it exited
             found = receive(pool.pipes[rank])
             assert isinstance(found, Lost) and 0 < found.at - killed < stall.allows(SEEN_WITHIN_S)
             assert rank or found.message.startswith(f"rank {victim} is gone: ")

@@ -4,7 +4,7 @@ with fault_cluster(model, prefill=2, decode=2) as running:
     running.ask("prefill-0", "hold_send")
     ...
     running.release("prefill-0", "hold_send")
-    await running.settle()
+    await running.wait_until_idle()
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.fault_worker import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 UP = (sys.executable, "-m", "tests.support.fault_up")
-SETTLE_S = 60.0
+IDLE_WITHIN_S = 60.0
 
 
 class FaultCluster:
@@ -58,7 +58,7 @@ class FaultCluster:
     async def fired(self, worker: str, what: str) -> None:
         await self.until(lambda: not self.asked(worker, what), f"{what} at {worker}")
 
-    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = SETTLE_S) -> None:
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = IDLE_WITHIN_S) -> None:
         """Polls without blocking the streams of a test; the coordinator may be down."""
         await asyncio.to_thread(self.cluster.wait_until, lambda _: bool(condition()), what, timeout_s)
 
@@ -95,8 +95,8 @@ class FaultCluster:
         state: dict[str, Any] = json.loads(file.read_text())
         return state
 
-    async def settle(self) -> dict[str, dict[str, Any]]:
-        """Waits until every worker is ready, and within `SETTLE_S` no block, lease, sequence, thread or task of a
+    async def wait_until_idle(self) -> dict[str, dict[str, Any]]:
+        """Waits until every worker is ready, and within `IDLE_WITHIN_S` no block, lease, sequence, thread or task of a
         request remains. Returns the states that prove it."""
         await self.until(self.ready, "all workers ready")
         states: dict[str, dict[str, Any]] = {}

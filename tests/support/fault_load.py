@@ -88,4 +88,4 @@ async def calm(running: FaultCluster, client: Client, bystander: StreamResult, s
     """Checks that the other pair's stream continued, the cluster has settled, and nothing remains."""
     result = await bystander.end()
     assert result.error == "" and result.tokens == stream, running.cluster.logs()
-    await running.settle()
+    await running.wait_until_idle()

@@ -287,7 +287,7 @@ class Receiver:
 
     def end(self, sequence: SequenceId) -> None:
         """Ends a sequence, as the coordinator's abort does."""
-        if not self._scheduler.knows(sequence):
+        if not self._scheduler.has_sequence(sequence):
             self.tombstones.add(sequence, self._world.now, 60.0)
             return
         by_peer = {link.peer: link for link in self.links}
