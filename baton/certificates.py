@@ -21,7 +21,7 @@ USAGES = {"coordinator": (_SERVER,), "prefill": (_CLIENT,), "decode": (_SERVER, 
 
 
 def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certificate]:
-    """Returns all certificates of a PEM file, the process's own first; at least one.
+    """Returns all certificates of a PEM file, at least one, in file order (a chain begins with its leaf).
 
     Raises:
         StartupError: there is none, or one that cannot be read; messages name `flag` and `path` here and below.
@@ -33,7 +33,7 @@ def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certifica
 
 
 def check_time(certificate: x509.Certificate, path: Path, flag: str) -> None:
-    """Raises StartupError if the certificate is not valid yet, or not any more."""
+    """Raises StartupError if the certificate is not valid yet, or has expired."""
     now = datetime.datetime.now(datetime.UTC)
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > until:

@@ -197,8 +197,8 @@ class RemoteEnd:
 
 
 class FollowerEnds:
-    """A follower's ends. Complete state: the open ends by number, and the orders in progress, which only the thread of
-    its event loop accesses."""
+    """A follower's ends. Complete state: the open ends by number, and the orders in progress. Only the thread of its
+    event loop accesses them."""
 
     def __init__(self, local: LocalEnds, report: Callable[[object], None]) -> None:
         self._local = local

@@ -41,7 +41,7 @@ async def _watch(uuids: Sequence[str], report: Callable[[GpuUsage | None], None]
 
 
 def read_usage(uuids: Sequence[str], nvml: ModuleType) -> GpuUsage:
-    """Returns the usage of GPUs or MIG instances. The driver has no utilisation of an instance: it counts as 0.
+    """Returns the usage of GPUs or MIG instances. The driver reports no utilisation of an instance: it counts as 0.
 
     Raises:
         nvml.NVMLError: the driver does not find one of them, or does not reply.

@@ -2,7 +2,7 @@
 
 The loop stores the time in `_beat` every half of the limit; a thread reads it as often. If the loop is late by more
 than the limit, the thread records the stack of the loop's thread and, after the loop's next beat, how long it was
-blocked; it logs both, not more often than every LOG_EVERY_S. Native code that holds the GIL blocks this thread too:
+blocked; it logs both, at most once every LOG_EVERY_S. Native code that holds the GIL blocks this thread too:
 the stack is then that of the code after it.
 """
 

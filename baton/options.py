@@ -83,7 +83,7 @@ def config_command(
 
 def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_name: str | None = None) -> NoReturn:
     """Runs `command` and exits with its return value. An error at start is one plain line on stderr and code 3, a
-    failed write to stdout is one and code 1; nothing is printed if the reader of a pipe has closed it."""
+    failed write to stdout such a line and code 1; nothing is printed if the reader of a pipe has closed it."""
     code = 0
     try:
         code = _run(command, argv, prog_name)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 
 PARENT_VARIABLE = "BATON_PARENT_PID"
-"""Names the pid of a child's parent, by which the child detects that the parent died before the child could check."""
+"""Holds the pid of a child's parent, by which the child detects that the parent died before the child could check."""
 
 EXIT_RANK_LOST = 4
 """The exit code of a rank that ended because another rank of its worker is lost."""

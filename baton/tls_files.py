@@ -41,7 +41,7 @@ def read_pem(path: Path, flag: str, *, secret: bool = False) -> bytes:
     """Returns the content of a PEM file of at most 64 KiB; a `secret` file may not be world-readable or world-writable.
 
     Raises:
-        StartupError: the file is missing, open to everybody or holds no PEM; the message names `flag`.
+        StartupError: the file is missing, no PEM or too long, or `secret` and open to everybody; messages name `flag`.
     """
     data = read_regular(str(path), flag, _MAX_BYTES + 1, secret=secret)
     if b"-----BEGIN " not in data or len(data) > _MAX_BYTES:

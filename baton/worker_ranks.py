@@ -90,8 +90,8 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
 
 
 def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
-    """Connects to the leader. A leader on another node may start later, or may still be ending the steps that it began
-    with the rank that this one replaces."""
+    """Connects to the leader. A leader on another node may start later, or the leader of the rank that this one
+    replaces may not have exited yet."""
     deadline = time.monotonic() + (0.0 if ranks.on_one_node else MEET_TIMEOUT_S)
     logged = False
     while True:

@@ -15,7 +15,7 @@
 8 transformers    the same 8 B work with transformers
 
 The output of a stage is shown as it arrives and written to the report immediately. A stage that fails or exceeds its
-limit is ended and named; the others still run. This file needs only Python and continues without missing modules.
+limit is ended and named; the others still run. This file needs only Python and runs what it can if modules are missing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WHEELS_LIMIT = 60 << 20
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage ends after `limit_s`, or after `rehearsal_s` in a rehearsal on two busy cores."""
+    """A stage and its time limit: `limit_s`, in a rehearsal (on two busy cores) `rehearsal_s`."""
 
     number: int
     name: str

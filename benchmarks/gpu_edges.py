@@ -147,7 +147,7 @@ def bytes_alone(pair: Pair, kind: str) -> None:
 
 
 async def piece(kind: str, store: EdgeStore, generation: int) -> None:
-    """Hands a piece over: it is packed, sent, checked and stored by the ends that workers use."""
+    """Hands over one chunk: it is packed, sent, checked and stored by the ends that workers use."""
     prefix = edge_prefix(store.nonce, "p", 0, "d", 0, generation)
     spec = EdgeSpec(
         store.host, store.port, prefix, generation, "prefill", connect_timeout_s=LIMIT_S, device=str(device_of(kind))

@@ -5,7 +5,7 @@
 The built-in target on one core, without draft tokens: the decode scheduler on a real engine, in one process. All
 streams start together with computed prompts, first in a pool that fits all of them, then in half of it; the tokens must
 be the same. A silence is the time between two tokens of one stream. With `--clock cpu`, scheduler, engine and figures
-all use processor time, which other load on the machine does not affect. Writes `benchmarks/results/half-pool.md`.
+all use processor time, which other load hardly affects. Writes `benchmarks/results/half-pool.md`.
 """
 
 from __future__ import annotations

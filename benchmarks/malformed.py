@@ -57,8 +57,8 @@ async def stream(http: httpx.AsyncClient, url: str, ended: asyncio.Event, gaps: 
 
 
 async def malformed(url: str, every_s: float, left_out: Sequence[str]) -> None:
-    """Sends malformed requests until its stdin closes, at most one each `every_s`. Prints the replies per second, and
-    those that differ from the table."""
+    """Sends malformed requests until its stdin closes, at most one per `every_s` seconds. Prints the replies per
+    second, and those that differ from the table."""
     count, wrong, due = 0, set[str](), time.monotonic()
     begin = due
     reader, _ = await asyncio.get_running_loop().connect_read_pipe(asyncio.Protocol, sys.stdin)

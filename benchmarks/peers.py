@@ -91,7 +91,7 @@ class Peer:
         }
 
     async def _streams(self, duration_s: float, long_every_s: float | None) -> Figures:
-        """4 streams of short requests, each sent after the other, with long prompts beside them at fixed times."""
+        """4 streams, each of short requests one after the other, with long prompts beside them at fixed times."""
         load, longs, target = self.load(128, 256), self.load(4096, 4), self.server.target
         records: list[Record] = []
         waits: list[Record] = []

@@ -2,9 +2,9 @@
 
     python -m benchmarks.quantize [MODEL_DIR ...] [--text tests/builtin/excerpt.txt] [--repeat 8]
 
-Each model is loaded three times: in bf16, in int8 with its head in bf16, and entirely in int8. The text is tokenised
-during the run (the built-in model was not trained on it); models with random weights get random tokens and no loss.
-Steps are timed in turns, so that other load affects all equally; only the ratios are meaningful.
+Each model is loaded three times: in bf16, in int8 with its head in bf16, and entirely in int8. The text (the
+built-in model was not trained on it) is tokenised by the model's tokenizer; models with random weights get random
+tokens and no loss. Steps are timed in turns, so that other load affects all equally; only the ratios are meaningful.
 """
 
 from __future__ import annotations

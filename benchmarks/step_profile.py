@@ -113,7 +113,7 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
 def measure(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -> str:
     timed, draw, rows = Timed(runner), random.Random(0), []
     parts: dict[str, list[Parts]] = {name: [] for name in SAMPLINGS}
-    for _ in range(runs):  # by turns: the machine's load changes
+    for _ in range(runs):  # in turns: the machine's load changes
         for name, sampling in SAMPLINGS.items():
             batch = [
                 GenerateRequest(

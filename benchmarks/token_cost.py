@@ -85,7 +85,7 @@ def columns(before: Threads, after: Threads, pids: dict[str, int]) -> dict[str, 
 
 
 class Cluster:
-    """A server with the processes behind it."""
+    """A server and the processes of its cluster."""
 
     def __init__(self, server: Server) -> None:
         self.server = server

@@ -106,8 +106,8 @@ def _digest(key: str, where: str) -> bytes:
 
 
 def _client(words: list[str], digest: bytes, where: str) -> Client:
-    """Builds a client from `option=value` words. An unnamed key gets some digits of its digest, which reveal
-    nothing."""
+    """Builds a client from `option=value` words. An unnamed key is called by some digits of its digest, which
+    reveal nothing."""
     given: dict[str, str] = {}
     for word in words:
         name, _, value = word.partition("=")

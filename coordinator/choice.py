@@ -16,7 +16,7 @@ from coordinator.submission import Delta, Sink, Usage
 from coordinator.text.stream import TextStream
 
 MAX_PUSHED_TOKENS = 64
-"""A larger delta is not built in the callback of a worker's message."""
+"""A delta of more tokens is not built in the callback of a worker's message."""
 
 
 class ChoiceReader:

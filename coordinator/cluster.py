@@ -40,7 +40,7 @@ from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
-MAX_LEASE_GAP_S = 0.2  # of a lease per tick at most, however late: messages of workers wait unread (0031, 0055)
+MAX_LEASE_GAP_S = 0.2  # leases advance by this per tick at most: when ticks are late, messages wait unread (0031, 0055)
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster have to report it
 ToWorker = Welcome | Command | HeartbeatAck
 
@@ -67,7 +67,7 @@ class InFlight:
 
 class HandleSigner:
     """Signs handles for decode workers when a placement is executed: clients neither send nor receive them. `key` is
-    the key of this run; workers receive it when they join, with the time of its clock, `time.monotonic`."""
+    the key of this run; workers receive it when they join, with the coordinator's `time.monotonic`."""
 
     def __init__(self) -> None:
         self.key = secrets.token_bytes(32)
@@ -115,7 +115,7 @@ class Cluster:
     # For the fronts.
 
     def admit(self, request: GenerateRequest, choices: int = 1) -> InFlight:
-        """Queues one choice of a request and dispatches what can start; the first choice gives their number, `choices`.
+        """Queues one choice of a request, which has `choices` if this is the first, and dispatches what can start.
 
         Raises:
             BatonError: the request is refused, and was not queued.
@@ -260,7 +260,7 @@ class Cluster:
         self.send(worker, Drain(timeout_s))
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, lets running ones finish for `timeout_s`, then drains the workers."""
+        """Refuses new requests, fails those still running after `timeout_s`, then drains the workers."""
         self.requests.draining = True
         deadline = time.monotonic() + timeout_s
         log.info("draining: %d requests in flight", len(self.requests))

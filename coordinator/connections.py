@@ -16,7 +16,7 @@ RESERVED_FILES = 128  # for everything else: sessions of workers, logs
 
 class ConnectionLimit:
     """Limits open connections to the files that the process may open and that nothing else (including gRPC connections)
-    has open, at most MAX_CONNECTIONS; one address, unless it is loopback, gets three quarters of that.
+    has open, at most MAX_CONNECTIONS; one address, unless it is loopback, at most three quarters of that.
 
     State: the numbers of open connections per address and in total, and the limit."""
 

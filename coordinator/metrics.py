@@ -134,7 +134,7 @@ class PerToken(Collector):
 
 class Observed:
     """Observes one request on its way to the client. Complete state: when its first token and the latest token of each
-    choice were sent; how many tokens were; and the usage, timeline and finish reasons of the choices that have
+    choice were sent; the number of tokens sent; and the usage, timeline and finish reasons of the choices that have
     ended."""
 
     def __init__(self, metrics: Metrics, submission: Submission, now: float) -> None:
@@ -178,7 +178,7 @@ class Observed:
 
     @property
     def tokens_used(self) -> int:
-        """The tokens charged to the client's quota: uncached prompt tokens, once the first token is known, and
+        """The tokens charged to the client's quota: uncached prompt tokens, once the first token is sent, and
         generated ones."""
         cached = max((usage.cached_tokens for usage in self._usages), default=0)
         return self._tokens + (len(self._submission.prompt) - cached if self._first else 0)

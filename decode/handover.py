@@ -3,12 +3,12 @@
 1. An offer is checked (handle, tombstone, limits). It reserves the blocks for its KV, or is refused with the reason.
    The reply states how many tokens are cached here already, in blocks that other sequences may share.
 2. A chunk has to be the next one of its sequence on its edge. A receive is opened for it, and only then is it posted.
-3. A chunk that was received intact counts as arrived. The Ack reports whether it was; the peer resends a damaged one.
+3. An intact chunk counts as arrived. The Ack reports whether it is intact; the peer resends a damaged one, once.
 4. With the last chunk of every edge the sequence is ready to decode. An abort, the end of the link, or a failed edge
    ends it; its blocks are freed as soon as nothing is being written into them any more.
 
-If a hand-over is refused or ended here, the peer gets an abort with the first reason, but only after receives that are
-open for it on other edges have ended: a chunk that was posted is still sent.
+If an accepted hand-over is refused or ended here, the peer gets an abort with the first reason, but only after open
+receives for it on other edges have ended: a chunk that was posted is still sent.
 """
 
 from __future__ import annotations

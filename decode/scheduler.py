@@ -31,7 +31,7 @@ from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled
 from decode.entry import Entry
 from decode.speculation.policy import Speculation
 
-_ROOM_TOKENS = 64  # a preempted sequence resumes when it gets blocks for this many new tokens as well
+_ROOM_TOKENS = 64  # an unboosted preempted sequence resumes only with blocks for this many new tokens as well
 _HOLDING = (State.READY, State.RUNNING)
 
 

@@ -49,7 +49,7 @@ within 4.5 s (`baton.worker_ranks`)."""
 
 HANG_S = 60.0
 """A rank that has imported its libraries sends a heartbeat to its agent each second, from a thread of its own. A rank
-that is silent for HANG_S hangs: something holds its interpreter or stopped it."""
+that is silent for HANG_S counts as hung: its interpreter is blocked or stopped."""
 
 TICK_S = 0.5
 
@@ -229,7 +229,7 @@ def run(job: Job) -> int:
     failed = [rank for rank in ended if rank.code]
     if not failed or (
         asked and all(rank.code in SECONDARY_EXIT_CODES for rank in failed)
-    ):  # stopped while loading, or followed
+    ):  # stopped while loading, or after another rank ended
         return 0
     return _report(job, first_failure(failed))
 

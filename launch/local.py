@@ -111,7 +111,7 @@ class LocalCluster:
             self._announce_when_ready()
 
     def _tick_coordinator(self, coordinator: Supervised) -> None:
-        if coordinator.left:  # only it was stopped and it drained all workers: restart it and them
+        if coordinator.left:  # it alone was stopped, and drained all workers: restart it and them
             coordinator.start_again()
             self._restart_left_until = time.monotonic() + AGENT_EXIT_S
         else:

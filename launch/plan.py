@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def url(self) -> str:
-        """The URL of HTTP for the other nodes."""
+        """The HTTP URL for the other nodes."""
         config = self.topology.coordinator.config
         host = self.topology.front.address if config.host in ("0.0.0.0", "::") else config.host
         return f"{'https' if config.tls_cert_file else 'http'}://{host_port(host, config.port)}"

@@ -1,7 +1,7 @@
-"""One member of the cluster over all its restarts: starts it, watches it, restarts it, and stops once it was drained.
+"""Starts, watches and restarts one member of the cluster; a member that was drained is not restarted.
 
 Before it has ever joined, a member that exits with a startup error (code 3: bad checkpoint, port in use) ends the
-cluster: a retry would fail the same way. After any other exit it is retried, up to three runs. Once it has joined, it
+cluster: a retry would fail the same way. After any other exit it is retried, three runs in all. Once it has joined, it
 is always restarted, after 1, 2, 4 .. 30 s; a run that stayed joined for a minute resets the backoff.
 """
 

@@ -50,7 +50,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     """What a step changed. A sequence in `ended` is finished on this worker; one with a first token that is not in
-    `ended` is parked until its hand-over has ended. Aborted sequences are in neither: the caller knows."""
+    `ended` is parked until its hand-over has ended. Aborted sequences are in neither: the caller aborted them."""
 
     progress: tuple[Progress, ...] = ()
     ended: tuple[SequenceEnded, ...] = ()

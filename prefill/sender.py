@@ -59,7 +59,7 @@ class SenderOwner(Protocol):
         ...
 
     def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
-        """The hand-over failed for good: its KV is damaged, or there is a bug. `hand_over_ended` follows."""
+        """The hand-over failed, with no retry: its KV is damaged, or there is a bug. `hand_over_ended` follows."""
         ...
 
     def failed(self, error: InvariantError) -> None:
@@ -153,7 +153,7 @@ class Sender:
         return 0.0 if run is None else run.over.reserve_s
 
     def advance_layers(self, sequence: SequenceId, end: int, layers: int) -> None:
-        """Records that KV of the first `layers` layers is complete up to position `end`, too; on one rank only."""
+        """Records that KV of the first `layers` layers is complete up to position `end`; only on a one-rank worker."""
         run = self._runs.get(sequence)
         if run is not None:
             run.over.first_layers = FirstLayers(end, layers)

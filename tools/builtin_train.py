@@ -63,7 +63,7 @@ class Run:
         return min(1.0, (p + 1e-3) / WARMUP, max(0.0, 1 - p) / (1 - DECAY_FROM))
 
 
-# A loss takes the tensors of one batch: tokens and those that follow them, or what `TaughtBatches.next` gives.
+# A loss receives the tensors of one batch: tokens and their successors, or the result of `TaughtBatches.next`.
 Loss = Callable[..., Tensor]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 TEMPERATURE = 0.8
 # Tokens kept of each distribution; the draft learns the mass of all others as one.
 KEPT = 48
-# Lengths of heads, by turns: most of a row of 384 tokens is the target's own.
+# Lengths of heads, in turn: most of a row of 384 tokens is the target's own.
 HEADS = (8, 16, 32, 64, 96, 128)
 WRITTEN, LONG = 384, 2048
 # One of these for each row: greedy text runs into loops, so it is a quarter of all.
@@ -135,7 +135,7 @@ def write(target: Llama, documents: list[np.ndarray], folder: Path, tokens: int,
 
 
 class TaughtBatches:
-    """An endless, seeded stream of batches of taught rows, shuffled anew in each epoch."""
+    """An endless, seeded stream of batches of taught rows, reshuffled in each epoch."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         sets = [Taught.load(sorted(folder.glob(f"{kind}-*.npz"))) for kind in ("written", "long")]

@@ -1,5 +1,5 @@
-"""`make test`: runs the suite on all cores, with one process for each CORES_EACH cores, enough to start a cluster on,
-and at least three: two leave a quarter of two cores idle, since tests wait for processes and timeouts.
+"""`make test`: runs the suite on all cores, in one process per CORES_EACH cores (enough to start a cluster), but three
+at least: two leave a quarter of two cores idle, since tests wait for processes and timeouts.
 
 A file's tests stay in one process, in their order. Arguments go to pytest. `make test-long` runs its own the same way.
 """

@@ -1,5 +1,5 @@
 """The shape of the code in figures: files, lines, longest function, imports of the widest file, import cycles, clock
-reads in policy code.
+reads in policies and `baton/core`.
 
     python tools/shape.py [--json]
 

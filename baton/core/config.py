@@ -189,7 +189,7 @@ def resolve(
 ) -> Config:
     """Returns the config from its three sources; later sources take precedence.
 
-    `file` holds TOML values, `env` the environment (only the fields' `BATON_*` are read), `flags` the command line's.
+    `file` has the TOML values, `env` the environment (only the fields' `BATON_*` are read), `flags` the flags given.
 
     Raises:
         StartupError: an unknown key (with the nearest name), a value of the wrong type or out of its range.

@@ -57,8 +57,8 @@ class TokenEvent(NamedTuple):
 
     Three fields come with the first token that a prefill worker samples: `prompt_logprobs`, if requested (entry i is
     that of prompt token i + 1; the first has none), `stamps` of the stages so far (a short output may end before the
-    hand-over is reported), and `cached_tokens`, how many tokens before it were not computed. Decode reports the latter
-    too: its event may arrive first. `speculation` is the sequence's so far, if tokens were drafted for it."""
+    hand-over is reported), and `cached_tokens`, how many tokens before it were not computed. The decode worker reports
+    `cached_tokens` too: its event may arrive first. `speculation` is the sequence's so far, if tokens were drafted."""
 
     sequence: SequenceId
     first_index: int

@@ -22,7 +22,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Ranks:
-        """Returns the ranks; one if WORLD_SIZE is not set. Raises StartupError for impossible numbers."""
+        """Returns this process's rank, the only one without WORLD_SIZE. Raises StartupError for impossible numbers."""
         size = _number(env, "WORLD_SIZE", 1)
         if size == 1:
             return cls()

@@ -50,7 +50,7 @@ class SamplingParams:
     does; they and EOS are masked until `min_tokens` tokens are generated. `bad_words` are token sequences that the
     output never contains. `allowed_token_ids` empty allows all. `logprobs` n reports the log-probability of every
     sampled token and of the n most likely ones, `prompt_logprobs` the same for the prompt's tokens; None reports none.
-    `grammar` is a llguidance grammar in its serialised form, which the output must match; empty allows all.
+    `grammar` is an llguidance grammar in its serialised form, which the output must match; empty allows all.
     """
 
     temperature: float = 1.0
@@ -81,8 +81,8 @@ class SamplingParams:
 
     @property
     def depends_on_history(self) -> bool:
-        """Whether logits depend on which tokens came before, so that the previous token must be known. All other
-        changes depend at most on the number of tokens."""
+        """Whether changes to the logits depend on which tokens came before, so that the previous token must be known.
+        All other changes depend at most on the number of tokens."""
         return self.penalises or bool(self.bad_words or self.grammar)
 
 

@@ -105,7 +105,7 @@ class Sequence:
         )
 
     def row_behind(self, last: Row) -> Row:
-        """Returns the row after the outstanding `last`: the token that `last` samples, 0 until the engine fills it in.
+        """Returns the row after the outstanding row `last`: the token that `last` samples, 0 until the engine sets it.
 
         Raises:
             InvariantError: the next sample depends on which token that is, or `last` does not sample exactly one.

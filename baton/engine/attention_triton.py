@@ -3,7 +3,7 @@
 
 `prepare` divides rows into tiles: long rows into tiles of several queries, so that a key tile in fast memory serves
 many; short rows (decode, verification) into one tile each, with their keys split among programs until the GPU is busy.
-All integers of one kind of tiles are copied to the device at once.
+The integers of each of these two kinds of tiles go to the device in one copy.
 
 FlashAttention's kernels support block tables only with pages of 256 tokens, and in torch 2.11 not at all, so the
 context of a row is first gathered into one tensor. This copies a context once, while attention reads it for every 128

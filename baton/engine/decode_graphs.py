@@ -150,8 +150,8 @@ class DecodeGraphs:
         return -(-min(reach, self._max_positions) // self._block_size)
 
     def _fill(self, captured: Captured, shape: Shape, batch: Batch) -> list[int] | None:
-        """Copies a batch into a graph's inputs. Returns the shape's index of each packed token, or None if all are
-        equal."""
+        """Copies a batch into a graph's inputs. Returns the index in the shape of each packed token, None if each has
+        the same index in both."""
         # New memory each time: the device may not have read the previous step's yet, and the host does not wait for it.
         host, rows, tokens = self._inputs(shape), len(batch.rows), shape.tokens
         inputs = host.numpy()

@@ -214,7 +214,7 @@ class Launches:
         return tokens.index_select(0, to_device(torch.tensor(samples), self._device))
 
     def _correct(self, step: Launched, tokens: list[int]) -> tuple[int, ...]:
-        """Decides, in `tokens`, the draws that the device could not. Returns the rows that were fed a wrong token."""
+        """Decides, in `tokens`, the draws that the device could not. Returns rows with a wrong provisional token."""
         left = [index for index, token in enumerate(tokens) if token < 0]
         lines = step.logits.index_select(0, to_device(torch.tensor(left), self._device)).cpu()
         self.waits += 1

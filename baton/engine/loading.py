@@ -50,8 +50,8 @@ def load_runner(
     `ranks` load their shares at the same time and connect through `store`. With `tensors` the weights come from there,
     and only the config is read from the model's directory: for benchmarks of shapes without a checkpoint on disk.
 
-    Raises StartupError, with one plain line, if the directory is invalid or does not fit the machine, RankLost when
-    another rank fails.
+    Raises StartupError, with one plain line, if the directory or the options are invalid or do not fit the machine,
+    RankLost when another rank fails.
     """
     torch.set_num_threads(options.threads)
     ranks = ranks or Ranks()
@@ -61,7 +61,7 @@ def load_runner(
     int8 = options.quantize == "int8"
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)
-        share = TPGroup(ranks.rank, ranks.size)  # only divides the model; connected further down
+        share = TPGroup(ranks.rank, ranks.size)  # only divides the model; `connect` below returns the connected group
         checkpoint = Checkpoint(options.model_dir) if tensors is None else tensors
         weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, int8=int8)
         longest = config.longest(options.max_model_len)

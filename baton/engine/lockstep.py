@@ -31,7 +31,7 @@ from baton.rpc.frames import Failed, Heartbeat, Hello, Stop, encode
 log = logging.getLogger("baton.lockstep")
 HEARTBEAT_S = 1.0
 SILENCE_S = 4.0
-MAX_GAP_S = 1.5  # of silence between two reads, however long: after a pause heartbeats wait unread (0031)
+MAX_GAP_S = 1.5  # a gap between reads counts as at most so much silence: heartbeats may wait unread (0031)
 LOADING_SILENCE_S = 60.0
 """While a model is loaded, the control thread may be blocked for a while: one large tensor is read in one call."""
 

@@ -26,8 +26,8 @@ from baton.engine.parallel import TPGroup
 from baton.engine.sampler_native import wanted
 from baton.engine.weights import LayerWeights, Projection, WeightReader
 
-_FEW_TOKENS = 64  # steps of up to so many reuse one buffer
-_FEW_DRAFTED = 4  # drafting for up to so many rows reuses one buffer of logits
+_FEW_TOKENS = 64  # steps of up to this many tokens reuse one buffer
+_FEW_DRAFTED = 4  # drafting for up to this many rows reuses one buffer of logits
 
 
 class NativeModel:

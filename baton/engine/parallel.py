@@ -62,8 +62,8 @@ class TPGroup:
         return slice(heads.start, heads.stop)
 
     def vocabulary_part(self, vocab_size: int) -> tuple[slice, int]:
-        """This rank's token ids, and the number of rows of its shard: the last shards are padded if sizes do not
-        divide."""
+        """This rank's token ids, and the number of rows of its shard: the last shards are padded if the ranks do
+        not divide the vocabulary evenly."""
         share = -(-vocab_size // self.size)
         return slice(min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size)), share
 

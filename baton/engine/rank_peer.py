@@ -72,7 +72,7 @@ class Peer:
             raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
 
     def receive(self, now: float) -> list[Any]:
-        """Returns the frames that have arrived by `now`. Raises RankLost, at the latest after the socket's timeout."""
+        """Receives frames; `last_received_at` becomes `now`. Raises RankLost, within the socket's timeout."""
         try:
             frames = self._reader.feed(self._some(_READ_BYTES))
         except FrameError as error:
@@ -192,7 +192,7 @@ def _listen(host: str) -> socket.socket:
 
 
 def _greet(sock: socket.socket, token: str) -> Hello | None:
-    """Returns the Hello of a connection, or None without a valid token. A follower sends no more before the reply."""
+    """Returns a connection's Hello, or None if its token is not valid. A follower sends no more before the reply."""
     reader, until = FrameReader(_HELLO_BYTES), time.monotonic() + _HELLO_TIMEOUT_S
     try:
         while (left_s := until - time.monotonic()) > 0:

@@ -12,7 +12,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 def drain_worker(
     address: str, worker_id: str, drain_s: float, token: str, timeout_s: float = 5.0, tls: ClusterTls | None = None
 ) -> None:
-    """Requests that the coordinator at `address` drains a worker; returns once the command is queued for it.
+    """Requests the coordinator at `address` to drain a worker; returns once the command is queued for the worker.
 
     Raises:
         NotFound: there is no such worker.

@@ -27,7 +27,7 @@ _RENAMED = {"LayerLayout": kv_layout.LayerKV, "SequenceRequest": request.Generat
 
 
 def _pairs() -> Iterator[tuple[type, type[Message]]]:
-    """Yields each core class with its message: the class of the same name, or the one that _RENAMED maps to it."""
+    """Yields each core class that has a message, with it: both have the same name, or _RENAMED pairs them."""
     for file in _FILES:
         for name in file.DESCRIPTOR.message_types_by_name:
             core = _RENAMED.get(name) or next((getattr(m, name) for m in _MODULES if hasattr(m, name)), None)
@@ -71,7 +71,7 @@ def from_message(message: Any) -> Any:
     """Returns the core value of a protobuf message.
 
     Raises:
-        InvalidRequest: an enum or identity is invalid.
+        InvalidRequest: a value is invalid, missing or not supported.
     """
     return _reader(_CORE[message.DESCRIPTOR])(message)
 

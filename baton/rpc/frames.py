@@ -2,7 +2,7 @@
 
 A frame is 4 bytes of length, 1 of version, 1 of kind, then the fields of a dataclass as a msgpack array; nested
 dataclasses are arrays too. Reading is strict: another version, an unknown kind, a length out of bounds, trailing bytes
-or a field of the wrong type end the connection (FrameError); no value that does not fit its annotation is accepted.
+or a field of the wrong type end the connection (FrameError); only values that fit their annotation are accepted.
 
 To add a kind: define a frozen dataclass of int, float, bool, str, bytes, tuples, optionals and such dataclasses, and
 add its number to KINDS. Numbers are never reused.

@@ -27,7 +27,7 @@ LARGE_BYTES = 256 << 10
 """A longer message is parsed on a thread: one with the log-probabilities of a long prompt takes 0.2 s."""
 MAX_CONNECTIONS = 4_096
 """Of one server; further connections are closed on arrival."""
-_large_messages = ThreadPoolExecutor(2, thread_name_prefix="large messages")  # a stream's heartbeats wait for it
+_large_messages = ThreadPoolExecutor(2, thread_name_prefix="large messages")  # a stream's heartbeats wait behind one
 CLOSED_BY_PEER = "closed by the peer"
 _BOTH_ENDS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -55,8 +55,8 @@ class GlooEdge:
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
         self._group: Any = None
-        self._mine: Address | None = None  # where this rank of the group listens; next, where its peer does
-        self._theirs: Address | None = None
+        self._mine: Address | None = None  # where this rank of the group listens
+        self._theirs: Address | None = None  # where its peer listens
         self._meeting = Meeting(spec)
         self._dead = False
         self._operations = 0

@@ -27,7 +27,7 @@ from baton.transfer.streams import finish, record_current_stream
 
 AHEAD_BYTES = 12 << 20
 """Bytes to pack before the first section is sent, if the part has that many; the rest of a longer part is packed while
-sending. Both share one core: when only what could be packed before `Posted` arrived was packed ahead, the hand-over of
+sending. On one core packing slows sending: with only what could be packed before `Posted` packed ahead, a hand-over of
 11.8 MB took 1.2 ms longer (decision 0033)."""
 
 _LAYERS = struct.Struct("<II")

@@ -1,9 +1,9 @@
 """Finds and shuts down TCP connections that torch does not expose: those of a Gloo pair, and those to a store.
 
-Gloo offers no call that frees a blocked wait (measured: neither `abort` nor `shutdown` does). Closing its connection
+Gloo offers no call that frees a blocked wait (measured: neither `abort` nor `shutdown` does). Ending its connection
 does, within milliseconds, at both ends. Each rank publishes its listening address as a `sockaddr` in the store, which
 distinguishes the pair's connection from all others of the process. A TCPStore call waits without limit while its server
-does not reply; there, too, only shutting down the connection helps: the one on which the calling thread waits.
+does not reply; there, too, only ending the connection helps: the one on which the calling thread waits.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class PagedLayers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slots:
-    """The slots of `count` tokens: `each` of them, int64 [count] on the layers' device, or, on CPU and where these are
-    few, `runs` of neighbouring slots: (first slot, index of its token in the range, number of tokens)."""
+    """The slots of `count` tokens: `each` of them, int64 [count] on the layers' device, or, on CPU with at most
+    _MOST_RUNS `runs` of neighbouring slots, these: (first slot, index of its token in the range, number of tokens)."""
 
     count: int
     each: Tensor | None = None
@@ -141,7 +141,7 @@ def _row_bytes(cache: Tensor) -> int:
 
 
 def _word_bytes(layers: Layers) -> int:
-    """Returns the widest word that divides every row and, in a run of heads, also the rows' stride and offset."""
+    """Returns the bytes of the widest word that divides every row and, in a run of heads, its stride and offset."""
     caches = [cache for layer in layers for cache in layer]
     places = (n * c.element_size() for c in caches for n in (c.stride(1), c.storage_offset()))
     return math.gcd(8, *map(_row_bytes, caches), *places)

@@ -1,4 +1,4 @@
-"""Staging buffers, reused between chunks: page faults in fresh memory cost as much time as the bytes themselves.
+"""Staging buffers, reused between chunks: page faults in fresh memory cost as much time as the copy.
 
 baton.transfer.staging_room bounds how much may be packed or received at once. In addition a rank keeps at most
 `limit_bytes` idle here: unused buffers, and the bytes by which a reused buffer exceeds its chunk.

@@ -6,8 +6,8 @@
 At most MAX_RUNNING requests run at once, over at most MAX_BATCHES batches, whose owners take turns. They have the
 lowest priority, so clients' requests leave the queue before them. They count against the quota of the key that created
 the batch. A line that is refused for lack of room or quota is retried, and one that fails with a cluster error is tried
-MAX_FAILURES times; any other response is the line's result. After a restart or a disk failure the coordinator resumes
-the batches that have not ended.
+up to MAX_FAILURES times; any other response is the line's result. After a restart or a disk failure the coordinator
+resumes the batches that have not ended.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class BatchRunner:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _start(self, unfinished: list[dict[str, Any]]) -> None:
-        """Starts batches that are not running, up to MAX_BATCHES; those to be cancelled regardless of it."""
+        """Starts batches that are not running, up to MAX_BATCHES; those to be cancelled are always started."""
         for batch in unfinished:
             room = len(self._tasks) < MAX_BATCHES or batch["status"] == "cancelling"
             if room and batch["id"] not in self._tasks:
@@ -121,7 +121,7 @@ class BatchRunner:
                 task.add_done_callback(lambda _: self.wake())
 
     def close(self) -> None:
-        """Called after `run` has ended. The next coordinator validates again a file that is being validated."""
+        """Called after `run` has ended. The next coordinator restarts a validation that this interrupts."""
         self._closing = True
         self._child.close()  # the store's thread may wait for it
         self._thread.shutdown(wait=True, cancel_futures=True)

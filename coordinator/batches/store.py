@@ -1,4 +1,4 @@
-"""Files and batches on disk: rows in SQLite, contents of files beside it.
+"""Files and batches on disk: rows in SQLite, file contents in a directory.
 
     DIR/baton.db        files, batches, and one row for each line of a batch with its answer
     DIR/files/ID        the content of a file

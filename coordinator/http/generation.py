@@ -267,7 +267,7 @@ class GenerationResponse(Response):
         await self._write(send, body, more=False)
 
     async def _next(self, deltas: AsyncGenerator[Delta, None]) -> Delta:
-        """Returns the next delta. Raises the generator's errors, also if it was aborted or ended too early."""
+        """Returns the next delta. Raises the generator's errors, or its own if it was aborted, failed or cut off."""
         try:
             delta = await anext(deltas)
         except StopAsyncIteration:

@@ -126,7 +126,7 @@ def check_head(scope: Scope) -> str:
     """Checks the head; returns the Host header, empty if there is none.
 
     Raises:
-        HttpProblem: the head is too large, or its Host header is missing, repeated or malformed.
+        HttpProblem: the head is too large, or its Host header is repeated, malformed, or missing (except in HTTP/1.0).
     """
     headers = scope["headers"]
     sizes = [len(name) + len(value) + 4 for name, value in headers]

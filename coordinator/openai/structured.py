@@ -65,7 +65,7 @@ def constraint_of(
     """Returns the constraint of a request; `guided` are its fields with vLLM's older names that are not None.
 
     Raises:
-        InvalidRequest: two constraints at once, or `structured_outputs` without one.
+        InvalidRequest: two constraints, `structured_outputs` without one, or a whitespace pattern without `guided`.
     """
     found: list[Constraint] = []
     if response_format is not None and (wanted := _of_response_format(response_format)) is not None:

@@ -96,8 +96,8 @@ class CalledFunction(Strict):
 
 
 class ToolCall(Strict):
-    """A call in the history. Its arguments are a JSON object as text. What streams add to calls (`index`) comes back
-    with them."""
+    """A call in the history. Its arguments are a JSON object as text. Clients send back what streams add to calls
+    (`index`)."""
 
     ignored_as = "messages.tool_calls."
 

@@ -3,8 +3,8 @@
 Each client has at most one grammar compiling at a time, in order of arrival. Between clients the order is start-time
 fair queueing over compile time: the next client is the one that has used the fewest seconds so far. A client that was
 idle starts level with the latest turn: it has accumulated no credit, and other clients' backlogs do not delay it. So a
-client's flood delays only its own grammars, as long as fewer clients flood at once than there are compilers. If more
-do, another client waits until one grammar in progress ends, and is next.
+client's flood delays only its own grammars, as long as fewer clients flood at once than there are compilers. Otherwise
+another client waits until one grammar in progress ends, and is next.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Journal:
         """
         self.begin_attempt(attempt)
         sampling = self.request.sampling
-        if self.prompt_logprobs is not None:  # already known; without it the prompt may come from a prefix cache
+        if self.prompt_logprobs is not None:  # not requested again: the prompt may then come from a prefix cache
             sampling = replace(sampling, prompt_logprobs=None)
         self.request = replace(self.request, output=tuple(self.tokens), attempt=attempt, sampling=sampling)
 

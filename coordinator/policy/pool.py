@@ -103,8 +103,8 @@ class HeldBlocks:
 
 
 class Worker:
-    """One incarnation of a worker. Times are seconds on the caller's lease clock, except `drain_by`, the time on its
-    monotonic clock at which a draining worker gives back what it still has. `load` is its latest report.
+    """One incarnation of a worker. Times are seconds on the caller's lease clock, except `drain_by`, the time on
+    the caller's monotonic clock at which a draining worker gives back what it still has. `load` is its latest report.
 
     `reserved_blocks`, `backlog_tokens`, `running` and `growth` count what the dispatcher has placed here: reserved
     blocks only until the KV has arrived, after which the worker's own report includes them; growth in further blocks

@@ -476,7 +476,7 @@ class Requests:
     def _on_parked(self, worker: str, parked: Parked, now: float) -> list[Action]:
         r = self._find(parked.sequence)
         if parked.sequence.choice_id not in self._requests or (r is not None and r.ended):
-            # The worker keeps the KV until aborted. An earlier attempt is not: the current one may be offering its KV.
+            # The worker keeps KV until aborted. Earlier attempts are not aborted: the current one may offer their KV.
             drop = Abort(parked.sequence, "no request needs its KV", tombstone_s=0.0)
             return [Send(worker, drop), *self._stale(worker, parked.sequence)]
         if r is None:

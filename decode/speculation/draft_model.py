@@ -188,7 +188,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     deadline = time.perf_counter() + MEASURING_S
     for rows in _PASS_ROWS:
         plan = StepPlan(0, (row,) * rows)
-        if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape captures its graphs
+        if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape may load kernels
             draft.propose(plan, [_MANY] * rows)
         one = many = math.inf
         for _ in range(_REPEATS):

@@ -2,7 +2,7 @@
 
 A draft model's KV follows its sequence: prompt and output are computed in chunks, from the hand-over on, if that is
 expected to pay off, and a drafting step first computes the tokens accepted since. The KV of a rejected draft token is
-overwritten by the next token. Its blocks are small, in a pool of their own; a sequence without one is not drafted for.
+overwritten by the next token. Its blocks are small, in a pool of their own; a sequence that gets none has no drafts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow
 
-CATCH_UP = 16  # tokens that draft KV may lag behind, and the draft model still drafts in the same step
+CATCH_UP = 16  # the draft model drafts in a step only if its KV is at most this many tokens behind
 LONGEST, SHORTEST = 4, 2  # lengths of the n-grams that are looked up
 
 

@@ -146,7 +146,7 @@ class Speculation:
             raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
 
     def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
-        """Returns the draft length of each sequence of the plan that samples; adds to `_wanted`."""
+        """Returns the draft length of each sequence of the plan that samples; may add sequences to `_wanted`."""
         most = [min(MAX_DRAFT_TOKENS, s.request.max_tokens - len(s.output) - 1) for s in sequences]
         behind = [self.drafts.behind(s) if self.drafts is not None else 0 for s in sequences]
         if self.fixed_length:
@@ -181,8 +181,8 @@ class Speculation:
         return lengths
 
     def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
-        """Adds one of the `rows` sequences, for which nothing is drafted, to `_wanted` if filling its draft KV pays
-        off, or for a trial."""
+        """Adds `sequence`, one of `rows` and not drafted for, to `_wanted` if filling its draft KV pays off, or for a
+        trial."""
         price = self._price(len(plan.rows), plan.num_tokens)
         each_s = price.draft_token_s(1)
         if behind <= CATCH_UP:  # it can draft immediately: if that almost pays off, it is nearly free

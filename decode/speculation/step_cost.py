@@ -23,7 +23,7 @@ FILL_SHARE = 0.2
 
 _WEIGHT = 0.1  # of a new observation in the scale
 _MORE_WEIGHT = 3.0  # multiple of that weight for the price of a draft token, times the draft tokens' share of a step
-_FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # ratio below which this is the weight: rarely noise, usually the end of a load
+_FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # below this ratio, this weight: rarely noise, usually the end of a load
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
 _LEAST_PER_DRAFT_TOKEN = 0.03  # of a step: least initial cost of one more token in each row
 _LEAST_AROUND = 0.5  # of the overhead of a step with draft tokens, that a step without them has at least
@@ -180,7 +180,7 @@ class StepModel:
         return (self.long.seconds(tokens) - self.long.seconds(1)) / (tokens - 1)
 
     def fill_tokens(self, idle: bool) -> int:
-        """Returns how many tokens the draft may fill in the next step: in FILL_SHARE of its time, or all if `idle`."""
+        """Returns how many tokens of draft KV to fill in the next step: in FILL_SHARE of its time, or all if `idle`."""
         share = 1.0 if idle else FILL_SHARE
         return max(self.draft.tokens_within(self.budget_s * share, self.step_tokens), LEAST_LONG_TOKENS)
 

@@ -1,7 +1,7 @@
 """Requests to an OpenAI-compatible server, in a closed loop (each of `concurrency` clients sends its next request when
 its last one has ended) or an open loop (each request is sent when it is due, whether or not the server keeps up). An
-arrival is timed when it is read from its socket, before any parsing, and a request of a closed loop when it is written
-to its open connection: 64 clients that start together would otherwise count each other's work."""
+arrival is timed when its bytes are read from the socket, before any parsing; a request of a closed loop starts when it
+is written to its open connection. Otherwise 64 clients that start together would count each other's work."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from launch.cluster_api import request_json
 
 CONNECT_TIMEOUT_S = 10.0
 _MAX_SHOWN = 200
-"""Most characters of a server's text that a report shows."""
+"""Maximum number of characters of a server's text in a report."""
 _MAX_EVENT_BYTES = 16 << 20
 _MAX_REFUSAL_BYTES = 64 << 10
 _MAX_COUNT = 1 << 40
-"""Limit of tokens, and of milliseconds: a larger number from a server is rejected."""
+"""A number of tokens or milliseconds from a server must be below this limit."""
 _read_at: dict[int, float] = {}
 """When each descriptor was last read (perf_counter). asyncio reads all ready sockets before it runs a task."""
 
@@ -169,8 +169,8 @@ async def run_load(
 
 
 async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: float | None = None) -> Record:
-    """Sends one request; a failure is a record too. If it was `due` (perf_counter), its times count from then, so that
-    a late client hides no delay."""
+    """Sends one request; a failure is a record too. With `due` (perf_counter) its times count from then, so that a
+    late client hides no delay."""
     body = {
         "model": target.model,
         "temperature": 0,

@@ -88,7 +88,7 @@ class Load:
     """All requests of a run.
 
     tokens  random token ids, so that every server counts the same
-    text    random words, as many as the length
+    text    random words, as many as the input length
     turns   conversations of `turns` requests: each prompt is the previous one, random tokens for the answer and
             `input_len` new tokens, after `shared_len` tokens that all conversations start with
     tools   a chat that must call a function

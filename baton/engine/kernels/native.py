@@ -156,8 +156,8 @@ def padded(elements: int, dtype: torch.dtype) -> int:
 
 
 class Arena:
-    """Memory for packed weights, allocated consecutively in large pieces. It requests pages of 2 MiB, which cause fewer
-    TLB misses when weights are streamed (measured); the system may ignore the request."""
+    """Memory for packed weights, allocated consecutively in large pieces. It requests pages of 2 MiB, which reduce
+    the wait for address translation when weights are streamed (measured); the system may ignore the request."""
 
     _PIECE = 64 << 20
 

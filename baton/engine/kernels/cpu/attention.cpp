@@ -15,7 +15,7 @@ constexpr int64_t FEW_BY_AMX = 6;      // columns up to which vectors are as fas
 thread_local Scratch tile_memory, block_memory;
 thread_local Scratch row_memory;  // of the calling thread; its worker threads read and write their parts
 
-// A query tile: its packed queries, and for each of its 16 columns position, and maximum, sum and output so far.
+// A query tile: its packed queries, and the position and running maximum, sum and output of each of its 16 columns.
 template <class E>
 struct QueryTile {
   char* query;

@@ -60,7 +60,7 @@ class Runs {
   int64_t place_ = 0, pool_ = 0;
 };
 
-// Prefetches them, a few lines at a time.
+// Prefetches the lines of `runs`, a few at a time.
 struct Ahead {
   Runs* runs;
   Run run;

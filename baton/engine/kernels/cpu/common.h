@@ -3,7 +3,7 @@
 // A "dword" is the content of one lane of a packed operand: one float32, or two neighbouring bf16. In dwords, the
 // products of both types have the same shape. Baton compiles these files for one of four levels: BATON_LEVEL 0 uses
 // AVX2, 1 AVX-512, 2 adds bf16 products by avx512_bf16, 3 bf16 products by AMX tiles. Without such products bf16 is
-// widened to float32 when it is read; attention also widens it at level 2, which has no AMX.
+// widened to float32 when it is read; attention also widens it wherever vectors, not AMX tiles, multiply it.
 #pragma once
 
 #include <algorithm>

@@ -30,8 +30,8 @@ int64_t propose(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
 
 using namespace baton;
 
-// The first pass is `step`, whose sampled positions are those of `wanted`, in order; its x has room for as many rows,
-// too. draft_tokens [number, most]: entries beyond a row's count are not written.
+// The first pass is `step`, whose sampled positions are those of `wanted`, in order; its x has room for at least
+// `number` rows. draft_tokens [number, most]: entries beyond a row's count are not written.
 extern "C" void baton_propose(
     const Model* model, const Step* step, const Wanted* wanted, int64_t number, int64_t most, int64_t* draft_tokens) {
   const int64_t vocab = model->head.n;

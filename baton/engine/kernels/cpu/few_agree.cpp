@@ -1,4 +1,4 @@
-// Whether attention of few queries, summed by vectors in the order of Intel's manual, has the bits of this CPU's tiles.
+// Checks whether attention of few queries, by vectors in the order of Intel's manual, has the bits of this CPU's tiles.
 //
 // The inputs are chosen so that another order changes nearly all results: sums cancel, so that only rounding errors
 // remain. Some are subnormal, which tiles treat as zero.

@@ -111,8 +111,8 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
     for (int r = 0; r < ROWS; ++r) store_aligned(sums + (h * MOST_ROWS + r) * 16, sum[h][r]);
 }
 
-// Up to so many rows a whole group is computed at a time, for more rows one half and then the other. (With AVX2 three
-// rows one half at a time would wait for their six sums: a multiplication takes four cycles, and two start in each.)
+// Rows up to which a whole group is computed at a time; for more, one half and then the other. (With AVX2 three rows
+// one half at a time would wait for their six sums: a multiplication takes four cycles, and two start in each.)
 constexpr int AT_ONCE = BATON_LEVEL == 0 ? 3 : MOST_ROWS;
 
 template <int ROWS, class W>

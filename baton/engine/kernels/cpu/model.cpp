@@ -74,7 +74,7 @@ struct Computation {
       std::memcpy(static_cast<E*>(s.x) + t * m.hidden, table + s.tokens[t] * m.hidden, m.hidden * sizeof(E));
   }
 
-  // x += attention(norm(x)), or with `partial` only writes the summand to it, [T, hidden].
+  // x += attention(norm(x)); with `partial` [T, hidden], writes the summand there and leaves x unchanged.
   void attention(const Layer& layer, E* partial) const {
     const int64_t tokens = s.num_tokens;
     E* normed = reinterpret_cast<E*>(step_memory.get((hidden_width + width + heads_width) * tokens * sizeof(E)));

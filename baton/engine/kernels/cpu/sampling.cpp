@@ -15,7 +15,7 @@ namespace baton {
 
 namespace {
 
-constexpr int64_t SPARSE = 4;  // if at most one of so many tokens survives, noise for the survivors alone is cheaper
+constexpr int64_t SPARSE = 4;  // if at most 1 / SPARSE of the tokens survive, noise for them alone is cheaper
 alignas(64) constexpr int32_t BY_FOURS[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
 
 thread_local Items items;

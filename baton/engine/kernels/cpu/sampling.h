@@ -14,7 +14,8 @@ struct Draw {
 
 constexpr int64_t UNDECIDED = -1;
 
-// The draw's token from logits [vocab]; UNDECIDED if too close to decide, or a logit is NaN or the largest infinite.
+// The draw's token from logits [vocab]; UNDECIDED if it is too close to decide, a logit is NaN, or, unless the draw is
+// greedy, the largest logit is infinite or the temperature below 1e-6.
 int64_t choose_token(const float* logits, int64_t vocab, const Draw& draw);
 
 }  // namespace baton

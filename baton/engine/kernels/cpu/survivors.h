@@ -142,7 +142,7 @@ struct Items {
 };
 
 // Sets `cut` to the last token of the shortest prefix, largest logit first, lowest id first among equals, whose weights
-// reach `target`. Returns false if the two are within `close`, or it is not reached. Consumes `from`.
+// reach `target`. Returns false if that cut is decided by `close` or less, or no prefix reaches it. Consumes `from`.
 inline bool reach(Items& from, double target, double close, Cut* cut) {
   double before = 0.0;
   while (from.count > 16) {
@@ -181,9 +181,9 @@ inline double fill(Items& items, const float* logits, int64_t vocab, float large
   return double(items.count);
 }
 
-// Finds the cut if only top_p cuts. Only tokens that the cut can be among get weights in float64; the others are so
-// unlikely that all tokens with such a weight would have less than the share that top_p leaves out, and are summed in
-// float32. Returns false if that is not precise enough.
+// Finds the cut of top_p where top_k does not cut. Only tokens above `floor` get weights in float64: a whole vocabulary
+// of tokens below it would have less than the share that top_p leaves out, so the cut is not among them. Their weights
+// are summed in float32. Returns false if that is not precise enough.
 inline bool cut_likeliest(Items& items, const float* logits, int64_t vocab, float largest, const Draw& draw, Cut* cut) {
   const Floats highest = floats(largest), steep = floats(float(1.4426950408889634 / draw.temperature));
   const Floats floor = floats(float(double(largest) + draw.temperature * std::log((1.0 - draw.top_p) / double(vocab))));
