@@ -1,4 +1,4 @@
-# The verbs of the project. `make up` and `make test` work on a fresh machine with Python 3.11+ and nothing else.
+# The targets of the project. `make up` and `make test` work on a fresh machine with Python 3.11+ and nothing else.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ TORCH ?= 2.11.0
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-long test-torch check format proto clean
 
-help: ## list the verbs
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # torch comes first and alone: its pinned version then satisfies every range that follows.
@@ -20,33 +20,33 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m baton.engine.kernels.build
 	@touch $(STAMP)
 
-setup: $(STAMP) ## install into .venv, nothing more
+setup: $(STAMP) ## install into .venv
 
 up: $(STAMP) ## start coordinator, one prefill and one decode worker on CPU with the built-in model (ARGS="--model DIR")
 	@exec $(BIN)/baton up --device cpu $(ARGS)
 
-test: $(STAMP) ## the whole suite, 10 minutes on 2 cores (ARGS="-k name")
+test: $(STAMP) ## run the test suite, 10 minutes on 2 cores (ARGS="-k name")
 	$(BIN)/python tools/run_tests.py $(ARGS)
 
-test-long: $(STAMP) ## every combination and repetition
+test-long: $(STAMP) ## run every combination and repetition of the tests
 	$(BIN)/python tools/test_long.py $(ARGS)
 
-test-torch: $(STAMP) ## engine, hand-over and one cluster with another torch (TORCH=2.11.0), in an environment of its own
+test-torch: $(STAMP) ## test engine, hand-over and one cluster with another torch (TORCH=2.11.0), in a separate environment
 	$(BIN)/python tools/test_torch.py $(TORCH) $(ARGS)
 
-check: $(STAMP) ## ruff, mypy strict, import rules, buf lint
+check: $(STAMP) ## run ruff, mypy strict, import rules, buf lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	cd proto && ../$(BIN)/buf lint
 	$(BIN)/python -m pytest -q tests/arch
 
-format: $(STAMP) ## rewrite imports and layout
+format: $(STAMP) ## sort imports and format code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 proto: $(STAMP) ## generate baton/v1 from proto/
 	$(BIN)/python tools/generate_proto.py
 
-clean: ## remove what the verbs made
+clean: ## remove everything that the targets created
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -29,7 +29,7 @@ def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certifica
     try:
         return x509.load_pem_x509_certificates(data)
     except ValueError:
-        raise StartupError(f"{flag} {path}: it holds no certificate that can be read") from None
+        raise StartupError(f"{flag} {path}: the file contains no readable certificate") from None
 
 
 def check_time(certificate: x509.Certificate, path: Path, flag: str) -> None:
@@ -37,10 +37,10 @@ def check_time(certificate: x509.Certificate, path: Path, flag: str) -> None:
     now = datetime.datetime.now(datetime.UTC)
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > until:
-        raise StartupError(f"{flag} {path}: the certificate has expired on {until:%Y-%m-%d %H:%M} UTC; renew it")
+        raise StartupError(f"{flag} {path}: the certificate expired on {until:%Y-%m-%d %H:%M} UTC; renew it")
     if now < since:
         raise StartupError(
-            f"{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC; is the clock right?"
+            f"{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC; check the system clock"
         )
 
 
@@ -53,9 +53,9 @@ def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) 
     try:
         found = serialization.load_pem_private_key(key, None)
     except (ValueError, TypeError):  # TypeError: it has a password
-        raise StartupError(f"{flag} {path}: its key cannot be read, or has a password") from None
+        raise StartupError(f"{flag} {path}: its private key is unreadable or has a password") from None
     if found.public_key() != certificate.public_key():
-        raise StartupError(f"{flag} {path}: it does not belong to the key beside it")
+        raise StartupError(f"{flag} {path}: the certificate does not match its private key")
     return found
 
 
@@ -76,7 +76,7 @@ def check_authority(
             return
         if (found := _issuer(found, chain[1:])) is not None:
             check_time(found, path, flag)
-    raise StartupError(f"{flag} {path}: it is not signed by the authority of this directory (ca.pem)")
+    raise StartupError(f"{flag} {path}: the certificate is not signed by this directory's authority (ca.pem)")
 
 
 def check_usages(certificate: x509.Certificate, needed: Iterable[x509.ObjectIdentifier], path: Path, flag: str) -> None:
@@ -87,7 +87,7 @@ def check_usages(certificate: x509.Certificate, needed: Iterable[x509.ObjectIden
         return
     for usage in needed:
         if usage not in usages:
-            raise StartupError(f"{flag} {path}: its extended key usage has no {_NAMES[usage]}, which its role needs")
+            raise StartupError(f"{flag} {path}: its extended key usage lacks {_NAMES[usage]}, which its role needs")
 
 
 def dns_names(certificate: x509.Certificate) -> list[str]:

@@ -94,7 +94,7 @@ class WorkerEnds:
             del self._orders[number]
 
     def lose(self, rank: int, what: str) -> None:
-        self._channel.lose(RankLost(f"rank {rank} did not answer {what}"))
+        self._channel.lose(RankLost(f"rank {rank} did not reply to {what}"))
 
     def _receive(self, rank: int, report: object) -> None:
         """Runs on the channel's thread."""
@@ -104,7 +104,7 @@ class WorkerEnds:
 
     def _take(self, report: object) -> None:
         if not isinstance(report, EdgeDone | EdgeBegun):
-            log.error("a follower reported a %s", type(report).__name__)
+            log.error("unexpected report from a follower: %s", type(report).__name__)
             return
         order = self._orders.get(report.order)
         if order is None or order.answer.done():
@@ -180,7 +180,7 @@ class RemoteEnd:
         if answer is None:
             if vital:
                 self._ranks.lose(self._rank, f"an order {what} within {limit_s:g} s")
-            self.abort(f"rank {self._rank} did not answer an order {what} within {limit_s:g} s")
+            self.abort(f"rank {self._rank} did not reply to an order {what} within {limit_s:g} s")
             raise HandoffError(self.dead.message if self.dead else what)
         if answer.error:
             error = HandoffError(f"rank {self._rank}: {answer.error}")

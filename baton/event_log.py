@@ -40,7 +40,7 @@ class EventLog:
         try:
             self._file.write(json.dumps({"t": time.monotonic(), "kind": kind, **fields}, default=str) + "\n")
         except OSError as e:
-            log.warning("no more events are written to %s: %s", self._file.name, e.strerror)
+            log.warning("event log %s: write failed, no more events are written: %s", self._file.name, e.strerror)
             file, self._file = self._file, None
             with contextlib.suppress(OSError):  # closing retries the failed write
                 file.close()

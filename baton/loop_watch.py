@@ -65,7 +65,7 @@ class LoopWatch:
         self.longest_s = max(self.longest_s, held_s)
         if time.monotonic() - self._logged_at >= LOG_EVERY_S:
             self._logged_at = time.monotonic()
-            log.warning("the event loop was held for %.0f ms, at %s", held_s * 1000, where)
+            log.warning("the event loop was blocked for %.0f ms at %s", held_s * 1000, where)
 
 
 def describe(frame: FrameType | None) -> str:

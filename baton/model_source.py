@@ -61,7 +61,7 @@ def served_name(model: str) -> str:
         return model
     name = Path(model).expanduser().resolve().name
     if wrong := model_name_error(name):
-        raise StartupError(f"the model's directory gives it a name that {wrong}; say another with --served-model-name")
+        raise StartupError(f"the model's default name (its directory's) {wrong}; set --served-model-name")
     return name
 
 
@@ -75,7 +75,7 @@ def builtin_directory(which: str) -> Path:
 
 def _with_config(path: Path, what: str) -> Path:
     if not (path / "config.json").is_file():
-        raise StartupError(f"{what} has no config.json, so it is no checkpoint ({path})")
+        raise StartupError(f"{what} is not a checkpoint: no config.json in {path}")
     return path
 
 
@@ -90,7 +90,7 @@ def _from_hub(name: str) -> Path:
     except GatedRepoError:
         raise StartupError(f"hub model {name} is gated; accept its licence there and set HF_TOKEN") from None
     except RepositoryNotFoundError:
-        raise StartupError(f"there is no model {name}, neither as a directory here nor on the hub") from None
+        raise StartupError(f"model {name} not found, neither as a local directory nor on the hub") from None
     except Exception as error:
         cached_only, reason = True, _first_line(error)
     try:
@@ -106,7 +106,7 @@ def _from_hub(name: str) -> Path:
     except Exception as error:
         if cached_only and isinstance(error, LocalEntryNotFoundError):
             raise StartupError(
-                f"model {name} is neither a directory nor in the hub's cache, and the hub does not answer ({reason})"
+                f"model {name} is neither a directory nor in the hub's cache, and the hub request failed ({reason})"
             ) from None
         raise StartupError(f"hub model {name} could not be fetched: {_first_line(error)}") from None
 

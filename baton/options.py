@@ -178,7 +178,11 @@ def _parameters(cls: type[Any]) -> list[click.Parameter]:
         click.Option(["--config", _CONFIG_FILE], metavar="FILE", help="TOML file with any of these settings")
     )
     parameters.append(
-        click.Option(["--print-config", _PRINT_CONFIG], is_flag=True, help="print the values not at defaults, and exit")
+        click.Option(
+            ["--print-config", _PRINT_CONFIG],
+            is_flag=True,
+            help="print the values that differ from their defaults, and exit",
+        )
     )
     return parameters
 

@@ -33,7 +33,7 @@ def read_cluster_tls(directory: str, role: str, flag: str = FLAG) -> ClusterTls 
     certificates.check_authority(chain, certificates.load_certificates(authority, ca_path, flag), own, flag)
     certificates.check_usages(chain[0], certificates.USAGES[role], own, flag)
     if role + DOMAIN not in (names := certificates.dns_names(chain[0])):
-        raise StartupError(f"{flag} {own}: it is for {', '.join(names) or 'no name'}, not {role}{DOMAIN}")
+        raise StartupError(f"{flag} {own}: the certificate is for {', '.join(names) or 'no name'}, not {role}{DOMAIN}")
     return ClusterTls(role, authority, certificate, key)
 
 
@@ -45,5 +45,5 @@ def read_pem(path: Path, flag: str, *, secret: bool = False) -> bytes:
     """
     data = read_regular(str(path), flag, _MAX_BYTES + 1, secret=secret)
     if b"-----BEGIN " not in data or len(data) > _MAX_BYTES:
-        raise StartupError(f"{flag} {path}: it is no PEM file")
+        raise StartupError(f"{flag} {path}: not a PEM file")
     return data

@@ -23,7 +23,7 @@ def read_token(path: str) -> str:
         return ""
     token = read_regular(path, FLAG, _MAX_BYTES + 1, secret=True).strip()
     if not MIN_CHARS <= len(token) <= _MAX_BYTES or not token.isascii() or b"\n" in token:
-        raise StartupError(f"{FLAG} {path}: it must hold one line of at least {MIN_CHARS} ASCII characters")
+        raise StartupError(f"{FLAG} {path}: it must contain one line of at least {MIN_CHARS} ASCII characters")
     return token.decode()
 
 

@@ -94,13 +94,13 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         except Exception as e:
             error = innermost(e)
             if isinstance(error, JoinRefused):
-                own = f" (--model here is {config.model})" if "_digest: " in error.message else ""
+                own = f" (this worker's --model is {config.model})" if "_digest: " in error.message else ""
                 error = StartupError(f"{config.worker_id}: the coordinator refused this worker: {error.message}{own}")
             record_error(error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}")
             if isinstance(error, StartupError | RankLost):  # without delay: the other ranks wait for this exit
                 print(error_line(error), file=sys.stderr, flush=True)
                 os._exit(EXIT_STARTUP_ERROR if isinstance(error, StartupError) else EXIT_RANK_LOST)
-            log.critical("%s: fatal error, exits (restart required): %s", config.worker_id, error, exc_info=e)
+            log.critical("%s: fatal error, exiting (restart required): %s", config.worker_id, error, exc_info=e)
             logging.shutdown()
             os._exit(1)  # a thread that hangs would block an orderly exit
         log.info("drained")
@@ -126,7 +126,7 @@ def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
         if asked:
             os._exit(128 + signal.SIGTERM)
         asked = True
-        log.info("SIGTERM: leaving within %g s", timeout_s)
+        log.info("SIGTERM: draining for at most %g s", timeout_s)
         worker.main_loop.leave(timeout_s)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
@@ -175,7 +175,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         )
         if config.quantize != "none":
             log.info(
-                "--quantize %s: linear layers and head in %s, one scale per output; weights take %.1f MiB a rank",
+                "--quantize %s: linear layers and head in %s, one scale per output; weights use %.1f MiB per rank",
                 config.quantize,
                 config.quantize,
                 runner.parameter_bytes / (1 << 20),

@@ -82,11 +82,11 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         channel.set_order_handler(ends.obey)
         channel.serving()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and reports when all is done
-        log.info("rank %d of %d follows", ranks.rank, ranks.size)
+        log.info("rank %d of %d: following the leader", ranks.rank, ranks.size)
         reason = channel.follow(runner.step)
         ends.close()
     channel.close()
-    log.info("rank %d ends: %s", ranks.rank, reason)
+    log.info("rank %d exits: %s", ranks.rank, reason)
 
 
 def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:

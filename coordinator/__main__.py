@@ -24,7 +24,7 @@ def use_huge_pages() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-@config_command(CoordinatorConfig, name="coordinator", help="The front of a Baton cluster.")
+@config_command(CoordinatorConfig, name="coordinator", help="The coordinator of a Baton cluster.")
 def main(config: CoordinatorConfig) -> int:
     die_with_parent()
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -56,11 +56,11 @@ class ApiKeys:
             return ANONYMOUS
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated("an API key is needed: `Authorization: Bearer KEY`", code="missing_api_key")
+            raise Unauthenticated("missing API key: send `Authorization: Bearer KEY`", code="missing_api_key")
         digest = hashlib.sha256(key.strip().encode()).digest()
         found = [client for known, client in self._clients.items() if hmac.compare_digest(digest, known)]
         if not found:  # all keys were compared, each in constant time
-            raise Unauthenticated("this API key is not known")
+            raise Unauthenticated("unknown API key")
         return found[0]
 
 
@@ -78,7 +78,7 @@ def read_api_keys(path: str) -> ApiKeys:
     try:
         lines = data.decode("ascii").splitlines()
     except UnicodeDecodeError:
-        raise StartupError(f"{FLAG} {path}: keys are ASCII") from None
+        raise StartupError(f"{FLAG} {path}: keys must be ASCII") from None
     clients: dict[bytes, Client] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
@@ -87,10 +87,10 @@ def read_api_keys(path: str) -> ApiKeys:
         key, *words = line.split()
         digest = _digest(key, where)
         if digest in clients:
-            raise StartupError(f"{where}: the same key again")
+            raise StartupError(f"{where}: duplicate key")
         client = clients[digest] = _client(words, digest, where)
         if sum(other.key == client.key for other in clients.values()) > 1:
-            raise StartupError(f"{where}: another key is called {client.key!r} already")
+            raise StartupError(f"{where}: another key already has the name {client.key!r}")
     if not clients:
         raise StartupError(f"{FLAG} {path}: it holds no key")
     return ApiKeys(clients)
@@ -100,8 +100,8 @@ def _digest(key: str, where: str) -> bytes:
     if found := _DIGEST.fullmatch(key):
         return bytes.fromhex(found[1])
     if len(key) < MIN_CHARS or key.startswith("sha256:"):
-        what = f"a key of at least {MIN_CHARS} characters, or sha256: and 64 hex digits"
-        raise StartupError(f"{where}: not {what}")
+        what = f"a key of at least {MIN_CHARS} characters, or sha256: followed by 64 hex digits"
+        raise StartupError(f"{where}: must be {what}")
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -119,7 +119,7 @@ def _client(words: list[str], digest: bytes, where: str) -> Client:
         given[name] = value
     for name in ("name", "tenant"):
         if name in given and not _NAME.fullmatch(given[name]):
-            raise StartupError(f"{where}: {name} is 1 to 64 letters, digits, dots, dashes and underscores")
+            raise StartupError(f"{where}: {name} must be 1 to 64 letters, digits, dots, dashes and underscores")
     limits = Limits(**{name: _number(given[name], name, 1, _MOST, where) for name in _LIMITS if name in given})
     key = given.get("name") or digest.hex()[:8]
     priority = _number(given.get("priority", "0"), "priority", -MAX_PRIORITY, MAX_PRIORITY, where)
@@ -132,5 +132,5 @@ def _number(text: str, name: str, low: int, high: int, where: str) -> int:
     except ValueError:
         number = high + 1
     if not low <= number <= high:
-        raise StartupError(f"{where}: {name} is a whole number from {low} to {high}")
+        raise StartupError(f"{where}: {name} must be an integer from {low} to {high}")
     return number

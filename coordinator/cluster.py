@@ -152,7 +152,7 @@ class Cluster:
             described = f"{join.role} worker {worker[:128]!r}"
             self.check_token(join.token, described)
             if join.token and not self._token:  # the others have none, and it would refuse their links
-                message = f"{described} refused: token: this cluster has none; leave out {FLAG}"
+                message = f"{described} refused: token: this cluster has no token; remove {FLAG}"
                 raise JoinRefused(message, param="token")
             if self.requests.draining and known != join.incarnation:
                 raise Unavailable(f"{worker} cannot join: the cluster is draining", code="draining")
@@ -177,7 +177,7 @@ class Cluster:
     def refused(self, error: JoinRefused, peer: str) -> None:
         """Counts and logs a refused join."""
         self.joins_refused[error.param or ""] += 1
-        log.warning("%s (it dialled from %s)", error.message, peer)
+        log.warning("%s (peer: %s)", error.message, peer)
 
     def is_current(self, worker: str, queue: asyncio.Queue[ToWorker]) -> bool:
         """Returns whether this is the worker's current session: a redial opens another one."""
@@ -196,16 +196,16 @@ class Cluster:
                 self.workers.update_gpu(worker, gpu)
                 self.send(worker, HeartbeatAck(number))
             case Leave(timeout_s):
-                log.info("%s leaves within %.1f s", worker, timeout_s)
+                log.info("%s leaves the cluster within %.1f s", worker, timeout_s)
                 self.workers.drain(worker, time.monotonic() + timeout_s, self.lease_now())
             case Drained():
-                log.info("%s has left", worker)
+                log.info("%s has left the cluster", worker)
                 self.workers.left(worker, incarnation)
                 self._outgoing.pop(worker, None)
                 self._execute(self.requests.on_worker_lost(worker, "it drained", time.monotonic(), drained=True))
                 return False
             case _:
-                raise InvariantError(f"{worker} sent {type(message).__name__}")
+                raise InvariantError(f"{worker} sent an unexpected {type(message).__name__}")
         return True
 
     def session_ended(self, worker: str, incarnation: int, queue: asyncio.Queue[ToWorker], why: str) -> None:
@@ -256,7 +256,7 @@ class Cluster:
             NotFound: there is no such worker.
         """
         self.workers.drain(worker, time.monotonic() + timeout_s, self.lease_now())
-        log.info("%s drains within %.1f s", worker, timeout_s)
+        log.info("draining %s within %.1f s", worker, timeout_s)
         self.send(worker, Drain(timeout_s))
 
     async def drain(self, timeout_s: float) -> None:
@@ -301,5 +301,5 @@ class Cluster:
     ) -> tuple[Target, ...]:
         source, found = self.workers.get(prefill), [self.workers.get(t) for t in targets]
         if source is None:
-            raise InvariantError(f"{prefill} was chosen and is not present")
+            raise InvariantError(f"{prefill} was chosen but is not present")
         return tuple(self._signer.target(sequence, source, t, deadline_at) for t in found if t is not None)

@@ -47,7 +47,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
     async def _session(self, stream: MessageStream, first: object) -> None:
         """Runs the session of one worker to its end. Raises as Cluster.join does."""
         if not isinstance(first, Join):
-            raise InvariantError(f"a session begins with a join, not {type(first).__name__}")
+            raise InvariantError(f"a session must begin with a join, not {type(first).__name__}")
         cluster, worker, incarnation = self._cluster, first.worker_id, first.incarnation
         try:
             check_role(self._tls, stream.peer_role, (first.role,), f"{first.role} worker {worker[:128]!r}")
@@ -57,7 +57,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
         queue = cluster.join(first, stream.peer)
 
         def ended() -> None:
-            cluster.session_ended(worker, incarnation, queue, stream.ended or "ended here")
+            cluster.session_ended(worker, incarnation, queue, stream.ended or "closed by the coordinator")
 
         async def pump() -> None:
             try:
@@ -65,7 +65,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
                     await stream.send(await queue.get())
             except Exception as e:
                 if not isinstance(e, LinkLost):
-                    log.exception("commands to %s", worker)
+                    log.exception("sending commands to %s failed", worker)
             ended()  # its events may still arrive, but no command reaches it: it has to redial
 
         sender: asyncio.Task[None] = asyncio.create_task(pump(), name=f"commands to {worker}")

@@ -31,7 +31,7 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
         return None
     if not cert_file or not key_file:
         given, other = (CERT_FLAG, KEY_FLAG) if cert_file else (KEY_FLAG, CERT_FLAG)
-        raise StartupError(f"{given} needs {other} beside it")
+        raise StartupError(f"{given} requires {other}")
     from baton import certificates
 
     path = Path(cert_file).expanduser()
@@ -46,7 +46,7 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
     try:
         context.load_cert_chain(path, Path(key_file).expanduser(), password=_none)
     except (ssl.SSLError, ValueError) as error:
-        raise StartupError(f"{CERT_FLAG} {cert_file} and {KEY_FLAG} {key_file} do not fit: {error}") from None
+        raise StartupError(f"{CERT_FLAG} {cert_file} and {KEY_FLAG} {key_file} do not match: {error}") from None
     return FrontTls(context, grpc.ssl_server_credentials([(key, certificate)]))
 
 

@@ -47,9 +47,9 @@ VLLM = {
 WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
 WORKER_COUNTERS = tuple(name for name in LOAD_COLUMNS if name not in WORKER_GAUGES)
 GPU_GAUGES = {
-    "memory_used_bytes": "memory in use on the GPUs of a worker's first node, by whatever process",
-    "memory_total_bytes": "memory of these GPUs",
-    "utilisation": "mean share of time, 0 to 1, in which a kernel ran on them",
+    "memory_used_bytes": "memory in use on the GPUs of a worker's first node, by any process",
+    "memory_total_bytes": "total memory of the GPUs of a worker's first node",
+    "utilisation": "mean share of time, 0 to 1, in which a kernel ran on these GPUs",
 }
 _UNITS = {"step_s": "step_seconds"}
 """Metric names spell out their unit."""
@@ -65,21 +65,21 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model, self._compat, self._slow_s = model, compat, slow_s
         new: dict[str, Any] = {"registry": self._registry}
-        self.finished = Counter("baton_requests_finished", "choices that ended well", ["finish_reason"], **new)
+        self.finished = Counter("baton_requests_finished", "choices that ended without error", ["finish_reason"], **new)
         self.failed = Counter("baton_requests_failed", "requests that ended with an error", ["code"], **new)
-        self.prompt_tokens = Counter("baton_prompt_tokens", "prompt tokens of requests that had a token", **new)
-        self.cached_tokens = Counter("baton_prompt_tokens_cached", "of these, found in a prefix cache", **new)
+        self.prompt_tokens = Counter("baton_prompt_tokens", "prompt tokens of requests that produced a token", **new)
+        self.cached_tokens = Counter("baton_prompt_tokens_cached", "prompt tokens found in a prefix cache", **new)
         self.tokens = PerToken()
         self._registry.register(self.tokens)
         self.drafted = Counter("baton_draft_tokens", "draft tokens that were verified", **new)
-        self.accepted = Counter("baton_draft_tokens_accepted", "of these, accepted", **new)
-        self.responses = Counter("baton_http_responses", "answers begun, by HTTP status", ["status"], **new)
-        first = "from admission to the first token, as the coordinator sees both"
+        self.accepted = Counter("baton_draft_tokens_accepted", "draft tokens that were accepted", **new)
+        self.responses = Counter("baton_http_responses", "responses begun, by HTTP status", ["status"], **new)
+        first = "time from admission to the first token, at the coordinator"
         self.first_token = Histogram("baton_time_to_first_token_seconds", first, buckets=TTFT_S, **new)
         mean = "a request's mean time per token after the first"
         self.per_token = Histogram("baton_time_per_output_token_seconds", mean, buckets=GAP_S, **new)
         self.whole = Histogram(
-            "baton_request_seconds", "from admission to the end, of requests that ended well", buckets=WHOLE_S, **new
+            "baton_request_seconds", "time from admission to the end of requests without error", buckets=WHOLE_S, **new
         )
         stage = "a request's time in a stage"
         self._stage = Histogram("baton_stage_seconds", stage, ["stage"], buckets=TTFT_S, **new)
@@ -125,10 +125,10 @@ class PerToken(Collector):
         self.gap_s += seconds
 
     def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily("baton_generated_tokens", "tokens handed to clients", value=self.generated)
+        yield CounterMetricFamily("baton_generated_tokens", "tokens sent to clients", value=self.generated)
         bounds = [*map(floatToGoString, GAP_S), "+Inf"]
         buckets = list(zip(bounds, accumulate(self.gaps), strict=True))
-        name, what = "baton_inter_token_latency_seconds", "between two deltas of a choice"
+        name, what = "baton_inter_token_latency_seconds", "time between two deltas of a choice"
         yield HistogramMetricFamily(name, what, buckets=buckets, sum_value=self.gap_s)
 
 
@@ -212,7 +212,7 @@ class Observed:
             parts.append(", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in stages))
         if self._first:
             parts.append(f"first token after {(self._first - self._began) * 1e3:.0f} ms")
-        return "; ".join([*parts, f"all {seconds * 1e3:.0f} ms"])
+        return "; ".join([*parts, f"total {seconds * 1e3:.0f} ms"])
 
 
 def _code(error: BaseException) -> str:
@@ -232,18 +232,18 @@ class _State(Collector):
         own, workers = known["coordinator"], known["workers"]
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         queued, running = own["queued"], own["requests"] - own["queued"]
-        yield gauge("baton_requests_running", "choices of requests that a worker has", value=running)
-        yield gauge("baton_requests_queued", "choices of requests that wait for a worker", value=queued)
-        oldest = "how long the oldest of them waits"
+        yield gauge("baton_requests_running", "choices that run on a worker", value=running)
+        yield gauge("baton_requests_queued", "choices that wait for a worker", value=queued)
+        oldest = "how long the oldest queued choice has waited"
         yield gauge("baton_oldest_queued_seconds", oldest, value=own["oldest_queued_s"])
         yield counter("baton_loop_stalls", "times the event loop was blocked for over 50 ms", value=own["loop_stalls"])
-        longest = "the longest of these"
+        longest = "the longest time that the event loop was blocked"
         yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)
-        again = "times a request lost its worker and began again"
+        again = "times a request was queued again, for example because its worker was lost"
         yield counter("baton_requests_rescheduled", again, value=own["rescheduled"])
         handed = "times parked KV was offered to another decode worker"
         yield counter("baton_requests_reassigned", handed, value=own["reassigned"])
-        refused = counter("baton_joins_refused", "workers that did not fit, by field", labels=["field"])
+        refused = counter("baton_joins_refused", "refused joins of workers, by field", labels=["field"])
         for name, count in known["joins_refused"].items():
             refused.add_metric([name], count)
         yield refused
@@ -253,7 +253,7 @@ class _State(Collector):
         }
         used = 1 - blocks["blocks_free"] / blocks["blocks_total"] if blocks["blocks_total"] else 0.0
         yield gauge("baton_kv_usage", "share of the decode workers' KV blocks that is in use", value=used)
-        up = gauge("baton_worker_up", "1 for each worker, 0 where it is lost", labels=["worker", "role", "state"])
+        up = gauge("baton_worker_up", "1 for each worker, 0 if it is lost", labels=["worker", "role", "state"])
         for w in workers:
             up.add_metric([w["id"], w["role"], w["state"]], float(w["state"] != "lost"))
         yield up

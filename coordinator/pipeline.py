@@ -130,7 +130,7 @@ class Pipeline:
         sink: Sink | None = None,
         observe: Callable[[Delta], None] = lambda delta: None,
     ) -> AsyncGenerator[Delta, None]:
-        s, request, reason = submission, in_flight.request, "the client left"
+        s, request, reason = submission, in_flight.request, "the client disconnected"
         text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop)
         reader = ChoiceReader(in_flight, text, sink, observe)
         # One timer for the whole choice, not one for each wait: there is a wait for every step.
@@ -209,7 +209,7 @@ async def with_grammar(submission: Submission, grammars: GrammarCompiler | None)
     if constraint is None:
         return submission
     if grammars is None:
-        raise InvalidRequest(f"{constraint.param} is not served here", param=constraint.param)
+        raise InvalidRequest(f"{constraint.param} is not supported by this server", param=constraint.param)
     grammar = await grammars.compile(constraint, submission.client.key)
     return replace(submission, sampling=replace(submission.sampling, grammar=grammar))
 

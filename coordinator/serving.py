@@ -165,9 +165,9 @@ def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:
     if config.tool_parser != "auto" and not text.template_has_tools:
         log.warning("the chat template does not mention tools, so prompts do not contain them")
     if text.template_has_tools and text.tool_format is None:
-        log.warning("the chat template writes tool calls in a form that is not read: they stay text; see --tool-parser")
+        log.warning("the chat template writes tool calls in an unknown format: they are not parsed; see --tool-parser")
     if text.ignored_defaults:
-        log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
+        log.warning("generation_config: ignoring unsupported settings: %s", text.ignored_defaults)
 
 
 def _own_model(model_dir: Path) -> OwnModel:
@@ -191,7 +191,7 @@ def _origins(text: str) -> tuple[str, ...]:
         except ValueError:  # an invalid address between brackets, or an invalid port
             valid = False
         if not valid:
-            raise StartupError(f"--allowed-origins: {given[:100]!r} is no origin such as https://chat.example")
+            raise StartupError(f"--allowed-origins: {given[:100]!r} is not an origin such as https://chat.example")
         found.append(origin.removesuffix(_DEFAULT_PORTS.get(parts.scheme, " ")))
     return tuple(found)
 

@@ -80,11 +80,11 @@ class _Compiling(Child):
                 return await loop.run_in_executor(executor, compile_here, constraint)
         except BrokenProcessPool:
             self.close()
-            log.warning("a process that compiles grammars has died; it starts again with the next one")
+            log.warning("a process that compiles grammars died; it restarts with the next grammar")
             return ""
         except TimeoutError:
             self.close()
-            raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
+            raise _refused(constraint, f"compiling it takes more than {COMPILE_S:g} s") from None
 
     async def _begun(self) -> Executor:
         executor = self.started()
@@ -145,7 +145,7 @@ class GrammarCompiler:
             async with asyncio.timeout(WAIT_S):
                 return await asyncio.shield(answer)
         except TimeoutError:
-            raise Unavailable(f"its grammar was not compiled within {WAIT_S:g} s", retry_after_s=1) from None
+            raise Unavailable(f"the grammar was not compiled within {WAIT_S:g} s", retry_after_s=1) from None
         finally:
             if not answer.done() and self._queue.leave(client, constraint):
                 del self._answers[constraint]
@@ -290,7 +290,7 @@ def _try_out(grammar: str) -> None:
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
         if time.thread_time() - began > _TRIAL_S:
-            raise GrammarError("it is too complex: what may come next takes too long to find out")
+            raise GrammarError("it is too complex: computing the allowed tokens takes too long")
         if not mask:
             raise GrammarError("no output can match it")
         if matcher.is_stopped():

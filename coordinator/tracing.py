@@ -27,7 +27,7 @@ class Tracing:
             StartupError: `endpoint` is not a URL, or the packages of the extra are not installed.
         """
         if not re.fullmatch(r"https?://[^/\s]+\S*", endpoint):
-            raise StartupError(f"{FLAG} {endpoint[:100]!r} is no URL such as http://127.0.0.1:4318")
+            raise StartupError(f"{FLAG} {endpoint[:100]!r} is not a URL such as http://127.0.0.1:4318")
         try:
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -36,7 +36,7 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            what = f"{FLAG} needs the packages of an extra: pip install 'baton-serve[otel]' ({error})"
+            what = f"{FLAG} requires an extra: pip install 'baton-serve[otel]' ({error})"
             raise StartupError(what) from None
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": "baton"}))

@@ -166,7 +166,7 @@ class Translator:
         if wanted is not None and wanted > room:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens; the prompt has {len(prompt)} "
-                f"and {options.max_tokens_param} asks for {wanted} more",
+                f"and {options.max_tokens_param} requests {wanted} more",
                 param=options.max_tokens_param,
             )
         check_range("min_tokens", params.min_tokens, 0, max_tokens)
@@ -193,7 +193,7 @@ class Translator:
         constraint = options.constraint
         if constraint is not None and (options.ignore_eos or not self.text.eos_token_ids):
             what = "ignore_eos" if options.ignore_eos else "a model without an end-of-sequence token"
-            raise InvalidRequest(f"{constraint.param} does not go with {what}", param=constraint.param)
+            raise InvalidRequest(f"{constraint.param} cannot be combined with {what}", param=constraint.param)
         return constraint
 
     def _check_room(self, prompt_tokens: int, param: str) -> int:
@@ -282,12 +282,12 @@ def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None
     once, in_all = _prompt_scores(options, prompt_tokens)
     for found, most in ((once, MAX_PROMPT_SCORES), (in_all, MAX_SCORES)):
         if found > most:
-            what = f"the answer would have {found} log-probabilities of the prompt, at most {most} are given"
-            raise InvalidRequest(f"{what}; ask for fewer, or for fewer choices", param=options.prompt_logprobs_param)
+            what = f"the response would have {found} log-probabilities of the prompt; the limit is {most}"
+            raise InvalidRequest(f"{what}: request fewer, or fewer choices", param=options.prompt_logprobs_param)
     if options.logprobs is not None and max_tokens > _scored_tokens(options, prompt_tokens):
         found = in_all + _choices(options) * max_tokens * (options.logprobs + 1)
-        what = f"the answer would have {found} log-probabilities, at most {MAX_SCORES} are given"
-        raise InvalidRequest(f"{what}; ask for fewer, or for fewer tokens or choices", param="logprobs")
+        what = f"the response would have {found} log-probabilities; the limit is {MAX_SCORES}"
+        raise InvalidRequest(f"{what}: request fewer, or fewer tokens or choices", param="logprobs")
 
 
 def _check_texts(param: str, texts: Sequence[str], most: int) -> None:

@@ -67,10 +67,10 @@ class Next:
 def waits_for(out: StepPlan, running: Iterable[Entry]) -> str:
     """Returns why no step can be planned before the tokens of `out` are known; empty if one can."""
     if out.drafts or any(row.num_sampled > 1 for row in out.rows):
-        return "how many draft tokens are right"
+        return "the number of accepted draft tokens"
     sampled = {row.sequence_id for row in out.rows if row.num_sampled}
     if any(e.sequence.id in sampled and e.sequence.request.sampling.depends_on_history for e in running):
-        return "the token that penalties, bad words or a grammar look back at"
+        return "a sampled token that penalties, bad words or a grammar depend on"
     return ""
 
 

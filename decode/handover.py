@@ -74,11 +74,11 @@ class Transfer:
             raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
         ends = chunk.end_token == self.num_tokens and chunk.end_layer == total
         if chunk.last != ends or (ends and chunk.first_token is None):
-            raise HandoffError("the last chunk, and only it, carries the end and the first token")
+            raise HandoffError("the last chunk, and only it, must be marked last and carry the first token")
         if ends and chunk.first_token is not None and not 0 <= chunk.first_token < self.vocab_size:
-            raise HandoffError(f"first token {chunk.first_token} is not one of {self.vocab_size}")
+            raise HandoffError(f"first token {chunk.first_token} is outside the vocabulary of {self.vocab_size}")
         if ends and self.first_token not in (None, chunk.first_token):
-            raise HandoffError(f"first token {chunk.first_token} here, {self.first_token} on another edge")
+            raise HandoffError(f"first token {chunk.first_token} on this edge, {self.first_token} on another")
 
     def record_chunk(self, chunk: Chunk, key: EdgeKey, layout: KVLayout) -> None:
         """Records a chunk that is stored in the blocks intact."""
@@ -215,7 +215,7 @@ class HandOvers:
         if admission.draining:
             raise Unavailable("this decode worker is draining", code="draining")
         if offer.num_tokens != request.num_prefill_tokens:
-            raise Unavailable(f"{offer.num_tokens} tokens offered of {request.num_prefill_tokens}")
+            raise Unavailable(f"the offer has {offer.num_tokens} tokens, its request {request.num_prefill_tokens}")
         check_tokens(request, self.vocab_size)
         check_sampling(request.sampling, request.max_tokens, self.vocab_size)
         blocks = self.scheduler.reserve(request, now)
@@ -233,7 +233,7 @@ class HandOvers:
                 actions.append(_edge_closed(peer, chunk))
                 raise HandoffError(f"edge generation {chunk.edge_generation} is closed")
             if transfer is None or not self.scheduler.receiving(sequence):
-                raise HandoffError("the sequence is not being received here")
+                raise HandoffError("the decode worker is not receiving the sequence")
             transfer.check(chunk, peer.plans[key], self.scheduler.layout)
         except HandoffError as e:
             return actions + self.refused(peer, sequence, e.message, now)
@@ -291,7 +291,7 @@ class HandOvers:
         self.bytes_received += chunk.num_bytes
         transfer = peer.transfers.get(sequence)
         if transfer is None or not scheduler.receiving(sequence):
-            return self._refuse(peer, sequence, "it was ended here")
+            return self._refuse(peer, sequence, "the sequence has ended")
         if sequence in peer.refusals:
             return self._refuse(peer, sequence, "another edge refused its chunk")
         actions: list[Action] = []
@@ -329,7 +329,7 @@ class HandOvers:
         actions: list[Action] = [Dropped(sequence, reason)]
         peer.transfers.pop(sequence, None)
         if self.scheduler.generating(sequence):  # prefill missed the last Ack, and may fail before it reports the end
-            message = f"{self.worker_id} ended it: {reason}"
+            message = f"{self.worker_id} ended the sequence: {reason}"
             actions.append(Ended(SequenceEnded(sequence, "error", "abandoned", message)))
         self.deadlines.forget(sequence)
         if not self.scheduler.abort(sequence, in_flight=sequence in self.writing) and tombstone_s > 0:
@@ -346,5 +346,5 @@ class HandOvers:
 
 def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
     """Returns the message that the edge is closed: it may be only here, and the peer would announce more chunks."""
-    error = f"generation {chunk.edge_generation} has ended here"
+    error = f"edge generation {chunk.edge_generation} is closed"
     return Reply(peer, EdgeReady(chunk.prefill_rank, chunk.decode_rank, chunk.edge_generation, error))

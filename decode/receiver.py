@@ -185,7 +185,7 @@ class ReceivingLink:
             case AbortTransfer():
                 await self._execute(self._hand_overs.on_abort(self._peer, message, time.monotonic()))
             case _:
-                raise HandoffError(f"{self._hello.prefill_worker} sent {type(message).__name__} on a link")
+                raise HandoffError(f"{self._hello.prefill_worker}: unexpected {type(message).__name__} on a link")
 
     async def _answer(self, offer: Offer) -> None:
         admission, now = self._receiver.owner.admission(), time.monotonic()
@@ -194,13 +194,13 @@ class ReceivingLink:
         except InvariantError:
             raise
         except Exception:  # an unforeseen error fails this offer only, not the others on this link
-            log.exception("offer of %s", offer.request.sequence_id)
-            await self._send(Refuse(offer.request.sequence_id, "internal_error", "internal error at an offer"))
+            log.exception("offer of %s failed", offer.request.sequence_id)
+            await self._send(Refuse(offer.request.sequence_id, "internal_error", "internal error handling an offer"))
 
     async def _open_edge(self, message: EdgeOpen) -> None:
         key, error = (message.prefill_rank, message.decode_rank), ""
         if key not in self._peer.plans:
-            error = f"no KV goes from rank {message.prefill_rank} to rank {message.decode_rank}"
+            error = f"no edge from prefill rank {message.prefill_rank} to decode rank {message.decode_rank}"
         else:
             if key in self._edges:
                 self._edges[key].abort(f"replaced by generation {message.generation}")
@@ -237,7 +237,7 @@ class ReceivingLink:
             raise
         except Exception as e:
             if not isinstance(e, HandoffError):
-                log.exception("chunk %d of %s", chunk.index, chunk.sequence)
+                log.exception("receiving chunk %d of %s failed", chunk.index, chunk.sequence)
             failure = str(e) or type(e).__name__
         finally:
             self._hand_overs.write_ended(self._peer, chunk)

@@ -200,7 +200,7 @@ class DecodeWorker:
             self._check_fits(hello)
         except JoinRefused as e:
             self.links_refused += 1
-            log.warning("%s (it came from %.80r)", e.message, hello.prefill_worker)
+            log.warning("%s (from %.80r)", e.message, hello.prefill_worker)
             raise
         return LinkWelcome(
             self.config.worker_id,

@@ -103,12 +103,12 @@ def parse_job(argv: Sequence[str]) -> Job:
     parser.add_argument("--max-restarts", "--max_restarts", type=int, choices=(0,), default=0)
     found, unknown = parser.parse_known_args(words)
     if unknown:
-        parser.error(f"{' '.join(unknown)}: for other flags of torchrun use torchrun itself")
+        parser.error(f"{' '.join(unknown)}: unsupported; for other torchrun flags use torchrun itself")
     if not program or program[0].startswith("-"):
         parser.error("-m must name the program of the ranks, prefill or decode")
     if found.node_rank >= found.nnodes:
         last = found.nnodes - 1
-        parser.error(f"--node-rank (NODE_RANK) is {found.node_rank}: of the {found.nnodes} nodes the last is {last}")
+        parser.error(f"--node-rank (NODE_RANK) is {found.node_rank}: with {found.nnodes} nodes the highest is {last}")
     if found.nnodes > 1 and not found.master_port:
         parser.error("a job over several nodes needs --master-addr and --master-port of node 0")
     meet = (found.master_addr.strip("[]"), found.master_port)
@@ -177,7 +177,7 @@ class Rank:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGTERM)
         elif self._last_beat is not None and now - self._last_beat >= HANG_S:
-            self.kill(f"it hung: no sign of life for {HANG_S:g} s, so its agent killed it")
+            self.kill(f"hung: no heartbeat for {HANG_S:g} s; its agent killed it")
 
     def terminate(self) -> None:
         if self.code is None:
@@ -215,7 +215,7 @@ def run(job: Job) -> int:
                 for rank in ranks:
                     if asked:
                         killed = True
-                        rank.kill("it was killed at a second signal")
+                        rank.kill("killed at a second signal")
                     else:
                         rank.terminate()
                 asked = signals.stops
@@ -223,7 +223,7 @@ def run(job: Job) -> int:
                 failed_at = now
             if failed_at is not None and now - failed_at >= KILL_DELAY_S:
                 for rank in ranks:
-                    rank.kill(f"it hung: it did not end within {KILL_DELAY_S:g} s after another rank")
+                    rank.kill(f"hung: still running {KILL_DELAY_S:g} s after another rank failed")
         if killed:
             return 128 + signals.last
     failed = [rank for rank in ended if rank.code]
@@ -249,7 +249,7 @@ def _report(job: Job, rank: Rank) -> int:
     options.add_argument("--worker-id", nargs="?")
     who = options.parse_known_args(job.arguments)[0].worker_id or job.module
     where = f"{job.module}, rank {rank.number} of {job.nodes * job.ranks}, pid {rank.pid}"
-    reason = rank.reason or "it recorded no reason; see the log above this box"
+    reason = rank.reason or "no reason recorded; see the log above this box"
     print(
         "\n".join(box(Failure(who, where, socket.gethostname(), code, reason, by_agent=bool(rank.hung)))),
         file=sys.stderr,
@@ -269,7 +269,7 @@ def _listen(job: Job) -> socket.socket:
     except OSError as error:
         listener.close()
         where = f"{job.master_addr} port {job.master_port} (MASTER_ADDR, MASTER_PORT)"
-        raise OSError(f"the ranks cannot meet at {where}: {error.strerror or error}") from None
+        raise OSError(f"the ranks cannot rendezvous at {where}: {error.strerror or error}") from None
     return listener
 
 

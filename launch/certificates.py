@@ -72,12 +72,12 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
 
     ca_path, ca_key_path = directory / CA, directory / CA_KEY
     if ca_path.exists() != ca_key_path.exists():
-        raise StartupError(f"{directory}: of {CA} and {CA_KEY} one is missing; the other cannot sign anything")
+        raise StartupError(f"{directory}: only one of {CA} and {CA_KEY} exists; signing needs both")
     if ca_path.exists():
         authority = load_certificates(read_pem(ca_path, _COMMAND), ca_path, _COMMAND)[0]
         check_time(authority, ca_path, _COMMAND)
         if not is_authority(authority):
-            raise StartupError(f"{ca_path}: the certificate may not sign others (its basic constraints)")
+            raise StartupError(f"{ca_path}: not a CA certificate (see its basic constraints)")
         found = check_key(authority, read_pem(ca_key_path, _COMMAND, secret=True), ca_path, _COMMAND)
         if not isinstance(found, _Key):
             raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
@@ -128,7 +128,7 @@ def _check_present(directory: Path, name: str, hosts: Sequence[str]) -> None:
     check_key(certificate, read_pem(directory / f"{SERVER}-key.pem", _COMMAND, secret=True), path, _COMMAND)
     there = dns_names(certificate)
     if hosts and {_general_name(host.lower()) for host in hosts} != {_general_name(host.lower()) for host in there}:
-        raise StartupError(f"{path} is for {', '.join(there)}; remove it for a certificate with other hosts")
+        raise StartupError(f"{path} is for {', '.join(there)}; remove it to create one for other hosts")
 
 
 def _name(common: str) -> x509.Name:

@@ -44,8 +44,8 @@ def up_command(config: UpConfig) -> int:
 @config_command(
     DoctorConfig,
     name="doctor",
-    help="Look at a cluster before it is started, with the options of `up` or a topology file: what each node has, "
-    "and whether every two ranks that must can reach each other. For several nodes run it on each at the same time.",
+    help="Check a cluster before it is started, with the options of `up` or a topology file: what each node provides, "
+    "and whether ranks that communicate reach each other. For several nodes run it on each at the same time.",
 )
 def doctor_command(config: DoctorConfig) -> int:
     from launch.doctor.run import doctor
@@ -61,13 +61,13 @@ def doctor_command(config: DoctorConfig) -> int:
 
 @baton.command("ps")
 @click.argument("url", default=DEFAULT_URL)
-@click.option("--json", "as_json", is_flag=True, help="the whole of GET /workers, as JSON")
+@click.option("--json", "as_json", is_flag=True, help="print GET /workers as JSON")
 @click.option(
     "--watch",
     "every_s",
     type=NumberRange(min=0.1, max=3600.0),
     metavar="SECONDS",
-    help="again and again, with tokens and steps per second",
+    help="repeat at this interval, with tokens and steps per second",
 )
 def ps_command(url: str, as_json: bool, every_s: float | None) -> int:
     """Show the workers of the cluster at URL."""
@@ -87,10 +87,10 @@ def ps_command(url: str, as_json: bool, every_s: float | None) -> int:
 @baton.command("explain")
 @click.argument("request_id", metavar="ID")
 @click.argument("url", default=DEFAULT_URL)
-@click.option("--json", "as_json", is_flag=True, help="GET /requests/ID, as JSON")
+@click.option("--json", "as_json", is_flag=True, help="print GET /requests/ID as JSON")
 def explain_command(request_id: str, url: str, as_json: bool) -> int:
     """Show where the time of a request went: one that runs at URL, or one of the last thousand. ID is its x-request-id
-    or the id in its answer."""
+    or the id in its response."""
     from launch.cluster_api import get_requests
     from launch.views import print_request
 
@@ -118,7 +118,7 @@ def trace_command(url: str, out: str) -> int:
         Path(out).write_text(json.dumps(chrome_trace(rows)), encoding="utf-8")
     except OSError as error:
         raise StartupError(f"--out {out} cannot be written: {error.strerror or error}") from None
-    click.echo(f"{len(rows)} requests in {out}: open it at https://ui.perfetto.dev")
+    click.echo(f"{len(rows)} requests written to {out}: open it at https://ui.perfetto.dev")
     return 0
 
 
@@ -127,7 +127,7 @@ def trace_command(url: str, out: str) -> int:
 @click.option(
     "--every", "every_s", default=1.0, show_default=True, type=NumberRange(min=0.2, max=60.0), metavar="SECONDS"
 )
-@click.option("--requests", "shown", default=15, show_default=True, type=click.IntRange(0, 100), help="how many")
+@click.option("--requests", "shown", default=15, show_default=True, type=click.IntRange(0, 100), help="requests shown")
 def top_command(url: str, every_s: float, shown: int) -> int:
     """Watch the cluster at URL: workers with rates, and the last requests with the time in each stage."""
     from launch.cluster_api import get_cluster, get_requests
@@ -146,17 +146,19 @@ def top_command(url: str, every_s: float, shown: int) -> int:
     default=30.0,
     show_default=True,
     type=NumberRange(min=0.0, max=86400.0),
-    help="longest running requests may take to finish; then they are rescheduled on other workers",
+    help="time for running requests to finish; then they are rescheduled on other workers",
 )
-@click.option("--coordinator", default="", metavar="HOST:PORT", help="its control address, if URL does not tell")
-@click.option("--cluster-token-file", default="", metavar="FILE", help="file with the cluster token, off loopback")
+@click.option("--coordinator", default="", metavar="HOST:PORT", help="control address, if URL does not report it")
+@click.option(
+    "--cluster-token-file", default="", metavar="FILE", help="file with the cluster token; needed off loopback"
+)
 @click.option(
     "--cluster-tls-dir", default="", metavar="DIR", help="directory with operator.pem, for a cluster that uses TLS"
 )
 def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:
-    """Take WORKER out of the cluster at URL: no new work, what runs finishes or is rescheduled, its process ends."""
+    """Take WORKER out of the cluster at URL: no new work, requests finish or are rescheduled, its process ends."""
     from baton.rpc.admin import drain_worker
     from baton.tls_files import read_cluster_tls
     from baton.token_file import read_token
@@ -180,7 +182,7 @@ def drain_command(
         deadline = time.monotonic() + timeout_s + DRAIN_GRACE_S
         while incarnation(get_cluster(url)) == incarnation(cluster):
             if time.monotonic() > deadline:
-                console.stage(worker, "still there; `baton ps` shows its state")
+                console.stage(worker, "not drained yet; `baton ps` shows its state")
                 return 1
             time.sleep(DRAIN_POLL_S)
     except BatonError as error:
@@ -194,10 +196,10 @@ def drain_command(
 @click.option(
     "--host", "hosts", multiple=True, metavar="NAME", help="name or address of HTTP and gRPC; may be repeated"
 )
-@click.option("--days", default=365, show_default=True, type=click.IntRange(1, 3650), help="how long they hold")
+@click.option("--days", default=365, show_default=True, type=click.IntRange(1, 3650), help="days of validity")
 def certs_command(directory: str, hosts: tuple[str, ...], days: int) -> int:
     """Make certificates for a cluster in DIRECTORY, with an authority of its own: one for each role (--cluster-tls-dir)
-    and one for HTTP and gRPC (--tls-cert-file, --tls-key-file). What is there already stays."""
+    and one for HTTP and gRPC (--tls-cert-file, --tls-key-file). Existing files are kept."""
     from launch.certificates import make_certificates
 
     for path in make_certificates(Path(directory), hosts, days):

@@ -37,10 +37,10 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
     Raises:
         StartupError: no response, or not the expected one.
     """
-    prefix = f"no cluster answers at {url}: GET /workers:"
+    prefix = f"no cluster at {url}: GET /workers:"
     status, document = _get(url, "workers", timeout_s)
     if status in (401, 404):
-        keys = "where clients need API keys, operators ask --admin-port (8103)"
+        keys = "with API keys or TLS, operators use --admin-port (8103)"
         raise StartupError(f"{prefix} status {status}; {keys}")
     if status != 200:
         raise StartupError(f"{prefix} status {status}")
@@ -52,7 +52,7 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
         control = f"{control_host}:{control_port}" if control_host else ""
         return ClusterView(tuple(map(_worker, document["workers"])), control, document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{prefix} unexpected answer ({error!r})") from None
+        raise StartupError(f"{prefix} unexpected response ({error!r})") from None
 
 
 def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]:
@@ -87,7 +87,7 @@ def request_json(
     except ValueError:
         host = ""
     if not host:
-        raise OSError(f"{url!r} is no address")
+        raise OSError(f"{url!r} is not an address")
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = connect(host, port, timeout=timeout_s)
     path = parts.path or "/"
@@ -99,7 +99,7 @@ def request_json(
         while part := answer.read1(1 << 16):
             text += part
             if len(text) > MAX_BYTES or time.monotonic() > deadline:
-                raise OSError(f"{method} {parts.path}: the answer does not end ({len(text)} bytes so far)")
+                raise OSError(f"{method} {parts.path}: the response is too long or too slow ({len(text)} bytes so far)")
     except (http.client.HTTPException, ValueError) as error:
         raise OSError(f"{method} {parts.path}: {error!r}") from None
     finally:
@@ -114,7 +114,7 @@ def _get(url: str, path: str, timeout_s: float) -> tuple[int, Any]:
     try:
         status, document = request_json("GET", f"{_root(url)}/{path}", timeout_s)
     except OSError as error:
-        raise StartupError(f"no cluster answers at {url}: {error}") from None
+        raise StartupError(f"no cluster at {url}: {error}") from None
     return status, _printable(document)
 
 

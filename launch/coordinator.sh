@@ -7,7 +7,7 @@
 set -euo pipefail
 export PYTHONSAFEPATH=1
 if [ -z "${PYTHON:-}" ] && ! python3 -c 'import coordinator' 2>/dev/null; then
-  echo "error: Baton is not installed for python3; PYTHON names the interpreter that has it" >&2
+  echo "error: Baton is not installed for python3; set PYTHON to the interpreter that has it" >&2
   exit 3
 fi
 exec "${PYTHON:-python3}" -m coordinator "$@"

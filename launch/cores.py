@@ -74,5 +74,5 @@ def parse_cores(text: str, where: str) -> tuple[int, ...]:
             raise StartupError(f"{where} must look like 0-3,8, not {text!r:.60}")
         cores += range(int(first), int(last or first) + 1)
     if not cores or len(set(cores)) != len(cores):
-        raise StartupError(f"{where}: {text!r:.60} names no core, or one twice")
+        raise StartupError(f"{where}: {text!r:.60} names no core, or a core twice")
     return tuple(cores)

@@ -60,7 +60,7 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
             console.print(f"\n[yellow]node {escape(node.name)}: {escape(node.address)} does not resolve here[/]")
     console.print("\n[bold]commands[/]")
     if not plan.topology.coordinator.config.control_port:
-        console.print("# workers get the control port that the coordinator takes in place of 0")
+        console.print("# workers get the control port that the coordinator binds instead of 0")
     console.print(f"# {COORDINATOR}   node {plan.topology.front.name}")
     console.out(shlex.join([*programs.coordinator, *plan.coordinator_command()]), highlight=False)
     for part in plan.parts:
@@ -105,7 +105,7 @@ def _memory(plan: Plan) -> Table | str:
         model_dir = resolve_model(plan.model)
         config = read_model_config(model_dir)
     except StartupError as error:
-        return f"not known here: {error.message}"
+        return f"unknown: {error.message}"
     head = ("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB", "draft MiB")
     table = make_table(head)
     for part in plan.parts:
@@ -113,7 +113,7 @@ def _memory(plan: Plan) -> Table | str:
         draft = "?" if found.draft_bytes is None else _mib(found.draft_bytes)
         if found.draft_bytes and not found.kv_blocks:
             draft += " and its KV"
-        kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of what is free", "?")
+        kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of free memory", "?")
         table.add_row(
             part.name,
             _mib(found.parameter_bytes),
@@ -169,7 +169,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) ->
         budget = 0
     blocks = budget // mine.bytes_per_block
     if budget and blocks < mine.blocks_for(options.max_model_len or 1):
-        raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB a rank is too small for one sequence")
+        raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB per rank is too small for one sequence")
     edges = _edges(plan, part, config, rank)
     kind = choose_edges(options.edge_kind, device)
     channel_bytes = MAX_CTAS * CHANNEL_BYTES if kind == "nccl" else 0

@@ -37,13 +37,13 @@ class Failure:
         return _ADVICE if self.by_agent else _BY_CODE.get(self.code, _ADVICE)
 
 
-_ADVICE = "read the log above this box from its first error on; a supervisor starts the worker again"
-_CRASH = "native code crashed: the stack is in the log above this box; report it with the model and both versions"
+_ADVICE = "read the log above this box from its first error on; a supervisor restarts the worker"
+_CRASH = "native code crashed: the stack is in the log above this box; report it with the model and `baton version`"
 _BY_CODE: dict[int, str] = {
-    EXIT_STARTUP_ERROR: "correct what the error names and start again; the same start would fail again",
-    EXIT_RANK_LOST: "look for the rank that the error names, in the log of its own node",
+    EXIT_STARTUP_ERROR: "fix the cause that the error names, then restart; a retry would fail the same way",
+    EXIT_RANK_LOST: "find the rank that the error names in the log of its own node",
     2: "correct the command line",
-    -signal.SIGKILL: "unless it was killed by hand, the host ran out of memory (see `dmesg`): lower --kv-memory-gib",
+    -signal.SIGKILL: "unless it was killed manually, the host ran out of memory (see `dmesg`): lower --kv-memory-gib",
     -signal.SIGTERM: "it received SIGTERM; to drain workers first, send SIGTERM to the coordinator",
     **{-number: _CRASH for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)},
 }

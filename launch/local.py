@@ -169,7 +169,7 @@ class LocalCluster:
             if self._console.elapsed_s() > self._members.start_timeout_s:
                 raise StartupError(
                     f"not ready after {self._members.start_timeout_s:.0f} s, still waiting for {', '.join(late)}; "
-                    f"logs are in {self._members.run_dir}, --start-timeout-s allows more"
+                    f"see the logs in {self._members.run_dir}, or raise --start-timeout-s"
                 )
             return
         self._announced = True
@@ -206,7 +206,7 @@ class LocalCluster:
         """Drains through the coordinator; kills what cannot be drained. Returns the exit code."""
         limit = self._members.drain_timeout_s + STOP_GRACE_S
         deadline = time.monotonic() + limit
-        self._console.stage("stopping", f"draining for up to {limit:.0f} s; a second Ctrl-C ends it at once")
+        self._console.stage("stopping", f"draining for up to {limit:.0f} s; a second Ctrl-C kills it immediately")
         coordinator = self._coordinator.child if self._coordinator else None
         draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._front_is_up]
         for worker in self._workers:
@@ -229,7 +229,7 @@ class LocalCluster:
             code = child.poll()
             if code != 0:
                 failed = True
-                how = "was still running and is killed" if code is None else f"ended with {describe_exit(code)}"
+                how = "still running, killing it" if code is None else f"failed: {describe_exit(code)}"
                 self._console.stage(name, f"{how}; log {child.spec.log}")
         self._console.stage("stopped", "some processes failed" if failed else "all processes exited with 0")
         return 130 if signals.stops >= 2 else int(failed)

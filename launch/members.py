@@ -119,10 +119,10 @@ def nodes_here(topology: Topology, wanted: str = "", *, allow_none: bool = False
     """
     names = [node.name for node in topology.nodes]
     if wanted and wanted not in names:
-        raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
+        raise StartupError(f"--node {wanted}: unknown node; the topology has {', '.join(names)}")
     found = [wanted] if wanted else [node.name for node in topology.nodes if is_own(node.address)]
     if not found and not allow_none:
-        what = "no node of the topology has an address of this host; --node says which it is"
+        what = "no node of the topology has an address of this host; choose one with --node"
         raise StartupError(f"{what}: {', '.join(names)}")
     return frozenset(found)
 
@@ -138,7 +138,7 @@ def check_cores(plan: Plan, nodes: frozenset[str]) -> None:
         asked = {core for part in plan.parts if part.node.name == name for core in part.placement.cores}
         if not asked <= here:
             missing, may = ranges(tuple(sorted(asked - here))), ranges(tuple(sorted(here)))
-            raise StartupError(f"node {name}: 'cores' asks for {missing}, but this process may run on {may} only")
+            raise StartupError(f"node {name}: 'cores' includes {missing}, but this process may run on {may} only")
 
 
 def is_own(address: str) -> bool:

@@ -205,7 +205,7 @@ def check_addresses(topology: Topology) -> None:
     """Raises StartupError for a node without an address."""
     for node in topology.nodes:
         if not node.address:
-            raise StartupError(f"topology: node {node.name!r} has no address; only `baton emit slurm` does without")
+            raise StartupError(f"topology: node {node.name!r} has no address; only `baton emit slurm` works without it")
 
 
 def _parts(topology: Topology) -> tuple[Part, ...]:
@@ -225,7 +225,7 @@ def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
     if not node.core_count:
         if len(workers) > 1 and not all(given) and not node.gpus:
             names = " and ".join(worker.name for worker in workers[:2])
-            what = f"node {node.name!r} has several workers ({names}); say how many 'cores' it has"
+            what = f"node {node.name!r} has several workers ({names}); set its 'cores'"
             raise StartupError(f"topology: {what}")
         return [Placement((), threads) for threads in given]
     same = given[0] if len(set(given)) == 1 else 0

@@ -72,7 +72,7 @@ def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
             wanted[part.name] = round(given * part.ranks / part.worker.tensor_parallel * (1 << 30))
     if sum(wanted.values()) > host_bytes:
         named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in wanted.items())
-        there = f"is more than the {host_bytes / 2**30:.1f} GiB here; lower --kv-memory-gib"
+        there = f"exceeds the {host_bytes / 2**30:.1f} GiB of this host; lower --kv-memory-gib"
         raise StartupError(f"KV memory of {sum(wanted.values()) / 2**30:.1f} GiB ({named}) {there}")
 
 
@@ -127,7 +127,7 @@ def _check_edges(resolved: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
             raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
         if EDGE_KINDS[kind].one_host and worker.nodes != other.nodes:
             where = " and ".join(dict.fromkeys((*other.nodes, *worker.nodes)))
-            what = f"edge_kind: {kind} moves KV within a host, and {other.name} and {worker.name} are on {where}"
+            what = f"edge_kind: {kind} works only within a host, but {other.name} and {worker.name} are on {where}"
             raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
 
 
@@ -150,7 +150,7 @@ def _check_gpu_shares(plan: Plan, resolved: Mapping[str, WorkerConfig]) -> None:
             if used[at] > 1.001:
                 where = f"GPU {at[1]} of node {at[0]!r}"
                 raise StartupError(
-                    f"{part.name}: --gpu-share: the ranks on {where} may use {used[at]:.2f} of it together"
+                    f"{part.name}: --gpu-share: the shares of the ranks on {where} add up to {used[at]:.2f}"
                 )
 
 

@@ -136,5 +136,5 @@ def _fresh() -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
     except OSError as error:
-        where = f"neither in the cache directory ({first}) nor in one for temporary files ({_reason(error)})"
-        raise StartupError(f"a run directory can be made {where}; set --run-dir") from None
+        where = f"in the cache directory ({first}) or the temporary directory ({_reason(error)})"
+        raise StartupError(f"a run directory cannot be created {where}; set --run-dir") from None

@@ -104,12 +104,12 @@ class Supervised:
         """Starts the next run. A failure to start (a full process table, a log that cannot be opened) may be transient,
         and the other members keep serving: once this member has joined, the failure is only logged and retried."""
         try:
-            self.start("again")
+            self.start("restart")
         except StartupError as error:
             if not self._policy.ever_joined:
                 raise
             self.restart_at = time.monotonic() + RETRY_S
-            self._console.stage(self.name, f"{error.message}; trying again in {RETRY_S:g} s")
+            self._console.stage(self.name, f"{error.message}; retrying in {RETRY_S:g} s")
 
     def mark_joined(self, what: str) -> None:
         now = time.monotonic()
@@ -146,11 +146,11 @@ class Supervised:
         error, log = child.error_line(), child.spec.log
         wait_s = self._policy.died(code, now)
         if wait_s is not None or not error:
-            self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
+            self._console.stage(self.name, f"died: {describe_exit(code)}; last lines of {log}:")
             self._console.quote(child.tail())
         if wait_s is None:
-            reason = error or f"it ended before it joined; its log is {log}"
+            reason = error or f"exited before it joined; its log is {log}"
             failure = Failure(self.name, f"{self.name}, pid {child.pid}", socket.gethostname(), code, reason)
             raise MemberFailed(child.box() or box(failure))
         self.restart_at = now + wait_s
-        self._console.stage(self.name, f"starting again in {wait_s:g} s")
+        self._console.stage(self.name, f"restarting in {wait_s:g} s")

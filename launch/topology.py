@@ -163,7 +163,7 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
     settings = from_table(_TopTable, top, "topology")
     nodes = tuple(_node(table, where) for table, where in _list_of_tables(file, "nodes"))
     if not nodes:
-        raise StartupError("topology: it names no [[nodes]]")
+        raise StartupError("topology: no [[nodes]] table")
     names = [node.name for node in nodes]
     _reject_duplicates(names, "node")
     shared = _shared(file)
@@ -177,7 +177,7 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
     _reject_duplicates(["coordinator", *parts], "member")
     for role in ROLES:
         if not any(worker.role == role for worker in workers):
-            raise StartupError(f"topology: it names no [[{role}]] worker; a cluster needs one of each role")
+            raise StartupError(f"topology: no [[{role}]] worker; a cluster needs at least one of each role")
     placed = tuple(_on_gpus(worker, nodes) for worker in workers)
     return Topology(settings.model, settings.served_model_name, nodes, coordinator, placed)
 
@@ -206,10 +206,10 @@ def _coordinator(
     name = found.node or nodes[0].name
     node = next((node for node in nodes if node.name == name), None)
     if node is None:
-        raise StartupError(f"coordinator: there is no node {name!r}{nearest(name, [n.name for n in nodes])}")
+        raise StartupError(f"coordinator: unknown node {name!r}{nearest(name, [n.name for n in nodes])}")
     for key in ("port", "grpc_port", "control_port"):
         if getattr(found, key) == 0:
-            raise StartupError(f"coordinator: {key!r} must be a fixed port: workers and clients have to know it")
+            raise StartupError(f"coordinator: {key!r} must be a fixed port, not 0: workers and clients need it")
     host = found.host if "host" in table else node.address
     if "host" in table:
         _check(address_error(host), "coordinator: 'host'")
@@ -223,19 +223,19 @@ def _worker(
     table = {**{name: value for name, value in shared.items() if name in own}, **table}
     found = from_table(_WorkerTable, table, where, (*_OF_THE_PLAN, "host"))
     if bool(found.node) == bool(found.nodes):
-        raise StartupError(f"{where}: it needs either 'node' or 'nodes'")
+        raise StartupError(f"{where}: needs either 'node' or 'nodes'")
     on = (found.node,) if found.node else found.nodes
     for name in on:
         if name not in nodes:
-            raise StartupError(f"{where}: there is no node {name!r}{nearest(name, nodes)}")
+            raise StartupError(f"{where}: unknown node {name!r}{nearest(name, nodes)}")
     _reject_duplicates(on, f"{where}: node")
     if found.nnodes not in (0, len(on)):
-        raise StartupError(f"{where}: 'nnodes' is {found.nnodes}, but it names {len(on)} nodes")
+        raise StartupError(f"{where}: 'nnodes' is {found.nnodes}, but {len(on)} nodes are given")
     ranks = found.tensor_parallel
     if ranks % len(on):
         raise StartupError(f"{where}: tensor_parallel {ranks} cannot be divided over {len(on)} nodes")
     if found.devices and len(found.devices) != ranks // len(on):
-        what = f"'devices' names {len(found.devices)}, but it has {ranks // len(on)} ranks on each node"
+        what = f"'devices' lists {len(found.devices)} GPUs, but each node has {ranks // len(on)} ranks"
         raise StartupError(f"{where}: {what}")
     devices = tuple(_gpu(device, f"{where}: 'devices'") for device in found.devices)
     _reject_duplicates(devices, f"{where}: GPU")
@@ -245,7 +245,7 @@ def _worker(
     decodes = role == "decode"
     for key in ("link_port", "store_port"):
         if key in table and not decodes:
-            raise StartupError(f"{where}: {key!r} is a decode worker's")
+            raise StartupError(f"{where}: {key!r} is only for decode workers")
     rendezvous = found.rendezvous_port or (base if len(on) > 1 else 0)
     if len(on) > 1 and not rendezvous:
         raise StartupError(f"{where}: a worker over several nodes needs 'rendezvous_port' or 'base_port'")
@@ -301,7 +301,7 @@ def _check(wrong: str | None, where: str) -> None:
 def _gpu(name: int | str, where: str) -> str:
     """Checks a GPU's name in CUDA_VISIBLE_DEVICES: a number, or the UUID of a GPU or of a MIG instance."""
     if not _GPU.fullmatch(str(name)):
-        raise StartupError(f"{where} are numbers or UUIDs (GPU-..., MIG-...), not {name!r:.60}")
+        raise StartupError(f"{where} must be numbers or UUIDs (GPU-..., MIG-...), not {name!r:.60}")
     return str(int(name)) if str(name).isdigit() else str(name)
 
 

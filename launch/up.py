@@ -94,7 +94,7 @@ def plan_for(config: UpConfig) -> Plan:
         for key in differences(config):
             if key not in _WITH_TOPOLOGY:
                 flag = "--" + key.replace("_", "-")
-                raise StartupError(f"{flag} is what the topology file says; put it there, or leave out --topology")
+                raise StartupError(f"{flag} cannot be combined with --topology: set it in the topology file")
         return topology_plan(config.topology)
     topology = local_topology(config, sorted(os.sched_getaffinity(0)), visible_gpus())
     name = config.served_model_name or served_name(config.model)

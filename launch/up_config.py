@@ -26,9 +26,9 @@ class UpConfig(CoordinatorOptions, WorkerOptions):
     threads: int = option(0, "compute threads of a worker; 0: the cores divided among the workers", low=0, high=1024)
     prefill_block_size: int = option(0, "--block-size of prefill workers; 0: the same", low=0, high=1024)
     decode_block_size: int = option(0, "--block-size of decode workers; 0: the same", low=0, high=1024)
-    start_timeout_s: float = option(900.0, "longest the cluster may take to become ready", low=1)
-    topology: str = option("", "TOML file of a cluster over several nodes; what belongs to this host is started")
-    node: str = option("", "the node of the topology that this host is; default those whose address it has")
+    start_timeout_s: float = option(900.0, "time limit for the cluster to become ready", low=1)
+    topology: str = option("", "TOML file of a cluster over several nodes; the members on this host are started")
+    node: str = option("", "node of the topology that is this host; default: each whose address it has")
     dry_run: bool = option(False, "print placement, ports, memory and the exact commands, and start nothing")
     run_dir: str = option("", "directory for logs; default a fresh one in the user's cache directory")
 
@@ -37,8 +37,8 @@ class UpConfig(CoordinatorOptions, WorkerOptions):
 class DoctorConfig(UpConfig):
     """What `baton doctor` looks at: what `baton up` with the same options would start."""
 
-    limit_s: float = option(10.0, "longest each step of a probe may take", low=1)
-    wait_s: float = option(60.0, "longest the doctors of the other nodes may take to come", low=1)
+    limit_s: float = option(10.0, "time limit for each step of a probe", low=1)
+    wait_s: float = option(60.0, "time limit for the doctors of the other nodes to connect", low=1)
     full_digest: bool = option(False, "compare every byte of the model, not only sizes and headers")
 
 
@@ -61,4 +61,4 @@ def check_environment(environment: Mapping[str, str]) -> None:
         if name.startswith("BATON_") and not name.startswith("BATON_TEST_") and name not in read:
             close = difflib.get_close_matches(name, read, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise StartupError(f"nothing reads the environment variable {name}{hint}")
+            raise StartupError(f"unknown environment variable {name}{hint}")

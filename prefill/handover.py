@@ -179,7 +179,7 @@ class HandOver:
     edges: tuple[EdgePlan, ...] = ()
     sends: int = 0
     _next_target: int = 0
-    _reason: str = "no target named"
+    _reason: str = "no target assigned"
     _offered_at: float = 0.0
     _accepted_at: float = 0.0
 
@@ -249,7 +249,7 @@ class HandOver:
         self.targets = tuple(targets)
 
     def reoffer(self) -> Action:
-        self._next_target, self._reason = 0, "no target named"
+        self._next_target, self._reason = 0, "no target assigned"
         return self._offer_next()
 
     def abort(self, reason: str) -> None:
@@ -382,8 +382,8 @@ class HandOver:
     def _max_tokens(self) -> int:
         fit = self._wire.max_tokens(self.limits.staging_bytes)
         if fit < 1:
-            where = f"here or at {self._target.worker_id}"
-            raise HandoffError(f"the KV of one token does not fit into staging memory, {where}")
+            where = f"on this worker or on {self._target.worker_id}"
+            raise HandoffError(f"the KV of one token does not fit into staging memory {where}")
         return min(self.limits.max_chunk_tokens, fit)
 
     def _move(self, stage: Stage) -> None:

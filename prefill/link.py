@@ -111,7 +111,7 @@ class Link:
     async def offer(self, offer: Offer, timeout_s: float) -> Accept | Refuse:
         """Sends an offer; returns the reply. Raises LinkLost or HandoffError (peer abort, or no reply in time)."""
         key = ("offer", offer.request.sequence_id)
-        answer: Accept | Refuse = await self._ask(offer, key, timeout_s, "an answer to an offer")
+        answer: Accept | Refuse = await self._ask(offer, key, timeout_s, "reply to an offer")
         return answer
 
     async def announce(self, chunk: Chunk, timeout_s: float) -> Coroutine[Any, Any, Posted]:
@@ -123,7 +123,7 @@ class Link:
         except BaseException:
             posted.cancel()
             raise
-        return self._within(posted, timeout_s, f"chunk {chunk.index} to be posted")
+        return self._within(posted, timeout_s, f"Posted for chunk {chunk.index}")
 
     def expect_ack(self, sequence: SequenceId, index: int, edge: EdgeKey) -> asyncio.Future[Ack]:
         """Returns the future of an Ack. Call it before the chunk is announced, so that no Ack can be missed."""
@@ -134,7 +134,7 @@ class Link:
         try:
             await self._stream.send(message)
         except LinkLost:
-            log.info("abort of %s not sent: the link to %s is gone", message.sequence, self.decode_worker)
+            log.info("abort of %s not sent: the link to %s is closed", message.sequence, self.decode_worker)
 
     async def open_edges(self, plans: Sequence[EdgePlan]) -> None:
         """Opens, concurrently, the edges of `plans` that have no usable end. The caller holds `edge_lock`.
@@ -163,7 +163,7 @@ class Link:
         )
         end = self.ends[plan.key] = self._make_end(plan, spec)
         message = EdgeOpen(plan.prefill_rank, plan.decode_rank, generation, spec.prefix)
-        what = "the peer's end of an edge"
+        what = "reply to EdgeOpen"
         asking = asyncio.ensure_future(self._ask(message, ("edge", generation), self._edge_connect_s, what))
         try:
             await end.connect()
@@ -171,13 +171,13 @@ class Link:
         except BaseException:
             asking.cancel()
             await asyncio.wait({asking})
-            end.abort("the other end was not built")
+            end.abort("the edge was not opened")
             raise
         if answer.error:
             end.abort(answer.error)
             raise HandoffError(f"{self.decode_worker} could not build its end of an edge: {answer.error}")
 
-    async def close(self, reason: str = "closed here") -> None:
+    async def close(self, reason: str = "closed locally") -> None:
         self._end(reason)
         for task in self._tasks:
             task.cancel()
@@ -213,7 +213,7 @@ class Link:
             async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that coincides with the reply
                 return await future
         except TimeoutError:
-            raise HandoffError(f"{self.decode_worker} did not complete {what} within {timeout_s:g} s") from None
+            raise HandoffError(f"{self.decode_worker} sent no {what} within {timeout_s:g} s") from None
 
     async def _read(self) -> None:
         reason = "the reader failed"
@@ -268,7 +268,7 @@ class Link:
         for nonce in itertools.count(1):
             await asyncio.sleep(PING_EVERY_S)
             try:
-                await self._ask(Ping(nonce), ("ping", nonce), PING_LIMIT_S, "a ping")
+                await self._ask(Ping(nonce), ("ping", nonce), PING_LIMIT_S, "reply to a ping")
             except BatonError as e:
                 self._end(e.message)
                 return

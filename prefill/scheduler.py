@@ -325,7 +325,7 @@ class PrefillScheduler:
         self.blocks.check_idle()
         self.cache.check_idle()
         if self._waiting or self._running:
-            raise InvariantError(f"no sequence is left, and {[*self._waiting, *self._running]} are queued")
+            raise InvariantError(f"no sequence is left, but {[*self._waiting, *self._running]} are queued")
 
     def check(self) -> None:
         """Checks the invariants.
@@ -341,7 +341,7 @@ class PrefillScheduler:
         held: set[tuple[int, Holder]] = set()
         for sequence_id, entry in self._entries.items():
             if entry.sequence.finished and not entry.pinned:
-                raise InvariantError(f"{sequence_id} has finished and is still here")
+                raise InvariantError(f"{sequence_id} has finished but was not removed")
             computing = entry.sequence.state is State.PREFILLING
             holds = [Holder("send", sequence_id)] * entry.pinned + [Holder("sequence", sequence_id)] * computing
             held |= {(block, holder) for block in entry.sequence.block_ids for holder in holds}

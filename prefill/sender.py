@@ -194,7 +194,7 @@ class Sender:
 
     async def close(self) -> None:
         for sequence in list(self._runs):
-            self.abort(sequence, "the prefill worker stops")
+            self.abort(sequence, "the prefill worker is stopping")
         tasks = [run.task for run in self._runs.values() if run.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=5.0)

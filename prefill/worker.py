@@ -163,7 +163,7 @@ class PrefillWorker:
                 reached = (p.computed, p.first_token, outcome.step_id, p.first_logprob, p.cached)
                 self.outgoing.advance(p.sequence_id, *reached)
         for sequence in ended:
-            self.outgoing.abort(sequence, "it has ended")
+            self.outgoing.abort(sequence, "the sequence has ended")
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
         return StepEvents(outcome.step_id, tuple(tokens), reported, load=self.load(), kv_cache_events=cache_events)
 
@@ -173,11 +173,11 @@ class PrefillWorker:
                 self._start(command)
             case Assign(sequence, targets, attempt):
                 if not self._may_hand_over(sequence._replace(attempt=attempt), targets):
-                    self.end(sequence, "its new targets have no valid handles")
+                    self.end(sequence, "the new targets have no valid handles")
                 elif not self.outgoing.assign(sequence, targets, attempt):
-                    self.end(sequence, "new targets were named for KV that is not parked")
+                    self.end(sequence, "new targets were assigned to KV that is not parked")
                     lost = sequence._replace(attempt=attempt)
-                    self.main_loop.report_ended(lost, "handoff_failed", "the parked KV is no longer here")
+                    self.main_loop.report_ended(lost, "handoff_failed", "the parked KV no longer exists")
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
         origin = self.outgoing.find(sequence) or sequence

@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Tokens per second",
             "short",
-            "Generated, and prompt tokens of requests that had a token.",
+            "Generated, and prompt tokens of requests with at least one token.",
             {"generated": rate("baton_generated_tokens_total"), "prompt": rate("baton_prompt_tokens_total")},
         ),
         Panel(
@@ -57,7 +57,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 "failed: {{code}}": rate("baton_requests_failed_total", "code"),
             },
         ),
-        Panel("Whole request", "s", "Of requests that ended well.", percentiles("baton_request_seconds")),
+        Panel("Whole request", "s", "Of requests that succeeded.", percentiles("baton_request_seconds")),
         Panel("HTTP answers", "reqps", "By status.", {"{{status}}": rate("baton_http_responses_total", "status")}),
     ),
     "Where the time goes": (
@@ -131,7 +131,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Prompt tokens from a cache",
             "percentunit",
-            "Of the prompt tokens of requests that had a token.",
+            "Of the prompt tokens of requests with at least one token.",
             {"share": f"{rate('baton_prompt_tokens_cached_total')} / {rate('baton_prompt_tokens_total')}"},
         ),
         Panel(

@@ -201,7 +201,7 @@ class BlockTable:
                 blocks is not the number of blocks.
         """
         if self._num_held:
-            raise InvariantError(f"no sequence is left, and blocks are still held: {self._num_held}")
+            raise InvariantError(f"blocks are still held although no sequence is left: {self._num_held}")
         if self.num_free != self.num_blocks:
             raise InvariantError(f"{self.num_free} of {self.num_blocks} blocks are free, and the others have no holder")
 
@@ -213,7 +213,7 @@ class BlockTable:
                 idle and not held by the cache alone; or the count of a holder's blocks is wrong.
         """
         if self._num_held != Counter(h for holders in self._holders for h in holders if h.kind != "cache"):
-            raise InvariantError(f"holders do not have as many blocks as {self._num_held}")
+            raise InvariantError(f"the holders' block counts are wrong: {self._num_held}")
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantError("a block is in the free list twice")
@@ -234,7 +234,7 @@ class BlockTable:
         held = {(b, holder) for b, holders in enumerate(self._holders) for holder in holders if holder.kind != "cache"}
         if held != expected:
             raise InvariantError(
-                f"held and not expected: {sorted(held - expected)}; not held: {sorted(expected - held)}"
+                f"held but not expected: {sorted(held - expected)}; expected but not held: {sorted(expected - held)}"
             )
 
 

@@ -50,21 +50,21 @@ class EngineConfig:
 
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
+    dtype: str = option("auto", "data type of weights and KV", choices=("auto", "bfloat16", "float32"))
     exact: bool = option(
         False,
-        "batch-invariant: the same bits whatever the batch, chunked prefill or prefix cache; --dtype auto is float32",
+        "batch-invariant: the same bits for any batch, chunked prefill or prefix cache hit; --dtype auto is float32",
     )
     kernels: str = option(
         "auto",
-        "kernels on CPU: the best compiled ones of this processor, torch's, or compiled ones by name",
+        "kernels on CPU; auto: the best compiled ones for this processor; torch: torch's; else compiled ones by name",
         choices=("auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"),
     )
-    quantize: str = option("none", "weights of linear layers and head, on CPU", choices=("none", "int8"))
+    quantize: str = option("none", "weight quantization of linear layers and head, on CPU", choices=("none", "int8"))
     threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)
-    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
+    max_model_len: int = option(0, "maximum prompt + output in tokens; 0: the model's own limit", low=0)
 
 
 @dataclass(frozen=True)
@@ -78,35 +78,35 @@ class WorkerOptions(EngineConfig):
     draft_tokens: int = option(0, "draft tokens per sequence and step; 0: chosen adaptively", low=0, high=8)
     force_acceptance: float = option(
         -1.0,
-        "benchmarks only, output is not real: the share of draft tokens that count as right; -1: off",
+        "for benchmarks, output is invalid: fraction of draft tokens counted as accepted; -1: off",
         low=-1,
         high=1,
     )
-    step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
-    prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
-    max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
-    step_budget_ms: float = option(50.0, "time of a decode step up to which preempted sequences are recomputed", low=1)
+    step_tokens: int = option(512, "maximum tokens computed in one step", low=1, high=1 << 20)
+    prefix_cache: bool = option(True, "reuse KV of earlier requests that begin with the same tokens")
+    max_running: int = option(64, "maximum sequences in one decode step", low=1, high=65536)
+    step_budget_ms: float = option(50.0, "time budget of a decode step that recomputes preempted sequences", low=1)
     plan_ahead: str = option(
         "auto",
         "plan and launch a decode step while the one before it computes; only without a draft; auto: on cuda",
         choices=("auto", "on", "off"),
     )
     gpu_share: float = option(
-        0.0, "share of its GPU's memory that a rank may use; 0: even parts for the ranks that share it", low=0, high=1
+        0.0, "fraction of its GPU's memory that a rank may use; 0: split evenly among the GPU's ranks", low=0, high=1
     )
     edge_kind: str = option(
         "auto",
-        "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
+        "transport of KV; auto: nccl on cuda, else gloo; ipc: shared memory, within one host",
         choices=("auto", *EDGE_KINDS),
     )
     staging_mib: float = option(
         256.0, "staging memory of a worker for KV in transfer; up to a quarter more is kept as buffers", low=0.001
     )
-    edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
+    edge_timeout_s: float = option(5.0, "time limit of one KV operation", low=0.1)
     cluster_tls_dir: str = option(
-        "", "directory with ca.pem and this role's certificate and key: control and links are TLS; see `baton certs`"
+        "", "directory with ca.pem and this role's certificate and key, for TLS of control and links; see `baton certs`"
     )
-    log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
+    log_level: str = option("info", "minimum severity of log messages", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,62 +116,60 @@ class WorkerConfig(WorkerOptions):
     worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
     coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
     host: str = option("127.0.0.1", "address this worker listens on for its peers")
-    cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
+    cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
     store_port: int = option(
         0, "port of a decode worker's rendezvous store for edges; 0: any free one", low=0, high=65535
     )
     health_port: int = option(0, "port of gRPC's health service, for probes; 0: none", low=0, high=65535)
-    connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
-    drain_timeout_s: float = option(30.0, "longest running sequences may take to finish at shutdown", low=0)
+    connect_timeout_s: float = option(10.0, "time limit for a peer to connect", low=0.1)
+    drain_timeout_s: float = option(30.0, "time limit for running sequences to finish at shutdown", low=0)
 
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
     """What the coordinator of a cluster may be given."""
 
-    served_model_name: str = option("", "name clients use; default the directory's or `builtin`", model_name=True)
-    host: str = option("127.0.0.1", "address of HTTP and public gRPC")
+    served_model_name: str = option("", "model name for clients; default the directory's or `builtin`", model_name=True)
+    host: str = option("127.0.0.1", "address to listen on for HTTP and public gRPC")
     port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
     grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
     control_port: int = option(8101, "port workers dial; 0: any free one", low=0, high=65535)
-    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
-    max_queued_requests: int = option(1024, "requests that may wait before callers get 503", low=1)
-    max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
-    request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
+    max_model_len: int = option(0, "maximum prompt + output in tokens; 0: the model's own limit", low=0)
+    max_queued_requests: int = option(1024, "maximum requests in the queue; further ones get 503", low=1)
+    max_queued_tokens: int = option(1 << 20, "maximum prompt tokens in the queue; further requests get 503", low=1)
+    request_timeout_s: float = option(600.0, "total time limit of a request", low=0.1)
     lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
-    hold_s: float = option(30.0, "longest accepted requests stay queued while no worker can serve them", low=0)
-    drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
-    max_body_mib: float = option(4.0, "largest request body", low=0.001)
+    hold_s: float = option(30.0, "time limit for requests to stay queued while no worker can serve them", low=0)
+    drain_timeout_s: float = option(30.0, "time limit for running requests to finish at shutdown", low=0)
+    max_body_mib: float = option(4.0, "maximum size of a request body", low=0.001)
     admin_port: int = option(
         8103,
-        "port for operators, on --control-host, where clients need API keys or TLS; 0: any free one",
+        "admin port, on --control-host; used if clients need API keys or TLS; 0: any free one",
         low=0,
         high=65535,
     )
-    api_key_file: str = option("", "file with the keys that clients must present, one a line; default: none is needed")
-    tls_cert_file: str = option("", "PEM file with the certificate of HTTP and public gRPC, which are TLS then")
-    tls_key_file: str = option("", "PEM file with its key")
+    api_key_file: str = option("", "file with the keys that clients must present, one per line; default: none needed")
+    tls_cert_file: str = option("", "PEM file with the certificate of HTTP and public gRPC; enables TLS for both")
+    tls_key_file: str = option("", "PEM file with the private key of --tls-cert-file")
     cluster_tls_dir: str = option(
-        "", "directory with ca.pem and this role's certificate and key: control and links are TLS; see `baton certs`"
+        "", "directory with ca.pem and this role's certificate and key, for TLS of control and links; see `baton certs`"
     )
     allowed_origins: str = option("", "origins whose pages may call the API from a browser, comma-separated; `*`: any")
     metrics_compat: str = option(
-        "none", "more names in /metrics, for dashboards made for them", choices=("none", "vllm")
+        "none", "additional metric names in /metrics, for dashboards that expect them", choices=("none", "vllm")
     )
     tool_parser: str = option(
         "auto",
-        "how the model writes tool calls; auto: as its chat template does",
+        "format of the model's tool calls; auto: detected from its chat template",
         choices=("auto", "hermes", "llama3", "mistral", "harmony"),
     )
-    otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that gets a span for each request")
-    data_dir: str = option(
-        "", "directory for /v1/files and /v1/batches, which outlive a restart; default: they are off"
-    )
-    max_file_mib: float = option(200.0, "largest file of a batch", low=0.001)
-    max_data_mib: float = option(4096.0, "all files in --data-dir together", low=0.001)
-    slow_request_s: float = option(0.0, "requests that take longer are logged as warnings; 0: none are", low=0)
-    log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
+    otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that receives a span per request")
+    data_dir: str = option("", "directory for /v1/files and /v1/batches, which survive a restart; default: disabled")
+    max_file_mib: float = option(200.0, "maximum size of a batch file", low=0.001)
+    max_data_mib: float = option(4096.0, "maximum total size of files in --data-dir", low=0.001)
+    slow_request_s: float = option(0.0, "requests that take longer are logged as warnings; 0: off", low=0)
+    log_level: str = option("info", "minimum severity of log messages", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +177,9 @@ class CoordinatorConfig(CoordinatorOptions):
     """The front of the cluster."""
 
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
-    control_host: str = option("127.0.0.1", "address workers dial")
-    cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
-    ready_file: str = option("", "file that gets the bound addresses as JSON once all ports are open")
+    control_host: str = option("127.0.0.1", "address to listen on for workers")
+    cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
+    ready_file: str = option("", "file to write the bound addresses to, as JSON, once all ports are open")
 
 
 def resolve(

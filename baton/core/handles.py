@@ -110,5 +110,5 @@ class SpentHandles:
             self._until = {s: until for s, until in self._until.items() if until > now_ms}
             self._sweep_at = now_ms + SWEEP_EVERY_MS
         if handle.signature in self._until:
-            raise StaleHandle(f"the handle of {handle.sequence} was used before", param="nonce")
+            raise StaleHandle(f"the handle of {handle.sequence} was already used", param="nonce")
         self._until[handle.signature] = handle.expires_ms

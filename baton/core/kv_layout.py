@@ -46,7 +46,7 @@ class KVLayout:
         values, or None. Block sizes may differ if one divides the other."""
         small, large = sorted((self.block_size, other.block_size))
         if small < 1 or large % small:
-            return f"block_size: {self.block_size} and {other.block_size}, of which neither divides the other"
+            return f"block_size: {self.block_size} and {other.block_size}, neither divides the other"
         if len(self.layers) != len(other.layers):
             return f"layers: {len(self.layers)} and {len(other.layers)}"
         for index, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):

@@ -93,7 +93,7 @@ def parse_config_json(text: str | bytes) -> dict[str, Any]:
 def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     """Parses a `config.json`; raises StartupError with one line that names the invalid field."""
     if "auto_map" in config:
-        raise StartupError("config.json: auto_map asks for code from the model directory, which Baton never runs")
+        raise StartupError("config.json: auto_map requires code from the model directory, which Baton never runs")
     if config.get("quantization_config") is not None:
         raise StartupError("config.json: quantization_config is not supported (give a bf16, fp16 or fp32 checkpoint)")
     architecture = _architecture(config)
@@ -217,7 +217,7 @@ def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: 
     windows = {"full_attention": 0, "sliding_attention": window}
     for kind in types:
         if not isinstance(kind, str) or kind not in windows:
-            raise StartupError(f"config.json: layer_types holds {kind!r:.60} (only full_attention, sliding_attention)")
+            raise StartupError(f"config.json: layer_types has {kind!r:.60} (only full_attention, sliding_attention)")
     return tuple(windows[kind] for kind in types)
 
 
@@ -260,7 +260,7 @@ def _number(config: Mapping[str, Any], field: str, *, low: float, default: float
     if value is None:
         raise StartupError(f"config.json: {field} is missing")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
-        raise StartupError(f"config.json: {field} must be a finite number from {low} up, not {value!r:.60}")
+        raise StartupError(f"config.json: {field} must be a finite number of at least {low}, not {value!r:.60}")
     return float(value)
 
 

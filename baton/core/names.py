@@ -16,13 +16,13 @@ _ADDRESS = re.compile(_LABELS + r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}|\[[A-Fa-f0
 
 def name_error(name: str) -> str | None:
     """Returns what is wrong with a name, in one line of ASCII; None if it is valid."""
-    return None if _NAME.fullmatch(name) else f"{_shown(name)} is not 1 to 128 of A-Z a-z 0-9 . _ -"
+    return None if _NAME.fullmatch(name) else f"{_shown(name)} is not 1 to 128 characters of A-Z a-z 0-9 . _ -"
 
 
 def address_error(address: str) -> str | None:
     """Returns what is wrong with a host name or an IP address, in one line of ASCII; None if it is valid. The address
     is not looked up."""
-    return None if _ADDRESS.fullmatch(address) else f"{_shown(address)} is no host name and no IP address"
+    return None if _ADDRESS.fullmatch(address) else f"{_shown(address)} is not a host name or IP address"
 
 
 def host_port(host: str, port: int | str) -> str:

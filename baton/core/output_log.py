@@ -56,7 +56,7 @@ class OutputLog:
                 record.first_index = event.first_index
             known = event.first_index - record.first_index
             if not 0 <= known <= len(record.tokens):
-                raise InvariantError(f"tokens of {event.sequence} from {event.first_index} leave a gap")
+                raise InvariantError(f"tokens of {event.sequence} from {event.first_index} are not contiguous")
             record.tokens[known : known + len(event.tokens)] = event.tokens
             record.logprobs[known : known + len(event.logprobs)] = event.logprobs
             record.prompt_logprobs = record.prompt_logprobs or event.prompt_logprobs

@@ -118,7 +118,7 @@ class PrefixCache:
         """
         if not self.blocks.num_idle == len(self._key_of) == len(self._block_of):
             stored = f"{len(self._key_of)} blocks with a key, {len(self._block_of)} keys"
-            raise InvariantError(f"the cache holds {self.blocks.num_idle} blocks but has keys for {stored}")
+            raise InvariantError(f"prefix cache: {self.blocks.num_idle} idle blocks, but {stored}")
 
     def check(self) -> None:
         """Checks the invariants, including those shared with the block table.
@@ -128,14 +128,14 @@ class PrefixCache:
                 and blocks do not map to each other, or the hints are not those of the keys.
         """
         if self._key_of != {block: key for key, block in self._block_of.items()}:
-            raise InvariantError("keys and blocks of the prefix cache do not name each other")
+            raise InvariantError("prefix cache: keys and blocks do not map to each other")
         if set(self.blocks.held_by(CACHE)) != set(self._key_of):
             raise InvariantError(
-                f"the cache holds {self.blocks.held_by(CACHE)} but has keys for {sorted(self._key_of)}"
+                f"prefix cache: holds {self.blocks.held_by(CACHE)}, but has keys for {sorted(self._key_of)}"
             )
         hints = [key[:HINT_BYTES] for key in self._block_of]
         if sum(self._hints.values()) != len(hints) or set(hints) != set(self._hints):
-            raise InvariantError("the hints of the prefix cache are not those of its keys")
+            raise InvariantError("prefix cache: hints do not match its keys")
 
 
 class PrefixUse:
@@ -186,7 +186,7 @@ class PrefixUse:
         self.take(shared)
         new = blocks.allocate(needed, own)
         if new is None:
-            raise InvariantError(f"{needed} blocks were free for {sequence.id} and are not: {blocks!r}")
+            raise InvariantError(f"{needed} blocks for {sequence.id} could not be allocated: {blocks!r}")
         sequence.block_ids += new
         return True
 

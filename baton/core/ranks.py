@@ -28,7 +28,7 @@ class Ranks:
             return cls()
         ranks = cls(_number(env, "RANK"), size, _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE"))
         if not (0 <= ranks.rank < size and 0 <= ranks.local_rank < ranks.local_size <= size):
-            raise StartupError(f"environment: {ranks} is impossible")
+            raise StartupError(f"environment: inconsistent values: {ranks}")
         return ranks
 
     def cores(self, available: Sequence[int]) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ def reshard_layout(layout: KVLayout, prefill_tp: int, decode_tp: int) -> tuple[E
     """
     for side, size in (("prefill", prefill_tp), ("decode", decode_tp)):
         if not 1 <= size <= MAX_TENSOR_PARALLEL:
-            raise StartupError(f"{size} tensor-parallel ranks on the {side} side are not 1 to {MAX_TENSOR_PARALLEL}")
+            raise StartupError(f"{size} tensor-parallel ranks on the {side} side, not 1 to {MAX_TENSOR_PARALLEL}")
     return reshard([layer.num_kv_heads for layer in layout.layers], prefill_tp, decode_tp)
 
 

@@ -48,7 +48,7 @@ def check_sampling(params: SamplingParams, max_tokens: int, vocab_size: int) -> 
     check_count("grammar", len(params.grammar), MAX_GRAMMAR_CHARS, "characters")
     alone = {word[0] for word in params.bad_words if len(word) == 1}
     if params.allowed_token_ids and alone.issuperset(params.allowed_token_ids):
-        raise InvalidRequest("bad_words leaves none of allowed_token_ids", param="bad_words")
+        raise InvalidRequest("bad_words excludes all of allowed_token_ids", param="bad_words")
 
 
 def check_range(param: str, value: float | None, low: float, high: float) -> None:
@@ -76,7 +76,7 @@ def check_count(param: str, count: int, most: int, what: str = "entries") -> Non
 
 def check_bad_word_length(tokens: int) -> None:
     if not 1 <= tokens <= MAX_BAD_WORD_TOKENS:
-        what = f"an entry of bad_words is 1 to {MAX_BAD_WORD_TOKENS} tokens, not {tokens}"
+        what = f"an entry of bad_words must be 1 to {MAX_BAD_WORD_TOKENS} tokens, not {tokens}"
         raise InvalidRequest(what, param="bad_words")
 
 

@@ -111,7 +111,7 @@ class Sequence:
             InvariantError: the next sample depends on which token that is, or `last` does not sample exactly one.
         """
         if self.request.sampling.depends_on_history or last.num_sampled != 1:
-            raise InvariantError(f"{self.id}: what follows position {last.end - 1} needs its token")
+            raise InvariantError(f"{self.id}: the row after position {last.end - 1} depends on its token")
         index = last.output_index + 1
         history = self._history(index)
         return Row(self.id, last.end, (0,), self.block_ids, self.request.sampling, 1, index, history)

@@ -112,7 +112,7 @@ class StepPlan:
         if not wanted and not draft_tokens:
             return self
         if len(draft_tokens) != len(self.rows) or any(len(g) != wanted.get(i, 0) for i, g in enumerate(draft_tokens)):
-            raise InvariantError(f"step {self.step_id}: {[len(g) for g in draft_tokens]} draft tokens, {wanted} wanted")
+            raise InvariantError(f"step {self.step_id}: {[len(g) for g in draft_tokens]} draft tokens, not {wanted}")
         rows = tuple(
             row.with_draft_tokens(more) if more else row for row, more in zip(self.rows, draft_tokens, strict=True)
         )
@@ -194,6 +194,6 @@ def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
         reported = wanted[index] if row.sampling.logprobs is not None else 0
         if len(outcome.logprobs_of(index)) != reported or len(outcome.scored_of(index)) != len(row.scored):
             raise InvariantError(
-                f"step {plan.step_id} does not have the log-probabilities that {row.sequence_id} requests"
+                f"outcome of step {plan.step_id} does not have the log-probabilities that {row.sequence_id} requests"
             )
     return plan

@@ -182,12 +182,12 @@ def _check_drafted(plan: StepPlan) -> None:
     later draws would need both."""
     if len(plan.drafted) != len(plan.rows):
         raise InvariantError(
-            f"step {plan.step_id}: draft tokens for {len(plan.drafted)} rows, and {len(plan.rows)} rows"
+            f"step {plan.step_id}: draft tokens for {len(plan.drafted)} rows, but it has {len(plan.rows)} rows"
         )
     for row, count in zip(plan.rows, plan.drafted, strict=True):
         if row.num_sampled != 1 + count and (count or row.num_sampled):
             raise InvariantError(
-                f"{row.sequence_id}: {row.num_sampled} samples, and {count} draft tokens: known drafts beside others"
+                f"{row.sequence_id}: {row.num_sampled} samples do not match {count} draft tokens on the device"
             )
 
 
@@ -213,7 +213,7 @@ def _check_row(row: Row, limits: Limits) -> None:
     if not 0 <= row.num_sampled <= length:
         raise InvariantError(f"{row.sequence_id}: {row.num_sampled} samples of {length} tokens")
     if row.scored and (len(row.scored) > length or max(row.scored) >= limits.vocab_size):
-        raise InvariantError(f"{row.sequence_id}: {len(row.scored)} tokens to score after {length}")
+        raise InvariantError(f"{row.sequence_id}: invalid tokens to score: {len(row.scored)} in a row of {length}")
     if len(row.block_ids) * limits.block_size < end:
         raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {end} positions")
 

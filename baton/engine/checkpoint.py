@@ -52,8 +52,8 @@ class Checkpoint:
                 if name in tensors:
                     raise StartupError(f"{file.name}: tensor {name} is also in {tensors[name].file.name}")
                 if weight_map is not None and weight_map.get(name) != file.name:
-                    indexed = weight_map.get(name, "nowhere")
-                    raise StartupError(f"{_INDEX}: tensor {name} is in {file.name}, but the index says {indexed}")
+                    indexed = weight_map.get(name, "no file")
+                    raise StartupError(f"{_INDEX}: tensor {name} is in {file.name}, but the index names {indexed}")
                 part = handle.get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
@@ -61,7 +61,7 @@ class Checkpoint:
                 tensors[name] = StoredTensor(file, dtype, tuple(part.get_shape()))
         for name, file_name in (weight_map or {}).items():
             if name not in tensors and not name.endswith(_IGNORED_SUFFIX):
-                raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} says it is there")
+                raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} maps it to this file")
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
         """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but the same for all)."""
@@ -71,13 +71,13 @@ class Checkpoint:
                 raise StartupError(f"{self.model_dir}: tensor {name} is missing")
             if stored.shape != shape:
                 found, asked = list(stored.shape), list(shape)
-                raise StartupError(f"{stored.file.name}: tensor {name} has shape {found}, config.json asks for {asked}")
+                raise StartupError(f"{stored.file.name}: tensor {name} has shape {found}, config.json requires {asked}")
         for name, stored in self.tensors.items():
             if name not in expected:
                 raise StartupError(f"{stored.file.name}: tensor {name} does not belong to this model")
             dtype = dtype or stored.dtype
             if stored.dtype != dtype:
-                raise StartupError(f"{stored.file.name}: tensor {name} is {stored.dtype}, not {dtype} as it should be")
+                raise StartupError(f"{stored.file.name}: tensor {name} has dtype {stored.dtype}, expected {dtype}")
 
     def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """One tensor, or rows (dimension 0) or columns (dimension 1) of it, as stored. StartupError on NaN or Inf."""
@@ -109,8 +109,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     if not model_dir.is_dir():
         raise StartupError(f"{model_dir}: no such model directory")
     if any(path.suffix in (".bin", ".pt", ".pth") for path in model_dir.iterdir()):
-        raise StartupError(f"{model_dir}: only pickled weights (.bin, .pt) are there; Baton reads safetensors only")
-    raise StartupError(f"{model_dir}: neither {_SINGLE} nor {_INDEX} is there")
+        raise StartupError(f"{model_dir}: found only pickled weights (.bin, .pt); Baton reads only safetensors")
+    raise StartupError(f"{model_dir}: found neither {_SINGLE} nor {_INDEX}")
 
 
 def model_digest(model_dir: Path) -> str:
@@ -160,7 +160,7 @@ def _regular_file(model_dir: Path, name: str) -> Path:
     home = model_dir.resolve()
     roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     if not any(target.is_relative_to(root) for root in roots):
-        raise StartupError(f"{name}: a link that leaves the model directory {model_dir}")
+        raise StartupError(f"{name}: symbolic link points outside the model directory {model_dir}")
     return path
 
 

@@ -133,7 +133,7 @@ class Automaton:
             for token in ends:
                 bits[token >> 3] |= np.uint8(1 << (token & 7))
         if not bits.any():
-            raise GrammarError("the grammar allows no token here")
+            raise GrammarError("the grammar allows no next token")
         return bits
 
 
@@ -248,7 +248,7 @@ class Grammars:
             followed.spent_s += time.thread_time() - began
             in_all, each = BUDGET_S
             if followed.spent_s > in_all + each * len(followed.output):
-                raise GrammarError("it is too complex: what may come next takes too long to find out")
+                raise GrammarError("it is too complex: computing the allowed next tokens takes too long")
 
     def _forget(self, key: SequenceId, ref: weakref.ref[SamplingParams]) -> None:
         followed = self._followed.get(key)

@@ -54,7 +54,7 @@ class KVPool:
                 keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
             except RuntimeError:  # how torch reports out of memory, on every device
                 gib = num_blocks * layout.bytes_per_block / (1 << 30)
-                raise StartupError(f"{device} has no {gib:.4g} GiB for KV; give less with --kv-memory-gib") from None
+                raise StartupError(f"{device}: cannot allocate {gib:.4g} GiB for KV; lower --kv-memory-gib") from None
             keys[self.zero_block], values[self.zero_block] = 0, 0
             self.storage.append((keys, values))
         self.layers = [(keys[:num_blocks], values[:num_blocks]) for keys, values in self.storage]

@@ -91,7 +91,7 @@ class Launches:
         if plan.drafted:
             had = None if draft_tokens is None else len(draft_tokens.tokens)
             if had != sum(plan.drafted):
-                raise InvariantError(f"step {plan.step_id} verifies {sum(plan.drafted)} draft tokens, and has {had}")
+                raise InvariantError(f"step {plan.step_id} verifies {sum(plan.drafted)} draft tokens, but got {had}")
         elif plan.token_sources:
             self._before(plan)
 
@@ -170,7 +170,7 @@ class Launches:
             InvariantError: there is none.
         """
         if not self._steps:
-            raise InvariantError("no step has been launched that could be collected")
+            raise InvariantError("no launched step to collect")
         return self.finish(self._steps.popleft())
 
     def finish(self, step: Launched) -> StepOutcome:
@@ -202,7 +202,7 @@ class Launches:
         newest = self._newest
         if newest is None or newest[0].step_id != plan.step_id - 1:
             had = newest and newest[0].step_id
-            raise InvariantError(f"step {plan.step_id} is fed by the step before it, and {had} was launched last")
+            raise InvariantError(f"step {plan.step_id} needs the tokens of the previous step, but {had} was the last")
         return newest
 
     def _pick(self, plan: StepPlan) -> Tensor:

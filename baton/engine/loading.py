@@ -68,7 +68,7 @@ def load_runner(
         digest = model_digest(options.model_dir) if tensors is None else ""
     kernels, kernels_name = choose_kernels(options.kernels, device)
     if int8 and kernels is None:
-        raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
+        raise StartupError(f"quantize int8 needs compiled kernels, not {kernels_name}: set quantize to none")
     if options.exact:
         check_exact(options.block_size, dtype, kernels, kernels_name)
     level = "torch" if kernels is None else kernels.level

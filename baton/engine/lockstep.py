@@ -185,7 +185,7 @@ class LeaderChannel(Channel):
 
     def handle(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Hello | Stop | StepPlan):
-            raise RankLost(f"{peer.name} sent a {type(frame).__name__} to the leader")
+            raise RankLost(f"{peer.name} sent an unexpected {type(frame).__name__} to the leader")
         if self.on_report is not None:
             self.on_report(peer.rank, frame)
 
@@ -227,7 +227,7 @@ class FollowerChannel(Channel):
         while True:
             frame = self._work.get()  # returns: the control thread enqueues a frame, or None once the leader is lost
             if frame is None:
-                raise self.lost or RankLost("the leader is gone")
+                raise self.lost or RankLost("lost the connection to the leader")
             if isinstance(frame, Stop):
                 return frame.reason
             step(frame)

@@ -119,6 +119,6 @@ def default_kv_bytes(device: torch.device, local_size: int = 1, gpu_share: float
     if left <= 0:
         raise StartupError(
             f"{device}: weights take {mine / 2**30:.1f} GiB of this rank's share of {total * share / 2**30:.1f} GiB;"
-            " give it more with --gpu-share, or a GPU of its own"
+            " raise --gpu-share, or use a GPU for this rank alone"
         )
     return min(left, int(free * _CUDA_KV_SHARE))

@@ -127,7 +127,7 @@ class TPGroup:
 
     def _run(self, what: str, launch: Callable[[], Any], timeout_s: float) -> None:
         if not self._in_use.acquire(blocking=False):
-            raise InvariantError(f"tensor-parallel {what} while another thread uses the group")
+            raise InvariantError(f"tensor-parallel {what}: another thread is using the group")
         try:
             work = launch()
             if self._device.type == "cpu":
@@ -148,7 +148,7 @@ def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> 
 
     host, port, listener = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", ""), env.get(STORE_VARIABLE, "")
     if not host or not port.isdigit():
-        raise StartupError("environment: MASTER_ADDR and MASTER_PORT must name the store where the ranks meet")
+        raise StartupError("environment: MASTER_ADDR and MASTER_PORT must be the address of the ranks' store")
     limit = timedelta(seconds=timeout_s)
     try:
         if listener.isdigit():
@@ -160,7 +160,7 @@ def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> 
                     raise OSError("no listener")
             made = TCPStore(host, int(port), None, False, limit, False)
     except (RuntimeError, OSError) as error:
-        raise StartupError(f"the store at {host}:{port} does not answer: {str(error).splitlines()[0]}") from None
+        raise StartupError(f"cannot connect to the store at {host}:{port}: {str(error).splitlines()[0]}") from None
     return PrefixStore(f"baton/tp/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", made)
 
 

@@ -30,6 +30,4 @@ def check_quantize(wanted: str, device: torch.device) -> None:
     if wanted not in ("none", "int8"):
         raise StartupError(f"quantize must be none or int8, not {wanted!r:.60}")
     if wanted == "int8" and device.type != "cpu":
-        raise StartupError(
-            f"quantize int8 runs on CPU only, not on {device.type}: leave it at none or give --device cpu"
-        )
+        raise StartupError(f"quantize int8 runs on CPU only, not on {device.type}: set it to none, or use --device cpu")

@@ -70,7 +70,7 @@ def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float)
                 time.sleep(_LOOK_S)
         everyone = [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
-        raise RankLost(f"the store of this worker's ranks is gone: {str(error).splitlines()[0]}") from None
+        raise RankLost(f"lost the connection to the ranks' store: {str(error).splitlines()[0]}") from None
     found = difference(everyone)
     if found:
         raise StartupError(found)
@@ -86,7 +86,7 @@ def difference(by_rank: Sequence[Mapping[str, str]]) -> str:
             if other == first:
                 continue
             if name in _NOT_SHOWN:
-                return f"{name}: rank {rank} has another one than rank 0"
-            where = "; auto decides by the machine: name one" if name in _BY_MACHINE else ""
-            return f"{name}: {first} on rank 0 and {other} on rank {rank}; a worker's ranks need the same{where}"
+                return f"{name}: rank {rank}'s differs from rank 0's"
+            where = "; auto depends on the machine: set it" if name in _BY_MACHINE else ""
+            return f"{name}: {first} on rank 0 and {other} on rank {rank}; a worker's ranks must agree{where}"
     return ""

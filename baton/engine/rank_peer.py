@@ -69,7 +69,7 @@ class Peer:
             with self._sending:
                 self._socket.sendall(data)
         except OSError as error:
-            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
+            raise RankLost(f"lost the connection to {self.name}: {error.strerror or error}") from None
 
     def receive(self, now: float) -> list[Any]:
         """Receives frames; `last_received_at` becomes `now`. Raises RankLost, within the socket's timeout."""
@@ -87,7 +87,7 @@ class Peer:
         while len(answer) < len(ACCEPTED):
             answer += self._some(len(ACCEPTED) - len(answer))
         if answer != ACCEPTED:
-            raise RankLost(f"{self.name} answered with something else")
+            raise RankLost(f"{self.name} sent an unexpected reply")
         self._socket.settimeout(_SEND_TIMEOUT_S)
 
     def _some(self, most: int) -> bytes:
@@ -95,15 +95,15 @@ class Peer:
         try:
             data = self._socket.recv(most)
         except OSError as error:
-            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
+            raise RankLost(f"lost the connection to {self.name}: {error.strerror or error}") from None
         if not data:
-            raise RankLost(f"{self.name} is gone: its connection ended")
+            raise RankLost(f"lost the connection to {self.name}: closed by the peer")
         return data
 
     def check_silence(self, now: float, silence_s: float) -> None:
         silent_s = now - self.last_received_at
         if silent_s > silence_s:
-            raise RankLost(f"{self.name} is silent for {silent_s:.1f} s")
+            raise RankLost(f"{self.name} was silent for {silent_s:.1f} s")
 
     def hang_up(self) -> None:
         """Shuts down the sending side; data already sent still arrives. `close` frees the socket."""
@@ -170,7 +170,7 @@ def dial_leader(store: Store, rank: int) -> Peer:
         token, host, port = store.get(_KEY).decode().split()
         sock = socket.create_connection((host, int(port)), timeout=_SEND_TIMEOUT_S)
     except (OSError, RuntimeError, ValueError) as error:
-        raise StartupError(f"rank {rank} finds no leader: {str(error).splitlines()[0]}") from None
+        raise StartupError(f"rank {rank} cannot connect to the leader: {str(error).splitlines()[0]}") from None
     leader = Peer(sock, 0)
     try:
         leader.send(encode(Hello(token, rank, os.getpid())))

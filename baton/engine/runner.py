@@ -169,7 +169,9 @@ class Runner:
         for row, count in zip(plan.rows, counts, strict=True):
             reach = min(len(row.block_ids) * self.layout.block_size, self.max_model_len)
             if row.num_sampled != (count > 0) or row.end + count - 1 > reach:
-                raise InvariantError(f"{row.sequence_id}: {count} draft tokens behind {row.end} of {reach} positions")
+                raise InvariantError(
+                    f"{row.sequence_id}: cannot draft {count} tokens after {row.end} of {reach} positions"
+                )
         self.propose_calls += 1
         return batch, self._propose
 

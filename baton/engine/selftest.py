@@ -35,8 +35,7 @@ def check_exact(block_size: int, dtype: str, kernels: Kernels | None, kernels_na
         raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {block_size}")
     if kernels is None and dtype != "float32":
         raise StartupError(
-            f"exact mode in {dtype} needs compiled kernels, and there is only {kernels_name}:"
-            " leave dtype at auto or float32"
+            f"exact mode in {dtype} needs compiled kernels, not {kernels_name}: set dtype to auto or float32"
         )
 
 

@@ -28,7 +28,7 @@ def drain_worker(
         if code is grpc.StatusCode.NOT_FOUND:
             raise NotFound(details) from None
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise Unavailable(f"no coordinator answers at {address}: {explained(details)}") from None
+            raise Unavailable(f"no reply from a coordinator at {address}: {explained(details)}") from None
         raise BatonError(details) from None
 
 

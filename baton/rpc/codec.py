@@ -211,7 +211,7 @@ def _sampling_value(s: types_pb2.SamplingParams) -> request.SamplingParams:
         if field.name in _PLAIN_SAMPLING:
             given[field.name] = tuple(value) if field.is_repeated else value
         elif field.name not in ("seed", "logit_bias", "bad_words"):
-            raise InvalidRequest(f"sampling field {field.name} is not served by this version", param=field.name)
+            raise InvalidRequest(f"sampling field {field.name} is not supported by this version", param=field.name)
     return request.SamplingParams(
         **given,
         seed=s.seed & _MASK_64,

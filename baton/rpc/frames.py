@@ -98,7 +98,7 @@ def encode(frame: object) -> bytes:
     except (TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"{type(frame).__name__}: {error}") from None
     if len(body) + _BODY_OFFSET > MAX_FRAME_BYTES:
-        raise FrameError(f"{type(frame).__name__} of {len(body)} bytes, more than {MAX_FRAME_BYTES}")
+        raise FrameError(f"{type(frame).__name__} of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return _HEAD.pack(len(body) + _BODY_OFFSET, VERSION, kind) + body
 
 
@@ -116,9 +116,9 @@ class FrameReader:
         while len(self._buffer) >= _HEAD.size:
             length, version, kind = _HEAD.unpack_from(self._buffer)
             if not _BODY_OFFSET <= length <= self._max_bytes:
-                raise FrameError(f"frame of {length} bytes, more than {self._max_bytes} or too few")
+                raise FrameError(f"frame of {length} bytes is too short or exceeds {self._max_bytes}")
             if version != VERSION:
-                raise FrameError(f"frame of version {version}, not {VERSION}")
+                raise FrameError(f"frame version {version}, expected {VERSION}")
             if kind not in KINDS:
                 raise FrameError(f"frame of unknown kind {kind}")
             end = _HEAD.size + length - _BODY_OFFSET
@@ -143,7 +143,7 @@ def _decode(cls: type[Any], body: bytes) -> Any:
 def _values(value: Any) -> tuple[Any, ...]:
     """Returns the fields of a dataclass; msgpack calls it for nested dataclasses."""
     if not is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} cannot travel in a frame")
+        raise TypeError(f"{type(value).__name__} cannot be encoded in a frame")
     return tuple(getattr(value, f.name) for f in fields(value))
 
 
@@ -186,7 +186,7 @@ def _tuple_reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def _refuse(kind: Any, value: Any) -> Any:
-    raise FrameError(f"{type(value).__name__} where {getattr(kind, '__name__', kind)} belongs")
+    raise FrameError(f"{type(value).__name__} where {getattr(kind, '__name__', kind)} is expected")
 
 
 _READERS = {kind: _reader(kind) for kind in KINDS.values()}

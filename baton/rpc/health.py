@@ -62,9 +62,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(self, request: Any, context: Any) -> Any:
         if request.service not in self._services:
             known = ", ".join(map(repr, self._services))
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"the services known here are {known}")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service; the known ones are {known}")
         states = health_pb2.HealthCheckResponse
         return states(status=states.SERVING if self._services[request.service]() else states.NOT_SERVING)
 
     async def Watch(self, request: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Check alone is served")
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "only Check is implemented")

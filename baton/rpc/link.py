@@ -23,7 +23,7 @@ class DialledLink:
     channel: grpc.aio.Channel
 
     async def close(self) -> None:
-        self.stream.end("closed here")
+        self.stream.end("closed locally")
         await self.channel.close()
 
 
@@ -39,7 +39,7 @@ async def dial_link(address: str, hello: LinkHello, timeout_s: float, tls: Clust
     )
     if not isinstance(welcome, LinkWelcome):
         await channel.close()
-        raise HandoffError(f"{address} answered a link hello with {type(welcome).__name__}")
+        raise HandoffError(f"{address} replied to LinkHello with {type(welcome).__name__}")
     return DialledLink(stream, welcome, channel)
 
 
@@ -54,7 +54,7 @@ class _Servicer(kv_pb2_grpc.KVLinkServicer):  # type: ignore[misc]
     async def Link(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         async def handle(stream: MessageStream, first: object) -> None:
             if not isinstance(first, LinkHello):
-                raise HandoffError(f"a link begins with a hello, not {type(first).__name__}")
+                raise HandoffError(f"a link must begin with LinkHello, not {type(first).__name__}")
             check_role(self._tls, stream.peer_role, ("prefill",), f"the link of {stream.peer}")
             await self._handler(stream, first)
 

@@ -36,7 +36,7 @@ def open_port(
     except (RuntimeError, OSError):
         pass
     check_free(host, port, flag, what)
-    raise StartupError(f"{what} port {port} on {host} cannot be used: gRPC does not say why")
+    raise StartupError(f"{what} port {port} on {host} cannot be used: gRPC reported no reason")
 
 
 def check_free(host: str, port: int, whose: str, what: str = "") -> None:
@@ -55,5 +55,5 @@ def check_free(host: str, port: int, whose: str, what: str = "") -> None:
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRNOTAVAIL:
             host_flag = "--control-host" if whose.startswith(("--control", "--admin")) else "--host"
-            reason += f"; {host_flag} has to be one of this machine's"
+            reason += f"; {host_flag} must be an address of this machine"
         raise StartupError(f"{named} ({whose}) cannot be used: {reason}") from None

@@ -125,7 +125,7 @@ class WorkerSession:
                     if self._empty and ended == CLOSED_BY_PEER:
                         self._left.set()
                         return
-                    log.warning("session with %s ended, dialling again: %s", self._address, ended)
+                    log.warning("session with %s ended, reconnecting: %s", self._address, ended)
                 except LinkLost as e:
                     if (now := self._clock()) - logged_at >= LOG_EVERY_S:
                         log.info("coordinator unreachable for %.0f s, retrying: %s", now - alone_since, e.message)
@@ -173,7 +173,7 @@ class WorkerSession:
         )
         try:
             if not isinstance(welcome, Welcome):
-                raise InvariantError(f"{self._address} answered a join with {type(welcome).__name__}")
+                raise InvariantError(f"{self._address} replied to Join with {type(welcome).__name__}")
             self._stream = stream
             self._begin(welcome, known)
             async with asyncio.TaskGroup() as group:
@@ -188,7 +188,7 @@ class WorkerSession:
             log.warning("invalid message from the coordinator at %s: %s", self._address, e.exceptions[0])
         finally:
             self.connected, self._stream = False, None
-            stream.end("closed here")
+            stream.end("closed locally")
             await channel.close()
         return stream.ended or ""
 
@@ -210,7 +210,7 @@ class WorkerSession:
         again = self.log.since((*welcome.following, *(Following(sequence, 0) for sequence in sorted(new))))
         here = set(self._owner.sequence_ids())
         lost = tuple(
-            SequenceEnded(f.sequence, "error", "unknown_sequence", "this worker does not know the sequence")
+            SequenceEnded(f.sequence, "error", "unknown_sequence", "this worker has no such sequence")
             for f in welcome.following
             if f.here and f.sequence not in here and not self.log.done(f.sequence)
         )
@@ -251,7 +251,7 @@ class WorkerSession:
             elif isinstance(message, Prefill | Assign | Abort | Drain):
                 self._owner.command(message)
             else:
-                raise InvariantError(f"the coordinator sent {type(message).__name__}")
+                raise InvariantError(f"unexpected message from the coordinator: {type(message).__name__}")
 
     async def _watch_lease(self) -> None:
         """Ends the stream when the coordinator has been silent for a lease: the other end may still consider it open,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DOMAIN = "baton"
 MAX_MESSAGE_CHARS = 500
-_HIDDEN = "internal error; the server's log has the details"
+_HIDDEN = "internal error; see the server's log"
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class StepThread:
         plan, future, began_at = self._out[0]
         if now - max(began_at, self._ended_at) <= STEP_LIMIT_S:
             return
-        what = f"step {plan.step_id} of {len(plan.rows)} rows has not ended in {STEP_LIMIT_S:g} s"
+        what = f"step {plan.step_id} of {len(plan.rows)} rows did not finish within {STEP_LIMIT_S:g} s"
         _end(future, None, InvariantError(what))
 
     def close(self) -> None:
@@ -126,4 +126,4 @@ def _end(future: _Out, outcome: StepOutcome | None, error: BaseException | None)
     if outcome is not None:
         future.set_result(outcome)
     else:
-        future.set_exception(error or InvariantError("a step without an outcome"))
+        future.set_exception(error or InvariantError("the step returned no outcome"))

@@ -204,10 +204,10 @@ async def dial(
                 code = await call.code()
                 if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                     raise BatonError(await call.details(), code="join_refused")
-                raise LinkLost(f"{address} did not answer: {explained(str(stream.ended))}")
+                raise LinkLost(f"no reply from {address}: {explained(str(stream.ended))}")
     except TimeoutError as e:
         await channel.close()
-        raise LinkLost(f"{address} did not answer within {timeout_s:g} s") from e
+        raise LinkLost(f"{address} did not reply within {timeout_s:g} s") from e
     except BaseException:
         await channel.close()
         raise
@@ -239,4 +239,4 @@ async def serve_stream(
         await context.abort(grpc.StatusCode.UNAVAILABLE if later else grpc.StatusCode.FAILED_PRECONDITION, e.message)
     finally:
         if stream.ended is None:
-            stream.ended = "closed here"
+            stream.ended = "closed locally"

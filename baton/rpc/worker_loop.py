@@ -191,7 +191,7 @@ class WorkerLoop:
         for sequence in sequences:
             code = "worker_lost" if self._tier.receiving(sequence) else "abandoned"
             self._tier.end(sequence, reason)
-            self.report_ended(sequence, code, f"ended here: {reason}")
+            self.report_ended(sequence, code, f"ended by the worker: {reason}")
         self.wake()
 
     # The loops.

@@ -61,5 +61,5 @@ def _seed(identity: bytes) -> int:
 
 def _words(buf: Tensor) -> Tensor:
     if buf.numel() % 4:
-        raise HandoffError(f"a section of {buf.numel()} bytes has no whole number of 32-bit words")
+        raise HandoffError(f"a section of {buf.numel()} bytes is not a whole number of 32-bit words")
     return buf.view(torch.int32)

@@ -177,7 +177,7 @@ class LocalEnd:
     async def send(self) -> None:
         packing, self._packing = self._packing, None
         if packing is None:
-            raise self.worker.spec.error("nothing is packed to be sent")
+            raise self.worker.spec.error("send without packed KV")
         packing.wanted = True
         try:
             await self.worker.send(packing.buffer.view, ends=packing.ends, ready=packing.ready)

@@ -32,7 +32,7 @@ def choose_edges(wanted: str, device: torch.device) -> str:
     if wanted not in EDGE_KINDS:
         raise StartupError(f"edge-kind must be auto, {', '.join(EDGE_KINDS)}, not {wanted!r:.60}")
     if EDGE_KINDS[wanted].needs_gpu and device.type != "cuda":
-        raise StartupError(f"edge-kind {wanted}: KV on {device.type} goes over gloo")
+        raise StartupError(f"edge-kind {wanted} needs KV on a GPU, not on {device.type}; use gloo")
     return wanted
 
 

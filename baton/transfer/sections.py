@@ -208,4 +208,4 @@ def _finish_writing(device: torch.device) -> None:
     try:
         finish(device, _DEVICE_TIMEOUT_S)
     except HandoffError as error:
-        raise InvariantError(f"KV was being written into blocks: {error.message}") from None
+        raise InvariantError(f"writing KV into blocks: {error.message}") from None

@@ -106,11 +106,11 @@ def locate(layers: PagedLayers, block_ids: Sequence[int], block_size: int, start
     """Returns the slots of tokens [start, end). Raises HandoffError when the range or a block id is out of bounds."""
     if not layers.rows or not 0 <= start < end <= len(block_ids) * block_size:
         where = f"{len(layers.rows)} layers, {len(block_ids)} blocks of {block_size}"
-        raise HandoffError(f"chunk: tokens [{start}, {end}) do not lie in {where}")
+        raise HandoffError(f"chunk: tokens [{start}, {end}) are not in {where}")
     first = start // block_size
     used = block_ids[first : -(-end // block_size)]
     if min(used) < 0 or max(used) >= layers.num_blocks:  # on a GPU an index out of range would end the process
-        raise HandoffError(f"chunk: block ids {min(used)} to {max(used)} do not lie in a pool of {layers.num_blocks}")
+        raise HandoffError(f"chunk: block ids {min(used)} to {max(used)} are not in a pool of {layers.num_blocks}")
     if layers.arrays and len(runs := _runs(block_ids, block_size, start, end)) <= _MOST_RUNS:
         return Slots(end - start, runs=runs)
     blocks = torch.tensor(used, dtype=torch.int64)

@@ -18,8 +18,8 @@ def check_staging(limit_bytes: int, layout: KVLayout) -> None:
     """Raises StartupError when not even one block of `layout`, over all ranks, fits."""
     if limit_bytes < layout.bytes_per_block:
         raise StartupError(
-            f"staging memory of {limit_bytes} bytes is too small: one KV block has {layout.bytes_per_block};"
-            " give more with --staging-mib"
+            f"staging memory of {limit_bytes} bytes is too small: one KV block needs {layout.bytes_per_block};"
+            " increase --staging-mib"
         )
 
 
@@ -42,7 +42,7 @@ class StagingRoom:
         if num_bytes < 1:  # the peer sends the number: a negative one would raise the limit
             raise HandoffError(f"{num_bytes} bytes of KV cannot be staged")
         if num_bytes > self.limit_bytes:
-            raise HandoffError(f"{num_bytes} bytes of KV do not fit into {self.limit_bytes} of staging")
+            raise HandoffError(f"{num_bytes} bytes of KV do not fit into {self.limit_bytes} bytes of staging memory")
         try:
             async with asyncio.timeout(timeout_s), self._next:
                 while self.taken_bytes + num_bytes > self.limit_bytes:

@@ -84,7 +84,8 @@ class BatchRunner:
             async with asyncio.timeout(DISK_LIMIT_S):
                 return await asyncio.get_running_loop().run_in_executor(self._thread, call, *what)
         except TimeoutError:
-            raise StorageFailed(f"{FLAG}: the disk took over {DISK_LIMIT_S:g} s", retry_after_s=DISK_PAUSE_S) from None
+            message = f"{FLAG}: the disk did not respond within {DISK_LIMIT_S:g} s"
+            raise StorageFailed(message, retry_after_s=DISK_PAUSE_S) from None
         except (OSError, sqlite3.Error) as error:
             log.error("%s: %s", FLAG, error)
             raise StorageFailed("files and batches cannot be read or written", retry_after_s=DISK_PAUSE_S) from None
@@ -194,13 +195,13 @@ class BatchRunner:
         if len(text) <= INLINE_BYTES:
             return read_line(text, number, batch_id, endpoint)
         if self._closing:
-            raise Unavailable("the coordinator ends")
+            raise Unavailable("the coordinator is shutting down")
         child = self._child.started()
         try:
             return child.submit(read_line, text, number, batch_id, endpoint).result(PARSE_S)
         except (BrokenProcessPool, TimeoutError):
             self._child.close()  # the next long line starts another one
-            raise Unavailable(f"the process that parses long lines has died or hangs, at line {number}") from None
+            raise Unavailable(f"line {number}: the process that parses long lines crashed or timed out") from None
 
     async def _answer_all(self, batch_id: str, batch: dict[str, Any], client: Client) -> str:
         """Runs every line that has no response; returns the batch's final status."""

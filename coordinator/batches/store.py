@@ -88,7 +88,7 @@ class BatchStore:
             self._db.executescript("pragma journal_mode=wal; pragma synchronous=normal; pragma busy_timeout=5000;")
             self._db.executescript(_SCHEMA)
         except BlockingIOError:
-            raise StartupError(f"{FLAG} {directory}: another coordinator uses it") from None
+            raise StartupError(f"{FLAG} {directory}: in use by another coordinator") from None
         except (OSError, sqlite3.Error) as error:
             raise StartupError(f"{FLAG} {directory} cannot be used: {error}") from None
         self._db.row_factory = sqlite3.Row
@@ -117,7 +117,9 @@ class BatchStore:
             self._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
         )
         if held + size * (count - free) + more > self._max_bytes:
-            raise QuotaExceeded(f"files may have {self._max_bytes} bytes together; delete some", code="storage_full")
+            raise QuotaExceeded(
+                f"files are limited to {self._max_bytes} bytes in total: delete some", code="storage_full"
+            )
 
     def add_file(self, owner: str, part: Path, filename: str, purpose: str) -> dict[str, Any]:
         """Moves content that was written to `part` into the store; returns the file object of OpenAI's API.
@@ -173,7 +175,7 @@ class BatchStore:
         """
         file = self.file(owner, input_file_id)
         if file["purpose"] != "batch":
-            raise NotFound("this file is not for batches", code="file_not_found", param="input_file_id")
+            raise NotFound("the file's purpose is not 'batch'", code="file_not_found", param="input_file_id")
         self._check_unfinished(owner)
         kept = orjson.dumps(metadata).decode()
         self._check_room(file["bytes"] + len(kept))
@@ -190,10 +192,10 @@ class BatchStore:
         query = f"select count(*), coalesce(sum(owner = ?), 0) from batches where {_UNFINISHED}"
         of_all, of_owner = self._db.execute(query, (owner,)).fetchone()
         if of_owner >= MAX_UNFINISHED_OF_OWNER:
-            message = f"{MAX_UNFINISHED_OF_OWNER} batches have not ended; cancel one, or wait until one has ended"
+            message = f"{MAX_UNFINISHED_OF_OWNER} batches are unfinished: cancel one or wait until one ends"
             raise QuotaExceeded(message, code="too_many_batches", retry_after_s=BUSY_S)
         if of_all >= MAX_UNFINISHED:
-            message = f"{MAX_UNFINISHED} batches of all clients have not ended; wait until one has ended"
+            message = f"{MAX_UNFINISHED} batches of all clients are unfinished: wait until one ends"
             raise Unavailable(message, code="too_many_batches", retry_after_s=BUSY_S)
 
     def batch(self, owner: str, batch_id: str) -> dict[str, Any]:
@@ -313,14 +315,14 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLi
         while text := file.readline(MAX_LINE_BYTES + 1):
             number += 1
             if len(text) > MAX_LINE_BYTES:
-                yield _error(number, "line_too_long", f"a line has at most {MAX_LINE_BYTES} bytes", None)
+                yield _error(number, "line_too_long", f"the line has more than {MAX_LINE_BYTES} bytes", None)
                 while text and not text.endswith(b"\n"):
                     text = file.readline(MAX_LINE_BYTES)
                 continue
             if not text.strip():
                 continue
             if len(seen) >= most:
-                yield _error(number, "too_many_lines", f"a batch has at most {most} requests", None)
+                yield _error(number, "too_many_lines", f"the file has more than {most} requests", None)
                 return
             found = read(text.strip(), number, batch_id, endpoint)
             if isinstance(found, Line) and found.custom_id in seen:
@@ -341,15 +343,16 @@ def read_line(text: bytes, number: int, batch_id: str, endpoint: str) -> Line | 
             return _error(number, "unknown_parameter", f"unknown field '{name[:64]}'", name[:64])
     custom_id, body = given.get("custom_id"), given.get("body")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
-        return _error(number, "missing_required_parameter", "custom_id is a text of 1 to 512 characters", "custom_id")
+        what = "custom_id must be a string of 1 to 512 characters"
+        return _error(number, "missing_required_parameter", what, "custom_id")
     if given.get("method") != "POST":
         return _error(number, "invalid_method", "method must be POST", "method")
     if given.get("url") != endpoint:
         return _error(number, "mismatched_endpoint", f"url must be the batch's endpoint, {endpoint}", "url")
     if not isinstance(body, dict):
-        return _error(number, "missing_required_parameter", "body is an object", "body")
+        return _error(number, "missing_required_parameter", "body must be an object", "body")
     if body.get("stream"):
-        return _error(number, "invalid_value", "an answer of a batch is not streamed", "body.stream")
+        return _error(number, "invalid_value", "streaming is not supported in a batch", "body.stream")
     try:
         return Line(batch_id, number, custom_id, orjson.dumps(body))
     except TypeError:  # orjson writes less nesting than it reads, and only 64-bit integers

@@ -148,7 +148,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
         if request.model and request.model != self._model:
             name = request.model[:200]
-            raise NotFound(f"the model {name!r} is not served here", code="model_not_found", param="model")
+            raise NotFound(f"the model {name!r} does not exist", code="model_not_found", param="model")
         _refuse_unserved(request)
         options = _options(request, self._translator.text.vocab_size)
         request_id = request.request_id or secrets.token_hex(16)
@@ -166,7 +166,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
                 messages = tuple(ChatMessage(m.role, m.content) for m in request.messages.messages)
                 return await translate.from_messages(request_id, messages, options, deadline_s=remaining_s)
             case _:
-                raise InvalidRequest("one of text, token_ids and messages is needed", param="prompt")
+                raise InvalidRequest("one of text, token_ids and messages is required", param="prompt")
 
     def _started(self, submission: Submission, first: Delta) -> serving_pb2.GenerateResponse:
         started = serving_pb2.Started(

@@ -246,7 +246,7 @@ class _Front:
         return json_response({"prompt": await self._text.decode_async(body.tokens, skip_special_tokens=False)})
 
     async def no_batches(self, request: Request) -> Response:
-        raise InvalidRequest("files and batches are off here; --data-dir turns them on", code="not_enabled")
+        raise InvalidRequest("files and batches are disabled; enable them with --data-dir", code="not_enabled")
 
     async def page(self) -> Response:
         return Response(PAGE, headers=_PAGE_HEADERS, media_type="text/html")
@@ -326,7 +326,7 @@ class _Front:
     async def request(self, request_id: str) -> Response:
         found = self._generator.request(request_id)
         if not found:
-            what = f"no request {printable(request_id, 100)!r} among those that run and the last {KEPT}"
+            what = f"request {printable(request_id, 100)!r} is not among the running ones and the last {KEPT}"
             raise NotFound(what, code="request_not_found", param="request_id")
         return json_response(await off_loop.make(len(found) > 50, _as_json, found))
 

@@ -64,9 +64,9 @@ class Slots:
         """
         owner = client.tenant
         if client.key and self.taken[owner] >= self._of_owner:
-            raise QuotaExceeded(f"{self._of_owner} of your files {self._what} already", retry_after_s=RETRY_S)
+            raise QuotaExceeded(f"{self._of_owner} of your files are already {self._what}", retry_after_s=RETRY_S)
         if self.taken.total() >= self._most:
-            raise Unavailable(f"{self._most} files {self._what} already", retry_after_s=RETRY_S)
+            raise Unavailable(f"{self._most} files are already {self._what}", retry_after_s=RETRY_S)
         self.taken[owner] += 1
         try:
             yield
@@ -91,8 +91,8 @@ class BatchRoutes:
         self.runner = BatchRunner(store, partial(ask, app), keys.named)
         self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
-        self._uploads = Slots("are being uploaded", MAX_UPLOADS, MAX_UPLOADS_OF_OWNER)
-        self._downloads = Slots("are being downloaded", MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER)
+        self._uploads = Slots("being uploaded", MAX_UPLOADS, MAX_UPLOADS_OF_OWNER)
+        self._downloads = Slots("being downloaded", MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER)
         add_route(app, "POST", "/v1/files", self.upload, "File")
         add_route(app, "GET", "/v1/files", self.files, "FileList")
         add_route(app, "GET", "/v1/files/{file_id}", self.file, "File")
@@ -124,7 +124,7 @@ class BatchRoutes:
                 async with asyncio.timeout(UPLOAD_S):
                     filename, purpose = await self._receive(request, part)
             except TimeoutError:
-                what = f"the file took over {UPLOAD_S:g} s"
+                what = f"the upload took more than {UPLOAD_S:g} s"
                 raise HttpProblem(408, "request_timeout", what, close=True) from None
             owner = request.scope[CLIENT].tenant
             return json_response(await self.runner.on_disk(self._store.add_file, owner, part, filename, purpose))
@@ -138,7 +138,7 @@ class BatchRoutes:
         try:
             form = await MultiPartParser(head, pieces, max_files=1, max_fields=MAX_FIELDS).parse()
         except (MultiPartException, UnicodeError) as error:
-            raise InvalidRequest(f"not a form: {str(error)[:200]}") from None
+            raise InvalidRequest(f"invalid multipart form: {str(error)[:200]}") from None
         except ClientDisconnect:
             raise Cancelled("the client disconnected while its file was read") from None
         try:
@@ -175,7 +175,7 @@ class BatchRoutes:
         check_declared(request, MAX_BODY_BYTES)
         given = await self._reader.read(request)
         if len(given) > MAX_BODY_BYTES:
-            raise HttpProblem(413, "request_too_large", f"the body may have {MAX_BODY_BYTES} bytes")
+            raise HttpProblem(413, "request_too_large", f"the body may have at most {MAX_BODY_BYTES} bytes")
         body = parse(BatchBody, given)
         client: Client = request.scope[CLIENT]
         wanted = (client.tenant, client.key, body.endpoint, body.input_file_id, body.metadata or {})
@@ -312,9 +312,9 @@ async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> Async
         except StopAsyncIteration:
             return
         except TimeoutError:
-            what = f"nothing of the file came for {UPLOAD_IDLE_S:g} s"
+            what = f"no data of the file arrived for {UPLOAD_IDLE_S:g} s"
             if left_s < UPLOAD_IDLE_S:
-                what = f"the file came with less than {UPLOAD_BYTES_S} bytes a second"
+                what = f"the file arrived at less than {UPLOAD_BYTES_S} bytes per second"
             raise HttpProblem(408, "request_timeout", what, close=True) from None
         size, waited_s = size + len(piece), waited_s + clock() - asked_at
         if size > most:
@@ -345,4 +345,4 @@ def _copy(source: Any, target: Path) -> None:
 
 
 def _too_large(most: int) -> HttpProblem:
-    return HttpProblem(413, "request_too_large", f"a file may have {most} bytes", param="file", close=True)
+    return HttpProblem(413, "request_too_large", f"a file may have at most {most} bytes", param="file", close=True)

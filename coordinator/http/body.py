@@ -57,7 +57,7 @@ class BodyReader:
                         raise Unavailable("too many bodies are being read", code="overloaded", retry_after_s=1)
                     pieces.append(piece)
         except TimeoutError:
-            took = f"the body took over {self._timeout_s:g} s"
+            took = f"the body took more than {self._timeout_s:g} s"
             raise HttpProblem(408, "request_timeout", took, close=True) from None
         except ClientDisconnect:
             raise Cancelled("the client disconnected while its body was read") from None
@@ -103,7 +103,7 @@ class BodyParser(Child):
         if len(body) <= INLINE_BYTES:
             return parse(body)
         if self._bytes and self._bytes + len(body) > MAX_WAITING_BYTES:
-            raise Unavailable("too many large bodies wait to be parsed", retry_after_s=1)
+            raise Unavailable("too many large bodies are waiting to be parsed", retry_after_s=1)
         executor = self.started()
         self._bytes += len(body)
         try:
@@ -112,7 +112,7 @@ class BodyParser(Child):
         except (BrokenProcessPool, TimeoutError):
             if self.executor is executor:
                 self.close()  # the next large body starts another one
-            raise Unavailable("the process that parses large bodies has died or hangs", retry_after_s=1) from None
+            raise Unavailable("the process that parses large bodies crashed or timed out", retry_after_s=1) from None
         finally:
             self._bytes -= len(body)
 
@@ -126,4 +126,4 @@ def _few_values(parse: Callable[[bytes], _T], body: bytes) -> _T:
 
 
 def _too_large(max_bytes: int) -> HttpProblem:
-    return HttpProblem(413, "request_too_large", f"the body may have {max_bytes} bytes")
+    return HttpProblem(413, "request_too_large", f"the body may have at most {max_bytes} bytes")

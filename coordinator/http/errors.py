@@ -17,8 +17,8 @@ from baton.rpc import status
 log = logging.getLogger("baton.http")
 
 _REASONS = {
-    404: ("not_found", "no such path: of OpenAI's API completions, chat completions, responses and models are served"),
-    405: ("method_not_allowed", "this path does not take that method"),
+    404: ("not_found", "no such path: OpenAI's completions, chat completions, responses and models APIs are served"),
+    405: ("method_not_allowed", "this path does not support that method"),
 }
 
 

@@ -150,7 +150,7 @@ class _LargeAnswers:
         if size <= LARGE_ANSWER_BYTES:
             size = 0
         elif self._bytes and self._bytes + size > MAX_LARGE_BYTES:
-            what = f"{self._bytes >> 20} MiB of large answers are being sent already"
+            what = f"{self._bytes >> 20} MiB of large responses are already being sent"
             size, response = 0, error_response(Unavailable(what, code="overloaded", retry_after_s=5))
         self._bytes += size
         try:
@@ -189,7 +189,7 @@ class GenerationResponse(Response):
         if not ended:
             log.info("%s: client disconnected", self._submissions[0].request_id)
         elif answer.cancelled():
-            raise InvariantError("the generator cancelled the task that asked it")
+            raise InvariantError("the generator cancelled the calling task")
         elif (error := answer.exception()) is not None:
             raise error
 

@@ -77,8 +77,8 @@ class Guard:
                 raise HttpProblem(
                     403,
                     "host_not_allowed",
-                    "where no API key is asked for, only local names are answered on loopback; for clients, but not for"
-                    " operators, --allowed-origins names others",
+                    "without API keys, a server on loopback accepts only local host names; --allowed-origins adds"
+                    " others, except for operators",
                     param="host",
                 )
             if scope["path"] not in OPEN_PATHS and CLIENT not in scope:
@@ -138,10 +138,11 @@ def check_head(scope: Scope) -> str:
             close=True,
         )
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
-        raise HttpProblem(414, "uri_too_long", f"the request line may have {MAX_TARGET_BYTES} bytes", close=True)
+        what = f"the request line may have at most {MAX_TARGET_BYTES} bytes"
+        raise HttpProblem(414, "uri_too_long", what, close=True)
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and scope.get("http_version") != "1.0"):
-        raise HttpProblem(400, "invalid_host", "one Host header is needed", param="host", close=True)
+        raise HttpProblem(400, "invalid_host", "exactly one Host header is required", param="host", close=True)
     if hosts and _HOST.fullmatch(hosts[0]) is None:
-        raise HttpProblem(400, "invalid_host", "the Host header is not a host", param="host", close=True)
+        raise HttpProblem(400, "invalid_host", "the Host header is not a valid host", param="host", close=True)
     return hosts[0].decode("ascii") if hosts else ""

@@ -59,7 +59,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise InvalidRequest(f"the key {twice[:100]!r} is given twice", param=twice[:100])
+        raise InvalidRequest(f"duplicate key {twice[:100]!r}", param=twice[:100])
     return found
 
 
@@ -74,7 +74,7 @@ def check_strings(value: Any, place: _Place | None = None) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            wrong = "half a surrogate pair"
+            wrong = "a lone surrogate"
         if wrong:
             path = _path(place)
             raise InvalidRequest(f"{path or 'a key'} contains {wrong}", param=path or None)

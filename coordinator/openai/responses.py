@@ -179,7 +179,7 @@ class ResponsesBody(ModelBody):
     def _served(self) -> Self:
         """Raises InvalidRequest for fields that are not served or cannot be combined."""
         if self.top_logprobs:
-            raise InvalidRequest("'top_logprobs' is not served by /v1/responses", param="top_logprobs")
+            raise InvalidRequest("'top_logprobs' is not supported by /v1/responses", param="top_logprobs")
         self.options()
         self.tooling().check()
         json_text([tool.parameters for tool in self.tools or ()], "tools")  # the answer repeats them

@@ -58,7 +58,7 @@ def _prompt(value: Any) -> list[str | array[int]]:
         return value
     if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
         return [_ids(ids) for ids in value]
-    raise PydanticCustomError("prompt", "must be a string, an array of token ids, or an array of these, nothing mixed")
+    raise PydanticCustomError("prompt", "must be a string, an array of token ids, or an array of these, not mixed")
 
 
 def _content(value: Any) -> str:
@@ -99,7 +99,7 @@ _Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
-        raise PydanticCustomError("logit_bias", "must be an object of token ids and numbers")
+        raise PydanticCustomError("logit_bias", "must be an object that maps token ids to numbers")
     found: dict[int, float] = {}
     for key, bias in counted(MAX_BIASES, value).items():
         if not _TOKEN_ID.fullmatch(key):
@@ -298,7 +298,7 @@ class ChatBody(GenerationBody):
         """Returns how to render the messages. Raises InvalidRequest for fields that cannot be combined."""
         continues = bool(self.continue_final_message)
         if continues and self.add_generation_prompt:
-            what = "add_generation_prompt and continue_final_message exclude each other"
+            what = "add_generation_prompt and continue_final_message cannot be combined"
             raise InvalidRequest(what, param="continue_final_message")
         variables = self.chat_template_kwargs or {}
         if taken := sorted(variables.keys() & RESERVED_VARIABLES):
@@ -330,7 +330,7 @@ class TokenizeBody(ModelBody):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
+            raise InvalidRequest("exactly one of 'prompt' and 'messages' is required", param="prompt")
         return self
 
     def chat(self) -> list[ChatMessage]:

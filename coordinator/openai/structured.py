@@ -86,14 +86,14 @@ def constraint_of(
     if whitespace_pattern is not None and not guided:
         raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
     if len(found) > 1:
-        what = f"{found[0].param} and {found[1].param} exclude each other: the output can match one"
+        what = f"{found[0].param} and {found[1].param} cannot be combined: the output can match only one"
         raise InvalidRequest(what, param=found[1].param)
     return found[0] if found else None
 
 
 def _of_response_format(wanted: ResponseFormat) -> Constraint | None:
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        goes = "is required with" if wanted.json_schema is None else "goes only with"
+        goes = "is required with" if wanted.json_schema is None else "is allowed only with"
         what = f"response_format.json_schema {goes} 'type': 'json_schema'"
         raise InvalidRequest(what, param="response_format.json_schema")
     if wanted.json_schema is not None:
@@ -137,5 +137,5 @@ def _with_whitespace(constraint: Constraint, pattern: str | None) -> Constraint:
     if pattern is None:
         return constraint
     if constraint.kind != "json_schema":
-        raise InvalidRequest(f"{constraint.param} has no whitespace to choose", param=constraint.param)
+        raise InvalidRequest(f"{constraint.param} does not support whitespace options", param=constraint.param)
     return replace(constraint, whitespace=pattern)

@@ -168,7 +168,7 @@ class Tools:
         if not self.may_be_called or (output is None and not self.forced):
             return output
         if output is not None and (self.forced or output.kind != "json_schema"):
-            raise InvalidRequest(f"{output.param} does not go with tools that are called", param=output.param)
+            raise InvalidRequest(f"{output.param} cannot be combined with tool calls", param=output.param)
         functions = self.forced or [tool.function for tool in self.tools]
         one = bool(self.named) or not self.parallel
         lines = calls_grammar(form, functions, token_ids, 1 if one else MAX_CALLS)

@@ -176,7 +176,7 @@ class Dispatcher:
         full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
             raise Unavailable(
-                f"{len(self._queue)} requests with {self._queued_tokens} prompt tokens are waiting already",
+                f"{len(self._queue)} requests with {self._queued_tokens} prompt tokens are already waiting",
                 code="overloaded",
                 retry_after_s=self._drain_estimate_s(),
             )
@@ -325,9 +325,9 @@ class Dispatcher:
         if self._queued_tokens != sum(t.prefill_tokens for _, t in self._queue.values()):
             raise InvariantError(f"queued tokens are not {self._queued_tokens}")
         if self._to_come and min(self._to_come.values()) < 1:
-            raise InvariantError(f"choices to come are {self._to_come}")
+            raise InvariantError(f"choices still to come are {self._to_come}")
         if self._order != sorted((key, name) for name, (key, _) in self._queue.items()):
-            raise InvariantError("the order of the queue is not that of its requests")
+            raise InvariantError("the order of the queue does not match its requests")
 
     def capacity(self) -> Mapping[Role, int]:
         """Returns the tokens of the longest sequence that each role can hold; draining workers do not count."""

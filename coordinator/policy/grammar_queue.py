@@ -42,7 +42,7 @@ class GrammarQueue(Generic[G]):
         wanted = self._waiting.get(client, {})
         if grammar not in wanted and len(wanted) >= self._most:
             whose = "this API key" if client else "clients without an API key"
-            raise QuotaExceeded(f"{self._most} grammars of {whose} wait to be compiled already", retry_after_s=1)
+            raise QuotaExceeded(f"{self._most} grammars of {whose} are already waiting to be compiled", retry_after_s=1)
         if not wanted:
             self._waiting[client] = wanted
             self._used_s[client] = max(self._used_s.get(client, 0.0), self._level_s)

@@ -31,7 +31,7 @@ class OwnModel:
         """Returns how a worker's model differs from this one, starting with the field's name; None if it does not."""
         if facts.config_digest == self.config_digest:
             return None
-        digests = f"{short_digest(self.config_digest)} here and {short_digest(facts.config_digest)}"
+        digests = f"{short_digest(self.config_digest)} here, {short_digest(facts.config_digest)} at the worker"
         return f"config_digest: {digests}; the coordinator's model is {self.where}, {self._visible_difference(facts)}"
 
     def _visible_difference(self, facts: WorkerFacts) -> str:
@@ -41,8 +41,8 @@ class OwnModel:
             own = self.config.kv_layout(facts.layout.block_size, cast(DType, facts.dtype))
             difference = own.first_difference(facts.layout)
         if difference is None:
-            return "this one has KV and a vocabulary of the same size but another config.json"
-        return f"from which this one differs in {difference}"
+            return "the worker's has the same KV layout and vocabulary size but another config.json"
+        return f"the worker's differs in {difference}"
 
 
 def check_join(join: Join, others: Iterable[Join], own: OwnModel | None) -> None:
@@ -79,9 +79,9 @@ def _check_possible(join: Join) -> None:
             raise refused(join, f"{name}: {size} is below {least}")
     ranks = join.facts.tensor_parallel
     if not 1 <= ranks <= MAX_TENSOR_PARALLEL:
-        raise refused(join, f"tensor_parallel: {ranks} ranks are not 1 to {MAX_TENSOR_PARALLEL}")
+        raise refused(join, f"tensor_parallel: {ranks} is not from 1 to {MAX_TENSOR_PARALLEL}")
     if join.pids and len(join.pids) != ranks:
-        raise refused(join, f"tensor_parallel: {ranks} ranks with {len(join.pids)} pids")
+        raise refused(join, f"tensor_parallel: {ranks} ranks but {len(join.pids)} pids")
     try:
         local_layout(join.facts.layout, ranks, 0)
     except StartupError as e:
@@ -95,4 +95,4 @@ def _owner_of_value(difference: str, join: Join, other: Join) -> str:
     if not difference.startswith("model_digest: "):
         return f"; the first is that of {other.worker_id}"
     what = "weights" if join.facts.config_digest == other.facts.config_digest else "config.json"
-    return f"; its {what} differ from what {other.worker_id} has on host {other.host[:253]!a}"
+    return f"; {other.worker_id} on host {other.host[:253]!a} has different {what}"

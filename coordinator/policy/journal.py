@@ -44,7 +44,7 @@ class Journal:
             InvariantError: `attempt` is not higher than the current one.
         """
         if attempt <= self.attempt:
-            raise InvariantError(f"attempt {attempt} after {self.attempt}")
+            raise InvariantError(f"attempt {attempt} is not higher than {self.attempt}")
         self.attempt = attempt
         self._held.clear()
 
@@ -79,10 +79,10 @@ class Journal:
         if attempt != self.attempt:
             return "stale"
         if first_index < 0:
-            raise InvariantError(f"{self.request.request_id}: output index {first_index}")
+            raise InvariantError(f"{self.request.request_id}: invalid output index {first_index}")
         params = self.request.sampling
         if len(logprobs) != (0 if params.logprobs is None else len(tokens)):
-            what = f"{len(logprobs)} log-probabilities came with {len(tokens)} tokens"
+            what = f"{len(logprobs)} log-probabilities received with {len(tokens)} tokens"
             raise InvariantError(f"{self.request.request_id}: {what}")
         if params.prompt_logprobs is not None and len(prompt_logprobs) == len(self.request.prompt) - 1:
             self.prompt_logprobs = prompt_logprobs
@@ -93,12 +93,12 @@ class Journal:
             known = self.tokens[index] if index < len(self.tokens) else self._held.get(index, (None,))[0]
             if known is not None and known != token:
                 raise InvariantError(
-                    f"{self.request.request_id}: output {index} came as {known} and as {token} in attempt {attempt}"
+                    f"{self.request.request_id}: output {index} was {known} and is {token} in attempt {attempt}"
                 )
             if index >= len(self.tokens):
                 self._held[index] = token, logprobs[offset] if logprobs else None
         if len(self._held) > MAX_HELD_TOKENS:
-            raise InvariantError(f"{self.request.request_id}: {len(self._held)} tokens wait for {self.next_index}")
+            raise InvariantError(f"{self.request.request_id}: {len(self._held)} tokens await index {self.next_index}")
         start = len(self.tokens)
         while self.finish is None and len(self.tokens) in self._held:
             token, logprob = self._held.pop(len(self.tokens))

@@ -83,7 +83,7 @@ class Quotas:
             )
         most = limits.requests_at_once
         if most and account.running + min(choices, most) > most:
-            raise QuotaExceeded(f"this API key may have {most} requests at once", retry_after_s=1)
+            raise QuotaExceeded(f"this API key is limited to {most} concurrent requests", retry_after_s=1)
         for bucket, wanted, most, what in (
             (account.requests, 1.0, limits.requests_per_minute, "requests"),
             (account.tokens, 1e-9, limits.tokens_per_minute, "tokens"),
@@ -91,7 +91,7 @@ class Quotas:
             if bucket is not None:
                 bucket.refill(now)
                 if wait_s := bucket.wait_s(wanted):
-                    message = f"this API key may take {most} {what} a minute"
+                    message = f"this API key is limited to {most} {what} per minute"
                     raise QuotaExceeded(message, retry_after_s=max(1.0, round(wait_s)))
         account.running += choices
         if account.requests is not None:

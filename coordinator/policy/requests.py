@@ -222,7 +222,7 @@ class Request:
 
     def late(self) -> DeadlineExceeded:
         limit_s, stage = self.deadline_at - self.started_at, self.stage.value
-        return DeadlineExceeded(f"the request did not finish within its {limit_s:.1f} s (stage {stage})")
+        return DeadlineExceeded(f"the request did not finish within its deadline of {limit_s:.1f} s (stage {stage})")
 
     def all_stamps(self) -> StageStamps:
         """Returns the seconds spent in each stage, over all attempts."""
@@ -389,7 +389,7 @@ class Requests:
 
     def drain(self, now: float) -> list[Action]:
         """Fails the requests that have not finished by the end of a drain."""
-        error = Unavailable("the cluster stops and the request did not finish in time", code="draining")
+        error = Unavailable("the cluster is draining and the request did not finish in time", code="draining")
         return [action for r in list(self._requests.values()) for action in self._fail(r, error, now)]
 
     def check(self) -> None:
@@ -400,9 +400,9 @@ class Requests:
         stages = [r.stage for r in self._requests.values()]
         queued, ended = stages.count(Stage.QUEUED), stages.count(Stage.ENDED)
         if (self.dispatcher.num_queued, self.dispatcher.num_active) != (queued, len(stages) - queued - ended):
-            raise InvariantError(f"{self!r} does not fit {self.dispatcher!r}")
+            raise InvariantError(f"{self!r} does not match {self.dispatcher!r}")
         if unknown := self.dispatcher.incomplete - self._requests.keys():
-            raise InvariantError(f"room is kept for choices of requests that are over: {unknown}")
+            raise InvariantError(f"room is reserved for choices of requests that have ended: {unknown}")
 
     # Events, one by one.
 
@@ -457,10 +457,10 @@ class Requests:
         self._decoding(r, over.decode_worker, now)
         taker = next((t.incarnation for t in r.targets if t.worker == over.decode_worker), None)
         if self.workers.has_left(over.decode_worker, taker):
-            return self._reschedule(r, f"{over.decode_worker} took the KV and left", now)
+            return self._reschedule(r, f"{over.decode_worker} received the KV and left", now)
         if self.workers.incarnation(over.decode_worker) != taker:
-            r.deaths.append(f"{over.decode_worker} (lost as it took the KV)")
-            return self._reschedule(r, f"{over.decode_worker} was lost as it took the KV", now)
+            r.deaths.append(f"{over.decode_worker} (lost during the hand-over)")
+            return self._reschedule(r, f"{over.decode_worker} was lost during the hand-over", now)
         return [r.notify]
 
     def _decoding(self, r: Request, worker: str, now: float) -> None:
@@ -510,7 +510,7 @@ class Requests:
         here = r.runs_at(worker)
         if ended.reason != "error":
             r.deaths.append(f"{worker} (ended the request: {ended.reason})")
-            return self._reschedule(r, f"{worker} ended it early: {ended.reason}", now)
+            return self._reschedule(r, f"{worker} ended the sequence early: {ended.reason}", now)
         targets_unchanged = all(self.workers.incarnation(t.worker) == t.incarnation for t in r.targets)
         if ended.code == "unknown_sequence" and here and r.stage is Stage.PREFILL and targets_unchanged:
             return [self._start(r, now)]  # its session broke before the command arrived
@@ -541,7 +541,7 @@ class Requests:
         for placement in self.dispatcher.place():
             r = self._requests.get(placement.name)
             if r is None:
-                raise InvariantError(f"{placement.name} was placed and is not in flight")
+                raise InvariantError(f"{placement.name} was placed but is not in flight")
             self._name_workers(r, placement)
             self._move(r, Stage.PREFILL, now)
             r.queued_s += now - r.queued_at
@@ -559,7 +559,7 @@ class Requests:
     def _incarnation(self, worker: str) -> int:
         incarnation = self.workers.incarnation(worker)
         if incarnation is None:
-            raise InvariantError(f"{worker} was chosen and is not present")
+            raise InvariantError(f"{worker} was chosen but is not present")
         return incarnation
 
     def _assign(self, r: Request, now: float) -> list[Action]:

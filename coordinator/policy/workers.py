@@ -44,7 +44,7 @@ class WorkerTable:
 
     def __init__(self, lease_s: float, own: OwnModel | None = None) -> None:
         if not lease_s > 0:
-            raise InvariantError(f"a lease of {lease_s} s can never be held")
+            raise InvariantError(f"the lease must be above 0 s, not {lease_s} s")
         self.lease_s = lease_s
         self._own = own
         self._workers: dict[str, Worker] = {}
@@ -90,7 +90,7 @@ class WorkerTable:
         join = replace(join, facts=next((o.facts for o in others if o.facts == join.facts), join.facts))
         name, known = join.worker_id, self.get(join.worker_id)
         if known is not None and known.role != join.role:
-            raise refused(join, f"role: {name} is a {known.role} worker and {join.role} joins")
+            raise refused(join, f"role: {name} is a {known.role} worker but joins as {join.role}")
         if self.has_left(name, join.incarnation):
             raise refused(join, f"incarnation: {join.incarnation} has drained and left")
         if known is not None and known.incarnation > join.incarnation:

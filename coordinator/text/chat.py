@@ -106,7 +106,7 @@ class ChatEncoder:
         final = values[-1]["content"].strip()
         behind = rendered[::-1].find(final[::-1])  # reversed: `rfind` may take the product of the lengths
         if not final or behind < 0:
-            what = "continue_final_message: the chat template does not show the last message as it is"
+            what = "continue_final_message: the chat template does not render the last message unchanged"
             raise InvalidRequest(what, param="continue_final_message")
         return rendered[: len(rendered) - behind]
 
@@ -122,7 +122,7 @@ def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0
         InvalidRequest: a noncharacter that is used as a mark, or a value nested too deeply.
     """
     if depth > MAX_DEPTH:
-        raise InvalidRequest(f"'{param}' is nested more than {MAX_DEPTH} deep", param=param)
+        raise InvalidRequest(f"'{param}' is nested more than {MAX_DEPTH} levels deep", param=param)
     if isinstance(value, str):
         if _ALIAS in value or _MARK in value:
             raise InvalidRequest("U+FDD0 and U+FDD1 are noncharacters and not accepted", param=param)
@@ -176,7 +176,7 @@ class ControlTokens:
         forbidden = self._forbidden
         if forbidden and not all(forbidden.isdisjoint(ids[at : at + SLICE]) for at in range(0, len(ids), SLICE)):
             raise InvalidRequest(
-                "the messages spell a control token that this tokenizer cannot write as text", param="messages"
+                "the messages contain a control token that this tokenizer cannot encode as text", param="messages"
             )
         ids_of = self._ids
         return [ids_of.get(i, i) for i in ids]

@@ -102,7 +102,7 @@ def _chat_template(directory: Path, settings: dict[str, Any], names: dict[str, s
     if source is None or source == "":
         return None
     if not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS:
-        raise StartupError(f"chat template: must be a text of at most {MAX_TEMPLATE_CHARS} characters")
+        raise StartupError(f"chat template: must be a string of at most {MAX_TEMPLATE_CHARS} characters")
     return ChatTemplate(source, names)
 
 
@@ -114,7 +114,7 @@ def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
             continue
         kinds = (int,) if name == "top_k" else (int, float)
         if type(value) not in kinds or not low <= value <= high:
-            raise StartupError(f"generation_config.json: {name} is {value!r:.60}")
+            raise StartupError(f"generation_config.json: invalid {name} {value!r:.60}")
         found[name] = value
     return found
 

@@ -68,7 +68,7 @@ class Renderer(Child):
         """Returns the compile error of a template, empty if it compiles."""
         with self._lock:
             found: str | None = self._call(_compile_error, source)
-        return "compiling it ends the process" if found is None else found
+        return "compiling it crashes the process" if found is None else found
 
     def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the child's result; None if the child died of the work, or before. Raises as ChatTemplate.render."""
@@ -83,7 +83,7 @@ class Renderer(Child):
             return child.submit(work, *arguments).result(KILL_S)
         except TimeoutError:
             self.close()
-            raise InvalidRequest("the chat template failed: it hangs", param="messages") from None
+            raise InvalidRequest("the chat template failed: it timed out", param="messages") from None
         except BrokenProcessPool:
             self.close()
             return None
@@ -111,7 +111,7 @@ class ChatTemplate:
         for kind, known in ((nodes.Filter, sandbox.filters), (nodes.Test, sandbox.tests)):
             for used in self._tree.find_all(kind):
                 if used.name not in known:
-                    raise StartupError(f"chat template, line {used.lineno}: there is no {used.name[:100]!r}")
+                    raise StartupError(f"chat template, line {used.lineno}: unknown filter or test {used.name[:100]!r}")
 
     def check(self) -> None:
         """Raises StartupError if the template does not compile. Blocks while the child starts."""
@@ -200,7 +200,7 @@ def _render(source: str, variables: Mapping[str, Any], max_chars: int) -> tuple[
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         if len(text) > max_chars:
-            raise SecurityError("its text is too long")
+            raise SecurityError("the output is too long")
     except TemplateError as error:
         return "", f"the chat template refused: {str(error)[:300]}"
     except Exception as error:

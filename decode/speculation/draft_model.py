@@ -76,10 +76,10 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
         budget_s=config.step_budget_ms / 1e3,
         step_tokens=config.step_tokens,
     )
-    log.info("steps: %r", model)
+    log.info("measured step times: %r", model)
     forced = config.force_acceptance if config.force_acceptance >= 0.0 else None
     if forced is not None:
-        log.warning("--force-acceptance %g: for benchmarks; the output is not real", forced)
+        log.warning("--force-acceptance %g is for benchmarks only: the output is not real", forced)
     speculation = Speculation(drafts, model, fixed_length=config.draft_tokens, forced_rate=forced)
     return speculation, SpeculativeEngine(runner, draft)
 

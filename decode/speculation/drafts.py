@@ -86,7 +86,7 @@ class NgramDrafts:
 
     def check(self, sequence_ids: set[SequenceId]) -> None:
         if set(self._indexes) != sequence_ids:
-            raise InvariantError(f"indexes of {set(self._indexes) ^ sequence_ids}")
+            raise InvariantError(f"n-gram indexes do not match the sequences: {set(self._indexes) ^ sequence_ids}")
 
     def _index(self, sequence: Sequence) -> NgramIndex:
         index = self._indexes[sequence.id]
@@ -166,7 +166,7 @@ class ModelDrafts:
 
     def _check_drafts(self, sequence_ids: set[SequenceId]) -> None:
         if set(self._drafts) != sequence_ids:
-            raise InvariantError(f"drafts of {set(self._drafts) ^ sequence_ids}")
+            raise InvariantError(f"drafts do not match the sequences: {set(self._drafts) ^ sequence_ids}")
 
     def _reach(self, sequence_id: SequenceId, end: int) -> int:
         """Allocates blocks for positions [0, end) while any are free; returns how many are covered, at most `end`."""

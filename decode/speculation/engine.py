@@ -65,7 +65,7 @@ class SpeculativeEngine:
     def _draft_tokens(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         """Returns the draft tokens for each row of the plan, made in one call if the draft model supports that."""
         if self._draft is None:
-            raise InvariantError(f"step {plan.step_id} has draft rows and this worker no draft model")
+            raise InvariantError(f"step {plan.step_id} has draft rows, but this worker has no draft model")
         made: dict[int, tuple[int, ...]] = {}
         at_once: list[tuple[DraftRow, Row]] = []
         by_pass: list[tuple[DraftRow, Row]] = []

@@ -143,7 +143,7 @@ class Speculation:
 
     def _check_open(self, sequence_ids: set[SequenceId]) -> None:
         if set(self._open) != sequence_ids or not set(self._wanted) <= sequence_ids:
-            raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
+            raise InvariantError(f"speculation does not match the sequences: {set(self._open) ^ sequence_ids}")
 
     def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
         """Returns the draft length of each sequence of the plan that samples; may add sequences to `_wanted`."""

@@ -198,7 +198,7 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
     except aiohttp.ClientError as error:  # before TimeoutError: a connect timeout is both
         return Record(sent, error=describe(error))
     except TimeoutError:
-        return Record(sent, error=f"no end within {target.timeout_s:g} s", timed_out=True)
+        return Record(sent, error=f"timed out after {target.timeout_s:g} s", timed_out=True)
     except (OSError, ValueError) as error:
         return Record(sent, error=describe(error))
 
@@ -231,7 +231,7 @@ class _Stream:
         first, *lines = chunk.split(b"\n")
         self._partial += first
         if len(self._partial) > _MAX_EVENT_BYTES:
-            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
+            raise ValueError(f"an event exceeds {_MAX_EVENT_BYTES >> 20} MiB")
         if not lines:
             return
         lines.insert(0, bytes(self._partial))
@@ -250,7 +250,7 @@ class _Stream:
         # text, the arrivals of all events count.
         arrivals = self._text or self._choices
         if self._error is None and not arrivals:
-            self._error = "stream without a token"
+            self._error = "stream ended without a token"
         if self._error is not None:
             return Record(sent, error=self._error)
         return Record(
@@ -284,7 +284,7 @@ class _Stream:
                 for span in timeline["spans"]:
                     name, ms = printable(span["name"], _MAX_SHOWN), span["ms"]
                     if not (math.isfinite(ms) and 0 <= ms < _MAX_COUNT):
-                        raise ValueError(f"timeline: {name} takes {ms} ms")
+                        raise ValueError(f"timeline: invalid duration of {name}: {ms} ms")
                     self._stages[name] = self._stages.get(name, 0.0) + ms / 1e3
             if choice.get("finish_reason"):
                 self._finished_at = now
@@ -294,7 +294,7 @@ def _tokens(usage: dict[str, Any], name: str) -> int | None:
     """Returns a token count of `usage`; None if the server does not report it."""
     count = usage.get(name)
     if count is not None and not (isinstance(count, int) and 0 <= count < _MAX_COUNT):
-        raise ValueError(f"usage: {name} is {str(count)[:50]}")
+        raise ValueError(f"usage: invalid {name}: {str(count)[:50]}")
     return count
 
 

@@ -29,19 +29,19 @@ class _Parsed(click.ParamType[Any]):
         try:
             return self._parse(value)
         except ValueError as error:
-            self.fail(f"{value!r}: {error}; write {self._form}", param, ctx)
+            self.fail(f"{value!r}: {error}; expected {self._form}", param, ctx)
 
 
 _LENGTHS = _Parsed("N|LO-HI", parse_lengths, "a length, or a range such as 128-1024")
-_SLO = _Parsed("ttft=S,tpot=S", parse_slo, "ttft=0.5,tpot=50ms")
+_SLO = _Parsed("ttft=S,tpot=S", parse_slo, "limits such as ttft=0.5,tpot=50ms")
 _FILE = click.Path(dir_okay=False, writable=True)
 
 
 @click.command("bench")
 @click.argument("url", default="http://127.0.0.1:8100")
-@click.option("--model", default="", help="Model to ask for; default the first of /v1/models.")
+@click.option("--model", default="", help="Model to request; default the first of /v1/models.")
 @click.option("--concurrency", type=click.IntRange(1), default=8, show_default=True, help="Clients in a closed loop.")
-@click.option("--requests", type=click.IntRange(1), default=None, help="How many; default 8 per client.")
+@click.option("--requests", type=click.IntRange(1), default=None, help="Number of requests; default 8 per client.")
 @click.option("--input-len", type=_LENGTHS, default="512", show_default=True, help="Prompt length.")
 @click.option("--output-len", type=_LENGTHS, default="64", show_default=True, help="Output tokens.")
 @click.option(
@@ -50,17 +50,17 @@ _FILE = click.Path(dir_okay=False, writable=True)
     type=click.Choice(WORKLOADS),
     default="tokens",
     show_default=True,
-    help="Token ids; words (lengths then count words); conversations of --turns; calls of a tool; answers to a schema.",
+    help="Token ids; words (lengths count words); conversations of --turns; tool calls; JSON-schema output.",
 )
-@click.option("--turns", type=click.IntRange(1, 100), default=4, show_default=True, help="Requests of a conversation.")
+@click.option("--turns", type=click.IntRange(1, 100), default=4, show_default=True, help="Requests per conversation.")
 @click.option("--shared-len", type=click.IntRange(0), default=0, help="Tokens that all conversations begin with.")
 @click.option("--token-ids", type=_LENGTHS, default="300-3999", show_default=True, help="Ids that prompts are made of.")
-@click.option("--rate", type=NumberRange(1e-6), default=None, help="Open loop: so many requests a second, at random.")
+@click.option("--rate", type=NumberRange(1e-6), default=None, help="Open loop: requests per second, Poisson arrivals.")
 @click.option(
     "--trace", "trace_path", type=click.Path(exists=True, dir_okay=False), help="Open loop: a recorded trace."
 )
 @click.option("--scale", type=NumberRange(1e-6), default=1.0, show_default=True, help="Speed-up factor of the trace.")
-@click.option("--slo", type=_SLO, default=None, help="Limits of a good request; goodput counts those.")
+@click.option("--slo", type=_SLO, default=None, help="Latency limits; goodput counts requests within.")
 @click.option(
     "--slo-share",
     type=NumberRange(0.01, 1.0),
@@ -68,18 +68,16 @@ _FILE = click.Path(dir_okay=False, writable=True)
     show_default=True,
     help="Fraction of requests that must meet --slo.",
 )
-@click.option("--sweep", is_flag=True, help="Search for the highest rate that keeps to --slo, from --rate or 1 on.")
-@click.option("--against", default="", metavar="URL", help="A second server, measured in turns with the first.")
+@click.option("--sweep", is_flag=True, help="Search for the highest rate that meets --slo, from --rate or 1 on.")
+@click.option("--against", default="", metavar="URL", help="A second server; runs alternate between both.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=None, help="Runs; default 1, with --against 3 of each.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same requests.")
-@click.option("--warmup", type=click.IntRange(0), default=None, help="Uncounted requests before; default 1 per client.")
-@click.option(
-    "--timeout-s", type=NumberRange(0.1), default=600.0, show_default=True, help="Longest a request may take."
-)
+@click.option("--warmup", type=click.IntRange(0), default=None, help="Uncounted first requests; default 1 per client.")
+@click.option("--timeout-s", type=NumberRange(0.1), default=600.0, show_default=True, help="Time limit for a request.")
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
-@click.option("--json", "json_path", type=_FILE, help="Write everything as JSON.")
-@click.option("--markdown", "markdown_path", type=_FILE, help="Write the table.")
-@click.option("--html", "html_path", type=_FILE, help="Write a page with plots.")
+@click.option("--json", "json_path", type=_FILE, help="Write all data as JSON.")
+@click.option("--markdown", "markdown_path", type=_FILE, help="Write the tables as Markdown.")
+@click.option("--html", "html_path", type=_FILE, help="Write an HTML page with plots.")
 def bench_command(
     url: str,
     model: str,
@@ -106,9 +104,9 @@ def bench_command(
     if min(work["input_len"].low, work["output_len"].low) < 1:
         raise StartupError("--input-len and --output-len must be at least 1")
     if sweep and (slo is None or against or trace_path):
-        raise StartupError("--sweep needs --slo, and goes neither with --against nor with --trace")
+        raise StartupError("--sweep needs --slo, and cannot be combined with --against or --trace")
     if rate and trace_path:
-        raise StartupError("--rate and --trace both say when requests are due; give one of them")
+        raise StartupError("--rate and --trace both set arrival times; give only one")
     try:
         trace = read_trace(Path(trace_path)) if trace_path else ()
     except (OSError, ValueError) as error:

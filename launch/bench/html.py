@@ -36,7 +36,7 @@ def as_html(report: Report) -> str:
         parts.append(_time_plots(report))
     for base in report.servers if report.best_rate is None else ():
         if len(stages := stage_times(report, base)) > 1:
-            parts += [f"<h2>Where the time of a request went, by {escape(base)}</h2>", _stacked(stages)]
+            parts += [f"<h2>Mean request time by stage, reported by {escape(base)}</h2>", _stacked(stages)]
     for table in tables(report):
         parts += [f"<h2>{escape(table.title)}</h2>"] if table.title else []
         parts += [_table(table.headings, table.rows), *(f"<p>{escape(note)}</p>" for note in table.notes)]

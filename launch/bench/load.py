@@ -187,7 +187,7 @@ def parse_lengths(text: str) -> Lengths:
     low, dash, high = text.partition("-")
     lengths = Lengths(int(low), int(high) if dash else int(low))
     if lengths.low < 0 or lengths.high < lengths.low:
-        raise ValueError(f"{text!r} is no length and no range")
+        raise ValueError(f"{text!r} is neither a length nor a range")
     return lengths
 
 
@@ -205,7 +205,7 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
             rows = _numbered((json.loads(line) for line in file if line.strip()), _mooncake)
         found = list(itertools.islice(rows, MOST_ROWS))
     if not found:
-        raise ValueError("it has no rows")
+        raise ValueError("the trace has no rows")
     return tuple(sorted(found, key=lambda row: row.at_s))
 
 
@@ -216,7 +216,7 @@ def _numbered(lines: Iterable[Any], parse: Any) -> Iterator[TraceRow]:
             yield parse(line)
             number += 1
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, csv.Error) as error:
-        raise ValueError(f"row {number + 1} is not of a trace: {error!r}") from None
+        raise ValueError(f"row {number + 1} is not a trace row: {error!r}") from None
 
 
 def _mooncake(row: dict[str, Any]) -> TraceRow:
@@ -233,9 +233,9 @@ def _azure(row: dict[str, str]) -> TraceRow:
 
 def _checked(row: TraceRow) -> TraceRow:
     if not math.isfinite(row.at_s):
-        raise ValueError(f"it is due at {row.at_s}")
+        raise ValueError(f"invalid timestamp {row.at_s}")
     if not (1 <= row.input_len <= MOST_TOKENS and 0 <= row.output_len <= MOST_TOKENS):
-        raise ValueError(f"{row.input_len} prompt tokens and {row.output_len} output tokens")
+        raise ValueError(f"{row.input_len} prompt tokens and {row.output_len} output tokens: out of range")
     if len(row.blocks) * TRACE_BLOCK > MOST_TOKENS:
-        raise ValueError(f"{len(row.blocks)} prefix blocks")
+        raise ValueError(f"too many prefix blocks: {len(row.blocks)}")
     return row

@@ -24,7 +24,7 @@ _TIMES = (
     ("E2E", "e2e", "end - sent"),
 )
 _HEADINGS = ("p50", "p95", "p99", "max", "samples")
-_SWEEP = ("requests/s", "goodput", "within", "kept", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "failed")
+_SWEEP = ("requests/s", "goodput", "within", "met", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "failed")
 _NOTE = "n: output tokens by the server's own count (usage); percentiles are linear between the nearest ranks"
 PACKAGES = ("baton-serve", "aiohttp")
 """The client's packages whose versions a report lists."""
@@ -122,7 +122,7 @@ def stage_times(report: Report, base: str) -> dict[str, Summary]:
 def best(report: Report) -> str:
     """Returns the result of a sweep in one sentence."""
     share = 0.9 if report.slo is None else report.slo.share
-    kept = f"at which {share:.0%} of the requests keep to {report.slo}"
+    kept = f"at which {share:.0%} of the requests meet {report.slo}"
     if not report.best_rate:
         return f"no rate was found {kept}"
     return f"{report.best_rate:.3g} requests/s: the highest rate {kept}"
@@ -141,7 +141,7 @@ def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
         kept = f"{stats.met} of {stats.requests} within {slo}"
         lines.append(f"goodput: {stats.goodput_per_s:.2f} requests/s ({stats.met_share:.1%}: {kept})")
     if stats.uncounted:
-        lines.append(f"no usage: {stats.uncounted} answers; their tokens are counted by events")
+        lines.append(f"no usage: {stats.uncounted} responses; their tokens are counted by events")
     return lines + [f"failed: {count} x {error}" for error, count in stats.errors.items()]
 
 

@@ -86,7 +86,7 @@ def _target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
     except ValueError as error:
         raise StartupError(str(error)) from None
     except OSError as error:
-        raise StartupError(f"no server answers: {error}") from None
+        raise StartupError(f"the server cannot be queried: {error}") from None
     extra = {"return_timeline": True} if supports_timeline(base, api_key) else {}
     return Target(base, model, api_key, timeout_s, extra)
 

@@ -56,10 +56,10 @@ def parse_slo(text: str) -> Slo:
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name not in ("ttft", "tpot") or name in given:
-            raise ValueError(f"{name!r} is neither ttft nor tpot")
+            raise ValueError(f"{name!r} is not ttft or tpot, or is repeated")
         given[name] = float(value.removesuffix("ms")) / 1e3 if value.endswith("ms") else float(value)
         if not 0 < given[name] < math.inf:
-            raise ValueError(f"{part!r} is no time")
+            raise ValueError(f"{part!r} is not a positive time")
     return Slo(given.get("ttft", 0.0), given.get("tpot", 0.0))
 
 

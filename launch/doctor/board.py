@@ -115,5 +115,5 @@ class BoardClient:
     @staticmethod
     def _accepted(status: int, value: Any) -> Any:
         if status == 409:
-            raise PermissionError("the doctor there has another topology file")
+            raise PermissionError("the coordinator's node has a different topology file")
         return value if status == 200 else None

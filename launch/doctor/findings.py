@@ -27,13 +27,13 @@ _EQUAL = ("baton-serve", "torch", "grpcio", "xxhash")
 
 _ADVICE = {
     "rendezvous": "is MASTER_ADDR the leader's own private address, and does a firewall drop its rendezvous port?",
-    "all-reduce": "ranks of a worker need every port of each other's address: firewall, interface, routing",
-    "link": "does a firewall drop the decode worker's link port, is its node's address the right interface's?",
-    "edge": "edges need the decode worker's store port and every other port between both addresses: firewall, "
-    "interface that the address belongs to, MTU where small transfers pass and large ones do not",
+    "all-reduce": "ranks of a worker need all ports between their addresses: firewall, interface, routing",
+    "link": "does a firewall drop the decode worker's link port, is its node's address on the right interface?",
+    "edge": "edges need the decode worker's store port and all other ports between both addresses: firewall, "
+    "interface of the address, MTU if small transfers pass and large ones do not",
 }
 
-_UNTRIED = "why the probe is missing; nothing was tried between these, so this says nothing about the network"
+_UNTRIED = "why the probe is missing; the network between these ranks was not tested"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ def _cores(pinned: set[int], wanted: int) -> str:
     """Returns what is wrong with the cores; empty if nothing is."""
     here = os.sched_getaffinity(0)
     if not pinned <= here:
-        return f"core {', '.join(map(str, sorted(pinned - here)))} is not one this process may run on"
+        return f"this process may not run on core {', '.join(map(str, sorted(pinned - here)))}"
     if wanted > len(here):
-        return f"the topology says {wanted}, this process may use {len(here)}"
+        return f"the topology has {wanted}, but this process may use {len(here)}"
     return ""
 
 
@@ -127,7 +127,7 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
         exited = [rank for rank in ranks if exited_key(rank.key) in values]
         unseen = [str(rank) for rank in ranks if f"here/{rank.key}" not in values and rank not in exited]
         reasons = [f"the probe of {rank} {values[exited_key(rank.key)]}" for rank in exited]
-        return reasons + ([f"no probe came up for {', '.join(unseen)}"] if unseen else [])
+        return reasons + ([f"no probe connected for {', '.join(unseen)}"] if unseen else [])
 
     found: list[Finding] = []
     for step in STEPS:

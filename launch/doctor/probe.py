@@ -86,7 +86,7 @@ class Probe:
             thread.start()
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        return {name: results.get(name, {"error": f"not done within {limit_s:g} s"}) for name in expected}
+        return {name: results.get(name, {"error": f"timed out after {limit_s:g} s"}) for name in expected}
 
     def _meet(self, me: Rank) -> _Result:
         task, began = self.task, time.monotonic()
@@ -107,7 +107,7 @@ class Probe:
     def _sum(self, me: Rank) -> _Result:
         task = self.task
         if self._store is None:
-            raise HandoffError("its ranks did not meet")
+            raise HandoffError("the rendezvous of its ranks failed")
         self._dial_each_other()
         ranks = Ranks(me.rank, len(task.ranks), task.local_rank, len(task.ranks))
         group = connect(self._store, ranks, self._device, me.host)
@@ -117,7 +117,7 @@ class Probe:
             began = time.monotonic()
             total = group.all_reduce(whole)
             if float(total[-1]) != sum(range(1, len(task.ranks) + 1)):
-                raise HandoffError(f"the sum over its ranks is {float(total[-1])}")
+                raise HandoffError(f"wrong sum over its ranks: {float(total[-1])}")
             times.append(time.monotonic() - began)
         return {"seconds": min(times), "bytes_per_s": whole.numel() * whole.element_size() / min(times)}
 

@@ -84,7 +84,7 @@ def _report_exited(probes: dict[str, Child], put: Callable[[str, str], object]) 
     for key, child in list(probes.items()):
         if (code := child.poll()) is not None:
             last = next((line.strip() for line in reversed(child.tail()) if line.strip()), "")
-            put(exited_key(key), f"has ended ({describe_exit(code)}){f': {last}' if last else '; it wrote nothing'}")
+            put(exited_key(key), f"exited ({describe_exit(code)}){f': {last}' if last else '; no output'}")
             del probes[key]
 
 
@@ -106,7 +106,7 @@ def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float)
             except OSError as error:
                 if time.monotonic() > deadline:
                     what = f"node {name} cannot reach the doctor of node {front.name} at {front.address}:{port}"
-                    check = "is it running there, does a firewall drop the port, is the address the right interface's?"
+                    check = "is it running there, does a firewall drop the port, is the address on the right interface?"
                     raise StartupError(f"{what}: {error.strerror or error}; {check}") from None
                 time.sleep(_POLL_S)
 
@@ -126,11 +126,11 @@ def _collect(
     findings = [Finding(**finding) for node in nodes.values() for finding in node["findings"]]
     for name in tasks:
         if name not in nodes and (tasks[name] or name == plan.topology.front.name):
-            what = f"no doctor answered within {config.wait_s:g} s; run `baton doctor --topology FILE` there too"
+            what = f"no doctor reported within {config.wait_s:g} s; run `baton doctor --topology FILE` there too"
             findings.append(on_node("doctor", name, what))
     findings += compare({name: node["facts"] for name, node in nodes.items() if tasks[name]})
     for stranger in sorted(board.mismatched_hosts):
-        findings.append(on_node("doctor", stranger, "the doctor there has another topology file"))
+        findings.append(on_node("doctor", stranger, "it has a different topology file than the coordinator's node"))
     return findings + read_results(dict(board.values), everyone, config.limit_s)
 
 
@@ -152,7 +152,7 @@ def _step_s(tasks: Mapping[str, Iterable[Task]], step: str) -> float:
 def _without_board(node: str, error: str, url: str, local: _Local) -> list[Finding]:
     """Returns the findings on this host, and why nothing was tried between ranks."""
     if os.strerror(errno.EADDRINUSE) in error:
-        error += f"; a cluster may be running there, see `baton ps {url}`: the doctor looks before one is started"
+        error += f"; a cluster may be running there, see `baton ps {url}`: run the doctor before starting one"
     return [*(found for findings, _ in local.values() for found in findings), on_node("doctor", node, error)]
 
 

@@ -67,7 +67,7 @@ async def test_a_drained_worker_leaves_and_is_not_restarted(running: Cluster) ->
 
     for worker, url, message in (
         ("decode-1", running.url, "decode-1"),
-        ("prefill-0", "http://127.0.0.1:9", "no cluster answers at http://127.0.0.1:9"),
+        ("prefill-0", "http://127.0.0.1:9", "no cluster at http://127.0.0.1:9"),
     ):
         refused = await asyncio.to_thread(baton_drain, running, worker, url=url)
         assert refused.returncode == 3 and refused.stderr.startswith("error: ") and message in refused.stderr

@@ -60,7 +60,7 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
             answer = client.completions.create(model="builtin", prompt="def f(", max_tokens=8)
             assert answer.usage is not None and answer.usage.completion_tokens == 8
             client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
-            with pytest.raises(openai.RateLimitError, match="2 requests a minute"):
+            with pytest.raises(openai.RateLimitError, match="2 requests per minute"):
                 client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
             check_tenants_share_no_prefixes(running.url, http)
             assert http.get(running.url + "/workers").status_code == 401

@@ -96,4 +96,4 @@ def test_the_failure_of_a_rank_is_reported_in_the_last_lines_of_the_output(tmp_p
 def test_options_set_by_the_topology_file_are_refused_on_the_command_line(flag: str, tmp_path: Path) -> None:
     topology, out = loopback_topology(tmp_path / "t.toml", "builtin"), tmp_path / "up.out"
     assert start(topology, out, flag).wait(60) == 3
-    assert f"error: {flag.partition('=')[0]} is what the topology file says" in out.read_text()
+    assert f"error: {flag.partition('=')[0]} cannot be combined with --topology" in out.read_text()

@@ -83,11 +83,11 @@ def test_a_missing_or_invalid_key_is_refused(keys: ApiKeys, sent: str, code: str
     [
         ("", 0o600, "holds no key"),
         ("# nothing\n", 0o600, "holds no key"),
-        (f"{KEY}\nshort\n", 0o600, "line 2: not a key"),
-        ("sha256:12\n", 0o600, "line 1: not a key"),
-        ("two words in one line\n", 0o600, "line 1: not a key"),
+        (f"{KEY}\nshort\n", 0o600, "line 2: must be a key"),
+        ("sha256:12\n", 0o600, "line 1: must be a key"),
+        ("two words in one line\n", 0o600, "line 1: must be a key"),
         (f"{KEY}\n", 0o644, "chmod 600"),
-        ("schlüssel-mit-umlaut\n", 0o600, "keys are ASCII"),
+        ("schlüssel-mit-umlaut\n", 0o600, "keys must be ASCII"),
     ],
 )
 def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: str, mode: int, expected: str) -> None:
@@ -240,14 +240,14 @@ def test_a_key_line_sets_name_tenant_priority_and_limits(tmp_path: Path) -> None
     [
         ("nmae=x", "unknown option 'nmae'; did you mean 'name'"),
         ("name=a name=b", "name is given twice"),
-        ("name=a/b", "name is 1 to 64 letters"),
-        ("priority=x", "priority is a whole number from -100 to 100"),
-        ("priority=101", "priority is a whole number"),
-        ("requests_at_once=0", "requests_at_once is a whole number from 1"),
-        ("tokens_per_minute=1e3", "tokens_per_minute is a whole number"),
-        (f"tokens_per_minute={'9' * 5000}", "tokens_per_minute is a whole number"),
-        (f"name=a\n{OTHER} name=a", "another key is called 'a' already"),
-        (f"\n{KEY}", "the same key again"),
+        ("name=a/b", "name must be 1 to 64 letters"),
+        ("priority=x", "priority must be an integer from -100 to 100"),
+        ("priority=101", "priority must be an integer"),
+        ("requests_at_once=0", "requests_at_once must be an integer from 1"),
+        ("tokens_per_minute=1e3", "tokens_per_minute must be an integer"),
+        (f"tokens_per_minute={'9' * 5000}", "tokens_per_minute must be an integer"),
+        (f"name=a\n{OTHER} name=a", "another key already has the name 'a'"),
+        (f"\n{KEY}", "duplicate key"),
     ],
 )
 def test_an_invalid_key_option_is_refused_with_its_line_number(tmp_path: Path, words: str, expected: str) -> None:

@@ -293,7 +293,7 @@ async def test_oversized_or_malformed_uploads_and_batches_are_refused(
                 await client.files.create(file=("a", b"x" * size), purpose="batch")
             assert refused.value.status_code == 413
         await client.files.create(file=("a", b"x" * 5000), purpose="batch")
-        with pytest.raises(openai.RateLimitError, match=f"{most} bytes together"):
+        with pytest.raises(openai.RateLimitError, match=f"{most} bytes in total"):
             await client.files.create(file=("a", b"x" * 4900), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="'purpose' must be 'batch'"):
             await client.files.create(file=("a", b"x"), purpose="fine-tune")
@@ -476,7 +476,7 @@ async def test_storage_failures_delay_a_batch_but_lose_no_result(
 
 def test_a_data_directory_is_used_by_only_one_coordinator(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1)
-    with pytest.raises(StartupError, match="another coordinator uses it"):
+    with pytest.raises(StartupError, match="in use by another coordinator"):
         BatchStore(str(tmp_path), 1)
     store.close()
     BatchStore(str(tmp_path), 1).close()
@@ -527,9 +527,9 @@ async def test_concurrent_downloads_are_limited_per_owner_and_in_total(
         async with asyncio.timeout(5):
             while downloads.taken.total() < 2:
                 await asyncio.sleep(0.01)
-        with pytest.raises(openai.RateLimitError, match="1 of your files are being downloaded"):
+        with pytest.raises(openai.RateLimitError, match="1 of your files are already being downloaded"):
             await client.files.content(files[0].id)
-        with pytest.raises(openai.InternalServerError, match="2 files are being downloaded") as full:
+        with pytest.raises(openai.InternalServerError, match="2 files are already being downloaded") as full:
             await clients[2].files.content(files[2].id)
         assert full.value.status_code == 503 and full.value.response.headers["retry-after"] == "5"
         for each in held:
@@ -567,7 +567,7 @@ async def test_concurrent_uploads_are_limited(
         async with asyncio.timeout(5):
             while not routes._uploads.taken:
                 await asyncio.sleep(0.01)
-        with pytest.raises(openai.InternalServerError, match="1 files are being uploaded"):
+        with pytest.raises(openai.InternalServerError, match="1 files are already being uploaded"):
             await client.files.create(file=("a", b"x"), purpose="batch")
         await slow.close()
         async with asyncio.timeout(5):
@@ -588,7 +588,8 @@ async def test_the_uploads_of_one_key_leave_room_for_others(tmp_path: Path, text
             await each.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
         for each in slow[2:]:
             code, headers, body = await each.answer()
-            assert code == 429 and headers["retry-after"] == "5" and b"2 of your files are being uploaded" in body
+            assert code == 429 and headers["retry-after"] == "5"
+            assert b"2 of your files are already being uploaded" in body
         with pytest.raises(openai.RateLimitError):
             await client.files.create(file=("a", b"x"), purpose="batch")
         assert await client.with_options(api_key=OTHER).files.create(file=("a", b"x"), purpose="batch")
@@ -619,7 +620,7 @@ async def test_a_slow_upload_times_out_and_a_steady_one_does_not(
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
         async with asyncio.timeout(10):
             answer = await http.post("/v1/files", content=form(b"x", 10**6), headers=kind)
-        assert answer.status_code == 408 and "10000 bytes a second" in answer.text
+        assert answer.status_code == 408 and "10000 bytes per second" in answer.text
         answer = await http.post("/v1/files", content=form(b"x" * 1000, 100), headers=kind)
         assert answer.status_code == 200 and answer.json()["bytes"] == 100_000
         await http.aclose()
@@ -728,11 +729,11 @@ def test_unfinished_batches_are_limited_per_owner_and_in_total(tmp_path: Path, m
         return store.add_batch(owner, "", COMPLETIONS, files[owner], {})["id"]
 
     first, second = add("a"), add("a")
-    with pytest.raises(QuotaExceeded, match="2 batches have not ended; cancel one, or wait") as refused:
+    with pytest.raises(QuotaExceeded, match="2 batches are unfinished: cancel one or wait") as refused:
         add("a")
     assert refused.value.code == "too_many_batches" and refused.value.retry_after_s
     add("b")
-    with pytest.raises(Unavailable, match="3 batches of all clients have not ended") as full:
+    with pytest.raises(Unavailable, match="3 batches of all clients are unfinished") as full:
         add("b")
     assert full.value.code == "too_many_batches" and full.value.retry_after_s
     store.cancel("a", first)

@@ -88,7 +88,7 @@ async def test_dns_rebinding_is_refused_by_the_host_header(text_model: TextModel
     ["chat.example", "https://", "https://a/b", "http://[", "http://[1.2]", "https://a b", "https://a:99999", "*, x"],
 )
 def test_invalid_allowed_origins_are_refused_and_valid_ones_normalised(text: str) -> None:
-    with pytest.raises(StartupError, match=r"--allowed-origins: .* is no origin such as"):
+    with pytest.raises(StartupError, match=r"--allowed-origins: .* is not an origin such as"):
         _origins(text)
     assert _origins(" https://A.example:8443, https://a.example:443,null,*,http://[::1]:3000,") == (
         "https://a.example:8443",

@@ -97,20 +97,20 @@ async def test_grpc_serves_tls_clients_and_refuses_plaintext(
 def test_invalid_tls_files_are_refused_with_the_name_of_their_flag(certificate_dir: Path, tmp_path: Path) -> None:
     assert read_front_tls("", "") is None
     certificate, key = str(certificate_dir / "server.pem"), str(certificate_dir / "server-key.pem")
-    with pytest.raises(StartupError, match="--tls-cert-file needs --tls-key-file"):
+    with pytest.raises(StartupError, match="--tls-cert-file requires --tls-key-file"):
         read_front_tls(certificate, "")
-    with pytest.raises(StartupError, match="--tls-key-file needs --tls-cert-file"):
+    with pytest.raises(StartupError, match="--tls-key-file requires --tls-cert-file"):
         read_front_tls("", key)
-    with pytest.raises(StartupError, match="do not fit"):
+    with pytest.raises(StartupError, match="do not match"):
         read_front_tls(certificate, str(certificate_dir / "decode-key.pem"))
     with pytest.raises(StartupError, match=r"--tls-cert-file .*No such file"):
         read_front_tls(str(tmp_path / "none"), key)
-    with pytest.raises(StartupError, match=r"--tls-key-file .*no PEM"):
+    with pytest.raises(StartupError, match=r"--tls-key-file .*not a PEM"):
         (tmp_path / "key").write_text("x")
         (tmp_path / "key").chmod(0o600)
         read_front_tls(certificate, str(tmp_path / "key"))
     make_certificates(tmp_path / "old", ("localhost",), 1, datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
     with pytest.raises(StartupError, match=r"--tls-cert-file .*expired on 2020-01-02"):
         read_front_tls(str(tmp_path / "old" / "server.pem"), str(tmp_path / "old" / "server-key.pem"))
-    with pytest.raises(StartupError, match=r"--tls-cert-file /dev/zero: it is no PEM"):
+    with pytest.raises(StartupError, match=r"--tls-cert-file /dev/zero: not a PEM"):
         read_front_tls("/dev/zero", key)

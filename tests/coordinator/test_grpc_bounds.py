@@ -64,7 +64,7 @@ TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
     ("logit_bias", {"sampling": {"logit_bias": MANY}}, ENTRIES.format("logit_bias", 300)),
     ("stop_token_ids", {"sampling": {"stop_token_ids": MANY}}, ENTRIES.format("stop_token_ids", 64)),
     ("bad_words", {"sampling": {"bad_words": MANY}}, ENTRIES.format("bad_words", 128)),
-    ("bad_words", {"sampling": {"bad_words": [IDS]}}, "an entry of bad_words is 1 to 64 tokens, not 4000000"),
+    ("bad_words", {"sampling": {"bad_words": [IDS]}}, "an entry of bad_words must be 1 to 64 tokens, not 4000000"),
     ("allowed_token_ids", {"sampling": {"allowed_token_ids": MANY}}, ENTRIES.format("allowed_token_ids", 512)),
 ]
 
@@ -127,9 +127,9 @@ def large(**fields: Any) -> bytes:
     [
         ("Generate", large(), {}, "messages has at most 4096 entries"),
         ("Generate", large(text="a" * 5000), {}, "this model's context is 128 tokens"),
-        ("Generate", b"\xff" * 5000, {}, "is not a message"),
-        ("GetModelInfo", b"\xff" * 5000, {}, "is not a message"),
-        ("Generate", large(), {b"digest": Client("k", "t")}, "an API key is needed"),
+        ("Generate", b"\xff" * 5000, {}, "invalid request message"),
+        ("GetModelInfo", b"\xff" * 5000, {}, "invalid request message"),
+        ("Generate", large(), {b"digest": Client("k", "t")}, "missing API key"),
     ],
 )
 async def test_a_refused_message_is_freed(

@@ -217,7 +217,7 @@ async def test_total_memory_of_large_responses_being_sent_is_bounded(
                 await asyncio.sleep(0.01)
             await other.post("/v1/completions", {"prompt": "Hello"})
             status, headers, body = await other.answer()
-            assert (status, headers["retry-after"]) == (503, "5") and b"large answers" in body
+            assert (status, headers["retry-after"]) == (503, "5") and b"large responses" in body
             generator.script = [whole("y" * 100)]
             await other.post("/v1/completions", {"prompt": "Hello"})
             assert (await other.answer())[0] == 200

@@ -65,7 +65,7 @@ async def test_join_is_refused_with_the_name_of_the_field(case: str, caplog: pyt
         assert caught.value.code == "join_refused"
         assert f" {field}: " in caught.value.message
         assert b.pipeline.workers()["joins_refused"] == {field: 1}
-        assert "(it dialled from ipv4:127.0.0.1:" in caplog.text
+        assert "(peer: ipv4:127.0.0.1:" in caplog.text
         assert TOKEN not in caplog.text + caught.value.message + repr(HERE)
         assert [r.worker_id for r in b.cluster.workers.all()] == ["d0"]
         record = b.cluster.workers.get("d0")
@@ -81,7 +81,7 @@ async def test_worker_with_another_tensor_parallel_size_joins() -> None:
 async def test_join_with_a_token_is_refused_if_the_cluster_has_none() -> None:
     """The worker would refuse the links of the other workers, which have no token."""
     async with bench() as b:
-        with pytest.raises(BatonError, match="token: this cluster has none; leave out --cluster-token-file"):
+        with pytest.raises(BatonError, match="token: this cluster has no token; remove --cluster-token-file"):
             await join(b.port, HERE)
         assert isinstance(await join(b.port, replace(HERE, token="")), Welcome)
 
@@ -98,5 +98,5 @@ async def test_draining_a_worker_requires_the_cluster_token() -> None:
             await asyncio.to_thread(drain_worker, address, "d9", 1.0, TOKEN)
         await asyncio.to_thread(drain_worker, address, "d0", 1.0, TOKEN)
         assert b.state("d0") == "draining"
-    with pytest.raises(Unavailable, match="no coordinator answers"):
+    with pytest.raises(Unavailable, match="no reply from a coordinator"):
         await asyncio.to_thread(drain_worker, address, "d0", 1.0, TOKEN, 0.5)

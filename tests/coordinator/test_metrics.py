@@ -166,7 +166,7 @@ def test_each_request_is_logged_in_one_line(clock: Clock, caplog: pytest.LogCapt
     assert fast.levelno == logging.INFO and slow.levelno == logging.WARNING
     assert fast.getMessage() == (
         "r1 finished: length; 10 prompt tokens (4 cached), 3 generated; prefill-0 to decode-0; queue 20 ms, prefill"
-        " 100 ms, reserve 0 ms, transfer 0 ms, decode_queue 0 ms, decode 500 ms; first token after 200 ms; all 730 ms"
+        " 100 ms, reserve 0 ms, transfer 0 ms, decode_queue 0 ms, decode 500 ms; first token after 200 ms; total 730 ms"
     )
     assert slow.getMessage().startswith("slow: r1 failed: worker_lost; 10 prompt tokens (0 cached), 3 generated; first")
 

@@ -111,7 +111,7 @@ async def test_quota_charges_used_tokens_and_is_released_however_a_request_ends(
 
         leaves = asyncio.create_task(ask("leaves"))
         await p.received(Prefill)
-        with pytest.raises(QuotaExceeded, match="1 requests at once"):
+        with pytest.raises(QuotaExceeded, match="1 concurrent requests"):
             await ask("too-many")
         leaves.cancel()
         await asyncio.wait([leaves])
@@ -184,7 +184,7 @@ async def test_closing_the_generator_aborts_the_request() -> None:
         await first
         await deltas.aclose()
         assert len(b.requests) == 0
-        assert (await d.received(Abort)).reason == (await p.received(Abort)).reason == "the client left"
+        assert (await d.received(Abort)).reason == (await p.received(Abort)).reason == "the client disconnected"
 
 
 @pytest.mark.parametrize("reporter", ["prefill", "decode"])
@@ -330,7 +330,7 @@ async def test_request_waiting_for_its_grammar_counts_against_the_quota() -> Non
         leaves, stays = ask("leaves"), ask("stays")
         await until(lambda: grammars.asked == ["k", "k"])
         error = await ask("too-many").failed()
-        assert isinstance(error, QuotaExceeded) and "2 requests at once" in error.message
+        assert isinstance(error, QuotaExceeded) and "2 concurrent requests" in error.message
         assert len(grammars.asked) == 2 and not len(b.requests)
         await leaves.leave()
         other = ask("other")

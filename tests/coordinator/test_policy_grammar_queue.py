@@ -106,7 +106,7 @@ def test_waiting_grammars_are_limited_per_client() -> None:
         queue.add(client, "x2")
         if not client:
             queue.add(client, "x1")
-        with pytest.raises(QuotaExceeded, match=f"2 grammars of {whose} wait") as caught:
+        with pytest.raises(QuotaExceeded, match=f"2 grammars of {whose} are already waiting") as caught:
             queue.add(client, "x3")
         assert caught.value.retry_after_s == 1
     queue.add("y", "x3")

@@ -53,7 +53,7 @@ def test_any_delivery_gives_every_token_once_in_order_and_one_end(case: tuple[li
 def test_conflicting_repeat_of_a_token_raises_invariant_error() -> None:
     journal = Journal(make_request())
     journal.accept(1, 0, (5, 6))
-    with pytest.raises(InvariantError, match="output 1 came as 6 and as 7"):
+    with pytest.raises(InvariantError, match="output 1 was 6 and is 7"):
         journal.accept(1, 1, (7,))
 
 
@@ -83,7 +83,7 @@ def test_tokens_after_the_end_are_dropped() -> None:
 
 def test_held_tokens_are_bounded() -> None:
     journal = Journal(make_request(max_tokens=1 << 20))
-    with pytest.raises(InvariantError, match="wait for 0"):
+    with pytest.raises(InvariantError, match="await index 0"):
         journal.accept(1, 1, tuple(range(1, MAX_HELD_TOKENS + 2)))
 
 
@@ -135,7 +135,7 @@ def test_log_probabilities_are_kept_with_their_tokens_in_any_order() -> None:
 
 def test_tokens_without_the_requested_log_probabilities_are_refused() -> None:
     asked = Journal(replace(make_request(), sampling=SamplingParams(logprobs=0)))
-    with pytest.raises(InvariantError, match="0 log-probabilities came with 1 tokens"):
+    with pytest.raises(InvariantError, match="0 log-probabilities received with 1 tokens"):
         asked.accept(1, 0, (5,))
     with pytest.raises(InvariantError, match="1 log-probabilities"):
         Journal(make_request()).accept(1, 0, (5,), (TokenLogprob(5, -1.0, 1),))

@@ -29,7 +29,7 @@ def test_concurrent_requests_are_limited() -> None:
     quotas, who = Quotas(), client(requests_at_once=2)
     quotas.admit(who, 0.0)
     quotas.admit(who, 0.0)
-    assert "2 requests at once" in refused(quotas, who, 0.0).message
+    assert "2 concurrent requests" in refused(quotas, who, 0.0).message
     quotas.ended(who, 0, 0.0)
     quotas.admit(who, 0.0)
     quotas.admit(Client("other", limits=who.limits), 0.0)
@@ -64,7 +64,7 @@ def test_tokens_are_charged_at_the_end_and_an_overdraft_delays_new_requests() ->
     quotas.admit(who, 0.0)
     quotas.ended(who, 1000, 0.0)
     error = refused(quotas, who, 0.0)
-    assert error.retry_after_s == 40.0 and "600 tokens a minute" in error.message
+    assert error.retry_after_s == 40.0 and "600 tokens per minute" in error.message
     assert refused(quotas, who, 39.9)
     quotas.admit(who, 40.1)
 

@@ -190,7 +190,7 @@ def test_loss_of_a_decode_worker_that_has_all_kv_counts_as_a_death() -> None:
     r, s = d.at(Stage.HANDOVER)
     d.lose("d0")
     d.handed_over("p0", s, "d0")  # reported after d0 was lost
-    assert r.deaths == ["d0 (lost as it took the KV)"]
+    assert r.deaths == ["d0 (lost during the hand-over)"]
     assert d.take(StartPrefill)[0].request.output == (5,)
 
 
@@ -652,7 +652,7 @@ def test_deadline_error_names_the_stage() -> None:
     d.tick(0.9)
     assert not r.ended
     d.tick(0.1)
-    assert d.error(r).message == "the request did not finish within its 1.0 s (stage prefill)"
+    assert d.error(r).message == "the request did not finish within its deadline of 1.0 s (stage prefill)"
     assert d.error(r).code == "deadline_exceeded"
     assert [c.sequence for _, c in d.sent(Abort)] == [s, s]
 
@@ -669,7 +669,7 @@ def test_queue_room_for_choices_is_released_with_their_request() -> None:
     assert not d.requests.dispatcher.incomplete
     d.requests.check()
     d.requests.dispatcher._to_come[r.name] = 4
-    with pytest.raises(InvariantError, match="room is kept"):
+    with pytest.raises(InvariantError, match="room is reserved"):
         d.requests.check()
 
 

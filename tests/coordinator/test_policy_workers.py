@@ -88,10 +88,10 @@ def test_first_worker_must_match_the_coordinators_model_and_have_a_block_size(wo
 @pytest.mark.parametrize(
     ("facts", "difference"),
     [
-        ({"vocab_size": 7}, "from which this one differs in vocab_size: 100 and 7"),
-        ({"layout": make_layout(layers=3)}, "from which this one differs in layers: 2 and 3"),
-        ({"layout": make_layout(8, heads=4)}, "from which this one differs in layers[0].num_kv_heads: 2 and 4"),
-        ({}, "this one has KV and a vocabulary of the same size but another config.json"),
+        ({"vocab_size": 7}, "the worker's differs in vocab_size: 100 and 7"),
+        ({"layout": make_layout(layers=3)}, "the worker's differs in layers: 2 and 3"),
+        ({"layout": make_layout(8, heads=4)}, "the worker's differs in layers[0].num_kv_heads: 2 and 4"),
+        ({}, "the worker's has the same KV layout and vocabulary size but another config.json"),
     ],
 )
 def test_worker_with_another_model_is_refused_with_the_difference(
@@ -99,7 +99,7 @@ def test_worker_with_another_model_is_refused_with_the_difference(
 ) -> None:
     with pytest.raises(JoinRefused) as caught:
         workers.join(join(config_digest="0123456789abcdef" * 4, **facts), 0.0)
-    digests = "config_digest: c here and 0123456789ab"
+    digests = "config_digest: c here, 0123456789ab at the worker"
     assert caught.value.message == (
         f"decode worker d0 refused: {digests}; the coordinator's model is /models/m, {difference}"
     )
@@ -111,9 +111,7 @@ def test_worker_with_other_weights_is_refused_with_the_name_of_a_present_worker(
     with pytest.raises(JoinRefused) as caught:
         workers.join(join("d1", model_digest="b" * 64), 0.0)
     digests = f"model_digest: {'a' * 12} and {'b' * 12}"
-    assert caught.value.message == (
-        f"decode worker d1 refused: {digests}; its weights differ from what d0 has on host '10.0.0.7'"
-    )
+    assert caught.value.message == (f"decode worker d1 refused: {digests}; d0 on host '10.0.0.7' has different weights")
     assert caught.value.param == "model_digest"
 
 

@@ -138,7 +138,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
     await compiler.compile(Constraint("regex", "a", "f"))  # starts the child
     monkeypatch.setattr(structured_output, "COMPILE_S", 0.0)
     began = time.monotonic()
-    with pytest.raises(InvalidRequest, match=r"takes over|too complex|too many"):
+    with pytest.raises(InvalidRequest, match=r"takes more than|too complex|too many"):
         await compiler.compile(Constraint("regex", BOMB, "f"))
     assert compiler._children[0].executor is None and time.monotonic() - began < 20
     monkeypatch.setattr(structured_output, "COMPILE_S", 30.0)
@@ -174,7 +174,7 @@ async def test_grammar_that_timed_out_is_compiled_again_on_the_next_request(
     (child,) = compiler._children[0].executor._processes.values()  # type: ignore[union-attr]
     monkeypatch.setattr(structured_output, "COMPILE_S", 0.5)
     os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(InvalidRequest, match="takes over"):
+    with pytest.raises(InvalidRequest, match="takes more than"):
         await compiler.compile(wanted)
     monkeypatch.setattr(structured_output, "COMPILE_S", 30.0)
     assert await compiler.compile(wanted)
@@ -292,7 +292,7 @@ async def test_waiting_grammars_are_limited_per_client_and_others_are_served(gat
     flood = await gate.flood(MAX_WAITING)
     flood.append(gate.ask("one more", "flood"))  # now MAX_WAITING wait, besides the one being compiled
     await asyncio.sleep(0)
-    with pytest.raises(QuotaExceeded, match=f"{MAX_WAITING} grammars of this API key wait") as caught:
+    with pytest.raises(QuotaExceeded, match=f"{MAX_WAITING} grammars of this API key are already waiting") as caught:
         await gate.ask("too many", "flood")
     assert caught.value.retry_after_s == 1
     other = gate.ask("other", "other")
@@ -417,6 +417,6 @@ async def test_too_many_waiting_grammars_are_a_429_with_retry_after(
         waiting.append(gate.ask("last", ""))
         answer = await client.post(COMPLETIONS, json=GOOD[COMPLETIONS] | {"guided_regex": "refused"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
-    assert "64 grammars of clients without an API key wait" in answer.json()["error"]["message"]
+    assert "64 grammars of clients without an API key are already waiting" in answer.json()["error"]["message"]
     gate.open.set()
     await asyncio.gather(*waiting, return_exceptions=True)

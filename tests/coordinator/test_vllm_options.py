@@ -60,7 +60,7 @@ async def test_chat_template_kwargs_are_variables_of_the_template(tmp_path: Path
 async def test_final_message_cannot_be_continued_if_the_template_omits_it(tmp_path: Path) -> None:
     model = TextModel.load(text_dir(tmp_path / "m", template="{{ messages[0].content }}"))
     talk = [ChatMessage("user", "a"), ChatMessage("assistant", "bcd")]
-    with pytest.raises(Exception, match="does not show the last message"):
+    with pytest.raises(Exception, match="does not render the last message"):
         await model.encode_chat_async(talk, Rendering(continue_final_message=True))
 
 

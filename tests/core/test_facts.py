@@ -29,7 +29,7 @@ def test_layouts_name_the_layer_field_that_differs(name: str) -> None:
 
 
 def test_layouts_name_block_size_and_number_of_layers() -> None:
-    assert make_layout(4).first_difference(make_layout(6)) == "block_size: 4 and 6, of which neither divides the other"
+    assert make_layout(4).first_difference(make_layout(6)) == "block_size: 4 and 6, neither divides the other"
     assert make_layout(layers=2).first_difference(make_layout(layers=3)) == "layers: 2 and 3"
     assert make_layout().first_difference(make_layout()) is None
 
@@ -53,7 +53,7 @@ def test_workers_name_the_fact_that_differs(name: str) -> None:
 def test_workers_name_the_layout_field_that_differs() -> None:
     assert (
         make_facts().first_difference(make_facts(layout=make_layout(3)))
-        == "block_size: 4 and 3, of which neither divides the other"
+        == "block_size: 4 and 3, neither divides the other"
     )
 
 

@@ -100,7 +100,7 @@ def test_every_field_is_signed() -> None:
 def test_spent_handles_are_kept_until_they_expire() -> None:
     spent, handle = SpentHandles(), make_handle(expires_ms=12_000, signature=b"s")
     spent.spend(handle, 10_000.0)
-    with pytest.raises(StaleHandle, match="used before"):
+    with pytest.raises(StaleHandle, match="already used"):
         spent.spend(handle, 11_900.0)
     spent.spend(make_handle(expires_ms=27_000, signature=b"t"), 25_000.0)
     assert len(spent) == 1

@@ -159,7 +159,7 @@ def test_sampling_that_depends_on_previous_tokens_prevents_planning_ahead(sampli
         assert scheduler.begin_step(0.0) is None and not plan.token_sources
         finish(scheduler, plan)
     assert scheduler.steps_ahead == 0
-    with pytest.raises(InvariantError, match="needs its token"):
+    with pytest.raises(InvariantError, match="depends on its token"):
         scheduler._entries[A].sequence.row_behind(plan.rows[0])
 
 
@@ -179,7 +179,7 @@ def test_steps_with_draft_tokens_are_never_planned_ahead() -> None:
     scheduler = make(speculation=Speculation(NgramDrafts(), fixed_length=2))
     assert not scheduler.plan_ahead
     row = Row(A, 0, (1, 2, 3), (0,), SamplingParams(), 2)
-    assert waits_for(StepPlan(1, (row,)), []) == "how many draft tokens are right"
+    assert waits_for(StepPlan(1, (row,)), []) == "the number of accepted draft tokens"
 
 
 def test_no_step_is_planned_ahead_when_blocks_are_short() -> None:

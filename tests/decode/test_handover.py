@@ -110,7 +110,7 @@ def test_blocks_are_freed_after_the_last_write_into_them_has_ended() -> None:
     actions = kit.machine.receive_failed(kit.peer, kit.chunk(FIRST), "the edge broke", NOW, edge_open=False)
     assert actions == [
         Dropped(R, "the edge broke"),
-        Reply(kit.peer, EdgeReady(*FIRST, 1, "generation 1 has ended here")),
+        Reply(kit.peer, EdgeReady(*FIRST, 1, "edge generation 1 is closed")),
     ]  # the abort is sent when the other edge has ended, too
     kit.machine.write_ended(kit.peer, kit.chunk(FIRST))
     assert kit.scheduler.blocks.num_free < 8

@@ -36,7 +36,7 @@ async def test_repeated_offer_is_refused_and_the_first_remains_valid() -> None:
         assert isinstance(again, Refuse) and again.code == "duplicate_request"
         assert p.decode.worker.scheduler.receiving(R)
         short = await p.request(replace(p.offer("s"), num_tokens=3))
-        assert isinstance(short, Refuse) and "3 tokens offered of 8" in short.message
+        assert isinstance(short, Refuse) and "the offer has 3 tokens, its request 8" in short.message
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ async def test_repeated_offer_is_refused_and_the_first_remains_valid() -> None:
         ("bytes cannot be KV", {"num_bytes": 64}),
         ("the last chunk", {"last": False}),
         ("the last chunk", {"first_token": None}),
-        ("first token 65536 is not one of 65536", {"first_token": 1 << 16}),
-        ("first token -7 is not one of", {"first_token": -7}),
+        ("first token 65536 is outside the vocabulary of 65536", {"first_token": 1 << 16}),
+        ("first token -7 is outside the vocabulary of", {"first_token": -7}),
         ("bytes of KV cannot be staged", {"num_bytes": -(1 << 40)}),
         ("bytes of KV cannot be staged", {"num_bytes": 0}),
-        ("is not being received", {"sequence": SequenceId("x")}),
-        ("is not being received", {"sequence": SequenceId("r", 0, 2)}),
+        ("is not receiving the sequence", {"sequence": SequenceId("x")}),
+        ("is not receiving the sequence", {"sequence": SequenceId("r", 0, 2)}),
         ("generation 2 is closed", {"edge_generation": 2}),
         ("generation 0 is closed", {"edge_generation": 0}),
     ],
@@ -78,7 +78,7 @@ async def test_invalid_chunk_is_refused_before_a_receive_is_posted(why: str, cha
         assert not p.decode.worker.hand_overs.writing
         assert p.decode.worker.scheduler.receiving(R) == ("sequence" in changes)  # it ends its own sequence
         if "sequence" not in changes:
-            assert "is not being received" in (await p.request(p.chunk()[0])).reason
+            assert "is not receiving the sequence" in (await p.request(p.chunk()[0])).reason
             await p.request(p.offer("s"))
         other = p.chunk(sequence=R if "sequence" in changes else SequenceId("s"))
         assert isinstance(await p.send(*other), Ack)  # other sequences and the edge are intact
@@ -147,7 +147,7 @@ async def test_chunk_of_an_older_edge_generation_is_refused() -> None:
         old = p.edge
         await p.open_edge(2)
         answer = await p.request(p.chunk()[0])
-        assert isinstance(answer, EdgeReady) and "generation 1 has ended" in answer.error
+        assert isinstance(answer, EdgeReady) and "generation 1 is closed" in answer.error
         assert isinstance(await p.receive(), AbortTransfer)
         await p.request(p.offer("s"))
         assert (await p.send(*p.chunk(sequence=SequenceId("s"), edge_generation=2))).complete
@@ -177,7 +177,7 @@ async def test_edge_whose_peer_never_connects_is_reported_as_an_error() -> None:
 async def test_edge_between_ranks_without_common_heads_is_refused(key: tuple[int, int]) -> None:
     async with peer() as p:
         answer = await p.request(EdgeOpen(*key, 1, "x"))
-        assert answer == EdgeReady(*key, 1, f"no KV goes from rank {key[0]} to rank {key[1]}")
+        assert answer == EdgeReady(*key, 1, f"no edge from prefill rank {key[0]} to decode rank {key[1]}")
         await p.request(p.offer())
         chunk, _ = p.chunk(prefill_rank=key[0], decode_rank=key[1])
         assert isinstance(await p.request(chunk), EdgeReady)

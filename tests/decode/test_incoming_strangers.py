@@ -47,7 +47,7 @@ async def test_unexpected_error_at_an_offer_refuses_only_that_offer(
         with monkeypatch.context() as changed:
             changed.setattr(p.decode.worker.scheduler, "reserve", fail)
             answer = await p.request(p.offer("s"))
-        assert answer == Refuse(SequenceId("s"), "internal_error", "internal error at an offer")
+        assert answer == Refuse(SequenceId("s"), "internal_error", "internal error handling an offer")
         assert "unheard of" in caplog.text
         await p.open_edge(1)
         assert (await p.send(*p.chunk())).complete

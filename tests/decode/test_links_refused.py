@@ -36,7 +36,7 @@ async def test_incompatible_link_is_refused_with_the_reason_and_counted(
         assert caught.value.code == "join_refused"
         assert caught.value.message.startswith(f"link refused: {why}") and "\n" not in caught.value.message
         (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.worker"]
-        assert line == f"{caught.value.message} (it came from 'p0')"
+        assert line == f"{caught.value.message} (from 'p0')"
         assert decode.worker.load().links_refused == 1
         good = await dial_link(decode.address, source.worker._hello(), 2.0)  # links are still accepted
         assert decode.worker.load().links_refused == 1

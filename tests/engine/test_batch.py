@@ -42,12 +42,15 @@ def test_plan_with_host_and_device_draft_tokens_is_refused(beside: dict[str, obj
     drafting = replace(FITS, tokens=(7, 0, 0), num_sampled=3)
     plan = StepPlan(1, (drafting, replace(FITS, **beside)), drafted=(2, 0))  # type: ignore[arg-type]
     if not beside:
-        with pytest.raises(InvariantError, match="2 samples, and 0 draft tokens: known drafts beside others"):
+        with pytest.raises(InvariantError, match="2 samples do not match 0 draft tokens on the device"):
             make_batch(plan, LIMITS, torch.device("cpu"))
     else:
         draws = make_batch(plan, LIMITS, torch.device("cpu")).draws
         assert [d.output_index for d in draws] == [5, 6, 7, 5][: len(draws)] and not any(d.drafts for d in draws)
-    for wrong, message in (((1, 0), "3 samples, and 1 draft tokens"), ((2,), "draft tokens for 1 rows, and 2 rows")):
+    for wrong, message in (
+        ((1, 0), "3 samples do not match 1 draft tokens"),
+        ((2,), "draft tokens for 1 rows, but it has 2 rows"),
+    ):
         with pytest.raises(InvariantError, match=message):
             make_batch(replace(plan, drafted=wrong), LIMITS, torch.device("cpu"))
 

@@ -134,11 +134,11 @@ WRONG_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]
     "extra": (lambda t: t.update({"model.layers.3.x": torch.ones(2)}), "tensor model.layers.3.x does not belong"),
     "transposed": (
         lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.ones(64, 160)}),
-        "tensor model.layers.0.mlp.up_proj.weight has shape [64, 160], config.json asks for [160, 64]",
+        "tensor model.layers.0.mlp.up_proj.weight has shape [64, 160], config.json requires [160, 64]",
     ),
     "wrong vocabulary": (
         lambda t: t.update({"lm_head.weight": torch.ones(321, 64)}),
-        "tensor lm_head.weight has shape [321, 64], config.json asks for [320, 64]",
+        "tensor lm_head.weight has shape [321, 64], config.json requires [320, 64]",
     ),
     "empty tensor": (lambda t: t.update({Q_PROJ: torch.ones(0, 64)}), f"tensor {Q_PROJ} has shape [0, 64]"),
     "mixed dtypes": (lambda t: t.update({Q_PROJ: t[Q_PROJ].bfloat16()}), f"tensor {Q_PROJ} is torch.bfloat16"),
@@ -225,9 +225,9 @@ WRONG_INDEXES: dict[str, tuple[Damage, str]] = {
     "shard missing": (lambda d: (d / SHARD).unlink(), f"{SHARD}: No such file"),
     "mapped to another shard": (
         edit_index(lambda m: m.update({Q_PROJ: "model-00001-of-00003.safetensors"})),
-        f"tensor {Q_PROJ} is in {SHARD}, but the index says model-00001-of-00003.safetensors",
+        f"tensor {Q_PROJ} is in {SHARD}, but the index names model-00001-of-00003.safetensors",
     ),
-    "not in the index": (edit_index(lambda m: m.pop(Q_PROJ)), f"tensor {Q_PROJ} is in {SHARD}, but the index says"),
+    "not in the index": (edit_index(lambda m: m.pop(Q_PROJ)), f"tensor {Q_PROJ} is in {SHARD}, but the index names"),
     "in the index only": (edit_index(lambda m: m.update(ghost=SHARD)), f"{SHARD}: tensor ghost is missing"),
     "in two shards": (in_two_shards, f"{SHARD}: tensor model.embed_tokens.weight is also in model-0"),
     "parent directory": (edit_index(lambda m: m.update({Q_PROJ: f"../{SHARD}"})), f"{Q_PROJ} is mapped to '../"),
@@ -238,7 +238,7 @@ WRONG_INDEXES: dict[str, tuple[Damage, str]] = {
     "not JSON": (lambda d: (d / INDEX).write_text("{"), INDEX),
     "deep JSON": (lambda d: (d / INDEX).write_text("[" * 100_000), INDEX),
     "not an object": (lambda d: (d / INDEX).write_text("[]"), "weight_map is missing"),
-    "link that leaves": (link_outside, f"{SHARD}: a link that leaves the model directory"),
+    "link that leaves": (link_outside, f"{SHARD}: symbolic link points outside the model directory"),
     "directory": (directory, f"{SHARD}: not a regular file"),
     "fifo": (fifo, f"{SHARD}: not a regular file"),
 }
@@ -267,9 +267,9 @@ def test_config_that_is_missing_or_not_json_is_refused(single: Path) -> None:
 
 def test_missing_and_pickled_weights_are_refused(single: Path) -> None:
     (single / SINGLE).unlink()
-    assert "neither model.safetensors nor" in load_error(single)
+    assert "found neither model.safetensors nor" in load_error(single)
     (single / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert "only pickled weights" in load_error(single)
+    assert "found only pickled weights" in load_error(single)
 
 
 def test_symlinks_of_a_hub_cache_are_followed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_missing_compiler_falls_back_to_torch_with_the_reason(
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert choose_kernels("auto", CPU) == (
         None,
-        "torch (no C++ compiler (no-such-compiler is not installed; CXX names another))",
+        "torch (no C++ compiler (no-such-compiler is not installed; set CXX to use another))",
     )
     with pytest.raises(StartupError, match="kernels avx2: no C\\+\\+ compiler"):
         choose_kernels("avx2", CPU)
@@ -113,7 +113,7 @@ def test_missing_compiler_falls_back_to_torch_with_the_reason(
 def test_cache_writable_by_other_users_is_refused(empty_cache: Path) -> None:
     empty_cache.mkdir()
     empty_cache.chmod(0o777)
-    with pytest.raises(CannotBuild, match="can be written by other users"):
+    with pytest.raises(CannotBuild, match="is writable by other users"):
         library("avx512")
 
 

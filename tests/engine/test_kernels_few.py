@@ -128,5 +128,5 @@ def test_few_queries_use_tiles_that_sum_in_another_order_and_the_name_reports_it
     assert torch.equal(in_pieces(case, OTHER_ORDER, 1), in_pieces(case, OTHER_ORDER, 150))
     assert products(kernels) > before
     monkeypatch.setattr(native, "load", lambda level: kernels)
-    name = "amx (few queries in tiles: vectors sum otherwise than this processor's tiles)"
+    name = "amx (tiles also for few queries: vectors sum in another order on this processor)"
     assert choose_kernels("amx", CPU) == (kernels, name)

@@ -21,7 +21,7 @@ LAYOUT = KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 8, "bfloat16")))
 
 
 def test_kv_pool_larger_than_memory_is_refused_in_one_line() -> None:
-    with pytest.raises(StartupError, match=r"cpu has no \S+ GiB for KV; give less with --kv-memory-gib"):
+    with pytest.raises(StartupError, match=r"cpu: cannot allocate \S+ GiB for KV; lower --kv-memory-gib"):
         KVPool(LAYOUT, 1 << 50, torch.device("cpu"))
 
 

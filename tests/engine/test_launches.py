@@ -150,7 +150,7 @@ def test_invalid_collect_and_launch_are_refused(target: Runner) -> None:
     target.launch(StepPlan(7, (row("a", 0, (1, 2), 0),)))
     plans: list[StepPlan] = []
     target.lead(plans.append)
-    with pytest.raises(InvariantError, match="step 9 is fed by the step before it, and 7 was launched last"):
+    with pytest.raises(InvariantError, match="step 9 needs the tokens of the previous step, but 7 was the last"):
         target.launch(StepPlan(9, (row("a", 2, (0,), 0),), token_sources=(0,)))
     target.collect()
     assert not plans, "a follower would wait in it"

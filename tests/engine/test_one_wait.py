@@ -255,10 +255,10 @@ def test_verification_has_draft_token_positions_and_a_wrong_count_is_refused(pai
     draft_tokens = draft.queue_draft_tokens(StepPlan(1, (_first_row(plan.drafts[0], plan),)), [2])
     plans: list[StepPlan] = []
     target.lead(plans.append)
-    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has 2"):
+    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, but got 2"):
         target.launch(plan.to_verify(), draft_tokens)
-    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has None"):
+    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, but got None"):
         target.launch(plan.to_verify())
-    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has None"):
+    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, but got None"):
         target.step(plan.to_verify())
     assert not plans, "a follower would wait in it"

@@ -132,7 +132,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
 
 def test_ranks_with_different_checkpoints_are_refused(checkpoint: Callable[..., Path], pool: RankPool) -> None:
     found = pool.start([checkpoint("llama"), checkpoint("llama", seed=1)], 2)  # type: ignore[arg-type]
-    assert [str(error) for error in found] == ["checkpoint digest: rank 1 has another one than rank 0"] * 2
+    assert [str(error) for error in found] == ["checkpoint digest: rank 1's differs from rank 0's"] * 2
 
 
 @pytest.mark.parametrize(

@@ -46,4 +46,4 @@ def test_a_rank_killed_in_a_step_ends_the_others(
         for rank in others:  # when each detected it, not when it exited
             found = receive(pool.pipes[rank])
             assert isinstance(found, Lost) and 0 < found.at - killed < stall.allows(SEEN_WITHIN_S)
-            assert rank or found.message.startswith(f"rank {victim} is gone: ")
+            assert rank or found.message.startswith(f"lost the connection to rank {victim}: ")

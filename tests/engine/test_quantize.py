@@ -151,5 +151,5 @@ def test_int8_on_a_gpu_and_unknown_names_are_refused() -> None:
 
 
 def test_int8_without_compiled_kernels_is_refused(checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(StartupError, match="quantize int8 needs compiled kernels, and there is only torch"):
+    with pytest.raises(StartupError, match="quantize int8 needs compiled kernels, not torch"):
         tiny_runner(checkpoint("llama"), quantize="int8", kernels="torch")

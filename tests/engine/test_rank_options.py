@@ -32,12 +32,10 @@ def test_ranks_with_compatible_options_find_no_difference() -> None:
 
 def test_message_names_option_values_and_ranks() -> None:
     assert difference([options_of(), options_of(), options_of(quantize="int8")]) == (
-        "quantize: none on rank 0 and int8 on rank 2; a worker's ranks need the same"
+        "quantize: none on rank 0 and int8 on rank 2; a worker's ranks must agree"
     )
-    assert difference([options_of(dtype="bfloat16"), options_of()]).endswith("; auto decides by the machine: name one")
-    assert (
-        difference([options_of(), options_of(digest="ab13")]) == "checkpoint digest: rank 1 has another one than rank 0"
-    )
+    assert difference([options_of(dtype="bfloat16"), options_of()]).endswith("; auto depends on the machine: set it")
+    assert difference([options_of(), options_of(digest="ab13")]) == "checkpoint digest: rank 1's differs from rank 0's"
 
 
 def test_bfloat16_ranks_must_all_use_torch_or_all_use_compiled_kernels() -> None:
@@ -73,9 +71,7 @@ def test_every_rank_reports_the_same_difference() -> None:
         thread.start()
     for thread in threads:
         thread.join(10.0)
-    assert received == dict.fromkeys(
-        range(3), "block-size: 16 on rank 0 and 32 on rank 2; a worker's ranks need the same"
-    )
+    assert received == dict.fromkeys(range(3), "block-size: 16 on rank 0 and 32 on rank 2; a worker's ranks must agree")
 
 
 def test_silent_rank_is_named() -> None:
@@ -88,7 +84,7 @@ def test_closed_store_raises_rank_lost() -> None:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("Connection reset by peer\nand a stack")
 
-    with pytest.raises(RankLost, match=r"store of this worker's ranks is gone: Connection reset by peer$"):
+    with pytest.raises(RankLost, match=r"lost the connection to the ranks' store: Connection reset by peer$"):
         agree(ClosedStore(), Ranks(0, 2, 0, 2), options_of(), 1.0)
 
 

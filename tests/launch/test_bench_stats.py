@@ -156,7 +156,7 @@ GOOD = {"timestamp": 1, "input_length": 2, "output_length": 3, "hash_ids": []}
 def test_invalid_trace_row_is_named(tmp_path: Path, name: str, text: str) -> None:
     good = f"{json.dumps(GOOD)}\n" if name == "m.jsonl" else ""
     (tmp_path / name).write_text(good + text)
-    with pytest.raises(ValueError, match=rf"^row {2 if good else 1} is not of a trace"):
+    with pytest.raises(ValueError, match=rf"^row {2 if good else 1} is not a trace row"):
         read_trace(tmp_path / name)
 
 

@@ -88,7 +88,7 @@ def test_unavailable_cores_are_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(StartupError) as refused:
         check_cores(pinned(f"{here[0]},3000-3001"), frozenset({"a"}))
     assert refused.value.message == (
-        f"node a: 'cores' asks for 3000-3001, but this process may run on {ranges(here)} only"
+        f"node a: 'cores' includes 3000-3001, but this process may run on {ranges(here)} only"
     )
     with pytest.raises(StartupError, match=r"decode-0 cannot be started: it may not run on cores 3000-3001$"):
         Child(ChildSpec("decode-0", ("true",), tmp_path / "log", cores=(3000, 3001)))

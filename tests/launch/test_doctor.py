@@ -67,7 +67,7 @@ def test_client_with_another_digest_can_neither_read_nor_write_the_board() -> No
         friend.put("x", {"a": 1})
         assert friend.get("x") == {"a": 1} and friend.get("y") is None
         for call in (lambda: stranger.get("x"), lambda: stranger.put("x", 2)):
-            with pytest.raises(PermissionError, match="another topology"):
+            with pytest.raises(PermissionError, match="different topology"):
                 call()
         assert board.values == {"x": {"a": 1}} and board.mismatched_hosts == {"127.0.0.1"}
         with pytest.raises(StartupError, match="cannot listen"):
@@ -105,7 +105,7 @@ def test_probe_that_never_started_is_reported(tmp_path: Path) -> None:
     for name in ("here/decode-0.0", "edge/prefill-0.0/decode-0.0", "edge/prefill-0.1/decode-0.0"):
         del values[name]
     errors = {found.error for found in read_results(values, tasks, 10.0) if found.error}
-    assert errors == {"no probe came up for decode-0 rank 0 (127.0.0.2)"}
+    assert errors == {"no probe connected for decode-0 rank 0 (127.0.0.2)"}
 
 
 def test_missing_result_is_attributed_to_the_exited_probe_and_not_to_the_network(tmp_path: Path) -> None:
@@ -128,21 +128,21 @@ def test_missing_result_is_attributed_to_the_exited_probe_and_not_to_the_network
 def test_measured_error_is_reported_even_if_the_other_probe_exited(name: str, exited: str, tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     values[name] = {"error": "cannot reach 127.0.0.2: No route to host"}
-    values[f"exited/{exited}"] = "has ended (killed)"
+    values[f"exited/{exited}"] = "exited (killed)"
     verdict = read_results(values, tasks, 10.0)
     (failed,) = (found for found in verdict if found.error)
     other = f"{exited.replace('.', ' rank ')} (127.0.0.2)"
-    assert failed.error == f"cannot reach 127.0.0.2: No route to host; the probe of {other} has ended (killed)"
+    assert failed.error == f"cannot reach 127.0.0.2: No route to host; the probe of {other} exited (killed)"
     assert not failed.untried
     out = io.StringIO()
     print_verdict(verdict, Console(file=out, width=150))
-    assert "firewall" in out.getvalue() and "says nothing about the network" not in out.getvalue()
+    assert "firewall" in out.getvalue() and "the network between these ranks was not tested" not in out.getvalue()
 
 
 def test_error_measured_at_the_other_end_is_reported_even_if_its_probe_exited(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     values["end/decode-0.0/prefill-0.1"] = {"error": "the bytes received differ from those sent"}
-    values["exited/decode-0.0"] = "has ended (killed)"
+    values["exited/decode-0.0"] = "exited (killed)"
     (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
     assert failed.error.startswith("at the other end: the bytes received differ from those sent; the probe of ")
     assert failed.seconds and not failed.untried
@@ -157,10 +157,10 @@ def test_exited_probe_ends_the_wait_and_is_not_reported_as_a_firewall(
     probe = ("/bin/sh", "-c", "echo noise; echo no such library >&2; exit 7")
     assert doctor(plan, frozenset({"a", "b"}), config, probe) == 1
     assert time.monotonic() - began < config.wait_s  # it did not wait for a probe that has ended
-    shown, why = capsys.readouterr().out, "has ended (exit code 7): no such library"
+    shown, why = capsys.readouterr().out, "exited (exit code 7): no such library"
     assert f"the probe of prefill-0 rank 1 (127.0.0.2) {why}" in shown
     assert f"the probe of decode-0 rank 0 (127.0.0.2) {why}" in shown
-    assert "firewall" not in shown and "says nothing about the network" in shown
+    assert "firewall" not in shown and "the network between these ranks was not tested" in shown
 
 
 def test_port_in_use_is_reported_as_a_running_cluster_with_the_other_findings(
@@ -206,8 +206,8 @@ def test_node_without_a_doctor_is_reported(
     config = DoctorConfig(limit_s=1, wait_s=2)
     assert doctor(plan_of(topology), frozenset({"a"}), config, ("/bin/sh", "-c", "sleep 60")) == 1
     text = capsys.readouterr().out
-    assert "node b: no doctor answered within 2 s" in text
-    assert "no probe came up for prefill-0 rank 0 (127.0.0.1), decode-0 rank 0 (127.0.0.2)" in text
+    assert "node b: no doctor reported within 2 s" in text
+    assert "no probe connected for prefill-0 rank 0 (127.0.0.1), decode-0 rank 0 (127.0.0.2)" in text
     code, text = run("--topology", topology, "--node", "b", "--wait-s", "1", "--limit-s", "2")
     assert code == 3 and "node b cannot reach the doctor of node a at 127.0.0.1" in text
 

@@ -16,7 +16,7 @@ def test_a_box_names_role_rank_host_code_reason_and_remedy() -> None:
     lines = box(failure(EXIT_STARTUP_ERROR, "tensor x\n  is damaged"))
     assert len({len(line) for line in lines}) == 1
     text = "\n".join(lines)
-    for part in ("prefill-0 failed", "rank 1 of 2", "node-b", "exit code 3", "tensor x is damaged", "correct what"):
+    for part in ("prefill-0 failed", "rank 1 of 2", "node-b", "exit code 3", "tensor x is damaged", "fix the cause"):
         assert part in text
 
 

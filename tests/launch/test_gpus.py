@@ -78,7 +78,7 @@ def test_a_topology_names_gpus_by_number_or_uuid(devices: list[int | str]) -> No
 def test_invalid_device_is_refused_by_name() -> None:
     tables = file()
     tables["decode"][0]["devices"] = ["gpu0"]
-    with pytest.raises(StartupError, match=r"decode\[0\]: 'devices' are numbers or UUIDs .*not 'gpu0'"):
+    with pytest.raises(StartupError, match=r"decode\[0\]: 'devices' must be numbers or UUIDs .*not 'gpu0'"):
         plan(tables)
     tables["decode"][0] |= {"devices": [0, "0"], "tensor_parallel": 2}
     with pytest.raises(StartupError, match=r"decode\[0\]: GPU '0' is named twice"):
@@ -107,7 +107,10 @@ def test_ranks_on_one_gpu_share_it_evenly_or_as_configured() -> None:
             assert line.count("--gpu-share") == 1 and shown in line
         check_plan(made, {})
     workers = tuple(replace(w, options={**w.options, "gpu_share": 0.7}) for w in shared.workers)
-    with pytest.raises(StartupError, match=r"decode-0: --gpu-share: the ranks on GPU 0 of node 'local' may use 1.40"):
+    with pytest.raises(
+        StartupError,
+        match=r"decode-0: --gpu-share: the shares of the ranks on GPU 0 of node 'local' add up to 1.40",
+    ):
         check_plan(make_plan(replace(shared, workers=workers), "builtin", "m"), {})
 
 

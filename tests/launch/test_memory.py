@@ -110,7 +110,7 @@ def test_too_small_kv_memory_is_reported_before_any_process_starts(tmp_path: Pat
 def test_too_small_staging_memory_is_reported_before_any_process_starts(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     made = plan(model, staging_mib=0.001)
-    with pytest.raises(StartupError, match=r"^prefill-0: staging memory of 1049 bytes is too small: one KV block has"):
+    with pytest.raises(StartupError, match=r"^prefill-0: staging memory of 1049 bytes is too small: one KV block"):
         first_memory(made, model)
 
 

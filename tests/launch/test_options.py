@@ -198,7 +198,7 @@ def test_worker_name_with_path_separators_is_refused_before_loading(tmp_path: Pa
     command = [sys.executable, "-c", code, "--worker-id", "../../evil"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr.strip() == "error: --worker-id: '../../evil' is not 1 to 128 of A-Z a-z 0-9 . _ -"
+    assert done.stderr.strip() == "error: --worker-id: '../../evil' is not 1 to 128 characters of A-Z a-z 0-9 . _ -"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_worker_refused_for_its_model_reports_its_model_path(field: str, model_i
     )
     command = [sys.executable, "-c", code, "--worker-id", "d", "--model", "/models/m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    own = " (--model here is /models/m)" if model_is_named else ""
+    own = " (this worker's --model is /models/m)" if model_is_named else ""
     expected = f"error: d: the coordinator refused this worker: decode worker d refused: {field}: a and b{own}\n"
     assert (done.returncode, done.stderr) == (3, expected)
 

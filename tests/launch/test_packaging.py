@@ -113,5 +113,5 @@ def test_script_reports_a_python_without_baton(script: str, tmp_path: Path) -> N
     path = Path(__file__).parents[2] / "launch" / f"{script}.sh"
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
     done = subprocess.run([str(path), "--help"], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 3 and "Baton is not installed for python3; PYTHON names" in done.stderr
+    assert done.returncode == 3 and "Baton is not installed for python3; set PYTHON to" in done.stderr
     assert "No module" not in done.stderr

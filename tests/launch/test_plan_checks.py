@@ -46,7 +46,7 @@ def plan(model: Path, first: dict[str, object], last: dict[str, object], **optio
 @pytest.mark.parametrize(
     ("first", "last", "difference"),
     [
-        ({"block_size": 32}, {"block_size": 24}, "block_size: 32 and 24, of which neither divides the other"),
+        ({"block_size": 32}, {"block_size": 24}, "block_size: 32 and 24, neither divides the other"),
         ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype: float32 and bfloat16"),
         ({"exact": True}, {"exact": True, "dtype": "bfloat16"}, "dtype: float32 and bfloat16"),
         ({"max_model_len": 64}, {"max_model_len": 32}, "max_model_len: 64 and 32"),
@@ -82,7 +82,7 @@ def test_ipc_edges_between_two_hosts_are_refused(tmp_path: Path) -> None:
     check_plan(replace(given, topology=replace(topology, workers=ipc(topology.workers))), {})
     apart = (*topology.workers[:2], replace(topology.workers[2], nodes=("other",)))
     with pytest.raises(
-        StartupError, match="ipc moves KV within a host, and prefill-0 and decode-0 are on local and other"
+        StartupError, match="ipc works only within a host, but prefill-0 and decode-0 are on local and other"
     ):
         check_plan(replace(given, topology=replace(topology, workers=ipc(apart)), parts=()), {})
 
@@ -173,7 +173,7 @@ def topology(tmp_path: Path, change: str, into: str, host: str = "127.0.0") -> U
 
 
 MISSING = [
-    ("cores = 2", 'cores = "0,4000"', "node a: 'cores' asks for 4000, but this process may run on "),
+    ("cores = 2", 'cores = "0,4000"', "node a: 'cores' includes 4000, but this process may run on "),
     ("/m", "/n", "coordinator: model directory .*/n does not exist"),
     ("draft = ", 'draft = "/n/o" #', "decode-0: --draft: model directory /n/o does not exist"),
     ("/token", "/tokens", "coordinator: --cluster-token-file .*/tokens: No such file or directory"),
@@ -197,7 +197,7 @@ def test_dry_run_does_not_check_resources_of_other_hosts(change: str, into: str,
     assert launch.up.up(config) == 0
     with pytest.raises(StartupError, match=f"^{error}".replace("coordinator", "decode-0").replace("node a", "node b")):
         launch.up.up(replace(config, node="b"))
-    with pytest.raises(StartupError, match="--node c: the topology names a, b"):
+    with pytest.raises(StartupError, match="--node c: unknown node; the topology has a, b"):
         launch.up.up(replace(config, node="c"))
 
 
@@ -242,7 +242,7 @@ def test_kv_memory_beyond_that_of_the_host_is_refused(tmp_path: Path) -> None:
         check_memory(given, nodes, 16 * GIB)
     refusal = refused.value.message
     assert (
-        "16.5 GiB (prefill-0 10.0, decode-0 6.5) is more than the 16.0 GiB here" in refusal
+        "16.5 GiB (prefill-0 10.0, decode-0 6.5) exceeds the 16.0 GiB of this host" in refusal
         and "--kv-memory-gib" in refusal
     )
     check_memory(given, set(), 1)  # no node is this host

@@ -97,7 +97,7 @@ def test_error_names_the_option_if_no_run_directory_can_be_created(
     monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(
         StartupError,
-        match=r"cache directory \(Not a directory.*\) nor in .*No space left .*: /tmp/x\); set --run-dir",
+        match=r"cache directory \(Not a directory.*\) or the temporary .*No space left .*: /tmp/x\); set --run-dir",
     ):
         open_and_leave("")
 

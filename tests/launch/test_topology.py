@@ -109,12 +109,12 @@ def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("options", "worker_id", value="x"), "options: unknown key 'worker_id'"),
         (put("nodes", 0, "adress", value="x"), r"nodes\[0\]: unknown key 'adress'; did you mean 'address'?"),
         (put("nodes", 1, value={"address": "x"}), r"nodes\[1\]: 'name' is missing"),
-        (put("nodes", 1, "name", value="../../x"), r"nodes\[1\]: 'name' '../../x' is not 1 to 128 of A-Z"),
-        (put("nodes", 1, "address", value="10.0.0.1\nrm -r x #"), r"nodes\[1\]: 'address' '10.* is no host name"),
-        (put("nodes", 1, "address", value="$(id)"), r"nodes\[1\]: 'address' '\$\(id\)' is no host name"),
-        (put("nodes", 1, "address", value="-x"), r"nodes\[1\]: 'address' '-x' is no host name"),
-        (put("nodes", 1, "address", value="[::1"), r"nodes\[1\]: 'address' '\[::1' is no host name"),
-        (put("coordinator", "host", value=""), "coordinator: 'host' '' is no host name and no IP address"),
+        (put("nodes", 1, "name", value="../../x"), r"nodes\[1\]: 'name' '../../x' is not 1 to 128 characters of A-Z"),
+        (put("nodes", 1, "address", value="10.0.0.1\nrm -r x #"), r"nodes\[1\]: 'address' '10.* is not a host name"),
+        (put("nodes", 1, "address", value="$(id)"), r"nodes\[1\]: 'address' '\$\(id\)' is not a host name"),
+        (put("nodes", 1, "address", value="-x"), r"nodes\[1\]: 'address' '-x' is not a host name"),
+        (put("nodes", 1, "address", value="[::1"), r"nodes\[1\]: 'address' '\[::1' is not a host name"),
+        (put("coordinator", "host", value=""), "coordinator: 'host' '' is not a host name or IP address"),
         (put("nodes", 1, "name", value=""), r"nodes\[1\]: 'name' '' is not 1 to 128"),
         (put("decode", 0, "name", value="../../../tmp/evil"), r"decode\[0\]: 'name' '../../../tmp/evil' is not 1 to"),
         (put("decode", 0, "name", value="d$(id)"), r"decode\[0\]: 'name' 'd\$\(id\)' is not 1 to 128"),
@@ -122,31 +122,31 @@ def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("decode", 0, "name", value="prefill-0.1"), "member 'prefill-0.1' is named twice"),
         (put("nodes", 1, "name", value="c"), "node 'c' is named twice"),
         (put("nodes", 1, "cores", value="0-x"), r"nodes\[1\]: 'cores' must look like 0-3,8"),
-        (put("nodes", value=[]), r"names no \[\[nodes\]\]"),
+        (put("nodes", value=[]), r"topology: no \[\[nodes\]\] table"),
         (put("coordinator", "nod", value="x"), "coordinator: unknown key 'nod'; did you mean 'node'?"),
-        (put("coordinator", "node", value="frnt"), "there is no node 'frnt'; did you mean 'front'?"),
+        (put("coordinator", "node", value="frnt"), "coordinator: unknown node 'frnt'; did you mean 'front'?"),
         (put("coordinator", "port", value=0), "'port' must be a fixed port"),
         (put("prefill", value=[]), r"no \[\[prefill\]\] worker"),
         (put("prefill", value={"node": "b"}), r"must be a list of tables, \[\[prefill\]\]"),
         (put("prefill", 0, "node", value="b"), "either 'node' or 'nodes'"),
-        (put("prefill", 0, "nodes", value=["b", "x"]), r"prefill\[0\]: there is no node 'x'"),
+        (put("prefill", 0, "nodes", value=["b", "x"]), r"prefill\[0\]: unknown node 'x'"),
         (put("prefill", 0, "nodes", value=["b", 3]), "must be a list of str"),
         (put("prefill", 0, "nodes", value=["b", "b"]), "'b' is named twice"),
-        (put("prefill", 0, "nnodes", value=3), "'nnodes' is 3, but it names 2"),
+        (put("prefill", 0, "nnodes", value=3), "'nnodes' is 3, but 2 nodes are given"),
         (put("prefill", 0, "tensor_parallel", value=3), "3 cannot be divided over 2 nodes"),
         (put("prefill", 0, "tensor_paralel", value=2), "did you mean 'tensor_parallel'?"),
-        (put("prefill", 0, "devices", value=[0, 1]), "'devices' names 2, but it has 1 ranks"),
+        (put("prefill", 0, "devices", value=[0, 1]), "'devices' lists 2 GPUs, but each node has 1 ranks"),
         (put("prefill", 0, "devices", value=[-1]), r"prefill\[0\]: 'devices' must be at least 0, not -1"),
         (put("served_model_name", value="a\nb"), r"topology: 'served_model_name' must be 1 to 256 printable .*'a\\nb'"),
         (put("prefill", 0, "base_port", value=0), "needs 'rendezvous_port' or 'base_port'"),
-        (put("prefill", 0, "link_port", value=1), "'link_port' is a decode worker's"),
+        (put("prefill", 0, "link_port", value=1), "'link_port' is only for decode workers"),
         (put("prefill", 0, "step_tokens", value="x"), "'step_tokens' must be int"),
         (put("prefill", 0, "name", value="d"), "member 'd' is named twice"),
         (put("decode", 0, "link_port", value=9102), "--link-port of d and --store-port of d are both 9102"),
         (put("decode", 0, "health_port", value=9102), "--store-port of d and --health-port of d are both 9102"),
-        (put("nodes", 1, "address", value="x" * 64 + ".y"), "is no host name and no IP address"),
-        (put("nodes", 1, "address", value="x..y"), "is no host name and no IP address"),
-        (put("nodes", 2, value={"name": "c", "address": "x"}), "say how many 'cores'"),
+        (put("nodes", 1, "address", value="x" * 64 + ".y"), "is not a host name or IP address"),
+        (put("nodes", 1, "address", value="x..y"), "is not a host name or IP address"),
+        (put("nodes", 2, value={"name": "c", "address": "x"}), "set its 'cores'"),
     ],
 )
 def test_invalid_topology_is_refused_with_the_reason(change: Any, message: str) -> None:
@@ -166,7 +166,7 @@ def test_an_address_may_be_missing_only_for_slurm() -> None:
 
 def test_local_nodes_are_those_with_an_address_of_this_host() -> None:
     tables = file()
-    with pytest.raises(StartupError, match="--node says which it is: front, b, c"):
+    with pytest.raises(StartupError, match="choose one with --node: front, b, c"):
         nodes_here(parse_topology(tables))
     tables["nodes"][1]["address"] = "127.0.0.1"
     assert nodes_here(parse_topology(tables)) == {"b"}

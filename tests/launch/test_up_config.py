@@ -98,7 +98,7 @@ def test_url_is_usable_by_a_client(http: str) -> None:
 
 
 def test_block_sizes_of_which_neither_divides_the_other_are_refused() -> None:
-    with pytest.raises(StartupError, match="block_size: 24 and 16, of which neither divides the other"):
+    with pytest.raises(StartupError, match="block_size: 24 and 16, neither divides the other"):
         plan_for(UpConfig(prefill_block_size=24))
 
 
@@ -135,9 +135,7 @@ def test_model_paths_are_resolved_and_named(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(StartupError, match=message):
             resolve_model(model)
     for model in ("a\nb", "/"):
-        with pytest.raises(
-            StartupError, match=r"name that must be .* printable .*; say another with --served-model-name"
-        ):
+        with pytest.raises(StartupError, match=r"default name .* must be .* printable .*; set --served-model-name"):
             served_name(model)
 
 
@@ -148,7 +146,7 @@ def test_unreachable_hub_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) ->
         raise ConnectionError("Name or service not known\nand more")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    with pytest.raises(StartupError, match="hub does not answer") as caught:
+    with pytest.raises(StartupError, match="hub request failed") as caught:
         resolve_model("nobody-at-all/no-such-model")
     assert "\n" not in caught.value.message and served_name("nobody-at-all/no-such-model").startswith("nobody")
 
@@ -168,11 +166,11 @@ def test_print_config_follows_the_precedence_of_flags_environment_and_file(tmp_p
 
 @pytest.mark.parametrize("url", ["http://[", "http://a:b", "http://a:99999", "", "//"])
 def test_invalid_url_is_refused(url: str) -> None:
-    with pytest.raises(StartupError, match="is no address"):
+    with pytest.raises(StartupError, match="is not an address"):
         get_cluster(url)
 
 
 def test_unknown_environment_variable_is_refused_with_the_nearest_name() -> None:
     check_environment({"BATON_PORT": "1", "BATON_LEASE_S": "2", "BATON_EVENT_LOG_DIR": "x", "BATON_CACHE_DIR": "z"})
-    with pytest.raises(StartupError, match="BATON_PROT; did you mean BATON_PORT"):
+    with pytest.raises(StartupError, match="unknown environment variable BATON_PROT; did you mean BATON_PORT"):
         check_environment({"BATON_PROT": "1"})

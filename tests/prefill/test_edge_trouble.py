@@ -164,9 +164,9 @@ async def test_follower_that_does_not_answer_an_order_is_lost(monkeypatch: pytes
     end = ends(plan, spec)
     assert isinstance(end, RemoteEnd)
     part = Part((1,), 0, 4, 8, b"")
-    with pytest.raises(edge_end.HandoffError, match="rank 1 did not answer an order to store KV within"):
+    with pytest.raises(edge_end.HandoffError, match="rank 1 did not reply to an order to store KV within"):
         await end.take(part, lambda: None)
-    assert lost == ["rank 1 did not answer an order to store KV within 0.2 s"] and end.dead is not None
+    assert lost == ["rank 1 did not reply to an order to store KV within 0.2 s"] and end.dead is not None
     other = ends(plan, spec)
     with pytest.raises(edge_end.HandoffError, match="to pack KV within"):
         await other.fill(part, -1)

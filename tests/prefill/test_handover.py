@@ -75,7 +75,7 @@ def test_targets_receive_offers_in_order_until_one_accepts() -> None:
 def test_parked_kv_is_offered_again_under_the_next_attempt() -> None:
     over = hand_over()
     action = over.begin((1,))
-    assert isinstance(action, Park) and action.event.reason == "no target named"
+    assert isinstance(action, Park) and action.event.reason == "no target assigned"
     assert over.stage is Stage.PARKED
     over.assign([target("d7")], 2)
     assert over.sequence == R._replace(attempt=2) and over.reoffer() == OfferTo(target("d7"))
@@ -162,7 +162,7 @@ def test_staging_memory_bounds_a_chunk() -> None:
     assert over.next_span() == Span(0, 0, 3, 0, 4)
     over = sending(staging_bytes=1)
     over.advance(8, None, 1)
-    with pytest.raises(HandoffError, match="KV of one token does not fit into staging memory, here or at d0"):
+    with pytest.raises(HandoffError, match="KV of one token does not fit into staging memory on this worker or on d0"):
         over.next_span()
 
 

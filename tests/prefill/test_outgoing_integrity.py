@@ -108,6 +108,6 @@ async def test_handle_can_be_used_only_once() -> None:
         offer = Offer(make_request("r", 6, max_tokens=4), decode.handle(R, source.worker), 6)
         reserve(decode, source, offer)
         decode.worker.main_loop.command(Abort(R, "the client left", 0.0))
-        with pytest.raises(StaleHandle, match="used before"):
+        with pytest.raises(StaleHandle, match="already used"):
             reserve(decode, source, offer)
         assert decode.worker.load().handles_refused == 1 and decode.idle

@@ -92,21 +92,21 @@ def test_a_truncated_frame_is_refused(cut: int) -> None:
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
-        (raw(KIND_HEARTBEAT, msgpack.packb([1]), version=VERSION + 1), f"version {VERSION + 1}, not {VERSION}"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1]), version=VERSION + 1), f"version {VERSION + 1}, expected {VERSION}"),
         (raw(99, msgpack.packb([1])), "unknown kind 99"),
         (raw(KIND_HEARTBEAT, b"", length=2**32 - 1), "frame of 4294967295 bytes"),
-        (raw(KIND_HEARTBEAT, b"", length=1), "too few"),
+        (raw(KIND_HEARTBEAT, b"", length=1), "too short"),
         (raw(KIND_HEARTBEAT, b""), "not msgpack"),
         (raw(KIND_HEARTBEAT, msgpack.packb([1]) + b"\0"), "not msgpack"),
-        (raw(KIND_HEARTBEAT, msgpack.packb([1, 2])), "tuple where Heartbeat belongs"),
-        (raw(KIND_HEARTBEAT, msgpack.packb([True])), "bool where int belongs"),
-        (raw(KIND_HEARTBEAT, msgpack.packb([1.0])), "float where int belongs"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1, 2])), "tuple where Heartbeat is expected"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([True])), "bool where int is expected"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1.0])), "float where int is expected"),
         (raw(KIND_HEARTBEAT, msgpack.packb({"number": 1})), "not msgpack"),
         (raw(KIND_HEARTBEAT, msgpack.packb([msgpack.ExtType(5, b"x")])), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\x91" * 5000), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\xdd\xff\xff\xff\xff"), "not msgpack"),
-        (raw(KIND_PLAN, msgpack.packb([1, [1], [], [], []])), "int where Row belongs"),
-        (raw(4, msgpack.packb([b"text"])), "bytes where str belongs"),
+        (raw(KIND_PLAN, msgpack.packb([1, [1], [], [], []])), "int where Row is expected"),
+        (raw(4, msgpack.packb([b"text"])), "bytes where str is expected"),
         (raw(4, b"\x91\xa1\xff"), "not msgpack"),
     ],
 )
@@ -116,7 +116,7 @@ def test_an_invalid_frame_is_refused_with_the_reason(stream: bytes, message: str
 
 
 def test_a_frame_over_the_size_limit_of_the_reader_is_refused() -> None:
-    with pytest.raises(FrameError, match="more than 64"):
+    with pytest.raises(FrameError, match="exceeds 64"):
         FrameReader(64).feed(encode(Failed("x" * 100))[:10])
 
 

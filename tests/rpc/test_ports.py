@@ -49,12 +49,12 @@ async def test_port_in_use_and_foreign_address_are_different_errors() -> None:
             open_port(grpc.aio.server(), "127.0.0.1", port, "link", "--link-port")
         with pytest.raises(StartupError, match=f"^port {port} on 127.0.0.1 is in use; choose another with --port$"):
             check_free("127.0.0.1", port, "--port")
-    foreign = r"on 192\.0\.2\.1 \({}\) cannot be used: Cannot assign requested address; --host has to be one of this"
+    foreign = r"on 192\.0\.2\.1 \({}\) cannot be used: Cannot assign requested address; --host must be an address of"
     with pytest.raises(StartupError, match="link port .* " + foreign.format("--link-port")):
         open_port(grpc.aio.server(), "192.0.2.1", port, "link", "--link-port")
     with pytest.raises(StartupError, match=r"^port \d+ " + foreign.format("--port")):
         check_free("192.0.2.1", port, "--port")
-    with pytest.raises(StartupError, match=r"--control-host has to be one of this machine's$"):
+    with pytest.raises(StartupError, match=r"--control-host must be an address of this machine$"):
         check_free("192.0.2.1", port, "--control-port")
 
 

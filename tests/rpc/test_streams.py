@@ -59,7 +59,7 @@ async def test_messages_arrive_in_order_in_both_directions() -> None:
         for nonce in range(20):
             await stream.send(Ping(nonce))
         assert [(await stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
-    with pytest.raises(LinkLost, match="closed here"):
+    with pytest.raises(LinkLost, match="closed locally"):
         await stream.send(Ping(1))
 
 
@@ -172,7 +172,7 @@ async def test_a_refusal_carries_its_reason() -> None:
 
 async def test_a_first_message_that_is_not_a_hello_is_refused() -> None:
     async with serving(echo) as address:
-        with pytest.raises(BatonError, match="begins with a hello"):
+        with pytest.raises(BatonError, match="must begin with LinkHello"):
             await dial_link(address, Ping(1), 2.0)  # type: ignore[arg-type]
 
 

@@ -185,7 +185,7 @@ async def test_a_step_that_hangs_ends_the_worker(running: Running, monkeypatch: 
     error = await running.outcome()
     released.set()
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
-    assert "step 1 of 0 rows has not ended in 0.2 s" in str(error.subgroup(InvariantError).exceptions)  # type: ignore[union-attr]
+    assert "step 1 of 0 rows did not finish within 0.2 s" in str(error.subgroup(InvariantError).exceptions)  # type: ignore[union-attr]
 
 
 async def test_the_step_limit_applies_to_each_step_separately(

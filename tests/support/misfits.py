@@ -41,7 +41,7 @@ MISFITS: list[tuple[str, dict[str, Any]]] = [
     ("layers[1].dtype: float32 and bfloat16", {"layout": _layers(dtype="bfloat16")}),
     ("layers[1].window: 0 and 4", {"layout": _layers(window=4)}),
     ("tensor_parallel: 2 KV heads cannot be divided over 3 ", {"tensor_parallel": 3}),
-    ("tensor_parallel: 128 tensor-parallel ranks on the prefill side are not 1 to 64", {"tensor_parallel": 128}),
+    ("tensor_parallel: 128 tensor-parallel ranks on the prefill side, not 1 to 64", {"tensor_parallel": 128}),
     ("tensor_parallel: 1073741824 tensor-parallel ranks on the prefill side", {"tensor_parallel": 1 << 30}),
     ("tensor_parallel: 0 tensor-parallel ranks", {"tensor_parallel": 0}),
     ("tensor_parallel: -1 tensor-parallel ranks", {"tensor_parallel": -1}),

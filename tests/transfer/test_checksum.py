@@ -51,7 +51,7 @@ def test_the_checksum_of_known_bytes_does_not_change() -> None:
 
 
 def test_a_section_without_a_whole_number_of_words_is_refused() -> None:
-    with pytest.raises(HandoffError, match="a section of 6 bytes has no whole number"):
+    with pytest.raises(HandoffError, match="a section of 6 bytes is not a whole number"):
         plain_device_checksum(b"", buffer(6))
 
 

@@ -166,7 +166,7 @@ def test_a_device_that_hangs_while_blocks_are_written_ends_the_worker(monkeypatc
 
     monkeypatch.setattr(sections, "finish", hang_later)
     device.move()
-    with pytest.raises(InvariantError, match="KV was being written into blocks: cuda:0 did not finish"):
+    with pytest.raises(InvariantError, match="writing KV into blocks: cuda:0 did not finish"):
         device.storing.result()
 
 

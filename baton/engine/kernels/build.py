@@ -88,7 +88,7 @@ def library(level: str) -> Path:
     compiler = _compiler()
     found = shutil.which(compiler)
     if found is None:
-        raise CannotBuild(f"no C++ compiler ({compiler} is not installed; CXX names another)")
+        raise CannotBuild(f"no C++ compiler ({compiler} is not installed; set CXX to use another)")
     target = cache_dir() / f"kernels-{level}-{_key(level, found)}.so"
     if target.exists():
         return target
@@ -107,9 +107,9 @@ def cache_dir() -> Path:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = path.stat()
     except OSError as error:
-        raise CannotBuild(f"cache {path}: {error.strerror}; BATON_CACHE_DIR names another") from None
+        raise CannotBuild(f"cache {path}: {error.strerror}; set BATON_CACHE_DIR to use another") from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise CannotBuild(f"cache {path} can be written by other users; BATON_CACHE_DIR names another")
+        raise CannotBuild(f"cache {path} is writable by other users; set BATON_CACHE_DIR to use another")
     return path
 
 
@@ -127,7 +127,7 @@ def _key(level: str, compiler: str) -> str:
 
 
 def _compile(compiler: str, level: str, target: Path) -> None:
-    print(f"compiling the kernels for {level} (once; kept in {target.parent})", file=sys.stderr, flush=True)
+    print(f"compiling the kernels for {level} (once; cached in {target.parent})", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         made = Path(work) / "kernels.so"
         where = f"-DBATON_LEVEL={LEVELS.index(level)}"
@@ -148,7 +148,7 @@ def _alone(lock: Path) -> Iterator[None]:
     try:
         handle = lock.open("w")
     except OSError as error:
-        raise CannotBuild(f"{lock}: {error.strerror}; BATON_CACHE_DIR names another place") from None
+        raise CannotBuild(f"{lock}: {error.strerror}; set BATON_CACHE_DIR to use another directory") from None
     with handle:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:

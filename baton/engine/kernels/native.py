@@ -104,9 +104,9 @@ class Kernels:
             function.argtypes, function.restype = arguments, None
             setattr(self, name.removeprefix("baton_"), function)
         if self._library.baton_level() != LEVELS.index(level):
-            raise CannotBuild(f"the compiled kernels are not those of {level}")
+            raise CannotBuild(f"the compiled kernels are not for {level}")
         if self._library.baton_init() != 0:
-            raise CannotBuild("the system does not give this process AMX tiles")
+            raise CannotBuild("the operating system denies this process AMX tiles")
         self.few_agree = self._library.baton_few_agree() != 0
         """Whether attention of few queries has the same bits by vectors as by tiles; if not, tiles are used (0043)."""
 
@@ -115,7 +115,7 @@ class Kernels:
         """The level, and how the kernels differ from the usual ones on this processor."""
         if self.few_agree:
             return self.level
-        return f"{self.level} (few queries in tiles: vectors sum otherwise than this processor's tiles)"
+        return f"{self.level} (tiles also for few queries: vectors sum in another order on this processor)"
 
     if TYPE_CHECKING:
 
