@@ -6,8 +6,8 @@
 3. Tokens arrive in the journal: the first from prefill, the others from decode.
 4. This module reads the journal, converts it to text, cuts it at a stop string, and yields deltas. A slow reader leaves
    tokens in the journal (at most max_tokens of them) and blocks no other request.
-5. In every case (finish, stop string, client disconnected, deadline, a lost worker), `end` notifies both pools at the
-   same time.
+5. In every case (finish, stop string, client disconnected, deadline, a lost worker) both pools are notified at the same
+   time: by `Requests` where the journal or a worker ends it, else by `end`.
 
 Each choice is a sequence of its own. The first computes the prompt; the others are dispatched when its KV has been
 handed over, and reuse the prompt's full blocks from the prefix caches of its workers, if these have one. If one choice
@@ -140,11 +140,14 @@ class Pipeline:
                 delta = await reader.next()
                 if reader.done:
                     reason = "done"
-                    # Everything is known: free both pools before the client has read the last delta.
+                    # Only a stop string still has to be reported to the workers: otherwise the journal has ended it.
                     self._cluster.end(in_flight, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
         except DeadlineExceeded:
             reason = "deadline"
+            raise
+        except Exception:
+            reason = "internal_error"
             raise
         finally:
             timer.cancel()

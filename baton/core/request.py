@@ -140,7 +140,7 @@ class GenerateRequest:
 
     @property
     def max_total_tokens(self) -> int:
-        """Positions the sequence can ever hold KV for (the last token sampled is never computed)."""
+        """The prompt and the longest output. One position more than KV is ever computed for: not of the last token."""
         return len(self.prompt) + self.max_tokens
 
 

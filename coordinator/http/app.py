@@ -1,8 +1,8 @@
 """The HTTP front end over the pipeline: OpenAI's endpoints, and endpoints about the server under the names that vLLM
 and SGLang use.
 
-A request: Guard -> route -> BodyReader -> parse_* by BodyParser -> Translator -> GenerationResponse. Every fault in a
-request is raised as an exception, and one function, `error_response`, turns it into an answer.
+A request: Guard -> route -> BodyReader -> validation.parse by BodyParser -> Translator -> GenerationResponse. Every
+fault in a request is raised as an exception, and one function, `error_response`, turns it into an answer.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class Dispatcher:
         if unservable is not None:
             message, code = unservable
             raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry cannot succeed
-        self.resubmit(ticket)
+        self.enqueue(ticket)
         if choices > 1:
             self._to_come[ticket.name] = choices - 1
 
@@ -194,7 +194,7 @@ class Dispatcher:
             self._to_come[first] -= 1
         else:
             del self._to_come[first]
-        self.resubmit(ticket)
+        self.enqueue(ticket)
 
     @property
     def incomplete(self) -> set[ChoiceId]:
@@ -205,8 +205,8 @@ class Dispatcher:
         """Releases the queue room of a request's choices that were never queued."""
         del self._to_come[first]
 
-    def resubmit(self, ticket: Ticket) -> None:
-        """Queues a request that was accepted before, by its priority and age, regardless of the limits."""
+    def enqueue(self, ticket: Ticket) -> None:
+        """Queues an accepted request by its priority and age, regardless of the limits."""
         self._submitted += 1
         key = (ticket.priority, ticket.age, self._submitted)
         self._queue[ticket.name] = key, ticket
@@ -297,14 +297,14 @@ class Dispatcher:
         if tokens > active.room and (worker := self._workers.get(active.decode or "")) is not None:
             self._expect_growth(active, worker)
 
-    def finish(self, name: ChoiceId) -> None:
-        """Frees everything that a request held: it has ended or is rescheduled."""
+    def finish(self, name: ChoiceId, *, rescheduled: bool = False) -> None:
+        """Frees everything that a request held: it has ended, or is rescheduled and its output is not complete."""
         self._dequeue(name)
         self.prefilled(name)
         active = self._active.pop(name, None)
         if active is not None:
             self._release_decode(active)
-            if active.ticket.needs_decode:
+            if active.ticket.needs_decode and not rescheduled:
                 self.expectation.ended(active.produced)
 
     def check(self) -> None:

@@ -52,7 +52,7 @@ from coordinator.policy.workers import WorkerTable
 
 MAX_DEATHS = 2
 MAX_TIMES_PARKED = 30
-REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second refusal, and its maximum; doubled with each refusal
+REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second parking, and its maximum; doubled with each
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
 # The decode worker has started, but the prefill worker saw the hand-over fail and made it end the sequence.
 _LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
@@ -428,7 +428,7 @@ class Requests:
             r.first_token_at = r.first_token_at or now
         if verdict == "appended" or event.prompt_logprobs:
             actions.append(r.notify)
-        was_parked = r.stage is Stage.PARKED
+        was_parked = r.stage is Stage.PARKED  # then a token of the decode worker means that it has all KV after all
         self.dispatcher.produced(r.name, len(journal.tokens) - len(journal.request.output))
         if worker == r.prefill_worker:
             self.dispatcher.prefilled(r.name)
@@ -593,7 +593,7 @@ class Requests:
             Log(f"{r.sequence} is rescheduled at index {r.journal.next_index}: {why}"),
             *self._withdraw(r, why, now),
         ]
-        self.dispatcher.finish(r.name)
+        self.dispatcher.finish(r.name, rescheduled=True)
         self._move(r, Stage.QUEUED, now)
         r.journal.resume(self._next_attempt(r))
         r.prefill_worker = r.decode_worker = ""
@@ -602,7 +602,7 @@ class Requests:
         r.earlier_stamps.append(r.stamps)
         r.stamps = StageStamps()
         self.rescheduled += 1
-        self.dispatcher.resubmit(self._ticket(r))
+        self.dispatcher.enqueue(self._ticket(r))
         return actions
 
     def _fail(self, r: Request, error: BatonError, now: float) -> list[Action]:

@@ -112,7 +112,7 @@ def _cores(pinned: set[int], wanted: int) -> str:
     if not pinned <= here:
         return f"this process may not run on core {', '.join(map(str, sorted(pinned - here)))}"
     if wanted > len(here):
-        return f"the topology has {wanted}, but this process may use {len(here)}"
+        return f"the topology has {wanted} cores, but this process may use {len(here)}"
     return ""
 
 

@@ -154,6 +154,7 @@ async def test_a_failing_sink_ends_only_its_request_and_not_the_worker_session()
         d.report(s, 1, 6)
         with pytest.raises(ValueError, match="the sink is broken"):
             await run.task
+        assert [row.outcome for row in b.pipeline.requests(10)] == ["internal_error"]
         await b.submit_and_run("other", "p0", "d0")
         assert len(d.welcomes) == 1
 
@@ -219,7 +220,7 @@ async def test_an_http_stream_has_the_same_events_with_and_without_pushing(
                 for index, token in enumerate(tokens[1:], 1):
                     d.report(s, index, token, ended="length" * (index == len(tokens) - 1))
                     answer = await _read_events(client, answer, index + 1)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(30):
                     answers.append(_events(answer + await client.reader.read()))
                 await client.close()
                 monkeypatch.setattr(http_server.ChunkWriter, "ready", False)
@@ -239,7 +240,7 @@ async def test_an_empty_delta_does_not_end_the_chunked_body(written: list[bytes]
 
 
 async def _read_events(client: RawClient, data: bytes, count: int) -> bytes:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while data.count(b"data: {") < count:
             data += await client.reader.read(1 << 16)
     return data

@@ -27,7 +27,7 @@ async def test_a_worker_with_different_facts_is_refused_with_the_field_name() ->
         worker = await b.add("d1", ready=False, model_digest="other")
         assert worker.task is not None
         with pytest.raises(JoinRefused, match="model_digest: m and other"):
-            await asyncio.wait_for(worker.task, 3)
+            await asyncio.wait_for(worker.task, 30)
         assert b.state("d1") == "forgotten"
 
 
@@ -116,7 +116,7 @@ async def test_a_drain_finishes_running_requests_and_refuses_new_ones() -> None:
             await worker.received(Drain)
             await worker.session.drained(1.0)
             await worker.stop()
-        await asyncio.wait_for(draining, 3)
+        await asyncio.wait_for(draining, 30)
         assert b.pipeline.workers()["workers"] == []
 
 

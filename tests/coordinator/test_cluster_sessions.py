@@ -40,7 +40,7 @@ async def test_a_session_that_breaks_in_any_phase_loses_and_repeats_no_token(pha
                 for worker in broken:
                     worker.cut()  # the step below posts to a dead stream, or to none
                 step()
-                await until(lambda ws=broken: all(len(w.welcomes) == 2 for w in ws), timeout_s=3, what="the redial")
+                await until(lambda ws=broken: all(len(w.welcomes) == 2 for w in ws), what="the redial")
                 await asyncio.sleep(0.02)
             else:
                 step()
@@ -99,7 +99,7 @@ async def test_a_decode_worker_is_not_expected_to_have_a_sequence_that_may_be_in
             welcomes = {w.name: len(w.welcomes) for w in (p, d)}
             for worker in (p, d):
                 worker.cut()
-            await until(lambda seen=welcomes: all(len(w.welcomes) > seen[w.name] for w in (p, d)), timeout_s=3)
+            await until(lambda seen=welcomes: all(len(w.welcomes) > seen[w.name] for w in (p, d)))
             assert d.welcomes[-1].following == (Following(s, int(handed_over), handed_over),)
             assert p.welcomes[-1].following == (Following(s, int(handed_over), not handed_over),)
         d.report(s, 0, 5, 6, 7, 8, ended="length")
@@ -113,7 +113,7 @@ async def test_a_command_that_cannot_be_sent_breaks_the_session_and_is_logged(
         reader = b.submit()
         p, d, s = await wait_for_dispatch(b)
         b.cluster.send("p0", object())  # type: ignore[arg-type]
-        await until(lambda: len(p.welcomes) == 2, what="p0 to join again", timeout_s=3)
+        await until(lambda: len(p.welcomes) == 2, what="p0 to join again")
         assert "commands to p0" in caplog.text
         run_to_end(p, d, s)
         assert await reader.done() == [5, 6, 7, 8]
@@ -141,7 +141,7 @@ async def test_heartbeats_report_gpu_usage() -> None:
         def shown() -> dict[str, object]:
             return {row["id"]: row["gpu"] for row in b.pipeline.workers()["workers"]}  # type: ignore[attr-defined]
 
-        await until(lambda: shown()["d0"], timeout_s=5, what="a heartbeat")
+        await until(lambda: shown()["d0"], what="a heartbeat")
         usage = {"memory_used_bytes": 3 << 30, "memory_total_bytes": 80 << 30, "utilisation": 0.25}
         assert shown() == {"p0": None, "d0": usage}
 
@@ -164,6 +164,6 @@ async def test_a_large_message_is_parsed_off_the_event_loop(
         (p,) = b.workers
         for number, (name, scores) in enumerate({"small": (), "large": large}.items(), 1):
             p.session.post(StepEvents(tokens=(TokenEvent(SequenceId(name, 0, 1), 0, (7,), prompt_logprobs=scores),)))
-            await until(lambda count=number: b.requests.stale_events == count, timeout_s=3, what=name)
+            await until(lambda count=number: b.requests.stale_events == count, what=name)
     here = threading.current_thread().name
     assert threads["small"] == here and threads["large"].startswith("large messages")

@@ -69,7 +69,7 @@ async def test_a_stalled_tls_handshake_times_out(
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
     async with running(app, tls=front.context) as server:
         reader, writer = await asyncio.open_connection(*server.address)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             assert await reader.read(100) == b""
         writer.close()
 

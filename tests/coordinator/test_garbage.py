@@ -46,7 +46,7 @@ def create_garbage(count: int) -> None:
 
 
 async def until_all_freed() -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while Cycle.alive:
             await asyncio.sleep(0.01)
 

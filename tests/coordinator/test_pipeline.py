@@ -154,7 +154,7 @@ async def test_missing_prompt_logprobs_are_awaited_until_the_deadline(first: str
             await until(lambda: b.in_flight(s).journal.finish)
             assert not delta.done()
             b.cluster._execute(b.requests.tick(time.monotonic() + deadline_s))
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30):
             with pytest.raises(DeadlineExceeded):
                 await delta
         assert len(b.requests) == 0
@@ -194,12 +194,12 @@ async def test_usage_reports_cached_prompt_tokens(reporter: str) -> None:
         p, d = b.workers
         for name, cached in (("a", 2), ("b", 5), ("c", 0)):  # 5 includes output of an earlier attempt
             reader = b.submit(name, max_tokens=2)
-            await until(lambda name=name: any(c.request.request_id == name for c in p.all(Prefill)), timeout_s=3)
+            await until(lambda name=name: any(c.request.request_id == name for c in p.all(Prefill)))
             s = p.all(Prefill)[-1].request.sequence_id
             d.here.add(s)
             step_events = StepEvents(tokens=(TokenEvent(s, 0, (7,), cached_tokens=cached),))
             (p if reporter == "prefill" else d).session.post(step_events)
-            await until(lambda reader=reader: reader.deltas, timeout_s=3)
+            await until(lambda reader=reader: reader.deltas)
             d.report(s, 0, 7, 8, ended="length")
             p.hand_over(s, "d0")
             await reader.done()
@@ -253,7 +253,7 @@ async def test_choices_share_one_prompt_and_end_independently() -> None:
         await asyncio.sleep(0.02)
         assert len(p.all(Prefill)) == 1  # the others wait until both workers have the prompt's KV
         p.hand_over(first.sequence_id, "d0")
-        await until(lambda: len(p.all(Prefill)) == 3, timeout_s=3)
+        await until(lambda: len(p.all(Prefill)) == 3)
         others = [c.request for c in p.all(Prefill)[1:]]
         assert {r.choice for r in others} == {1, 2} and {r.prompt for r in others} == {first.prompt}
         assert {(r.sampling.seed, r.sampling.prompt_logprobs) for r in others} == {(first.sampling.seed, None)}
@@ -263,7 +263,7 @@ async def test_choices_share_one_prompt_and_end_independently() -> None:
                 p.report(s, 0, 5)
                 p.hand_over(s, "d0")
             d.report(s, 0, 5, 6, 7 + request.choice, ended="length")
-        await until(lambda: sum(x.finish_reason is not None for x in reader.deltas) == 3, timeout_s=3)
+        await until(lambda: sum(x.finish_reason is not None for x in reader.deltas) == 3)
         for choice in range(3):
             mine = [x for x in reader.deltas if x.choice == choice]
             assert [i for x in mine for i in x.token_ids] == [5, 6, 7 + choice]
@@ -277,7 +277,7 @@ async def test_failed_choice_ends_the_other_choices() -> None:
         s = (await p.received(Prefill)).request.sequence_id
         p.report(s, 0, 5)
         p.hand_over(s, "d0")
-        await until(lambda: len(p.all(Prefill)) == 2, timeout_s=3)
+        await until(lambda: len(p.all(Prefill)) == 2)
         other = p.all(Prefill)[1].request.sequence_id
         p.fail(other, "worker_lost")
         assert (await reader.failed()).code == "worker_lost"

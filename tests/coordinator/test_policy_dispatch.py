@@ -189,7 +189,7 @@ def test_resubmitted_requests_keep_their_queue_position_by_age() -> None:
     d.submit(Ticket("r4", 4, 8, age=4))
     for age in (2, 3, 1):
         d.finish(f"r{age}")
-        d.resubmit(Ticket(f"r{age}", 5, 8, age=age))
+        d.enqueue(Ticket(f"r{age}", 5, 8, age=age))
     d.check()
     assert [p.name for p in d.place()] == ["r1", "r2", "r3", "r4"]
 

@@ -173,7 +173,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             return
         ticket = self.m.placed[r]
         self.d.finish(r)
-        self.d.resubmit(ticket)
+        self.d.enqueue(ticket)
         self.m.queue = sorted([*self.m.queue, ticket], key=lambda t: t.age)
         for table in (self.m.placed, self.m.prefill, self.m.decode):
             table.pop(r, None)

@@ -53,6 +53,16 @@ def test_expected_blocks_are_capped_by_max_tokens_and_growth_is_at_least_one_blo
     assert expectation.growth(32, 4096, 3000, 16) == 1
 
 
+def test_output_of_a_rescheduled_request_does_not_count_as_ended() -> None:
+    dispatcher, _ = busy_dispatcher(28)
+    for rescheduled in (True, False):
+        dispatcher.submit(Ticket("a", 32, 4096 // 16))
+        assert [p.name for p in dispatcher.place()] == ["a"]
+        dispatcher.produced("a", 5)
+        dispatcher.finish("a", rescheduled=rescheduled)
+        assert (dispatcher.expectation.mean_tokens == START_TOKENS) == rescheduled
+
+
 def test_room_for_growth_is_reserved_while_running_and_released_at_the_end() -> None:
     dispatcher, decode = busy_dispatcher(28)
     for name in ("a", "b", "c"):

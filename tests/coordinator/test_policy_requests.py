@@ -19,6 +19,7 @@ from baton.core.events import (
     TokenEvent,
 )
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
+from coordinator.policy.dispatch import START_TOKENS
 from coordinator.policy.requests import (
     LEGAL_MOVES,
     MAX_TIMES_PARKED,
@@ -154,6 +155,7 @@ def test_request_is_rescheduled_after_one_worker_loss_and_fails_after_two(stage:
         d.tokens("d0", s, 1, 6, 7)
     d.lose(dies)
     assert d.requests.rescheduled == 1 and r.deaths == [f"{dies} (silent, stage {stage.value})"]
+    assert d.requests.dispatcher.expectation.mean_tokens == START_TOKENS  # no output has ended
     (start,) = d.take(StartPrefill)
     assert start.request.output == tuple(r.journal.tokens) and start.request.attempt > s.attempt
     other = dies[0] + "1"

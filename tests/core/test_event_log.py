@@ -60,5 +60,5 @@ def test_a_failed_write_is_logged_once_and_ends_the_event_log(log_directory: Pat
     """In a separate process: the limit would also apply to files that pytest writes."""
     done = subprocess.run([sys.executable, "-c", IN_LITTLE_ROOM], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr.count("no more events are written") == 1, done.stderr
-    assert "decode-0.events.jsonl: File too large" in done.stderr
+    assert "decode-0.events.jsonl: write failed, no more events are written: File too large" in done.stderr
     assert 0 < (log_directory / "decode-0.events.jsonl").stat().st_size <= 200

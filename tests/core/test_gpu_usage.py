@@ -65,7 +65,7 @@ async def test_usage_is_reported_until_nvml_fails(
     monkeypatch.setattr("baton.gpu_usage.INTERVAL_S", 0.0)
     nvml: Any = Nvml(fails_at=4)
     seen: list[GpuUsage | None] = []
-    async with asyncio.timeout(10), watching_gpus(["GPU-a"], seen.append, nvml):
+    async with asyncio.timeout(30), watching_gpus(["GPU-a"], seen.append, nvml):
         while not caplog.records:
             await asyncio.sleep(0.01)
     assert seen == [GpuUsage(10 * GIB, 80 * GIB, 0.3)] * 3 + [None]  # an old reading is not kept
@@ -80,7 +80,7 @@ def test_a_worker_on_the_cpu_has_no_gpu_uuids() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
 async def test_a_missing_driver_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async with asyncio.timeout(10), watching_gpus(["GPU-a"], lambda usage: None):
+    async with asyncio.timeout(30), watching_gpus(["GPU-a"], lambda usage: None):
         while not caplog.records:
             await asyncio.sleep(0.01)
     assert "NVML Shared Library Not Found" in caplog.records[0].getMessage()

@@ -76,7 +76,7 @@ async def test_only_the_prefill_worker_of_a_sequence_can_abort_it_over_a_link() 
 
 async def failure(decode: DecodeNode) -> InvariantError:
     """The error that would end the process."""
-    return await asyncio.wait_for(decode.worker.main_loop._failures.get(), 3)
+    return await asyncio.wait_for(decode.worker.main_loop._failures.get(), 30)
 
 
 @pytest.mark.parametrize("where", ["received", "reserve"])

@@ -141,7 +141,7 @@ WRONG_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]
         "tensor lm_head.weight has shape [321, 64], config.json requires [320, 64]",
     ),
     "empty tensor": (lambda t: t.update({Q_PROJ: torch.ones(0, 64)}), f"tensor {Q_PROJ} has shape [0, 64]"),
-    "mixed dtypes": (lambda t: t.update({Q_PROJ: t[Q_PROJ].bfloat16()}), f"tensor {Q_PROJ} is torch.bfloat16"),
+    "mixed dtypes": (lambda t: t.update({Q_PROJ: t[Q_PROJ].bfloat16()}), f"tensor {Q_PROJ} has dtype torch.bfloat16"),
     "integers": (lambda t: t.update({Q_PROJ: t[Q_PROJ].int()}), f"tensor {Q_PROJ} has unsupported dtype I32"),
     "NaN": (poison(float("nan")), f"tensor {Q_PROJ} holds NaN or infinite values"),
     "infinity": (poison(float("inf")), f"tensor {Q_PROJ} holds NaN or infinite values"),
@@ -166,7 +166,7 @@ def test_weights_in_another_dtype_than_the_config_are_refused(single: Path) -> N
     edit_header(swap)(single / SINGLE)
     assert "has shape" in load_error(single)
     rewrite(single / SINGLE, lambda t: t.update({k: v.view(torch.float32).half() for k, v in t.items()}))
-    assert "is torch.float16, not torch.float32" in load_error(single)
+    assert "has dtype torch.float16, expected torch.float32" in load_error(single)
 
 
 def test_lm_head_that_differs_from_tied_embeddings_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

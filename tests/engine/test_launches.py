@@ -145,7 +145,7 @@ def test_rows_with_device_tokens_mix_with_known_rows_in_any_order(target: Runner
 
 
 def test_invalid_collect_and_launch_are_refused(target: Runner) -> None:
-    with pytest.raises(InvariantError, match="no step has been launched"):
+    with pytest.raises(InvariantError, match="no launched step to collect"):
         target.collect()
     target.launch(StepPlan(7, (row("a", 0, (1, 2), 0),)))
     plans: list[StepPlan] = []

@@ -107,7 +107,7 @@ def test_followers_receive_every_plan_in_order_and_stop_cleanly(connect: Callabl
         made.leader.send(plan(step_id))
     made.leader.stop("drained")
     for thread in threads:
-        thread.join(5.0)
+        thread.join(HANG_S)
     assert logs == [[*range(200), "drained"]] * 3
     assert not any(made.lost.values())
 
@@ -124,7 +124,7 @@ def test_order_is_handled_immediately_or_after_its_step(connect: Callable[..., C
     made.leader.send(Order(2, "then"))
     time.sleep(0.05)
     made.leader.stop("done")
-    thread.join(5.0)
+    thread.join(HANG_S)
     assert log == [Order(-1, "now"), 1, Order(1, "after"), 2, Order(2, "then"), "done"]
 
 
@@ -138,7 +138,7 @@ def test_order_is_handled_directly_after_its_step_even_if_the_next_plan_was_sent
     made.leader.send(Order(1, "after"))
     time.sleep(0.05)
     made.leader.stop("done")
-    thread.join(5.0)
+    thread.join(HANG_S)
     assert log == [1, Order(1, "after"), 2, "done"]
 
 
@@ -149,7 +149,7 @@ def test_order_can_be_sent_to_one_follower(connect: Callable[..., Channels]) -> 
     made.leader.send_to(2, Order(-1, "second"))
     made.leader.stop("done")
     for thread in threads:
-        thread.join(5.0)
+        thread.join(HANG_S)
     assert logs == [["done"], [Order(-1, "second"), "done"]]
 
 
@@ -182,7 +182,7 @@ def test_a_silent_peer_is_lost(connect: Callable[..., Channels], monkeypatch: py
     made = connect()
     monkeypatch.setattr(made.followers[0], "_beat", lambda number: None)
     made.leader.serving()
-    assert "rank 1 was silent for 0." in made.await_lost(0, 2.0)
+    assert "rank 1 was silent for 0." in made.await_lost(0, HANG_S)
 
 
 class PausingTime:
@@ -225,17 +225,17 @@ def test_closed_leader_connection_ends_its_followers(connect: Callable[..., Chan
     made, log = connect(), []  # type: ignore[var-annotated]
     thread = run_follower(made.followers[0], log)
     made.leader._peers[0]._socket.shutdown(socket.SHUT_RDWR)
-    assert made.await_lost(1, 0.5) == "lost the connection to the leader: closed by the peer"
-    thread.join(5.0)
+    assert made.await_lost(1, HANG_S) == "lost the connection to the leader: closed by the peer"
+    thread.join(HANG_S)
     assert isinstance(log[0], RankLost)
 
 
 def test_failing_rank_reports_its_reason(connect: Callable[..., Channels]) -> None:
     made = connect(3)
     made.followers[0].fail("tensor x holds NaN")
-    assert made.await_lost(0, 1.0) == "rank 1: tensor x holds NaN"
+    assert made.await_lost(0, HANG_S) == "rank 1: tensor x holds NaN"
     made.leader.fail("rank 1: tensor x holds NaN")
-    assert made.await_lost(2, 1.0) == "the leader: rank 1: tensor x holds NaN"
+    assert made.await_lost(2, HANG_S) == "the leader: rank 1: tensor x holds NaN"
     assert made.lost[1] == []
 
 
@@ -243,7 +243,7 @@ def test_failing_order_ends_the_rank(connect: Callable[..., Channels]) -> None:
     made = connect()
     made.followers[0].set_order_handler(lambda order: 1 / 0)  # type: ignore[arg-type,return-value]
     made.leader.send(Order(-1, "now"))
-    assert made.await_lost(1, 1.0) == "lockstep failed: ZeroDivisionError: division by zero"
+    assert made.await_lost(1, HANG_S) == "lockstep failed: ZeroDivisionError: division by zero"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_failing_order_ends_the_rank(connect: Callable[..., Channels]) -> None:
 def test_bad_frame_ends_the_channel_and_names_its_sender(connect: Callable[..., Channels], sent: bytes) -> None:
     made = connect()
     made.followers[0]._peers[0].send(sent)
-    assert made.await_lost(0, 1.0).startswith("rank 1 sent a")
+    assert made.await_lost(0, HANG_S).startswith("rank 1 sent a")
 
 
 def test_unknown_connections_are_closed_and_the_ranks_still_connect(connect: Callable[..., Channels]) -> None:
@@ -310,7 +310,7 @@ def test_follower_that_does_not_read_is_lost(connect: Callable[..., Channels], m
         for _ in range(100):
             made.leader.send(Failed("x" * (1 << 20)))
     stuck.set()
-    assert made.await_lost(0, 1.0) == "lost the connection to rank 1: timed out"
+    assert made.await_lost(0, HANG_S) == "lost the connection to rank 1: timed out"
 
 
 def test_message_sent_directly_after_the_first_reply_is_not_lost() -> None:
@@ -342,5 +342,5 @@ def test_orders_received_before_they_can_be_handled_are_kept_in_order(connect: C
     thread = run_follower(follower, log)
     made.leader.send_to(1, Order(-1, "d"))
     made.leader.stop("drained")
-    thread.join(5.0)
+    thread.join(HANG_S)
     assert [order.name for order in log[:4]] == ["a", "b", "c", "d"]

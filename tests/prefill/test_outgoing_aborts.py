@@ -27,7 +27,7 @@ async def test_abort_in_any_phase_leaks_nothing_and_the_link_stays_usable(
         gate = Gate(monkeypatch, method, when)
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
-        await asyncio.wait_for(gate.reached.wait(), 3)
+        await asyncio.wait_for(gate.reached.wait(), 30)
         await abort_at(source, decode, R, who)
         gate.opened.set()
         await check_aborted(source, decode, R, who)
@@ -57,7 +57,7 @@ async def test_abort_in_the_same_event_loop_turn_as_a_reply_is_not_lost(
         if answer is AbortTransfer:
             await until(lambda: source.worker.outgoing.counters.bytes_sent, what="the first chunk")
             decode.abort(R)
-        await asyncio.wait_for(aborted.wait(), 3)
+        await asyncio.wait_for(aborted.wait(), 30)
         source.compute()
         await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
         assert not source.posted.handed_over and not source.posted.parked
@@ -105,7 +105,7 @@ async def test_abort_while_edges_are_built_ends_the_hand_over_when_they_are_open
         async with room.hold(room.limit_bytes, 1.0):
             source.submit(make_request("r", 20, max_tokens=4), decode)
             source.compute()
-            await asyncio.wait_for(gate.reached.wait(), 3)
+            await asyncio.wait_for(gate.reached.wait(), 30)
             source.abort(R)
             gate.opened.set()
             await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
@@ -124,7 +124,7 @@ async def test_blocks_are_held_while_a_chunk_is_being_sent(monkeypatch: pytest.M
         gate = Gate(monkeypatch, "send", "before")
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
-        await asyncio.wait_for(gate.reached.wait(), 3)
+        await asyncio.wait_for(gate.reached.wait(), 30)
         source.abort(R)
         await asyncio.sleep(0.3)
         assert not source.idle

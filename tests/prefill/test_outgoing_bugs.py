@@ -30,7 +30,7 @@ async def test_invariant_error_in_a_hand_over_ends_the_worker(
         request = make_request("r", 10, max_tokens=4)
         source.submit(request, decode)
         source.compute()
-        assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 3) is BUG
+        assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 30) is BUG
         assert not source.posted.parked
         monkeypatch.setattr(owner, name, real)
         await until(lambda: not len(source.worker.outgoing), what="the end of the hand-over")

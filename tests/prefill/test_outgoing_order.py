@@ -24,7 +24,7 @@ async def test_receive_is_posted_before_the_chunk_is_packed(monkeypatch: pytest.
         gate = Gate(monkeypatch, "fill", "before")
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
-        await asyncio.wait_for(gate.reached.wait(), 3)
+        await asyncio.wait_for(gate.reached.wait(), 30)
         await until(lambda: decode.worker.hand_overs.writing[R] == 1, what="an open receive")
         gate.opened.set()
         await until(lambda: source.posted.handed_over)

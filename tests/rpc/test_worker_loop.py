@@ -116,7 +116,7 @@ async def test_a_deadline_ends_a_sequence_and_reports_it(running: Running) -> No
     running.main_loop.follow(replace(make_request("r"), deadline_s=0.15))
     await asyncio.sleep(0.05)
     assert not running.tier.ended
-    await until(lambda: running.sent, timeout_s=2)
+    await until(lambda: running.sent)
     assert running.tier.ended == [(R, "deadline")]
     (ended,) = running.sent[0].ended
     assert (ended.sequence, ended.reason, ended.code) == (R, "error", "deadline_exceeded")
@@ -124,7 +124,7 @@ async def test_a_deadline_ends_a_sequence_and_reports_it(running: Running) -> No
 
 async def test_a_deadline_of_an_absent_sequence_reports_nothing(running: Running) -> None:
     running.main_loop.follow(replace(make_request("r"), deadline_s=0.05))
-    await until(lambda: running.tier.ended, timeout_s=2)
+    await until(lambda: running.tier.ended)
     assert not running.sent and not len(running.main_loop.deadlines)
 
 
@@ -144,7 +144,7 @@ async def test_steps_are_reported_in_order_and_stop_without_sequences(running: R
     running.tier.here.add(R)
     running.tier.stepping = True
     running.main_loop.wake()
-    await until(lambda: len(running.sent) >= 3, timeout_s=2)
+    await until(lambda: len(running.sent) >= 3)
     running.tier.here.clear()
     await asyncio.sleep(0.05)
     assert [e.step_id for e in running.sent] == list(range(1, len(running.sent) + 1)) and running.main_loop.steps >= 3
@@ -172,7 +172,7 @@ async def test_an_invariant_error_in_a_hand_over_ends_the_worker(running: Runnin
     running.main_loop.fail(first)
     running.main_loop.fail(InvariantError("what came of it"))
     with pytest.raises(BaseExceptionGroup) as caught:
-        await asyncio.wait_for(running.task, 3)
+        await asyncio.wait_for(running.task, 30)
     assert caught.value.exceptions == (first,) and running.tier.closed
 
 
@@ -300,7 +300,7 @@ async def ahead() -> AsyncIterator[tuple[Running, Device]]:
 async def test_a_step_is_launched_before_the_previous_one_is_collected(ahead: tuple[Running, Device]) -> None:
     running, device = ahead
     running.task = asyncio.create_task(running.main_loop.run())
-    await until(lambda: len(running.sent) == 6, timeout_s=2)
+    await until(lambda: len(running.sent) == 6)
     expected = "launch 1, launch 2, collect 1, launch 3, collect 2, collect 3, launch 4, launch 5, collect 4, launch 6"
     assert ", ".join(device.log) == expected + ", collect 5, collect 6"
     assert [events.step_id for events in running.sent] == [1, 2, 3, 4, 5, 6] and running.main_loop.steps == 6

@@ -74,7 +74,7 @@ class Client:
                 ids += answer.delta.token_ids
         return tuple(ids)
 
-    async def idle(self, cluster: Cluster, timeout_s: float = 10.0) -> None:
+    async def idle(self, cluster: Cluster, timeout_s: float = 30.0) -> None:
         """Asserts that within `timeout_s` every block is free and no worker has a sequence."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:

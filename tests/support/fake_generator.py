@@ -78,7 +78,7 @@ class FakeGenerator:
         row = {"id": "prefill-0", "role": "prefill", "state": "ready", "blocks_total": 10, "blocks_free": 4}
         return {"workers": [row, row | {"id": "d", "role": "decode"}], "coordinator": {"requests": 5, "queued": 2}}
 
-    async def until(self, *, submitted: int = 0, finished: int = 0, timeout_s: float = 5.0) -> None:
+    async def until(self, *, submitted: int = 0, finished: int = 0, timeout_s: float = 30.0) -> None:
         """Waits until `submitted` submissions have been received and `finished` have ended."""
         async with asyncio.timeout(timeout_s):
             while len(self.submissions) < submitted or len(self.finished) < finished:

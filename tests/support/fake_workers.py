@@ -130,7 +130,7 @@ class FakeWorker:
 
     async def received(self, kind: type[C], count: int = 1) -> C:
         """Returns the `count`-th command of a kind, once it has arrived."""
-        await until(lambda: len(self.all(kind)) >= count, what=f"{kind.__name__} {count} at {self.name}", timeout_s=3)
+        await until(lambda: len(self.all(kind)) >= count, what=f"{kind.__name__} {count} at {self.name}")
         return self.all(kind)[count - 1]
 
     def all(self, kind: type[C]) -> list[C]:
@@ -179,7 +179,7 @@ class Bench:
         self.workers.append(worker)
         worker.start()
         if ready:
-            await until(lambda: worker.welcomes, what=f"{name} to join", timeout_s=3)
+            await until(lambda: worker.welcomes, what=f"{name} to join")
         return worker
 
     def worker(self, name: str) -> FakeWorker:
@@ -242,14 +242,14 @@ class Reader:
     def tokens(self) -> list[int]:
         return [t for d in self.deltas for t in d.token_ids]
 
-    async def done(self, timeout_s: float = 3.0) -> list[int]:
+    async def done(self, timeout_s: float = 30.0) -> list[int]:
         """Returns all tokens; the request must have ended without an error."""
         await asyncio.wait_for(self.task, timeout_s)
         assert self.error is None, self.error
         assert self.deltas[-1].finish_reason is not None and self.deltas[-1].usage is not None
         return self.tokens
 
-    async def failed(self, timeout_s: float = 3.0) -> BatonError:
+    async def failed(self, timeout_s: float = 30.0) -> BatonError:
         await asyncio.wait_for(self.task, timeout_s)
         assert self.error is not None, self.deltas
         return self.error
@@ -259,7 +259,7 @@ class Reader:
         await asyncio.wait({self.task})
 
     async def got(self, count: int) -> None:
-        await until(lambda: len(self.tokens) >= count, what=f"{count} tokens", timeout_s=3)
+        await until(lambda: len(self.tokens) >= count, what=f"{count} tokens")
 
 
 @contextlib.asynccontextmanager
@@ -275,7 +275,7 @@ async def bench(
             await made.add(name)
         yield made
         assert not made.tick.done(), made.tick
-        await until(lambda: not len(made.requests), what="no request in flight", timeout_s=2)
+        await until(lambda: not len(made.requests), what="no request in flight")
         made.requests.check()
         assert (made.dispatcher.num_active, made.dispatcher.num_queued) == (0, 0)
     finally:

@@ -65,7 +65,7 @@ class RawClient:
         self.writer.write(raw)
         await self.writer.drain()
 
-    async def answer(self, timeout_s: float = 5.0) -> tuple[int, dict[str, str], bytes]:
+    async def answer(self, timeout_s: float = 30.0) -> tuple[int, dict[str, str], bytes]:
         """Returns status, headers and body (only of responses that declare their length)."""
         async with asyncio.timeout(timeout_s):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

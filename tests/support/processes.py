@@ -21,7 +21,7 @@ def has_exited(pid: int) -> bool:
         return True
 
 
-def wait_until_exited(pids: Iterable[int], timeout_s: float = 10.0) -> None:
+def wait_until_exited(pids: Iterable[int], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while left := [pid for pid in pids if not has_exited(pid)]:
         assert time.monotonic() < deadline, f"processes {left} still run"

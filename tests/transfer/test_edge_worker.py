@@ -99,7 +99,7 @@ async def test_a_second_transfer_starts_only_when_the_first_has_ended() -> None:
     posted, posted_later = asyncio.Event(), asyncio.Event()
     first = asyncio.create_task(worker.recv(zeros(4), on_posted=posted.set))
     second = asyncio.create_task(worker.recv(zeros(4), on_posted=posted_later.set))
-    await asyncio.wait_for(posted.wait(), 5)
+    await asyncio.wait_for(posted.wait(), 30)
     await asyncio.sleep(0.05)
     assert "in recv" in repr(worker) and not posted_later.is_set()
     edge.gate.set()
@@ -211,7 +211,7 @@ async def test_abort_ends_a_pending_connect(spec: MakeSpec) -> None:
     await asyncio.sleep(0.1)
     worker.abort("gone")
     with pytest.raises(HandoffError, match="gone"):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 30)
     assert await worker.close()
 
 
@@ -225,7 +225,7 @@ async def test_gloo_edge_fails_with_its_peer_and_the_next_generation_works(spec:
         await asyncio.sleep(0.05)
         prefill.abort("its request ended")
         with pytest.raises(HandoffError, match="decode side"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 30)
         assert await prefill.close() and await decode.close()
 
 
