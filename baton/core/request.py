@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "aborted", "error"]
+FinishReason = Literal["stop", "length"]
 
 
 class ChoiceId(NamedTuple):

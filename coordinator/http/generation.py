@@ -21,7 +21,7 @@ from dataclasses import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import Cancelled, InvariantError, Unavailable
+from baton.core.errors import InvariantError, Unavailable
 from baton.core.events import SpeculationCounters
 from baton.core.request import TokenLogprob
 from coordinator import off_loop
@@ -267,16 +267,11 @@ class GenerationResponse(Response):
         await self._write(send, body, more=False)
 
     async def _next(self, deltas: AsyncGenerator[Delta, None]) -> Delta:
-        """Returns the next delta. Raises the generator's errors, or its own if it was aborted, failed or cut off."""
+        """Returns the next delta. Raises the generator's errors, or InvariantError if it ends too early."""
         try:
-            delta = await anext(deltas)
+            return await anext(deltas)
         except StopAsyncIteration:
             raise InvariantError("the generator ended without a finish reason") from None
-        if delta.finish_reason == "aborted":
-            raise Cancelled("the request was aborted")
-        if delta.finish_reason == "error":
-            raise InvariantError("the generator ended with an error")
-        return delta
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Sends in slices and returns when the socket has accepted enough; the server closes the connection of a client
