@@ -75,11 +75,11 @@ def test_reported_layers_are_not_computed_again(checkpoint: Callable[..., Path])
 @pytest.mark.skipif(not processor_levels(), reason="there are no compiled kernels")
 def test_step_reports_nothing_when_no_first_layers_are_requested(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"))
-    runner.set_first_layers_callback(lambda plan: 0, lambda step, layers: pytest.fail("told"))
+    runner.set_first_layers_callback(lambda plan: 0, lambda step, layers: pytest.fail("called"))
     runner.step(last_chunk())
 
 
 def test_torch_kernels_do_not_report_first_layers(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"), kernels="torch")
-    runner.set_first_layers_callback(lambda plan: 1, lambda step, layers: pytest.fail("told"))
+    runner.set_first_layers_callback(lambda plan: 1, lambda step, layers: pytest.fail("called"))
     runner.step(last_chunk())

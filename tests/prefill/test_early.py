@@ -161,9 +161,9 @@ async def test_abort_between_the_two_parts_leaks_nothing_and_the_link_stays_usab
 
         await source.step_by_layers(FIRST, ended)
         if who == "decode":
-            await until(lambda: source.posted.parked, what="parked KV")
+            await until(lambda: source.posted.parked, timeout_s=3, what="parked KV")
             source.abort(R)
-        await until(lambda: source.idle and target.idle, what="idle pools")
+        await until(lambda: source.idle and target.idle, timeout_s=3, what="idle pools")
         assert all(end.dead is None for link in links(source) for end in link.ends.values())
         await serve(source, target, "behind")
 

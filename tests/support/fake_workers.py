@@ -275,7 +275,7 @@ async def bench(
             await made.add(name)
         yield made
         assert not made.tick.done(), made.tick
-        await until(lambda: not len(made.requests), what="no request in flight")
+        await until(lambda: not len(made.requests), what="no request in flight", timeout_s=2)
         made.requests.check()
         assert (made.dispatcher.num_active, made.dispatcher.num_queued) == (0, 0)
     finally:

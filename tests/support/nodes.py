@@ -207,9 +207,9 @@ async def check_aborted(source: PrefillNode, decode: DecodeNode, sequence: Seque
     """Checks that nothing of a sequence remains once the abort has also arrived at the other side."""
     source.compute()
     if who == "decode":
-        await until(lambda: source.posted.parked, what="parked KV")
+        await until(lambda: source.posted.parked, timeout_s=3, what="parked KV")
         source.abort(sequence)
-    await until(lambda: source.idle and decode.idle, what="idle pools")
+    await until(lambda: source.idle and decode.idle, timeout_s=3, what="idle pools")
     assert not source.posted.handed_over and not decode.posted.tokens
 
 
