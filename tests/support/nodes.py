@@ -73,7 +73,7 @@ class PrefillNode:
         name: str = "p0",
         num_blocks: int = 16,
         step_tokens: int = 8,
-        timeout_s: float = 2.0,
+        timeout_s: float = 20.0,
         runner: FakeRunner | None = None,
     ) -> None:
         self.runner, self.posted = runner or FakeRunner(num_blocks), Posted()
@@ -128,7 +128,7 @@ class PrefillNode:
 
 class DecodeNode:
     def __init__(
-        self, name: str = "d0", num_blocks: int = 16, timeout_s: float = 2.0, runner: FakeRunner | None = None
+        self, name: str = "d0", num_blocks: int = 16, timeout_s: float = 20.0, runner: FakeRunner | None = None
     ) -> None:
         self.runner, self.posted = runner or FakeRunner(num_blocks), Posted()
         self.worker = DecodeWorker(
@@ -225,7 +225,7 @@ async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again") ->
 
 @contextlib.asynccontextmanager
 async def pair(
-    *decodes: DecodeNode, prefill: PrefillNode | None = None, timeout_s: float = 2.0, more: Sequence[PrefillNode] = ()
+    *decodes: DecodeNode, prefill: PrefillNode | None = None, timeout_s: float = 20.0, more: Sequence[PrefillNode] = ()
 ) -> AsyncIterator[tuple[PrefillNode, list[DecodeNode]]]:
     """Starts a prefill worker (and perhaps `more`) and decode workers; afterwards checks that no block is held and no
     thread, task or transfer remains."""

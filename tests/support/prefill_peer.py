@@ -49,7 +49,7 @@ class Peer:
     async def open_edge(self, generation: int) -> EdgeReady:
         welcome = self.link.welcome
         prefix = edge_prefix(welcome.store_nonce, "p0", 0, welcome.decode_worker, 0, generation)
-        spec = EdgeSpec(welcome.store_host, welcome.store_port, prefix, generation, "prefill", connect_timeout_s=2.0)
+        spec = EdgeSpec(welcome.store_host, welcome.store_port, prefix, generation, "prefill", connect_timeout_s=20.0)
         self.edge = EdgeWorker(spec)
         await self.send_message(EdgeOpen(0, 0, generation, prefix))
         await self.edge.connect()

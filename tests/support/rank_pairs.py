@@ -15,7 +15,7 @@ from tests.support.nodes import DecodeNode, PrefillNode, pair, until
 
 @contextlib.asynccontextmanager
 async def ranks(
-    prefill_tp: int = 2, decode_tp: int = 2, *, heads: int = 4, timeout_s: float = 4.0, pause_s: float = 0.0
+    prefill_tp: int = 2, decode_tp: int = 2, *, heads: int = 4, timeout_s: float = 20.0, pause_s: float = 0.0
 ) -> AsyncIterator[tuple[PrefillNode, DecodeNode]]:
     layout = make_layout(4, heads=heads)
     made = [
