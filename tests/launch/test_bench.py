@@ -183,11 +183,11 @@ def test_sweep_ends_at_the_capacity_of_the_server(tmp_path: Path, monkeypatch: p
     """A server that takes longer the more requests it has."""
     monkeypatch.setattr("launch.bench.run.SWEEP_S", 0.3)
     with fake_server(first_s=0.01, first_s_each=0.02) as server:
-        flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "5", "--output-len", "1", "--input-len", "2"]
+        flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "20", "--output-len", "1", "--input-len", "2"]
         code, shown, report = bench(server, tmp_path, *flags, "--html", str(tmp_path / "bench.html"))
-    assert code == 0 and report["best_rate"] >= 5
     rates = [run["rate"] for run in report["runs"]]
-    assert len(rates) > 3 and max(rates) > report["best_rate"] and "the highest rate at which 90%" in shown
+    assert code == 0 and "the highest rate at which 90%" in shown
+    assert len(rates) > 3 and 0 < report["best_rate"] < max(rates)
     assert (tmp_path / "bench.html").read_text().count("<svg") == 3
 
 

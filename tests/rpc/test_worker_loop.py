@@ -20,6 +20,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.rpc import step_thread
 from baton.rpc.worker_loop import HOUSEKEEPING_S, WorkerLoop
 from tests.support.builders import make_facts, make_request
+from tests.support.limits import HANG_S
 from tests.support.nodes import until
 
 R = SequenceId("r")
@@ -97,7 +98,7 @@ class Running:
 
     async def outcome(self) -> BaseException | None:
         """Waits for `run` to end and returns its exception, if any."""
-        await asyncio.wait({self.task}, timeout=3.0)
+        await asyncio.wait({self.task}, timeout=HANG_S)
         assert self.task.done(), "the worker goes on"
         assert self.tier.closed
         return self.task.exception()
@@ -113,10 +114,10 @@ async def running() -> AsyncIterator[Running]:
 
 async def test_a_deadline_ends_a_sequence_and_reports_it(running: Running) -> None:
     running.tier.here.add(R)
+    begun = time.monotonic()
     running.main_loop.follow(replace(make_request("r"), deadline_s=0.15))
-    await asyncio.sleep(0.05)
-    assert not running.tier.ended
     await until(lambda: running.sent)
+    assert time.monotonic() - begun >= 0.15
     assert running.tier.ended == [(R, "deadline")]
     (ended,) = running.sent[0].ended
     assert (ended.sequence, ended.reason, ended.code) == (R, "error", "deadline_exceeded")
