@@ -161,10 +161,10 @@ class Cluster:
             self.refused(e, peer)
             raise
         # Also after its lease has ended: it may have kept sequences handed over to it, and would drop them silently.
-        following = () if joined.replaced else self.requests.following(worker)
+        tracked = () if joined.replaced else self.requests.tracked(worker)
         queue: asyncio.Queue[ToWorker] = asyncio.Queue()
         lease_s, now_ms = self.workers.lease_s, round(time.monotonic() * 1000)
-        queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._signer.key, following, now_ms))
+        queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._signer.key, tracked, now_ms))
         if joined.worker.drain_by is not None:  # the command may have been lost with the previous session
             queue.put_nowait(Drain(max(joined.worker.drain_by - time.monotonic(), 0.0)))
         self._outgoing[worker] = queue  # from here on, requests of the old incarnation may be placed on this one

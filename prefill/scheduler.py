@@ -242,7 +242,7 @@ class PrefillScheduler:
             elif entry.pinned:
                 self._running.remove(sequence.id)
                 self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
-                sequence.move(State.PARKED)
+                sequence.move(State.PREFILLED)
             else:
                 message = "the hand-over was given up before the sequence ended"
                 stamps = self.stamps(sequence.id)
@@ -296,7 +296,7 @@ class PrefillScheduler:
         sequence = entry.sequence
         if sequence.block_ids:
             self.blocks.release(sequence.block_ids, Holder("send", sequence_id))
-        if sequence.state is State.PARKED:
+        if sequence.state is State.PREFILLED:
             sequence.move(State.FINISHED)
         self._forget(entry)
 
@@ -307,7 +307,7 @@ class PrefillScheduler:
             self._running.remove(sequence.id)
         elif sequence.state is State.WAITING:
             self._waiting.remove(sequence.id)
-        if sequence.block_ids and sequence.state is not State.PARKED:
+        if sequence.block_ids and sequence.state is not State.PREFILLED:
             self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
         sequence.move(State.FINISHED)
         self._forget(entry)

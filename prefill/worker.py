@@ -125,7 +125,7 @@ class PrefillWorker:
             step_s=self.main_loop.step_s,
             backlog_tokens=scheduler.backlog_tokens,
             sequences=scheduler.num_sequences,
-            leases=len(self.outgoing),
+            hand_overs=len(self.outgoing),
             chunks_resent=self.outgoing.counters.chunks_resent,
             chunks_early=self.outgoing.counters.chunks_early,
             handles_refused=self.handles_refused,
@@ -213,7 +213,7 @@ class PrefillWorker:
         except BatonError as e:
             self.main_loop.report_ended(request.sequence_id, e.code, e.message)
             return
-        self.main_loop.follow(request)
+        self.main_loop.track_deadline(request)
         if hand_over:
             self.outgoing.expect(request, command.targets)
 

@@ -69,7 +69,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
+class TrackedSequence:
     """`here`: the coordinator assumes that the worker has the sequence; else it may be in transit to the worker."""
 
     sequence: SequenceId
@@ -83,7 +83,7 @@ class Welcome:
     lease_s: float
     heartbeat_s: float
     handle_key: bytes = field(repr=False)
-    following: tuple[Following, ...] = ()
+    tracked: tuple[TrackedSequence, ...] = ()
     now_ms: int = 0
 
 
@@ -124,7 +124,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseRecords:
     """The coordinator has received everything about these sequences."""
 
     sequences: tuple[SequenceId, ...]
@@ -161,4 +161,4 @@ class HeartbeatAck:
     sequence_number: int
 
 
-Command = Prefill | Assign | Abort | Release | Drain
+Command = Prefill | Assign | Abort | ReleaseRecords | Drain

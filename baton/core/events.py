@@ -122,7 +122,7 @@ class Load:
     kv_bytes_received: int = 0
     steps: int = 0
     backlog_tokens: int = 0
-    leases: int = 0
+    hand_overs: int = 0
     sequences: int = 0
     chunks_resent: int = 0
     handles_refused: int = 0

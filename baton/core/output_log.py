@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton.core.commands import Following
+from baton.core.commands import TrackedSequence
 from baton.core.errors import InvariantError
 from baton.core.events import HandedOver, Parked, SequenceEnded, SpeculationCounters, StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
@@ -84,11 +84,11 @@ class OutputLog:
         record = self._records.get(sequence)
         return record is not None and record.done
 
-    def since(self, following: Iterable[Following]) -> StepEvents:
+    def since(self, tracked: Iterable[TrackedSequence]) -> StepEvents:
         """Returns what to resend."""
         tokens: list[TokenEvent] = []
         records: list[_Record] = []
-        for item in following:
+        for item in tracked:
             record = self._records.get(item.sequence)
             if record is None:
                 continue

@@ -1,9 +1,9 @@
 """A sequence on a worker: one request's tokens, how many of them are computed, and the legal state transitions.
 
-On a prefill worker:  WAITING -> PREFILLING -> PARKED -> FINISHED
+On a prefill worker:  WAITING -> PREFILLING -> PREFILLED -> FINISHED
 On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED; without blocks READY | RUNNING -> PREEMPTED -> RUNNING
 
-PARKED covers the time from the last computed chunk to the last acknowledgement: the KV stays pinned while it is sent.
+PREFILLED lasts from the last computed chunk to the last acknowledgement: the KV stays pinned while it is sent.
 Any state may change to FINISHED: clients disconnect, deadlines pass, peers fail.
 """
 
@@ -21,7 +21,7 @@ from baton.core.step import History, Row
 class State(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
-    PARKED = "parked"
+    PREFILLED = "prefilled"
     RECEIVING = "receiving"
     READY = "ready"
     RUNNING = "running"
@@ -31,8 +31,8 @@ class State(Enum):
 
 LEGAL_MOVES: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.PREFILLING, State.FINISHED}),
-    State.PREFILLING: frozenset({State.PARKED, State.FINISHED}),
-    State.PARKED: frozenset({State.FINISHED}),
+    State.PREFILLING: frozenset({State.PREFILLED, State.FINISHED}),
+    State.PREFILLED: frozenset({State.FINISHED}),
     State.RECEIVING: frozenset({State.READY, State.FINISHED}),
     State.READY: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
     State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),

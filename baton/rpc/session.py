@@ -26,13 +26,13 @@ from baton.core.commands import (
     Command,
     Drain,
     Drained,
-    Following,
     Heartbeat,
     HeartbeatAck,
     Join,
     Leave,
     Prefill,
-    Release,
+    ReleaseRecords,
+    TrackedSequence,
     Welcome,
 )
 from baton.core.errors import BatonError, InvalidRequest, InvariantError, JoinRefused
@@ -206,16 +206,16 @@ class WorkerSession:
         self.run_id = welcome.run_id
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
-        new = self._known().difference(known, (f.sequence for f in welcome.following))
-        again = self.log.since((*welcome.following, *(Following(sequence, 0) for sequence in sorted(new))))
+        new = self._known().difference(known, (f.sequence for f in welcome.tracked))
+        again = self.log.since((*welcome.tracked, *(TrackedSequence(sequence, 0) for sequence in sorted(new))))
         here = set(self._owner.sequence_ids())
         lost = tuple(
             SequenceEnded(f.sequence, "error", "unknown_sequence", "this worker has no such sequence")
-            for f in welcome.following
+            for f in welcome.tracked
             if f.here and f.sequence not in here and not self.log.done(f.sequence)
         )
         self._owner.welcome(welcome)
-        self._owner.abandon("the coordinator no longer tracks them", {*new, *(f.sequence for f in welcome.following)})
+        self._owner.abandon("the coordinator no longer tracks them", {*new, *(f.sequence for f in welcome.tracked)})
         self.connected = True
         if self._leaves_by is not None:
             self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))
@@ -246,7 +246,7 @@ class WorkerSession:
             self._last_received_at = self._clock()
             if isinstance(message, HeartbeatAck):
                 continue
-            if isinstance(message, Release):
+            if isinstance(message, ReleaseRecords):
                 self.log.release(message.sequences)
             elif isinstance(message, Prefill | Assign | Abort | Drain):
                 self._owner.command(message)

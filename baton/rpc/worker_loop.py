@@ -130,7 +130,7 @@ class WorkerLoop:
         """Called after a change that may allow a step."""
         self._wake.set()
 
-    def follow(self, request: GenerateRequest) -> None:
+    def track_deadline(self, request: GenerateRequest) -> None:
         """Tracks the deadline of a sequence that has just arrived."""
         self.deadlines.add(request.sequence_id, time.monotonic() + request.deadline_s)
 

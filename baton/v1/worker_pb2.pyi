@@ -60,8 +60,8 @@ class SessionResponse(_message.Message):
     abort: Abort
     drain: Drain
     heartbeat_ack: HeartbeatAck
-    release: Release
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+    release: ReleaseRecords
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[ReleaseRecords, _Mapping]] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
     __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "tensor_parallel", "draft_digest", "config_digest", "quantize")
@@ -120,22 +120,22 @@ class Join(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "following", "now_ms")
+    __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "tracked", "now_ms")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_KEY_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    TRACKED_FIELD_NUMBER: _ClassVar[int]
     NOW_MS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     lease_ms: int
     heartbeat_ms: int
     handle_key: bytes
-    following: _containers.RepeatedCompositeFieldContainer[Following]
+    tracked: _containers.RepeatedCompositeFieldContainer[TrackedSequence]
     now_ms: int
-    def __init__(self, run_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., handle_key: _Optional[bytes] = ..., following: _Optional[_Iterable[_Union[Following, _Mapping]]] = ..., now_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., handle_key: _Optional[bytes] = ..., tracked: _Optional[_Iterable[_Union[TrackedSequence, _Mapping]]] = ..., now_ms: _Optional[int] = ...) -> None: ...
 
-class Following(_message.Message):
+class TrackedSequence(_message.Message):
     __slots__ = ("sequence", "next_index", "here")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +185,7 @@ class Abort(_message.Message):
     tombstone_ms: int
     def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ..., tombstone_ms: _Optional[int] = ...) -> None: ...
 
-class Release(_message.Message):
+class ReleaseRecords(_message.Message):
     __slots__ = ("sequences",)
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[_types_pb2.SequenceId]
@@ -234,7 +234,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence_number: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "leases", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages", "prompt_tokens_cached", "kv_bytes_reused", "links_refused", "preemptions", "preempted", "steps_ahead", "rows_discarded", "chunks_early", "step_s")
+    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "hand_overs", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages", "prompt_tokens_cached", "kv_bytes_reused", "links_refused", "preemptions", "preempted", "steps_ahead", "rows_discarded", "chunks_early", "step_s")
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -245,7 +245,7 @@ class Load(_message.Message):
     KV_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LEASES_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVERS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_RESENT_FIELD_NUMBER: _ClassVar[int]
@@ -270,7 +270,7 @@ class Load(_message.Message):
     kv_bytes_received: int
     steps: int
     backlog_tokens: int
-    leases: int
+    hand_overs: int
     sequences: int
     speculation: _types_pb2.SpeculationCounters
     chunks_resent: int
@@ -285,7 +285,7 @@ class Load(_message.Message):
     rows_discarded: int
     chunks_early: int
     step_s: float
-    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., leases: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ..., links_refused: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., chunks_early: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., hand_overs: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ..., links_refused: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., chunks_early: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class StepEvents(_message.Message):
     __slots__ = ("step_id", "tokens", "ended", "parked", "handed_over", "load", "kv_cache_events")
@@ -326,22 +326,20 @@ class TokenEvent(_message.Message):
     def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceEnded(_message.Message):
-    __slots__ = ("sequence", "reason", "code", "message", "stamps", "speculation", "blamed")
+    __slots__ = ("sequence", "reason", "code", "message", "stamps", "speculation")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STAMPS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
-    BLAMED_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     reason: str
     code: str
     message: str
     stamps: _types_pb2.StageStamps
     speculation: _types_pb2.SpeculationCounters
-    blamed: bool
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., blamed: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ...) -> None: ...
 
 class Parked(_message.Message):
     __slots__ = ("sequence", "reason")

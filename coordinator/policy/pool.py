@@ -250,7 +250,7 @@ class Worker:
         }
 
 
-_NOT_COLUMNS = {"blocks_total", "backlog_tokens", "leases", "preempted", "speculation"}
+_NOT_COLUMNS = {"blocks_total", "backlog_tokens", "hand_overs", "preempted", "speculation"}
 LOAD_COLUMNS = tuple(field.name for field in fields(Load) if field.name not in _NOT_COLUMNS)
 """The columns of a `/workers` row that a worker reports itself."""
 

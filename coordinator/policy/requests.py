@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-from baton.core.commands import Abort, Command, Following, Release
+from baton.core.commands import Abort, Command, ReleaseRecords, TrackedSequence
 from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
@@ -146,7 +146,7 @@ class Entered(NamedTuple):
     worker: str = ""
 
 
-class Target(NamedTuple):
+class WorkerInstance(NamedTuple):
     worker: str
     incarnation: int
 
@@ -171,7 +171,7 @@ class Request:
     error: BatonError | None = None
     prefill_worker: str = ""
     decode_worker: str = ""
-    targets: tuple[Target, ...] = ()
+    targets: tuple[WorkerInstance, ...] = ()
     refused: bool = False
     times_parked: int = 0
     offer_at: float = 0.0
@@ -361,11 +361,11 @@ class Requests:
         """Returns how long the oldest queued request has waited; 0.0 if none is queued."""
         return now - min((r.queued_at for r in self._waiting.values() if r.stage is Stage.QUEUED), default=now)
 
-    def following(self, worker: str) -> tuple[Following, ...]:
+    def tracked(self, worker: str) -> tuple[TrackedSequence, ...]:
         """Returns the sequences that this coordinator expects at a worker, with the next output index of each."""
         here = (r for r in self._requests.values() if r.stage not in (Stage.QUEUED, Stage.ENDED))
         return tuple(
-            Following(r.sequence, r.journal.next_index, r.runs_at(worker)) for r in here if worker in r.workers()
+            TrackedSequence(r.sequence, r.journal.next_index, r.runs_at(worker)) for r in here if worker in r.workers()
         )
 
     # Time.
@@ -453,7 +453,7 @@ class Requests:
             return self._stale(worker, over.sequence)
         _add_stamps(r, over.stamps)
         if r.ended:
-            return [Send(worker, Release((over.sequence,)))]
+            return [Send(worker, ReleaseRecords((over.sequence,)))]
         self._decoding(r, over.decode_worker, now)
         taker = next((t.incarnation for t in r.targets if t.worker == over.decode_worker), None)
         if self.workers.has_left(over.decode_worker, taker):
@@ -531,7 +531,7 @@ class Requests:
 
     def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
         self.stale_events += 1
-        return [Send(worker, Release((sequence,)))]
+        return [Send(worker, ReleaseRecords((sequence,)))]
 
     # Decisions.
 
@@ -554,7 +554,7 @@ class Requests:
 
     def _name_workers(self, r: Request, placement: Placement) -> None:
         r.prefill_worker, r.decode_worker = placement.prefill, placement.decode or ""
-        r.targets = tuple(Target(w, self._incarnation(w)) for w in placement.targets)
+        r.targets = tuple(WorkerInstance(w, self._incarnation(w)) for w in placement.targets)
 
     def _incarnation(self, worker: str) -> int:
         incarnation = self.workers.incarnation(worker)
@@ -574,7 +574,7 @@ class Requests:
         actions: list[Action] = [
             Send(t.worker, Abort(old, "its KV is offered to another worker", tombstone_s=0.0)) for t in r.targets
         ]
-        actions += [Send(worker, Release((old,))) for worker in sorted(r.workers())]
+        actions += [Send(worker, ReleaseRecords((old,))) for worker in sorted(r.workers())]
         r.journal.begin_attempt(self._next_attempt(r))
         r.refused = False
         self._name_workers(r, placement)
@@ -628,7 +628,7 @@ class Requests:
         for worker in sorted(r.workers()):
             if reason:
                 actions.append(Send(worker, Abort(r.sequence, reason, tombstone_s)))
-            actions.append(Send(worker, Release((r.sequence,))))
+            actions.append(Send(worker, ReleaseRecords((r.sequence,))))
         return actions
 
     def _update_servable(self, now: float) -> None:

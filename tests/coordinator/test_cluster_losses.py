@@ -74,7 +74,7 @@ async def test_a_new_incarnation_replaces_the_old_one_and_takes_over_its_request
         await reader.got(1)
         old.wire.mute()
         new = await b.add("d0", incarnation=2)
-        assert new.welcomes[0].following == ()
+        assert new.welcomes[0].tracked == ()
         command = await p.received(Prefill, 2)
         assert command.targets[0].incarnation == 2 and command.request.output == (5,)
         old.wire.refuses = True
@@ -106,7 +106,7 @@ async def test_a_lost_worker_that_received_the_kv_resumes_the_sequence_when_it_r
         await until(lambda: b.state("d0") == "lost")
         d.wire.refuses = False
         await until(lambda: len(d.welcomes) == 2)
-        assert [f.sequence for f in d.welcomes[-1].following] == [s] and s in d.here
+        assert [f.sequence for f in d.welcomes[-1].tracked] == [s] and s in d.here
         p.hand_over(s, "d0")
         d.report(s, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]

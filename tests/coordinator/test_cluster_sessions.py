@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton.core.commands import Following, Prefill
+from baton.core.commands import Prefill, TrackedSequence
 from baton.core.errors import Unavailable
 from baton.core.events import GpuUsage, StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
@@ -100,8 +100,8 @@ async def test_a_decode_worker_is_not_expected_to_have_a_sequence_that_may_be_in
             for worker in (p, d):
                 worker.cut()
             await until(lambda seen=welcomes: all(len(w.welcomes) > seen[w.name] for w in (p, d)))
-            assert d.welcomes[-1].following == (Following(s, int(handed_over), handed_over),)
-            assert p.welcomes[-1].following == (Following(s, int(handed_over), not handed_over),)
+            assert d.welcomes[-1].tracked == (TrackedSequence(s, int(handed_over), handed_over),)
+            assert p.welcomes[-1].tracked == (TrackedSequence(s, int(handed_over), not handed_over),)
         d.report(s, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from baton.core.commands import Abort, Following, Release
+from baton.core.commands import Abort, ReleaseRecords, TrackedSequence
 from baton.core.errors import BatonError, HandoffError, InvariantError, Unavailable, WorkerLost
 from baton.core.events import (
     HandedOver,
@@ -142,7 +142,7 @@ def test_request_passes_through_its_stages_until_all_workers_release_it() -> Non
     d.new.clear()
     d.tokens("d0", s, 2, 7, 8)
     assert (r.journal.tokens, r.journal.finish, r.stage) == ([5, 6, 7, 8], "length", Stage.ENDED)
-    assert {worker for worker, _ in d.sent(Release)} == {"p0", "d0", "d1"}
+    assert {worker for worker, _ in d.sent(ReleaseRecords)} == {"p0", "d0", "d1"}
     d.requests.forget(r)
     assert len(d.requests) == 0
 
@@ -317,7 +317,7 @@ def test_hand_over_is_released_if_the_request_ended_and_stale_if_no_worker_runs_
     d.tokens("d0", s, 0, 5, 6, 7, 8)
     d.new.clear()
     d.handed_over("p0", s, "d0")
-    assert [w for w, _ in d.sent(Release)] == ["p0"]
+    assert [w for w, _ in d.sent(ReleaseRecords)] == ["p0"]
     waiting = d.submit("waiting", prompt=(1,) * 40), d.submit("queued")
     d.handed_over("p0", waiting[1].sequence, "d0")  # of an attempt that no worker runs
     assert waiting[1].stage is Stage.QUEUED and d.requests.stale_events
@@ -443,7 +443,7 @@ def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attem
     d.tokens("p0", s, 0, 5)
     sent = [(a.worker, a.command) for a in d.new if isinstance(a, Send)]
     assert [(w, c.sequence) for w, c in sent if isinstance(c, Abort)] == [("d0", s)]
-    assert [w for w, c in sent if isinstance(c, Release)] == ["d0", "p0"], "nothing is kept of the old attempt"
+    assert [w for w, c in sent if isinstance(c, ReleaseRecords)] == ["d0", "p0"], "nothing is kept of the old attempt"
     (assign,) = d.take(AssignTargets)
     assert (assign.sequence, assign.attempt) == (s, r.journal.attempt) and r.stage is Stage.HANDOVER
     d.tokens("d0", s, 1, 99)
@@ -625,10 +625,10 @@ def test_choices_share_the_age_and_queue_position_of_their_request() -> None:
 def test_redialled_worker_receives_the_sequences_expected_of_it() -> None:
     d = Drive("p0", "d0", "d1")
     _, s = d.at(Stage.HANDOVER)
-    assert d.requests.following("p0") == (Following(s, 1, here=True),)
-    assert d.requests.following("d1") == (Following(s, 1, here=False),)
+    assert d.requests.tracked("p0") == (TrackedSequence(s, 1, here=True),)
+    assert d.requests.tracked("d1") == (TrackedSequence(s, 1, here=False),)
     d.handed_over("p0", s, "d1")
-    assert d.requests.following("d1") == (Following(s, 1, here=True),)
+    assert d.requests.tracked("d1") == (TrackedSequence(s, 1, here=True),)
 
 
 @pytest.mark.parametrize("stage", [s for s in Stage if s is not Stage.ENDED])

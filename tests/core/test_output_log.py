@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.commands import Following
+from baton.core.commands import TrackedSequence
 from baton.core.errors import InvariantError
 from baton.core.events import HandedOver, Parked, StepEvents, TokenEvent
 from baton.core.output_log import OutputLog
@@ -31,7 +31,7 @@ def log_of(first_index: int, pieces: list[int], limit: int = 4096) -> tuple[Outp
 @given(first=st.integers(0, 5), pieces=sizes, skip=st.integers(0, 30))
 def test_resend_from_any_index_is_the_suffix(first: int, pieces: list[int], skip: int) -> None:
     log, _ = log_of(first, pieces)
-    events = log.since([Following(A, skip)])
+    events = log.since([TrackedSequence(A, skip)])
     replayed = [token for event in events.tokens for token in event.tokens]
     assert replayed == list(range(max(first, skip), first + sum(pieces)))
     assert all(event.first_index == max(first, skip) for event in events.tokens)
@@ -46,7 +46,7 @@ def test_stream_broken_anywhere_plus_resend_is_the_whole_history(
     received = {
         e.first_index + i: t for step in history[:broken_after] for e in step.tokens for i, t in enumerate(e.tokens)
     }
-    again = log.since([Following(A, first + len(received))])
+    again = log.since([TrackedSequence(A, first + len(received))])
     rest = {e.first_index + i: t for e in again.tokens for i, t in enumerate(e.tokens)}
     assert not received.keys() & rest.keys()
     assert received | rest == {index: index for index in range(first, first + sum(pieces))}
@@ -63,7 +63,7 @@ def test_repeats_change_nothing_and_gaps_are_refused(repeats: list[tuple[int, in
             continue
         log.record(step_events(A, start, *range(start, start + count)))
         length = max(length, start + count)
-    assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, tuple(range(length))),)
+    assert log.since([TrackedSequence(A, 0)]).tokens == (TokenEvent(A, 0, tuple(range(length))),)
 
 
 def test_tokens_before_the_first_are_refused() -> None:
@@ -76,7 +76,7 @@ def test_resumed_sequence_that_parks_before_its_first_token_keeps_its_indices() 
     log = OutputLog()
     log.record(StepEvents(parked=(Parked(A, "no_free_blocks"),)))
     log.record(step_events(A, 7, 70))
-    events = log.since([Following(A, 7)])
+    events = log.since([TrackedSequence(A, 7)])
     assert events.tokens == (TokenEvent(A, 7, (70,)),)
     assert [p.sequence for p in events.parked] == [A]
 
@@ -86,7 +86,7 @@ def test_hand_over_and_end_replace_the_parking() -> None:
     log.record(StepEvents(parked=(Parked(A, "full"), Parked(B, "full"))))
     log.record(StepEvents(handed_over=(HandedOver(A, "d0", 64),)))
     log.record(step_events(B, 0, ended="error"))
-    events = log.since([Following(A, 0), Following(B, 0)])
+    events = log.since([TrackedSequence(A, 0), TrackedSequence(B, 0)])
     assert events.parked == ()
     assert (len(events.handed_over), len(events.ended)) == (1, 1)
 
@@ -94,7 +94,7 @@ def test_hand_over_and_end_replace_the_parking() -> None:
 def test_unknown_and_released_sequences_have_nothing_to_resend() -> None:
     log, _ = log_of(0, [2])
     log.release([A, B])
-    assert log.since([Following(A, 0), Following(B, 0)]) == StepEvents()
+    assert log.since([TrackedSequence(A, 0), TrackedSequence(B, 0)]) == StepEvents()
 
 
 def test_a_sequence_is_done_once_its_end_or_its_hand_over_is_recorded() -> None:
@@ -118,7 +118,7 @@ def test_log_is_bounded_when_nothing_is_ever_released(end: str) -> None:
         log.record(step_events(sequence, 0, 1, ended="stop" if end == "ended" else ""))
         log.record(StepEvents(handed_over=over))
         assert len(log) <= 3
-    assert len(log.since([Following(SequenceId("49"), 0)]).tokens) == 1
+    assert len(log.since([TrackedSequence(SequenceId("49"), 0)]).tokens) == 1
 
 
 def test_unfinished_sequence_is_kept_while_finished_ones_are_dropped() -> None:
@@ -127,7 +127,7 @@ def test_unfinished_sequence_is_kept_while_finished_ones_are_dropped() -> None:
     for number in range(5):
         log.record(step_events(SequenceId(str(number)), 0, 1, ended="stop"))
     log.record(step_events(A, 1, 2))
-    assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, (1, 2)),)
+    assert log.since([TrackedSequence(A, 0)]).tokens == (TokenEvent(A, 0, (1, 2)),)
 
 
 def test_log_of_unfinished_sequences_is_bounded_too() -> None:
@@ -142,11 +142,11 @@ def test_log_probabilities_are_resent_with_their_tokens() -> None:
     scores = [TokenLogprob(token, -float(token), 1) for token in (1, 2, 3)]
     log.record(StepEvents(tokens=(TokenEvent(A, 0, (1, 2), tuple(scores[:2]), (scores[0],)),)))
     log.record(StepEvents(tokens=(TokenEvent(A, 2, (3,), (scores[2],)),)))
-    assert log.since([Following(A, 1)]).tokens == (TokenEvent(A, 1, (2, 3), tuple(scores[1:]), (scores[0],)),)
+    assert log.since([TrackedSequence(A, 1)]).tokens == (TokenEvent(A, 1, (2, 3), tuple(scores[1:]), (scores[0],)),)
 
 
 def test_number_of_cached_tokens_is_resent_with_the_first_token() -> None:
     log = OutputLog()
     log.record(StepEvents(tokens=(TokenEvent(A, 0, (5,), cached_tokens=32),)))
     log.record(StepEvents(tokens=(TokenEvent(A, 1, (6,)),)))
-    assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, (5, 6), cached_tokens=32),)
+    assert log.since([TrackedSequence(A, 0)]).tokens == (TokenEvent(A, 0, (5, 6), cached_tokens=32),)

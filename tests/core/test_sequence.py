@@ -77,7 +77,7 @@ def test_every_state_can_finish_and_prefill_and_decode_states_never_mix() -> Non
     assert set(LEGAL_MOVES) == set(State)
     assert all(State.FINISHED in moves for state, moves in LEGAL_MOVES.items() if state is not State.FINISHED)
     assert not LEGAL_MOVES[State.FINISHED]
-    prefill, decode = {State.WAITING, State.PREFILLING, State.PARKED}, {State.RECEIVING, State.READY, State.RUNNING}
+    prefill, decode = {State.WAITING, State.PREFILLING, State.PREFILLED}, {State.RECEIVING, State.READY, State.RUNNING}
     for mine, others in ((prefill, decode), (decode, prefill)):
         assert not set().union(*(LEGAL_MOVES[state] for state in mine)) & others
 

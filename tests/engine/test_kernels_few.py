@@ -104,7 +104,7 @@ def test_attention_leaves_subnormal_numbers_enabled(level: str) -> None:
 @levels
 def test_load_check_finds_that_tiles_sum_in_the_documented_order(level: str) -> None:
     """If this fails on a processor with AMX, attention of few queries is slow there: please report it."""
-    assert load(level).few_agree
+    assert load(level).few_rows_match
     assert load(level).name == "amx"
 
 
@@ -122,7 +122,7 @@ def test_few_queries_use_tiles_that_sum_in_another_order_and_the_name_reports_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels = load(OTHER_ORDER)
-    assert not kernels.few_agree
+    assert not kernels.few_rows_match
     case = Case(torch.bfloat16, lengths=(150,))
     before = products(kernels)
     assert torch.equal(in_pieces(case, OTHER_ORDER, 1), in_pieces(case, OTHER_ORDER, 150))

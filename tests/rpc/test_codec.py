@@ -100,7 +100,7 @@ LATER = {
     "SamplingParams": {"ignore_eos"},
     "SequenceRequest": {"sequence"},  # its parts are fields of the core's request
     "LayerLayout": {"latent_size"},
-    "SequenceEnded": {"speculation", "blamed"},
+    "SequenceEnded": {"speculation"},
     "WorkerFacts": {"draft_digest"},
 }
 

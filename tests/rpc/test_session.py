@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import pytest
 
-from baton.core.commands import Command, Following, Join, Welcome
+from baton.core.commands import Command, Join, TrackedSequence, Welcome
 from baton.core.events import Load, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.rpc.session import WorkerSession
@@ -59,7 +59,7 @@ async def test_output_between_the_join_and_the_welcome_is_kept_and_reported() ->
     session.post(StepEvents(tokens=(TokenEvent(NEW, 0, (5,)), TokenEvent(SHORT, 0, (6,)))))
     session.post(StepEvents(ended=(SequenceEnded(SHORT, "stop"),)))
 
-    session._begin(Welcome("run", 3.0, 1.0, b"", following=(Following(OLD, 2),)), known)
+    session._begin(Welcome("run", 3.0, 1.0, b"", tracked=(TrackedSequence(OLD, 2),)), known)
 
     (again,) = posted(session)
     assert again.tokens == (TokenEvent(OLD, 2, (3,)), TokenEvent(NEW, 0, (5,)), TokenEvent(SHORT, 0, (6,)))
@@ -69,8 +69,8 @@ async def test_output_between_the_join_and_the_welcome_is_kept_and_reported() ->
 
 async def test_a_missing_sequence_that_the_coordinator_expects_is_reported() -> None:
     session = WorkerSession("nowhere:1", Owner())
-    following = (Following(OLD, 0), Following(NEW, 0, here=False))
-    session._begin(Welcome("run", 3.0, 1.0, b"", following=following), session._known())
+    tracked = (TrackedSequence(OLD, 0), TrackedSequence(NEW, 0, here=False))
+    session._begin(Welcome("run", 3.0, 1.0, b"", tracked=tracked), session._known())
     _, lost = posted(session)
     assert [(e.sequence, e.code) for e in lost.ended] == [(OLD, "unknown_sequence")]
 

@@ -115,7 +115,7 @@ async def running() -> AsyncIterator[Running]:
 async def test_a_deadline_ends_a_sequence_and_reports_it(running: Running) -> None:
     running.tier.here.add(R)
     begun = time.monotonic()
-    running.main_loop.follow(replace(make_request("r"), deadline_s=0.15))
+    running.main_loop.track_deadline(replace(make_request("r"), deadline_s=0.15))
     await until(lambda: running.sent)
     assert time.monotonic() - begun >= 0.15
     assert running.tier.ended == [(R, "deadline")]
@@ -124,7 +124,7 @@ async def test_a_deadline_ends_a_sequence_and_reports_it(running: Running) -> No
 
 
 async def test_a_deadline_of_an_absent_sequence_reports_nothing(running: Running) -> None:
-    running.main_loop.follow(replace(make_request("r"), deadline_s=0.05))
+    running.main_loop.track_deadline(replace(make_request("r"), deadline_s=0.05))
     await until(lambda: running.tier.ended)
     assert not running.sent and not len(running.main_loop.deadlines)
 

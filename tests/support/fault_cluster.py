@@ -119,7 +119,7 @@ class FaultCluster:
         edges = [t for t in state["threads"] if t.startswith("edge-")]
         found = {
             "blocks": load["blocks_total"] - load["blocks_free"],
-            "leases": load["leases"],
+            "hand_overs": load["hand_overs"],
             "sequences": load["sequences"] + load["running"] + load["waiting"],
             "deadlines": state["deadlines"],
             "writing": state.get("writing", 0),

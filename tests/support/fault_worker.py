@@ -13,7 +13,8 @@ Faults are requested by files in $BATON_TEST_FAULTS named WORKER.WHAT; the produ
 
 Every layer is a section, so that small chunks have several, and a prompt's last chunk is sent in two (decision 0044).
 
-SIGUSR1 writes WORKER.state: the checked invariants, the load, threads and tasks. Followers are named WORKER.RANK.
+SIGUSR1 writes WORKER.state: the checked invariants, the load, threads and tasks. Followers are named WORKER.RANK. A
+process that ends because another rank is lost writes when it detected that to WORKER.lost (monotonic clock, seconds).
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def _install(faults: Faults) -> None:
 
     step, tell_first = Runner.step, Runner.set_first_layers_callback
     send, say = GlooEdge.send, MessageStream.send_unshielded
+    end = worker_ranks._end
 
     def held_step(runner: Runner, plan: StepPlan) -> Any:
         if faults.holds(plan):
@@ -142,6 +144,11 @@ def _install(faults: Faults) -> None:
                 await say(stream, faults.of_older_edge, timeout_s)
         await say(stream, value, timeout_s)
 
+    def end_of_rank(*args: Any) -> None:
+        faults.path("lost").write_text(str(time.monotonic()))
+        end(*args)
+
+    worker_ranks._end = end_of_rank
     Runner.step = held_step  # type: ignore[method-assign]
     Runner.set_first_layers_callback = held_first_layers  # type: ignore[method-assign]
     GlooEdge.send = faulty_send  # type: ignore[method-assign]

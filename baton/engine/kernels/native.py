@@ -107,13 +107,13 @@ class Kernels:
             raise CannotBuild(f"the compiled kernels are not for {level}")
         if self._library.baton_init() != 0:
             raise CannotBuild("the operating system denies this process AMX tiles")
-        self.few_agree = self._library.baton_few_agree() != 0
+        self.few_rows_match = self._library.baton_few_rows_match() != 0
         """Whether attention of few queries has the same bits by vectors as by tiles; if not, tiles are used (0043)."""
 
     @property
     def name(self) -> str:
         """The level, and how the kernels differ from the usual ones on this processor."""
-        if self.few_agree:
+        if self.few_rows_match:
             return self.level
         return f"{self.level} (tiles also for few queries: vectors sum in another order on this processor)"
 

@@ -165,7 +165,7 @@ void attend_tiles(
 // The largest number of columns of a row that attend_few computes.
 template <class E>
 int64_t most_few() {
-  if constexpr (BY_AMX<E>) return few_in_tiles ? 0 : FEW_BY_AMX;
+  if constexpr (BY_AMX<E>) return few_rows_in_tiles ? 0 : FEW_BY_AMX;
   return TILE;
 }
 

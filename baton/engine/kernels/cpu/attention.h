@@ -28,11 +28,11 @@ struct AttentionShape {
 };
 
 // Whether, at level amx in bf16, rows with few queries are computed in tiles like longer ones, not by their own kernel.
-extern bool few_in_tiles;
+extern bool few_rows_in_tiles;
 
-// Computes some rows both ways and returns whether the bits are the same; if not, sets `few_in_tiles`. Call it once, before
-// the first step. True at other levels.
-bool few_agree();
+// Computes some rows both ways and returns whether the bits are the same; if not, sets `few_rows_in_tiles`. Call it
+// once, before the first step. True at other levels.
+bool few_rows_match();
 
 // queries: token t, head h at queries + t * query_stride + h * head_dim. keys, values: the pool's [blocks, block_size,
 // kv_heads, head_dim]. The heads of token t are written contiguously to output + t * output_stride.

@@ -201,7 +201,7 @@ int baton_init() {
 #endif
 }
 
-int baton_few_agree() { return few_agree(); }
+int baton_few_rows_match() { return few_rows_match(); }
 
 void baton_pack(int is_bf16, int is_int8, const void* weight, int64_t n, int64_t k, void* packed) {
   BATON_BY_TYPE(

@@ -9,7 +9,7 @@
 
 namespace baton {
 
-bool few_in_tiles = false;
+bool few_rows_in_tiles = false;
 
 #if BATON_LEVEL >= 3
 namespace {
@@ -49,7 +49,7 @@ bool agree(bool with_queries, int low, int high) {
   std::vector<bf16> found[2];
   for (const bool in_tiles : {false, true}) {
     found[in_tiles].resize(queries.size());
-    few_in_tiles = in_tiles;
+    few_rows_in_tiles = in_tiles;
     attend<bf16>(
         shape, rows, 2, queries.data(), HEADS * SIZE, keys.data(), values.data(), found[in_tiles].data(), HEADS * SIZE, 1);
   }
@@ -60,13 +60,13 @@ bool agree(bool with_queries, int low, int high) {
 
 }  // namespace
 
-bool few_agree() {
+bool few_rows_match() {
   const bool same = agree(true, -11, 11) && agree(false, -11, 11) && agree(true, -127, -120);
-  few_in_tiles = !same;
+  few_rows_in_tiles = !same;
   return same;
 }
 #else
-bool few_agree() { return true; }
+bool few_rows_match() { return true; }
 #endif
 
 }  // namespace baton
