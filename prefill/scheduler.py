@@ -50,7 +50,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     """What a step changed. A sequence in `ended` is finished on this worker; one with a first token that is not in
-    `ended` is parked until its hand-over has ended. Aborted sequences are in neither: the caller aborted them."""
+    `ended` is kept until its hand-over has ended. Aborted sequences are in neither: the caller aborted them."""
 
     progress: tuple[Progress, ...] = ()
     ended: tuple[SequenceEnded, ...] = ()
@@ -69,7 +69,7 @@ class _Entry:
 
 
 class PrefillScheduler:
-    """Complete state: `_waiting` and `_running`, `_entries` for both and for parked sequences, `blocks` and their
+    """Complete state: `_waiting` and `_running`, `_entries` for both and for prefilled sequences, `blocks` and their
     `cache`, and the one outstanding `_plan`."""
 
     def __init__(
@@ -96,9 +96,9 @@ class PrefillScheduler:
         self.tokens_generated = 0
 
     def __repr__(self) -> str:
-        parked = len(self._entries) - len(self._waiting) - len(self._running)
+        prefilled = len(self._entries) - len(self._waiting) - len(self._running)
         return (
-            f"<PrefillScheduler {len(self._running)} running, {len(self._waiting)} waiting, {parked} parked"
+            f"<PrefillScheduler {len(self._running)} running, {len(self._waiting)} waiting, {prefilled} prefilled"
             f" | {self.blocks!r} | step {self._next_step - 1}>"
         )
 

@@ -29,7 +29,7 @@ def test_prompt_is_computed_in_chunks_under_the_budget() -> None:
     computed = [step(scheduler).progress[0] for _ in range(3)]
     a = make_request("a").sequence_id
     assert computed == [Progress(a, 3), Progress(a, 6), Progress(a, 8, first_token=7)]
-    assert repr(scheduler).startswith("<PrefillScheduler 0 running, 0 waiting, 1 parked | <BlockTable 2 held, ")
+    assert repr(scheduler).startswith("<PrefillScheduler 0 running, 0 waiting, 1 prefilled | <BlockTable 2 held, ")
 
 
 def test_rest_of_a_step_budget_is_used_by_the_next_prompt() -> None:
@@ -66,13 +66,13 @@ def test_request_waits_until_all_its_blocks_are_free() -> None:
 
 def test_no_request_overtakes_one_that_waits_for_blocks() -> None:
     scheduler = make_prefill(num_blocks=4, step_tokens=16)
-    parked, long, short = make_request("parked", 8), make_request("long", range(12)), make_request("short", (9, 9, 9))
-    scheduler.submit(parked, 0.0, hand_over=True)
+    first, long, short = make_request("first", 8), make_request("long", range(12)), make_request("short", (9, 9, 9))
+    scheduler.submit(first, 0.0, hand_over=True)
     step(scheduler)
     scheduler.submit(long, 0.0, hand_over=True)
     scheduler.submit(short, 1.0, hand_over=True)
     assert scheduler.begin_step(1.0) is None
-    scheduler.release_send(parked.sequence_id)
+    scheduler.release_send(first.sequence_id)
     assert [p.sequence_id for p in step(scheduler).progress] == [long.sequence_id, short.sequence_id]
 
 
@@ -101,12 +101,12 @@ def test_pinned_blocks_are_held_after_abort_and_end() -> None:
     assert scheduler.blocks.num_free == 2
 
 
-@pytest.mark.parametrize("phase", ["waiting", "between steps", "in a step", "parked"])
+@pytest.mark.parametrize("phase", ["waiting", "between steps", "in a step", "prefilled"])
 def test_abort_frees_all_blocks_in_any_phase(phase: str) -> None:
-    scheduler = make_prefill(step_tokens=4 if phase == "parked" else 2)
+    scheduler = make_prefill(step_tokens=4 if phase == "prefilled" else 2)
     request = make_request()
     scheduler.submit(request, 0.0, hand_over=True)
-    if phase in ("between steps", "parked"):
+    if phase in ("between steps", "prefilled"):
         step(scheduler)
     plan = scheduler.begin_step(0.0) if phase == "in a step" else None
     assert scheduler.abort(request.sequence_id)
