@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -124,10 +125,15 @@ def test_a_killed_rank_is_detected_within_half_a_second_and_reported_and_its_wor
 ) -> None:
     prefill = jobs.start("prefill", 2)
     pids = jobs.await_state("prefill", "ready")["pids"]
+    end = os.pidfd_open(pids[1 - victim])
     with Stall() as stall:
         os.kill(pids[victim], signal.SIGKILL)
         detected = f"(detected by rank {1 - victim})"
         jobs.wait_until(lambda: detected in jobs.log("prefill"), detected, HANG_S)
+    assert stall.took_s < stall.allows(0.5)
+    with Stall() as stall:
+        assert select.select([end], [], [], HANG_S)[0], f"the other rank lives on\n{jobs.log('prefill')}"
+    os.close(end)
     assert stall.took_s < stall.allows(0.5)
     jobs.wait_until(lambda: has_exited(pids[1 - victim]), "its agent to reap it", HANG_S)
     assert prefill.wait(30) == 128 + signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -181,8 +182,10 @@ def test_a_silent_peer_is_lost(connect: Callable[..., Channels], monkeypatch: py
     monkeypatch.setattr(lockstep, "SILENCE_S", 0.3)
     made = connect()
     monkeypatch.setattr(made.followers[0], "_beat", lambda number: None)
-    made.leader.serving()
-    assert "rank 1 was silent for" in made.await_lost(0, HANG_S)
+    with Stall() as stall:
+        made.leader.serving()
+        found = re.fullmatch(r"rank 1 was silent for (\d+\.\d) s", made.await_lost(0, HANG_S))
+    assert found and 0.3 <= float(found[1]) < stall.allows(1.0) and stall.took_s < stall.allows(2.0)
 
 
 class PausingTime:
@@ -224,8 +227,10 @@ def test_closed_follower_connection_is_detected_within_half_a_second(connect: Ca
 def test_closed_leader_connection_ends_its_followers(connect: Callable[..., Channels]) -> None:
     made, log = connect(), []  # type: ignore[var-annotated]
     thread = run_follower(made.followers[0], log)
-    made.leader._peers[0]._socket.shutdown(socket.SHUT_RDWR)
-    assert made.await_lost(1, HANG_S) == "lost the connection to the leader: closed by the peer"
+    with Stall() as stall:
+        made.leader._peers[0]._socket.shutdown(socket.SHUT_RDWR)
+        assert made.await_lost(1, HANG_S) == "lost the connection to the leader: closed by the peer"
+    assert stall.took_s < stall.allows(0.5)
     thread.join(HANG_S)
     assert isinstance(log[0], RankLost)
 

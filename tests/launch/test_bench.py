@@ -187,7 +187,7 @@ def test_sweep_ends_at_the_capacity_of_the_server(tmp_path: Path, monkeypatch: p
         code, shown, report = bench(server, tmp_path, *flags, "--html", str(tmp_path / "bench.html"))
     rates = [run["rate"] for run in report["runs"]]
     assert code == 0 and "the highest rate at which 90%" in shown
-    assert len(rates) > 3 and 0 < report["best_rate"] < max(rates)
+    assert len(rates) > 3 and 5 <= report["best_rate"] < max(rates)
     assert (tmp_path / "bench.html").read_text().count("<svg") == 3
 
 

@@ -20,7 +20,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.rpc import step_thread
 from baton.rpc.worker_loop import HOUSEKEEPING_S, WorkerLoop
 from tests.support.builders import make_facts, make_request
-from tests.support.limits import HANG_S
+from tests.support.limits import HANG_S, Stall
 from tests.support.nodes import until
 
 R = SequenceId("r")
@@ -98,8 +98,10 @@ class Running:
 
     async def outcome(self) -> BaseException | None:
         """Waits for `run` to end and returns its exception, if any."""
-        await asyncio.wait({self.task}, timeout=HANG_S)
+        with Stall() as stall:
+            await asyncio.wait({self.task}, timeout=HANG_S)
         assert self.task.done(), "the worker goes on"
+        assert stall.took_s < stall.allows(3.0)
         assert self.tier.closed
         return self.task.exception()
 
@@ -216,7 +218,7 @@ async def test_a_leak_is_detected_whenever_the_worker_is_idle(running: Running) 
 
 async def test_a_drain_waits_for_running_sequences_and_ends_without_error(running: Running) -> None:
     running.tier.here.add(R)
-    running.main_loop.command(Drain(5.0))
+    running.main_loop.command(Drain(2 * HANG_S))
     await asyncio.sleep(0.15)
     assert running.main_loop.draining and not running.task.done()
     running.tier.here.clear()
