@@ -32,7 +32,7 @@ from baton.core.edge_orders import (
     SendEdge,
     TakeEdge,
 )
-from baton.core.errors import BatonError, HandoffError, RankLost
+from baton.core.errors import BatonError, HandoffError, InvariantError, RankLost
 from baton.core.reshard import EdgePlan
 from baton.engine.lockstep import LeaderChannel
 from baton.transfer.edge import EdgeSpec, Side
@@ -198,11 +198,14 @@ class RemoteEnd:
 
 class FollowerEnds:
     """A follower's ends. Complete state: the open ends by number, and the orders in progress. Only the thread of its
-    event loop accesses them."""
+    event loop accesses them. `fail` ends the process after a violated invariant."""
 
-    def __init__(self, local: LocalEnds, report: Callable[[object], None]) -> None:
+    def __init__(
+        self, local: LocalEnds, report: Callable[[object], None], fail: Callable[[InvariantError], None]
+    ) -> None:
         self._local = local
         self._report = report
+        self._fail = fail
         self._ends: dict[int, LocalEnd] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -255,6 +258,9 @@ class FollowerEnds:
             done = EdgeDone(order.order, await self._work(end, order))
         except BatonError as e:
             done = EdgeDone(order.order, error=e.message, dead=end.dead is not None)
+        except InvariantError as e:
+            self._fail(e)
+            raise
         except Exception as e:  # fails this edge, not the worker
             log.exception("%s", type(order).__name__)
             end.abort(f"{type(e).__name__}: {e}")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.core.errors import BatonError, RankLost, StartupError, innermost
+from baton.core.errors import BatonError, InvariantError, RankLost, StartupError, innermost
 from baton.core.ranks import Ranks
 from baton.edge_ranks import FollowerEnds, WorkerEnds
 from baton.engine.loading import OnStage, load_runner
@@ -78,7 +78,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     store, channel = _join(ranks)
     with _reporting_errors(channel):
         runner = load_runner(options, ranks=ranks, store=store)
-        ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report)
+        ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report, partial(_end_by_bug, channel))
         channel.set_order_handler(ends.obey)
         channel.serving()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and reports when all is done
@@ -133,6 +133,15 @@ def _reporting_errors(channel: Channel) -> Iterator[None]:
         record_error(line)
         channel.fail(line)
         raise
+
+
+def _end_by_bug(channel: Channel, error: InvariantError) -> None:
+    """Ends this process after a violated invariant off its main thread, which waits for the leader's next plan."""
+    line = f"{type(error).__name__}: {error}"
+    record_error(line)
+    log.critical("fatal error, exiting (restart required): %s", error, exc_info=error)
+    channel.fail(line)
+    os._exit(1)
 
 
 def _end(ranks: Ranks, error: RankLost) -> None:

@@ -28,7 +28,7 @@ from baton.core.commands import (
     Target,
     Welcome,
 )
-from baton.core.errors import InvariantError, JoinRefused, Unavailable
+from baton.core.errors import InvariantError, JoinRefused, ProtocolError, Unavailable
 from baton.core.events import StepEvents
 from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
@@ -111,6 +111,7 @@ class Cluster:
         self._in_flight: dict[ChoiceId, InFlight] = {}
         self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}
         self._lease_clock = ListeningClock(time.monotonic(), MAX_LEASE_GAP_S)
+        self._failure: InvariantError | None = None
 
     # For the fronts.
 
@@ -205,7 +206,7 @@ class Cluster:
                 self._execute(self.requests.on_worker_lost(worker, "it drained", time.monotonic(), drained=True))
                 return False
             case _:
-                raise InvariantError(f"{worker} sent an unexpected {type(message).__name__}")
+                raise ProtocolError(f"{worker} sent an unexpected {type(message).__name__}")
         return True
 
     def session_ended(self, worker: str, incarnation: int, queue: asyncio.Queue[ToWorker], why: str) -> None:
@@ -214,6 +215,10 @@ class Cluster:
             del self._outgoing[worker]
             if self.workers.disconnected(worker, incarnation, self.lease_now()):
                 log.warning("session of %s broke: %s", worker, why)
+
+    def fail(self, error: InvariantError) -> None:
+        """Reports a bug found in a session: `tick` raises it."""
+        self._failure = error
 
     def check_token(self, presented: str, who: str) -> None:
         """Raises JoinRefused if the token is not this cluster's."""
@@ -234,11 +239,14 @@ class Cluster:
         """Runs leases, deadlines and the queue until cancelled.
 
         Raises:
-            InvariantError: the counters of workers do not match the requests; checked whenever no request is left.
+            InvariantError: a session found a violated invariant, or the counters of workers do not match the requests,
+                which is checked whenever no request is left. The process must exit.
         """
         idle = True
         while True:
             await asyncio.sleep(TICK_S)
+            if self._failure is not None:
+                raise self._failure
             # Leases do not run while messages wait unread: a process that was stopped first reads what arrived
             # meanwhile.
             for worker, why in self.workers.expire(self._lease_clock.advance(time.monotonic())):

@@ -10,7 +10,7 @@ import logging
 import grpc.aio
 
 from baton.core.commands import Join
-from baton.core.errors import BatonError, InvariantError, JoinRefused
+from baton.core.errors import BatonError, InvariantError, JoinRefused, ProtocolError
 from baton.core.names import host_port
 from baton.rpc.first_message import FirstMessage, parsed
 from baton.rpc.ports import open_port
@@ -47,7 +47,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
     async def _session(self, stream: MessageStream, first: object) -> None:
         """Runs the session of one worker to its end. Raises as Cluster.join does."""
         if not isinstance(first, Join):
-            raise InvariantError(f"a session must begin with a join, not {type(first).__name__}")
+            raise ProtocolError(f"a session must begin with a join, not {type(first).__name__}")
         cluster, worker, incarnation = self._cluster, first.worker_id, first.incarnation
         try:
             check_role(self._tls, stream.peer_role, (first.role,), f"{first.role} worker {worker[:128]!r}")
@@ -74,6 +74,9 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
                 if not cluster.on_message(worker, incarnation, message):
                     break
                 del message  # kept until the next one, 64 tokens of each worker would be objects for the collector
+        except InvariantError as e:
+            cluster.fail(e)
+            raise
         finally:
             sender.cancel()
             ended()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.edge_orders import Part, part_of
-from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
+from baton.core.errors import BatonError, HandoffError, StaleHandle, Unavailable
 from baton.core.events import SequenceEnded
 from baton.core.handles import SpentHandles, verify
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, FromDecode, Offer, Posted, Refuse
@@ -180,8 +180,6 @@ class HandOvers:
         sequence = offer.request.sequence_id
         try:
             blocks = self.reserve(peer, offer, admission, now)
-        except InvariantError:
-            raise
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
         # Drops the sequences that have ended.

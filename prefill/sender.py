@@ -257,8 +257,6 @@ class Sender:
             if message is not None and run.link is not None:
                 await run.link.abort(message)
             raise
-        except InvariantError:
-            raise
         except BatonError as e:
             message, following = over.target_failed(e, time.monotonic())
             if run.link is not None:

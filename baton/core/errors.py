@@ -1,5 +1,7 @@
 """The error tree. Every error that a client can get is one of these; `baton.rpc.status` maps them to HTTP and gRPC.
 
+`InvariantError`, a bug of this process, is not among them: no handler of a `BatonError` may continue after one.
+
 BatonError
   InvalidRequest          bad field; names it                    (400, INVALID_ARGUMENT)
     ContextLengthExceeded prompt and output do not fit
@@ -18,7 +20,8 @@ BatonError
   JoinRefused             a worker does not fit the cluster      (-, FAILED_PRECONDITION)
   StartupError            one plain line, exit code not 0        (-, -)
   RankLost                a rank of this worker is lost          (-, -)
-  InvariantError          a bug: an invariant is violated        (500, INTERNAL)
+  ProtocolError           a process of the cluster sent what the protocol does not allow (500, INTERNAL)
+InvariantError            a bug: an invariant of this process is violated; the process ends
 """
 
 from __future__ import annotations
@@ -107,8 +110,14 @@ class RankLost(BatonError):
     code = "rank_lost"
 
 
-class InvariantError(BatonError):
-    code = "internal_error"
+class ProtocolError(BatonError):
+    """Another process of the cluster sent what the protocol does not allow: its session, link or request ends."""
+
+    code = "protocol_error"
+
+
+class InvariantError(Exception):
+    """An invariant of this process is violated: it ends, and its supervisor starts another."""
 
 
 def innermost(error: BaseException) -> BaseException:

@@ -35,7 +35,7 @@ from baton.core.commands import (
     TrackedSequence,
     Welcome,
 )
-from baton.core.errors import BatonError, InvalidRequest, InvariantError, JoinRefused
+from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
 from baton.core.events import GpuUsage, Load, SequenceEnded, StepEvents
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId
@@ -173,7 +173,7 @@ class WorkerSession:
         )
         try:
             if not isinstance(welcome, Welcome):
-                raise InvariantError(f"{self._address} replied to Join with {type(welcome).__name__}")
+                raise ProtocolError(f"{self._address} replied to Join with {type(welcome).__name__}")
             self._stream = stream
             self._begin(welcome, known)
             async with asyncio.TaskGroup() as group:
@@ -184,7 +184,7 @@ class WorkerSession:
                 finally:
                     sender.cancel()
                     beat.cancel()
-        except* InvalidRequest as e:
+        except* (InvalidRequest, ProtocolError) as e:
             log.warning("invalid message from the coordinator at %s: %s", self._address, e.exceptions[0])
         finally:
             self.connected, self._stream = False, None
@@ -251,7 +251,7 @@ class WorkerSession:
             elif isinstance(message, Prefill | Assign | Abort | Drain):
                 self._owner.command(message)
             else:
-                raise InvariantError(f"unexpected message from the coordinator: {type(message).__name__}")
+                raise ProtocolError(f"unexpected message from the coordinator: {type(message).__name__}")
 
     async def _watch_lease(self) -> None:
         """Ends the stream when the coordinator has been silent for a lease: the other end may still consider it open,

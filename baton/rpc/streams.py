@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from baton.core.errors import BatonError, InvalidRequest, InvariantError, Unavailable
+from baton.core.errors import BatonError, InvalidRequest, Unavailable
 from baton.rpc import codec
 from baton.rpc.tls import ClusterTls, explained, peer_role
 
@@ -233,8 +233,6 @@ async def serve_stream(
     try:
         await handle(stream, first)
     except BatonError as e:
-        if isinstance(e, InvariantError):
-            log.exception("stream with %s", stream.peer)
         later = isinstance(e, Unavailable)
         await context.abort(grpc.StatusCode.UNAVAILABLE if later else grpc.StatusCode.FAILED_PRECONDITION, e.message)
     finally:

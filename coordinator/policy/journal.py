@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from baton.core.errors import InvariantError
+from baton.core.errors import InvariantError, ProtocolError
 from baton.core.request import FinishReason, GenerateRequest, TokenLogprob, finish_reason
 
 MAX_HELD_TOKENS = 4096
@@ -73,17 +73,17 @@ class Journal:
         Tokens after the end are dropped.
 
         Raises:
-            InvariantError: a repeat that differs, an index below 0, a gap too large to hold, or tokens without the
+            ProtocolError: a repeat that differs, an index below 0, a gap too large to hold, or tokens without the
                 log-probabilities asked for.
         """
         if attempt != self.attempt:
             return "stale"
         if first_index < 0:
-            raise InvariantError(f"{self.request.request_id}: invalid output index {first_index}")
+            raise ProtocolError(f"{self.request.request_id}: invalid output index {first_index}")
         params = self.request.sampling
         if len(logprobs) != (0 if params.logprobs is None else len(tokens)):
             what = f"{len(logprobs)} log-probabilities received with {len(tokens)} tokens"
-            raise InvariantError(f"{self.request.request_id}: {what}")
+            raise ProtocolError(f"{self.request.request_id}: {what}")
         if params.prompt_logprobs is not None and len(prompt_logprobs) == len(self.request.prompt) - 1:
             self.prompt_logprobs = prompt_logprobs
         if first_index == len(self.tokens) and not self._held and self.finish is None:
@@ -92,13 +92,13 @@ class Journal:
             index = first_index + offset
             known = self.tokens[index] if index < len(self.tokens) else self._held.get(index, (None,))[0]
             if known is not None and known != token:
-                raise InvariantError(
+                raise ProtocolError(
                     f"{self.request.request_id}: output {index} was {known} and is {token} in attempt {attempt}"
                 )
             if index >= len(self.tokens):
                 self._held[index] = token, logprobs[offset] if logprobs else None
         if len(self._held) > MAX_HELD_TOKENS:
-            raise InvariantError(f"{self.request.request_id}: {len(self._held)} tokens await index {self.next_index}")
+            raise ProtocolError(f"{self.request.request_id}: {len(self._held)} tokens await index {self.next_index}")
         start = len(self.tokens)
         while self.finish is None and len(self.tokens) in self._held:
             token, logprob = self._held.pop(len(self.tokens))

@@ -31,6 +31,7 @@ from baton.core.errors import (
     InvalidRequest,
     InvariantError,
     KVCorrupt,
+    ProtocolError,
     Unavailable,
     WorkerLost,
 )
@@ -421,7 +422,7 @@ class Requests:
             verdict = journal.accept(
                 event.sequence.attempt, event.first_index, event.tokens, event.logprobs, event.prompt_logprobs
             )
-        except InvariantError as e:
+        except ProtocolError as e:
             actions += self._fail(r, e, now)
             return
         if verdict == "appended":

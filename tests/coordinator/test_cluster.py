@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.core.commands import Abort, Assign, Prefill
-from baton.core.errors import DeadlineExceeded, InvariantError
+from baton.core.errors import DeadlineExceeded, InvariantError, ProtocolError
 from baton.core.events import KVCacheEvents, StepEvents
 from baton.core.handles import verify
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
@@ -62,6 +62,25 @@ async def test_invariants_are_checked_when_the_last_request_has_ended() -> None:
         b.tick = asyncio.create_task(b.cluster.tick())
 
 
+async def test_a_violated_invariant_in_a_session_ends_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the worker would redial, repeat the message, and fail again for ever."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=1)
+        p, _, s = await wait_for_dispatch(b)
+
+        def broken(*_: object) -> None:
+            raise InvariantError("a counter is wrong")
+
+        monkeypatch.setattr(b.cluster.requests, "on_events", broken)
+        p.report(s, 0, 5, ended="length")
+        with pytest.raises(InvariantError, match="a counter is wrong"):
+            await asyncio.wait_for(b.tick, 30)
+        monkeypatch.undo()
+        b.cluster._failure = None
+        b.tick = asyncio.create_task(b.cluster.tick())
+        await reader.done()
+
+
 async def test_a_gap_is_filled_from_the_other_worker_and_repeated_tokens_count_once() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=3)
@@ -84,7 +103,7 @@ async def test_a_repeated_token_that_differs_ends_the_request_and_aborts_both_wo
         p.report(s, 0, 5)
         await reader.got(1)
         d.report(s, 0, 9)
-        assert isinstance(await reader.failed(), InvariantError)
+        assert isinstance(await reader.failed(), ProtocolError)
         await p.received(Abort)
         await d.received(Abort)
 

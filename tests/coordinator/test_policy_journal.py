@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvariantError
+from baton.core.errors import InvariantError, ProtocolError
 from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.policy.journal import MAX_HELD_TOKENS, Journal
 from tests.support.builders import EOS, make_request
@@ -50,24 +50,24 @@ def test_any_delivery_gives_every_token_once_in_order_and_one_end(case: tuple[li
     assert (journal.tokens, journal.finish) == (tokens, end)
 
 
-def test_conflicting_repeat_of_a_token_raises_invariant_error() -> None:
+def test_conflicting_repeat_of_a_token_raises_protocol_error() -> None:
     journal = Journal(make_request())
     journal.accept(1, 0, (5, 6))
-    with pytest.raises(InvariantError, match="output 1 was 6 and is 7"):
+    with pytest.raises(ProtocolError, match="output 1 was 6 and is 7"):
         journal.accept(1, 1, (7,))
 
 
-def test_conflicting_repeat_of_a_held_token_raises_invariant_error() -> None:
+def test_conflicting_repeat_of_a_held_token_raises_protocol_error() -> None:
     journal = Journal(make_request())
     assert journal.accept(1, 3, (5,)) == "held"
-    with pytest.raises(InvariantError):
+    with pytest.raises(ProtocolError):
         journal.accept(1, 3, (6,))
 
 
 def test_negative_index_is_refused_and_adds_no_tokens() -> None:
     journal = Journal(make_request())
     journal.accept(1, 0, (5, 6))
-    with pytest.raises(InvariantError, match="index -1"):
+    with pytest.raises(ProtocolError, match="index -1"):
         journal.accept(1, -1, (6,))
     assert journal.tokens == [5, 6]
 
@@ -83,7 +83,7 @@ def test_tokens_after_the_end_are_dropped() -> None:
 
 def test_held_tokens_are_bounded() -> None:
     journal = Journal(make_request(max_tokens=1 << 20))
-    with pytest.raises(InvariantError, match="await index 0"):
+    with pytest.raises(ProtocolError, match="await index 0"):
         journal.accept(1, 1, tuple(range(1, MAX_HELD_TOKENS + 2)))
 
 
@@ -135,7 +135,7 @@ def test_log_probabilities_are_kept_with_their_tokens_in_any_order() -> None:
 
 def test_tokens_without_the_requested_log_probabilities_are_refused() -> None:
     asked = Journal(replace(make_request(), sampling=SamplingParams(logprobs=0)))
-    with pytest.raises(InvariantError, match="0 log-probabilities received with 1 tokens"):
+    with pytest.raises(ProtocolError, match="0 log-probabilities received with 1 tokens"):
         asked.accept(1, 0, (5,))
-    with pytest.raises(InvariantError, match="1 log-probabilities"):
+    with pytest.raises(ProtocolError, match="1 log-probabilities"):
         Journal(make_request()).accept(1, 0, (5,), (TokenLogprob(5, -1.0, 1),))

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from baton.core.commands import Abort, ReleaseRecords, TrackedSequence
-from baton.core.errors import BatonError, HandoffError, InvariantError, Unavailable, WorkerLost
+from baton.core.errors import BatonError, HandoffError, InvariantError, ProtocolError, Unavailable, WorkerLost
 from baton.core.events import (
     HandedOver,
     Parked,
@@ -560,7 +560,7 @@ def test_conflicting_repeat_of_a_token_ends_the_request() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.tokens("d0", s, 0, 9)
-    assert isinstance(d.error(r), InvariantError)
+    assert isinstance(d.error(r), ProtocolError)
 
 
 def test_counters_and_times_accumulate_over_attempts() -> None:

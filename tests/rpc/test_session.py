@@ -9,6 +9,7 @@ from collections.abc import Collection
 import pytest
 
 from baton.core.commands import Command, Join, TrackedSequence, Welcome
+from baton.core.errors import InvariantError, ProtocolError
 from baton.core.events import Load, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.rpc.session import WorkerSession
@@ -84,6 +85,19 @@ async def test_a_new_run_of_the_coordinator_drops_all_sequences_and_output() -> 
     session.post(StepEvents(tokens=(TokenEvent(NEW, 0, (5,)),)))
     session._begin(Welcome("run", 3.0, 1.0, b""), known)
     assert owner.here == [] and posted(session) == [StepEvents()]
+
+
+async def test_a_violated_invariant_ends_the_session_and_an_unexpected_message_only_this_connection() -> None:
+    session, errors = WorkerSession("nowhere:1", Owner()), [ProtocolError("unexpected"), InvariantError("a bug")]
+
+    async def fails() -> str:
+        raise errors.pop(0)
+
+    session._one_session = fails  # type: ignore[method-assign]
+    async with asyncio.timeout(30):
+        with pytest.raises(InvariantError, match="a bug"):
+            await session.run()
+    assert not errors
 
 
 async def test_heartbeats_of_many_workers_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ CASES = [
     (errors.DeadlineExceeded, 504, "DEADLINE_EXCEEDED", "deadline_exceeded"),
     (errors.Cancelled, 499, "CANCELLED", "cancelled"),
     (errors.JoinRefused, 500, "FAILED_PRECONDITION", "join_refused"),
-    (errors.InvariantError, 500, "INTERNAL", "internal_error"),
+    (errors.ProtocolError, 500, "INTERNAL", "protocol_error"),
 ]
 
 

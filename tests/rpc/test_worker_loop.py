@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -13,7 +14,7 @@ import pytest
 
 from baton.core.commands import Abort, Assign, Command, Drain, Join
 from baton.core.config import WorkerConfig
-from baton.core.errors import InvariantError
+from baton.core.errors import HandoffError, InvariantError
 from baton.core.events import Load, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
@@ -151,6 +152,18 @@ async def test_steps_are_reported_in_order_and_stop_without_sequences(running: R
     running.tier.here.clear()
     await asyncio.sleep(0.05)
     assert [e.step_id for e in running.sent] == list(range(1, len(running.sent) + 1)) and running.main_loop.steps >= 3
+
+
+@pytest.mark.parametrize("error", [InvariantError("a block leaked"), HandoffError("no KV")], ids=["bug", "refusal"])
+async def test_a_refused_command_does_not_end_the_worker_but_a_bug_does(
+    running: Running, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def raises(command: Command) -> None:
+        raise error
+
+    monkeypatch.setattr(running.tier, "command", raises)
+    with pytest.raises(InvariantError) if isinstance(error, InvariantError) else contextlib.nullcontext():
+        running.main_loop.command(Assign(R, (), 2))
 
 
 @pytest.mark.parametrize("where", ["invariants", "step"])

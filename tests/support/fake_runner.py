@@ -129,7 +129,7 @@ class FakeRanks(FakeRunner):
     def _follow(self, store: DictStore, rank: int, pause_s: float) -> None:
         channel = FollowerChannel.open(store, rank)
         runner = self.ranks[rank]
-        ends = FollowerEnds(local_ends(runner), channel.report)
+        ends = FollowerEnds(local_ends(runner), channel.report, lambda error: self.lost.append(str(error)))
         channel.set_order_handler(ends.obey)
         self.follower_ends.append(ends)
         self.followers.append(channel)
