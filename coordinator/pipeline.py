@@ -164,6 +164,10 @@ class Pipeline:
         """Returns the choices of a request; none if it is no longer recorded."""
         return self._recent.named(self._cluster.requests, request_id, time.monotonic())
 
+    def max_model_len(self, prompt_tokens: int) -> int | None:
+        """See `WorkerTable.max_model_len`."""
+        return self._cluster.workers.max_model_len(prompt_tokens)
+
     def ready(self) -> tuple[bool, str]:
         """Returns whether both pools can serve a request, and one line with the reason if not."""
         if self._cluster.requests.draining:

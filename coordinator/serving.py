@@ -74,7 +74,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
     grammars = GrammarCompiler(model_dir, text.vocab_size)
     pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars)
-    translator = Translator(text, deadline_s=config.request_timeout_s)
+    translator = Translator(text, deadline_s=config.request_timeout_s, pools_hold=pipeline.max_model_len)
     await asyncio.to_thread(text.check)
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
     front = bind(config.host, config.port)

@@ -2,14 +2,15 @@
 checked, the same for HTTP and gRPC. Every refusal is an `InvalidRequest` that names the field.
 
 Length: `prompt + max_tokens` is at most the context, so the prompt is at most one token less. A client's `max_tokens`
-is never reduced; without one, a completion gets 16 and a chat the rest of the context, or less if less fits.
+is never reduced; without one, a completion gets 16 and a chat what remains of the context or of the KV pools, or less
+if less fits.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
@@ -79,11 +80,25 @@ _AS_GIVEN = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(O
 
 
 class Translator:
-    """Builds submissions for one model. `deadline_s` is the longest time that a request may take."""
+    """Builds submissions for one model. `deadline_s` is the longest time that a request may take. `pools_hold` is
+    `WorkerTable.max_model_len`."""
 
-    def __init__(self, text: TextModel, *, deadline_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        text: TextModel,
+        *,
+        deadline_s: float = 600.0,
+        pools_hold: Callable[[int], int | None] = lambda prompt_tokens: None,
+    ) -> None:
         self.text = text
         self._deadline_s = deadline_s
+        self._pools_hold = pools_hold
+
+    def max_model_len(self, prompt_tokens: int = 0) -> int:
+        """Returns the tokens of the longest prompt and output together: the model's context, or what the workers can
+        hold, if that is less."""
+        held = self._pools_hold(prompt_tokens)
+        return self.text.max_model_len if held is None else min(self.text.max_model_len, held)
 
     async def from_text(
         self,
@@ -162,7 +177,8 @@ class Translator:
         room = self._check_room(len(prompt), param)
         wanted = options.max_tokens
         default_tokens = min(default_tokens, _scored_tokens(options, len(prompt)))
-        max_tokens = min(default_tokens, room) if wanted is None else wanted
+        fits = max(self.max_model_len(len(prompt)) - len(prompt), 1)  # too long a prompt is refused at admission
+        max_tokens = min(default_tokens, fits) if wanted is None else wanted
         if wanted is not None and wanted > room:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens; the prompt has {len(prompt)} "

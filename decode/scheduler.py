@@ -138,9 +138,9 @@ class DecodeScheduler:
         sequence_id = request.sequence_id
         if sequence_id in self._entries:
             raise DuplicateRequest(f"sequence {sequence_id} is already on this worker")
-        most, total = self.layout.blocks_for(request.max_total_tokens), self.blocks.num_blocks
+        most, total = self.layout.blocks_for(request.max_kv_tokens), self.blocks.num_blocks
         if most > total:
-            what = f"{request.max_total_tokens} tokens need {most} KV blocks; this decode worker has {total}"
+            what = f"KV of {request.max_kv_tokens} tokens needs {most} blocks; this decode worker has {total}"
             raise Unavailable(what, code="exceeds_pool")
         waiting, here = self.num_preempted, len(self._entries)
         sequence = Sequence(request, State.RECEIVING, now)
@@ -189,28 +189,11 @@ class DecodeScheduler:
         waiting = self._in(State.PREEMPTED)
         self._anti_starvation.update(waiting, now, self.speculation.model.recompute_token_s() if waiting else 0.0)
         self._admit(now)
-        rows: list[Row] = []
-        sequences: list[Sequence] = []
-        running = self._ranked(State.RUNNING)
-        throttled_ids = self._throttled(running, now)
-        budget: int | None = None  # for long rows; computed on demand, as they are rare
-        for entry in running:
-            sequence = entry.sequence
-            if sequence.state is not State.RUNNING or sequence.id in throttled_ids:
-                continue  # preempted by a higher-ranked sequence, or throttled
-            count = sequence.num_uncomputed
-            if count > 1:
-                budget = (
-                    self.speculation.model.long_tokens(len(running) - len(throttled_ids)) if budget is None else budget
-                )
-                count = min(count, budget)
-                budget -= count
-            start, end = sequence.num_computed, sequence.num_computed + count
-            if count == 0 or not self._grow(entry, end):
-                continue
-            rows.append(sequence.row(start, end, num_sampled=int(end == sequence.num_tokens)))
-            sequences.append(sequence)
-            sequence.step_id = self._next_step
+        rows, sequences, stuck = self._rows(now)
+        if not rows and stuck and self._number(State.READY):  # older ones have the blocks, and wait for its place
+            self._preempt(stuck[-1])
+            self._admit(now)
+            rows, sequences, _ = self._rows(now)
         plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._room)
         return self._begun(plan, now) if plan.rows or plan.drafts else None
 
@@ -314,6 +297,36 @@ class DecodeScheduler:
 
     # Admission, preemption and allocation.
 
+    def _rows(self, now: float) -> tuple[list[Row], list[Sequence], list[Entry]]:
+        """Returns the rows of the next step with their sequences, and the running sequences that cannot grow."""
+        rows: list[Row] = []
+        sequences: list[Sequence] = []
+        stuck: list[Entry] = []
+        running = self._ranked(State.RUNNING)
+        throttled_ids = self._throttled(running, now)
+        budget: int | None = None  # for long rows; computed on demand, as they are rare
+        for entry in running:
+            sequence = entry.sequence
+            if sequence.state is not State.RUNNING or sequence.id in throttled_ids:
+                continue  # preempted by a higher-ranked sequence, or throttled
+            count = sequence.num_uncomputed
+            if count > 1:
+                budget = (
+                    self.speculation.model.long_tokens(len(running) - len(throttled_ids)) if budget is None else budget
+                )
+                count = min(count, budget)
+                budget -= count
+            start, end = sequence.num_computed, sequence.num_computed + count
+            if count == 0:
+                continue
+            if not self._grow(entry, end):
+                stuck.append(entry)
+                continue
+            rows.append(sequence.row(start, end, num_sampled=int(end == sequence.num_tokens)))
+            sequences.append(sequence)
+            sequence.step_id = self._next_step
+        return rows, sequences, stuck
+
     def _throttled(self, running: list[Entry], now: float) -> set[SequenceId]:
         """Returns which of the running sequences, given by rank, are throttled now: none unless blocks are short."""
         if 2 * self.blocks.num_free >= len(running):
@@ -331,7 +344,7 @@ class DecodeScheduler:
                 return
             if sequence.state is State.PREEMPTED:
                 room_tokens = BOOST_TOKENS if entry.boosted else _ROOM_TOKENS
-                wanted = min(sequence.num_tokens + room_tokens, sequence.request.max_total_tokens)
+                wanted = min(sequence.num_tokens + room_tokens, sequence.request.max_kv_tokens)
                 if blocked or not self._return(entry, wanted):
                     blocked = True
                     continue

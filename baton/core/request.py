@@ -139,9 +139,9 @@ class GenerateRequest:
         return len(self.prompt) + len(self.output)
 
     @property
-    def max_total_tokens(self) -> int:
-        """The prompt and the longest output. One position more than KV is ever computed for: not of the last token."""
-        return len(self.prompt) + self.max_tokens
+    def max_kv_tokens(self) -> int:
+        """For how many tokens KV is computed at most: the prompt and the longest output, except its last token."""
+        return len(self.prompt) + self.max_tokens - 1
 
 
 def finish_reason(request: GenerateRequest, output_len: int, last_token: int) -> FinishReason | None:

@@ -132,7 +132,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         text = self._translator.text
         return serving_pb2.GetModelInfoResponse(
             model=self._model,
-            max_model_len=text.max_model_len,
+            max_model_len=self._translator.max_model_len(),
             vocab_size=text.vocab_size,
             eos_token_ids=text.eos_token_ids,
         )

@@ -160,7 +160,7 @@ class _Front:
         self._settings = settings
         self.reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
         self.parser = BodyParser()
-        self._translator = Translator(text, deadline_s=settings.request_timeout_s)
+        self._translator = Translator(text, deadline_s=settings.request_timeout_s, pools_hold=generator.max_model_len)
         self._fingerprint = f"baton-{settings.version}"
 
     async def completions(self, request: Request) -> Response:
@@ -233,7 +233,7 @@ class _Front:
             check_messages(messages)
             how = Rendering(add_generation_prompt=body.add_generation_prompt)
             ids = await self._text.encode_chat_async(messages, how)
-        what = (self._text.tokenizer, ids, self._text.max_model_len, bool(body.return_token_strs))
+        what = (self._text.tokenizer, ids, self._translator.max_model_len(), bool(body.return_token_strs))
         answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *what)
         return Response(answer, media_type="application/json")
 
@@ -269,7 +269,7 @@ class _Front:
             {
                 "version": self._settings.version,
                 "model": self._settings.model_name,
-                "max_model_len": self._text.max_model_len,
+                "max_model_len": self._translator.max_model_len(),
                 "vocab_size": self._text.vocab_size,
                 "tool_parser": self._text.tool_format,
                 "workers": {role: sum(w["role"] == role for w in workers) for role in ("prefill", "decode")},
@@ -284,7 +284,7 @@ class _Front:
                 "tokenizer_path": self._settings.model_name,
                 "is_generation": True,
                 "has_chat_template": self._text.has_chat,
-                "max_model_len": self._text.max_model_len,
+                "max_model_len": self._translator.max_model_len(),
                 "vocab_size": self._text.vocab_size,
             }
         )
@@ -353,7 +353,7 @@ class _Front:
             "object": "model",
             "created": self._settings.created,
             "owned_by": "baton",
-            "max_model_len": self._text.max_model_len,
+            "max_model_len": self._translator.max_model_len(),
         }
 
     def _generate(

@@ -37,12 +37,12 @@ _Place = tuple[int, int, int]
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What one choice of a request needs: prefill computes `prefill_tokens`, except those that it has cached;
-    `total_tokens` is the most that the sequence can ever hold. `prefix` names the full blocks that a worker may already
-    hold. Lower `priority` goes first; within one priority, lower `age`."""
+    `kv_tokens` is the most tokens whose KV the sequence can ever hold. `prefix` names the full blocks that a worker may
+    already hold. Lower `priority` goes first; within one priority, lower `age`."""
 
     name: ChoiceId
     prefill_tokens: int
-    total_tokens: int
+    kv_tokens: int
     needs_decode: bool = True
     prefix: Prefix = field(default_factory=dict)
     age: int = 0
@@ -98,14 +98,14 @@ class OutputExpectation:
         if produced > 0:
             self.mean_tokens += _WEIGHT * (produced - self.mean_tokens)
 
-    def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
-        """Returns all blocks that a sequence is expected to need, at most those of `total_tokens`."""
-        return _blocks(min(total_tokens, prefill_tokens + round(self.mean_tokens)), block_size)
+    def blocks(self, prefill_tokens: int, kv_tokens: int, block_size: int) -> int:
+        """Returns all blocks that a sequence is expected to need, at most those of `kv_tokens`."""
+        return _blocks(min(kv_tokens, prefill_tokens + round(self.mean_tokens)), block_size)
 
-    def growth(self, prefill_tokens: int, total_tokens: int, produced: int, block_size: int) -> int:
+    def growth(self, prefill_tokens: int, kv_tokens: int, produced: int, block_size: int) -> int:
         """Returns the further blocks that a placed sequence is expected to need, at least the one that decode keeps
         free."""
-        expected = self.blocks(prefill_tokens, total_tokens, block_size)
+        expected = self.blocks(prefill_tokens, kv_tokens, block_size)
         return max(1, expected - _blocks(prefill_tokens + produced, block_size))
 
 
@@ -330,7 +330,7 @@ class Dispatcher:
             raise InvariantError("the order of the queue does not match its requests")
 
     def capacity(self) -> Mapping[Role, int]:
-        """Returns the tokens of the longest sequence that each role can hold; draining workers do not count."""
+        """Returns for how many tokens of one sequence each role can hold KV; draining workers do not count."""
         return {pool.role: pool.capacity for pool in (self._workers.prefill, self._workers.decode) if pool.capacity}
 
     def unservable(
@@ -340,7 +340,7 @@ class Dispatcher:
         it needs only a decode worker."""
         needs: list[tuple[Role, int]] = [] if parked else [("prefill", ticket.prefill_tokens)]
         if ticket.needs_decode:
-            needs.append(("decode", ticket.total_tokens))
+            needs.append(("decode", ticket.kv_tokens))
         for role, tokens in needs:
             most = capacity.get(role)
             if most is None:
@@ -374,7 +374,7 @@ class Dispatcher:
     def _pick_decode(self, ticket: Ticket) -> tuple[str | None, str | None]:
         """Returns the worker with room that holds the longest prefix and is not much fuller than others, and a
         spare."""
-        pool, prefill, total = self._workers.decode, ticket.prefill_tokens, ticket.total_tokens
+        pool, prefill, total = self._workers.decode, ticket.prefill_tokens, ticket.kv_tokens
         room = {size: self.expectation.blocks(prefill, total, size) for size in pool.block_sizes}
         fits = pool.fitting(pool.workers, total, room)
         if not fits:
@@ -402,7 +402,7 @@ class Dispatcher:
         ticket = active.ticket
         before, size = active.growth, worker.block_size
         active.room = _blocks(ticket.prefill_tokens + active.produced, size) * size - ticket.prefill_tokens
-        active.growth = self.expectation.growth(ticket.prefill_tokens, ticket.total_tokens, active.produced, size)
+        active.growth = self.expectation.growth(ticket.prefill_tokens, ticket.kv_tokens, active.produced, size)
         worker.count(growth=active.growth - before)
 
     def _take_decode(self, active: _Active, decode: str | None) -> None:

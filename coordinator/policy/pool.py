@@ -146,7 +146,9 @@ class Worker:
         self.block_size = join.facts.layout.block_size
         self.step_tokens = max(join.step_tokens, 1)
         self.max_tokens = min(join.facts.max_model_len, join.blocks_total * self.block_size)
-        """The longest sequence that an idle worker can hold."""
+        """Tokens whose KV an idle worker can hold for one sequence."""
+        self.max_model_len = min(join.facts.max_model_len, join.blocks_total * self.block_size + 1)
+        """Tokens of the longest prompt and output together: the last token needs no KV."""
         running = join.max_running
         self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
         """Sequences that may be placed here: those that run at once, and some whose prompts are computed meanwhile, so
@@ -237,7 +239,7 @@ class Worker:
             "dtype": self.join.facts.dtype,
             "quantize": self.join.facts.quantize,
             "block_size": self.join.facts.layout.block_size,
-            "max_model_len": self.join.facts.max_model_len,
+            "max_model_len": self.max_model_len,
             "state": self.state,
             "since_s": round(max(now - self.since, 0.0), 1),
             "incarnation": self.incarnation,
@@ -258,7 +260,8 @@ LOAD_COLUMNS = tuple(field.name for field in fields(Load) if field.name not in _
 class Pool:
     """The present workers of one role, sorted by name. Complete state: the workers, each with its slot in the index;
     `grown`, set when a request that found no room may find it now (a worker gained room or blocks, joined, left or
-    changed state); and cached limits."""
+    changed state); `lengths`, the least and greatest `max_model_len` of the workers that do not drain, or of the last
+    ones that did not, None before the first; and cached limits."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -266,6 +269,7 @@ class Pool:
         self.index = HeldIndex()
         self.grown = True
         self.block_sizes: set[int] = set()
+        self.lengths: tuple[int, int] | None = None
         self._slots: list[Worker | None] = []
         self._capacity: int | None = None
         self._least_tokens: int | None = None
@@ -295,6 +299,9 @@ class Pool:
     def changed(self) -> None:
         """Drops the cached limits: a worker joined, left or changed state."""
         self.grown, self._capacity, self._least_tokens = True, None, None
+        # Not lazily: a restarted worker has the same limits, and requests are admitted meanwhile.
+        if lengths := [w.max_model_len for w in self.workers if w.state != "draining"]:
+            self.lengths = min(lengths), max(lengths)
 
     def ranked(self, rank: int) -> Worker:
         """Returns the worker that has this rank."""
@@ -302,7 +309,7 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that one worker can hold, ignoring draining workers; 0 for none."""
+        """Tokens whose KV one worker can hold for a sequence, ignoring draining workers; 0 for none."""
         if self._capacity is None:
             self._capacity = max((w.max_tokens for w in self.workers if w.state != "draining"), default=0)
         return self._capacity

@@ -663,7 +663,7 @@ class Requests:
     def _size(self, r: Request) -> Ticket:
         request = r.request
         needs_decode = request.max_tokens - len(request.output) > 1
-        sizes = request.num_prefill_tokens, request.max_total_tokens
+        sizes = request.num_prefill_tokens, request.max_kv_tokens
         return Ticket(r.name, *sizes, needs_decode, age=r.age, priority=request.priority)
 
     def _prefix(self, r: Request) -> Prefix:

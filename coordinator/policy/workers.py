@@ -78,6 +78,15 @@ class WorkerTable:
         """Returns the facts that the present workers share, if there are any."""
         return next((w.join.facts for pool in (self.prefill, self.decode) for w in pool.workers), None)
 
+    def max_model_len(self, prompt_tokens: int = 0) -> int | None:
+        """Returns the tokens of the longest prompt and output together that every worker can hold, or, for a prompt
+        that is too long for the smallest worker, that one worker of each role can hold; None before any has joined."""
+        known = [pool.lengths for pool in (self.prefill, self.decode) if pool.lengths is not None]
+        if not known:
+            return None
+        smallest = min(least for least, _ in known)
+        return smallest if prompt_tokens < smallest else min(most for _, most in known)
+
     def join(self, join: Join, now: float) -> Joined:
         """Adds a worker, or reconnects one that redialled.
 

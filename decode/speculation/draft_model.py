@@ -259,8 +259,8 @@ def measure_switching(draft: Runner, runner: Runner) -> float:
 
 def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: bool) -> DecodeScheduler:
     """Returns a decode scheduler with one sequence whose KV has arrived; draft tokens are almost free to it."""
-    most = layout.blocks_for(request.max_total_tokens)
-    drafts = ModelDrafts(layout, most, request.max_total_tokens) if draft_tokens else None
+    most = layout.blocks_for(request.max_kv_tokens)
+    drafts = ModelDrafts(layout, most, request.max_kv_tokens) if draft_tokens else None
     model = StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),), rows=((1, 1e-3),), per_draft_token=((1, 1e-6),))
     speculation = Speculation(drafts, model)
     scheduler = DecodeScheduler(layout, most, 1, speculation, prefix_cache=False)

@@ -152,11 +152,21 @@ async def test_a_call_without_a_deadline_gets_the_default_deadline(
 
 
 async def test_model_info_returns_the_name_vocabulary_size_and_eos_tokens(
-    grpc_client: Client, text_model: TextModel
+    grpc_client: Client, generator: FakeGenerator, text_model: TextModel
 ) -> None:
     info = await grpc_client.stub.GetModelInfo(pb.GetModelInfoRequest())
-    assert (info.model, info.vocab_size) == ("tiny", text_model.vocab_size)
+    assert (info.model, info.vocab_size, info.max_model_len) == ("tiny", text_model.vocab_size, 128)
     assert tuple(info.eos_token_ids) == text_model.eos_token_ids
+
+
+async def test_model_info_and_omitted_max_tokens_follow_what_the_pools_hold(
+    grpc_client: Client, generator: FakeGenerator
+) -> None:
+    generator.pools_hold = 50
+    assert (await grpc_client.stub.GetModelInfo(pb.GetModelInfoRequest())).max_model_len == 50
+    await grpc_client.all(messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")]))
+    (submission,) = generator.submissions
+    assert len(submission.prompt) + submission.max_tokens == 50
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])

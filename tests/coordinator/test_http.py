@@ -196,6 +196,23 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_limits_are_what_the_pools_hold(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.pools_hold = 50
+    for path in ("/v1/models/tiny", "/server_info", "/get_model_info"):
+        assert (await client.get(path)).json()["max_model_len"] == 50
+    assert (await client.post("/tokenize", json={"prompt": "Hello"})).json()["max_model_len"] == 50
+    for path, body in (
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/completions", {"prompt": [1] * 40}),
+    ):
+        assert (await client.post(path, json=body)).status_code == 200
+        submission = generator.submissions[-1]
+        assert len(submission.prompt) + submission.max_tokens == 50, path
+    generator.pools_hold = 45
+    assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 45
+
+
 async def test_tokenize_and_detokenize_round_trip(client: httpx.AsyncClient) -> None:
     body = (await client.post("/tokenize", json={"prompt": "Hello <s>", "return_token_strs": True})).json()
     assert body["count"] == len(body["tokens"]) == len(body["token_strs"])

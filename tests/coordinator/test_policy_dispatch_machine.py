@@ -117,13 +117,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert p.decode is not None and p.decode != p.spare
         for worker in [w for w in (p.decode, p.spare) if w is not None]:
             view = self.m.workers[worker]
-            assert view.ready and view.role == "decode" and view.join.blocks_total >= -(-ticket.total_tokens // 4)
+            assert view.ready and view.role == "decode" and view.join.blocks_total >= -(-ticket.kv_tokens // 4)
             alone = worker not in self.m.decode.values()
             assert alone or self.left(worker) >= -(-ticket.prefill_tokens // 4)
 
     def unservable(self, ticket: Ticket) -> bool:
         """Returns whether no present worker could hold the request."""
-        needs = [("prefill", ticket.prefill_tokens)] + [("decode", ticket.total_tokens)] * ticket.needs_decode
+        needs = [("prefill", ticket.prefill_tokens)] + [("decode", ticket.kv_tokens)] * ticket.needs_decode
         roles = {w.role for w in self.m.workers.values()}
         return any(role not in roles or not self.pool_holds(role, tokens) for role, tokens in needs)
 

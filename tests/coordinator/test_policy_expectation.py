@@ -17,15 +17,15 @@ from tests.support.overload_sim import Overload, make_worker, overload
 class PromptsAlone(OutputExpectation):
     """Admits a request if there is room for its prompt."""
 
-    def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
+    def blocks(self, prefill_tokens: int, kv_tokens: int, block_size: int) -> int:
         return -(-prefill_tokens // block_size)
 
 
 class EveryToken(OutputExpectation):
     """Admits a request if there is room for its prompt and its longest possible output."""
 
-    def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
-        return -(-total_tokens // block_size)
+    def blocks(self, prefill_tokens: int, kv_tokens: int, block_size: int) -> int:
+        return -(-kv_tokens // block_size)
 
 
 def busy_dispatcher(blocks: int) -> tuple[Dispatcher, Worker]:

@@ -37,14 +37,14 @@ def plain_decode(dispatcher: Dispatcher, table: WorkerTable, ticket: Ticket) -> 
     fits = []
     for worker in table.present():
         size = worker.block_size
-        blocks = dispatcher.expectation.blocks(ticket.prefill_tokens, ticket.total_tokens, size)
+        blocks = dispatcher.expectation.blocks(ticket.prefill_tokens, ticket.kv_tokens, size)
         left = worker.load.blocks_free if worker.load else worker.join.blocks_total
         left = left - worker.reserved_blocks - worker.growth
         if worker.load and worker.load.preempted:
             left = 0
         if worker.running == 0:
             left = worker.join.blocks_total
-        holds = worker.running < worker.max_running and ticket.total_tokens <= worker.max_tokens
+        holds = worker.running < worker.max_running and ticket.kv_tokens <= worker.max_tokens
         if worker.ready and worker.role == "decode" and holds and blocks <= left:
             fits.append(worker)
     emptiest = min((w.running for w in fits), default=0)

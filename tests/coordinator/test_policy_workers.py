@@ -9,8 +9,9 @@ import pytest
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
-from baton.core.kv_layout import KVLayout
+from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.model_config import parse_model_config
+from baton.engine.memory import plan_blocks
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.workers import KEEP_LOST_S, REDIAL_S, WorkerTable
 from tests.support.builders import make_facts, make_join, make_layout
@@ -275,3 +276,38 @@ def test_a_join_is_not_compared_with_each_of_many_workers(monkeypatch: pytest.Mo
     assert compared == 99, "their facts are equal"
     with pytest.raises(JoinRefused, match="model_digest"):
         table.join(make_join("d100", model_digest="another"), 0.0)
+
+
+def test_longest_sequence_is_that_of_the_smallest_pool_and_follows_the_workers(workers: WorkerTable) -> None:
+    """28 layers of 8 KV heads of 128 in the default KV memory of a machine of 24 GiB: far less than the context."""
+    layout = KVLayout(16, (LayerKV(8, 128, "bfloat16"),) * 28)
+    blocks = plan_blocks(layout, (24 << 30) // 8, None)
+    assert blocks == 1755
+
+    def join(name: str, incarnation: int = 1, blocks: int = blocks) -> Join:
+        return make_join(name, incarnation, blocks=blocks, layout=layout, max_model_len=40_960)
+
+    table = WorkerTable(lease_s=3.0)
+    assert table.max_model_len() is None
+    table.join(join("p0"), 0.0)
+    assert table.max_model_len() == 28_081, "1,755 blocks and the last token, which needs no KV"
+    table.join(join("d0", blocks=10_000), 0.0)
+    assert table.max_model_len() == 28_081 and table.max_model_len(30_000) == 28_081
+    table.join(join("d1", blocks=100), 0.0)
+    assert table.max_model_len() == 1_601
+    assert table.max_model_len(1_600) == 1_601 and table.max_model_len(1_601) == 28_081, "too long for d1 alone"
+    table.drain("d1", 9.0, 0.0)
+    assert table.max_model_len() == 28_081
+    table.join(join("d1", 2, blocks=200), 0.0)
+    assert table.max_model_len() == 3_201
+    table.left("d1", 2)
+    assert table.max_model_len() == 28_081
+    table.join(join("p0", 2, blocks=50), 0.0)
+    assert table.max_model_len() == 801
+    table.disconnected("p0", 2, 1.0)
+    table.expire(9.0)
+    assert not table.present() and table.max_model_len() == 801, "requests wait for its successor"
+    table.join(join("p0", 3, blocks=10_000), 9.0)
+    table.join(join("d0", 3, blocks=10_000), 9.0)
+    assert table.max_model_len() == 40_960
+    assert [w.row(9.0)["max_model_len"] for w in table.present()] == [40_960, 40_960]

@@ -67,6 +67,18 @@ async def test_context_length_is_enforced_at_the_boundary(translator: Translator
         assert "128" in caught.value.message and str(len(ids)) in caught.value.message
 
 
+async def test_omitted_max_tokens_is_what_the_pools_hold_beyond_the_prompt(text_model: TextModel) -> None:
+    translator = Translator(text_model, pools_hold=lambda prompt_tokens: 40 if prompt_tokens < 40 else 90)
+    assert translator.max_model_len() == 40
+    chat = await translator.from_messages("r", HI, Options())
+    assert len(chat.prompt) + chat.max_tokens == 40
+    lengths = {30: 10, 24: 16, 39: 1, 80: 10, 100: 1}  # too long for every worker: refused at admission
+    for prompt, expected in lengths.items():
+        assert (await translator.from_token_ids("r", [5] * prompt, Options())).max_tokens == expected
+    assert (await translator.from_token_ids("r", [5] * 30, Options(max_tokens=60))).max_tokens == 60, "given: kept"
+    assert Translator(text_model, pools_hold=lambda prompt_tokens: 5000).max_model_len() == 128
+
+
 BAD: list[tuple[Options, str]] = [
     (Options(max_tokens=0), "max_tokens"),
     (Options(max_tokens=2**31), "max_tokens"),

@@ -39,6 +39,20 @@ def until_preempted(scheduler: DecodeScheduler, now: float = 0.0) -> StepPlan:
             return plan
 
 
+def test_running_sequence_gives_its_place_to_an_older_one_that_has_the_blocks_it_needs() -> None:
+    """Its KV arrived first. Otherwise both would wait for ever: one for a block, the other for a place."""
+    scheduler = make_decode(8, block_size=2, max_running=1)
+    older = make_request("older", 1, max_tokens=2)
+    scheduler.reserve(older, 0.0)
+    ready(scheduler, "newer", 12, max_tokens=4)
+    step(scheduler)
+    scheduler.received(older.sequence_id, 5, 0.0)
+    assert names(step(scheduler)) == ["newer"]
+    assert names(step(scheduler)) == ["older"] and scheduler.preemptions == 1
+    while scheduler.num_sequences:
+        assert names(step(scheduler)) == ["newer"]
+
+
 def test_newest_sequence_is_preempted_and_recomputed_to_the_same_position() -> None:
     scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a")

@@ -167,7 +167,7 @@ def test_same_attempt_is_refused_and_the_next_is_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "code", "message"),
-    [(29, "exceeds_pool", "37 tokens need 10 KV blocks; this decode worker has 8"), (17, "no_free_blocks", "5 KV")],
+    [(29, "exceeds_pool", "KV of 36 tokens needs 9 blocks; this decode worker has 8"), (17, "no_free_blocks", "5 KV")],
 )
 def test_refusal_distinguishes_a_full_pool_from_a_request_that_never_fits(prompt: int, code: str, message: str) -> None:
     scheduler = make_decode(num_blocks=8)
@@ -176,6 +176,16 @@ def test_refusal_distinguishes_a_full_pool_from_a_request_that_never_fits(prompt
         scheduler.reserve(make_request("b", prompt), 0.0)
     assert caught.value.code == code
     assert scheduler.sequence_ids() == (A,)
+
+
+def test_the_last_token_of_an_output_needs_no_kv() -> None:
+    scheduler = make_decode(num_blocks=2, block_size=4)
+    ready(scheduler, make_request("a", prompt=7, max_tokens=2))
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    assert [ended.reason for ended in scheduler.finish_step(make_outcome(plan), 0.0).ended] == ["length"]
+    with pytest.raises(Unavailable, match="KV of 9 tokens needs 3 blocks"):
+        scheduler.reserve(make_request("b", prompt=7, max_tokens=3), 0.0)
 
 
 @pytest.mark.parametrize("sampled", [(), ((),), ((7, 8),), ((7,), (7,))])

@@ -96,7 +96,7 @@ class DecodeMachine(RuleBasedStateMachine):
             cache_salt=salt,
         )
         pool, layout = self.scheduler.blocks, self.scheduler.layout
-        needed, most = layout.blocks_for(prompt + output), layout.blocks_for(prompt + output + more)
+        needed, most = layout.blocks_for(prompt + output), layout.blocks_for(prompt + output + more - 1)
         try:
             blocks = self.scheduler.reserve(request, self.now)
         except Unavailable as error:

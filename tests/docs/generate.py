@@ -68,7 +68,7 @@ MEANINGS = {
     "model": "the served name; may be left out, one model is served",
     "prompt": "text or token ids, or a list of these: as many prompts, with `n` choices each, in their order",
     "messages": "1 or more of the fields below",
-    "max_tokens": "at least 1, with `echo` also 0; completions default to 16, chat to the rest of the context",
+    "max_tokens": "at least 1, with `echo` also 0; completions default to 16, chat to the rest of `max_model_len`",
     "max_completion_tokens": "newer name of `max_tokens`, goes before it",
     "temperature": "0 to 2; 0 is greedy",
     "top_p": "above 0, at most 1",

@@ -47,6 +47,7 @@ class FakeGenerator:
         self.statuses: list[int] = []
         self.records: list[Record] = []
         self.grammars: GrammarCompiler | None = None
+        self.pools_hold: int | None = None
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         submission = await with_grammar(submission, self.grammars)
@@ -70,6 +71,9 @@ class FakeGenerator:
         finally:
             self.finished.append(submission.request_id)
             self._note()
+
+    def max_model_len(self, prompt_tokens: int) -> int | None:
+        return self.pools_hold
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready

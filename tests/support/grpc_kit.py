@@ -51,7 +51,9 @@ class Client:
 async def served(
     generator: FakeGenerator, text_model: TextModel, keys: ApiKeys | None = None, max_body_bytes: int = 1 << 16
 ) -> AsyncIterator[Client]:
-    server = PublicServer(generator, Translator(text_model), "tiny", max_body_bytes, keys)
+    server = PublicServer(
+        generator, Translator(text_model, pools_hold=generator.max_model_len), "tiny", max_body_bytes, keys
+    )
     port = await server.start("127.0.0.1", 0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -60,7 +60,7 @@ def overload(
     by_name = {request.choice_id: request for request in requests}
     length_of = {request.request_id: length for request, length in zip(requests, lengths, strict=True)}
     for request in requests:
-        dispatcher.submit(Ticket(request.choice_id, request.num_prefill_tokens, request.max_total_tokens))
+        dispatcher.submit(Ticket(request.choice_id, request.num_prefill_tokens, request.max_kv_tokens))
     now, arriving, last_token_at = 0.0, list[tuple[float, GenerateRequest]](), dict[str, tuple[float, int]]()
     while len(result.lengths) < len(requests):
         for placement in dispatcher.place():

@@ -159,7 +159,7 @@ class _Drive:
         layout, digest = pair.decode.layout, pair.decode.digest
         blocks = pair.decode.num_blocks
         if way.short:
-            most = sorted((layout.blocks_for(r.max_total_tokens) for r in requests), reverse=True)
+            most = sorted((layout.blocks_for(r.max_kv_tokens) for r in requests), reverse=True)
             blocks = max(sum(most[: way.batch]) // 3, most[0] + 1)
         self.prefill = PrefillScheduler(
             layout, pair.prefill.num_blocks, way.chunk, model_digest=digest, prefix_cache=way.cache
