@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from baton.core.errors import BatonError, NotFound, Unavailable
+from baton.rpc.streams import NO_PROXY
 from baton.rpc.tls import ClusterTls, explained
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -34,6 +35,6 @@ def drain_worker(
 
 def _channel(address: str, tls: ClusterTls | None) -> grpc.Channel:
     if tls is None:
-        return grpc.insecure_channel(address)
+        return grpc.insecure_channel(address, options=[NO_PROXY])
     credentials, named = tls.channel("coordinator")
-    return grpc.secure_channel(address, credentials, options=named)
+    return grpc.secure_channel(address, credentials, options=[NO_PROXY, *named])

@@ -35,8 +35,11 @@ _BOTH_ENDS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 ]
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+"""gRPC would dial through `grpc_proxy`, `https_proxy` or `http_proxy`, which are for clients of other networks."""
 CHANNEL_OPTIONS = [
     *_BOTH_ENDS,
+    NO_PROXY,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -198,16 +201,18 @@ async def dial(
             try:
                 await stream.send(hello, timeout_s)
             except LinkLost as e:
-                raise LinkLost(explained(e.message)) from e
+                raise LinkLost(f"dialled {address}: {explained(str(stream.ended))}") from e
             answer = await stream.receive()
             if answer is None:
                 code = await call.code()
                 if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                     raise BatonError(await call.details(), code="join_refused")
-                raise LinkLost(f"no reply from {address}: {explained(str(stream.ended))}")
+                raise LinkLost(f"dialled {address}: {explained(str(stream.ended))}")
     except TimeoutError as e:
+        connected = channel.get_state() is grpc.ChannelConnectivity.READY
         await channel.close()
-        raise LinkLost(f"{address} did not reply within {timeout_s:g} s") from e
+        what = "connected, but received no reply" if connected else "no connection"
+        raise LinkLost(f"dialled {address}: {what} within {timeout_s:g} s") from e
     except BaseException:
         await channel.close()
         raise
