@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint directory: which tensor is in which safetensors file, and reading slices of them.
+"""A Hugging Face checkpoint directory: which tensor is in which file, and reading slices of them.
 
 `Checkpoint` reads headers only; `verify` compares them with what the model expects; `read` maps one tensor (or a slice
 of it) and refuses NaN and Inf. Every problem with a directory is a StartupError of one line that names the file and, if
-any, the tensor. Only safetensors are read: nothing is unpickled.
+any, the tensor. Only safetensors and GGUF are read: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig, parse_config_json, parse_model_config
+from baton.engine.gguf_files import GGUFFiles, read_index
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -37,10 +38,49 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name. Files are opened once and stay mapped as long as the object exists."""
+    """The tensors of a checkpoint by name. Files are opened once and stay mapped as long as the object exists. Those of
+    a model in GGUF (baton.gguf) count as float32."""
 
     def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
+        self.tensors: dict[str, StoredTensor]
+        self._files: SafetensorsFiles | GGUFFiles
+        if (index := read_index(model_dir)) is not None:
+            self._files = files = GGUFFiles(index)
+            stored = files.index.tensors.items()
+            self.tensors = {name: StoredTensor(files.files[t.file], torch.float32, t.shape) for name, t in stored}
+        else:
+            self._files = SafetensorsFiles(model_dir)
+            self.tensors = self._files.tensors
+
+    def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
+        """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but the same for all)."""
+        for name, shape in expected.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise StartupError(f"{self.model_dir}: tensor {name} is missing")
+            if stored.shape != shape:
+                found, asked = list(stored.shape), list(shape)
+                raise StartupError(f"{stored.file.name}: tensor {name} has shape {found}, config.json requires {asked}")
+        for name, stored in self.tensors.items():
+            if name not in expected:
+                raise StartupError(f"{stored.file.name}: tensor {name} does not belong to this model")
+            dtype = dtype or stored.dtype
+            if stored.dtype != dtype:
+                raise StartupError(f"{stored.file.name}: tensor {name} has dtype {stored.dtype}, expected {dtype}")
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """One tensor, or rows (dimension 0) or columns (dimension 1) of it, as stored. StartupError on NaN or Inf."""
+        stored, tensor = self.tensors[name], self._files.read(name, rows, columns)
+        if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+            raise StartupError(f"{stored.file.name}: tensor {name} holds NaN or infinite values")
+        return tensor
+
+
+class SafetensorsFiles:
+    """The tensors of all safetensors files of a directory, by name."""
+
+    def __init__(self, model_dir: Path) -> None:
         self.tensors = tensors = dict[str, StoredTensor]()
         self._handles: dict[Path, Any] = {}
         weight_map = _weight_map(model_dir)
@@ -63,32 +103,14 @@ class Checkpoint:
             if name not in tensors and not name.endswith(_IGNORED_SUFFIX):
                 raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} maps it to this file")
 
-    def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
-        """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but the same for all)."""
-        for name, shape in expected.items():
-            stored = self.tensors.get(name)
-            if stored is None:
-                raise StartupError(f"{self.model_dir}: tensor {name} is missing")
-            if stored.shape != shape:
-                found, asked = list(stored.shape), list(shape)
-                raise StartupError(f"{stored.file.name}: tensor {name} has shape {found}, config.json requires {asked}")
-        for name, stored in self.tensors.items():
-            if name not in expected:
-                raise StartupError(f"{stored.file.name}: tensor {name} does not belong to this model")
-            dtype = dtype or stored.dtype
-            if stored.dtype != dtype:
-                raise StartupError(f"{stored.file.name}: tensor {name} has dtype {stored.dtype}, expected {dtype}")
-
-    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """One tensor, or rows (dimension 0) or columns (dimension 1) of it, as stored. StartupError on NaN or Inf."""
+    def read(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Returns rows and columns of a tensor, or rows of a vector, as stored."""
         stored = self.tensors[name]
         part = self._handles[stored.file].get_slice(name)
         try:
             tensor: Tensor = part[rows] if len(stored.shape) == 1 else part[rows, columns]
         except SafetensorError as error:
             raise StartupError(f"{stored.file.name}: tensor {name}: {_one_line(error)}") from None
-        if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
-            raise StartupError(f"{stored.file.name}: tensor {name} holds NaN or infinite values")
         return tensor
 
 
@@ -100,7 +122,10 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, sorted by name, each a regular file inside the directory."""
+    """The files that make up the checkpoint: those of a GGUF model, in order; else safetensors files, sorted by name,
+    each a regular file inside the directory."""
+    if (index := read_index(model_dir)) is not None:
+        return [Path(file) for file in index.files]
     weight_map = _weight_map(model_dir)
     if weight_map is not None:
         return [_regular_file(model_dir, name) for name in sorted(set(weight_map.values()))]

@@ -59,6 +59,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "starlette": HTTP_FILES,
     "pydantic": SCHEMA_FILES,
     "uvicorn": HTTP_FILES,
+    "gguf": ("baton/gguf/*", "baton/engine/gguf_files.py"),
     "msgpack": ("baton/rpc/frames.py",),
     "pynvml": ("baton/gpu_usage.py",),
     "prometheus_client": ("coordinator/metrics.py",),

@@ -1,0 +1,1 @@
+"""Model files in GGUF, llama.cpp's format, presented to Baton as a checkpoint directory."""
