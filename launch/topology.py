@@ -116,7 +116,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class _TopTable:
-    model: str = option("builtin", "")
+    model: str = option("auto", "")
     served_model_name: str = option("", "", model_name=True)
 
 

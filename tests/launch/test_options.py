@@ -247,6 +247,6 @@ def test_positional_argument_sets_its_field() -> None:
     runner = CliRunner()
     assert runner.invoke(command, ["here"]).output == "here\n"
     assert runner.invoke(command, ["here", "--model", "here"]).output == "here\n"
-    assert runner.invoke(command, []).output == "builtin\n"
+    assert runner.invoke(command, []).output == "auto\n"
     refused = runner.invoke(command, ["here", "--model", "there"], standalone_mode=False)
     assert isinstance(refused.exception, StartupError) and "give one of them" in refused.exception.message
