@@ -56,7 +56,7 @@ class Crew:
 @contextmanager
 def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Crew]:
     """Runs the block as the leader; when it ends, all ranks end: normally, or with the block's error."""
-    configure_nccl()
+    configure_nccl(options.host)
     if ranks.size == 1:
         runner = load_runner(options, on_stage)
         yield Crew(runner, (os.getpid(),), _local_ends(runner, options, ranks))
@@ -74,7 +74,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
 
 def follow(ranks: Ranks, options: EngineOptions) -> None:
     """Computes the steps that the leader plans until the leader has drained."""
-    configure_nccl()
+    configure_nccl(options.host)
     store, channel = _join(ranks)
     with _reporting_errors(channel):
         runner = load_runner(options, ranks=ranks, store=store)

@@ -40,7 +40,7 @@ def one_gpu() -> None:
         NCCL_HOSTID=f"stage-{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1",
         NCCL_IB_DISABLE="1", NCCL_CUMEM_HOST_ENABLE="0",
     )  # fmt: skip
-    configure_nccl()
+    configure_nccl("127.0.0.1")
 
 
 def device_of(kind: str) -> torch.device:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, cut_buffer
+from baton.transfer.interfaces import interface_of
 from baton.transfer.rendezvous import Meeting
 
 NEVER = timedelta(days=1)
@@ -47,9 +48,15 @@ NCCL_ENVIRONMENT = {
 }
 
 
-def configure_nccl() -> None:
-    """Sets the environment variables that PyTorch's NCCL groups and CUDA read, for every group of the process."""
+def configure_nccl(host: str) -> None:
+    """Sets the environment variables that NCCL, PyTorch's NCCL groups and CUDA read, for every group of the process.
+    NCCL listens on the interface that has the address `host`, unless the environment names others: by itself it takes
+    the first ones that are not loopback, whatever address this worker was given."""
     os.environ.update(NCCL_ENVIRONMENT)
+    interface = interface_of(host)
+    if interface and "NCCL_SOCKET_IFNAME" not in os.environ:
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=": this name, not every name that begins with it
+        os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6" if ":" in host else "AF_INET")
 
 
 class NcclEdge:

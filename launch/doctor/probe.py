@@ -48,7 +48,7 @@ class Probe:
 
     def __init__(self, task: Task, board: BoardClient) -> None:
         self.task, self.board = task, board
-        configure_nccl()
+        configure_nccl(task.me.host)
         self._device = choose_device(task.device, False, task.local_rank)
         self._kind = choose_edges(task.edge_kind, self._device)
         self._buffers = buffer_device(self._kind, self._device)

@@ -11,7 +11,7 @@ import torch
 from baton.core.config import WorkerConfig
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import HandoffError, StartupError
-from baton.transfer import nccl
+from baton.transfer import interfaces, nccl
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_kinds import buffer_device, choose_edges, make_edge
 from baton.transfer.nccl import NcclEdge
@@ -51,9 +51,44 @@ def test_an_nccl_edge_without_a_gpu_fails_with_the_reason() -> None:
     edge.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "interface", "family"),
+    [
+        ("127.0.0.1", "=lo", "AF_INET"),
+        ("127.0.0.9", "=lo", "AF_INET"),  # no interface lists it, but the loopback interface has all of 127.0.0.0/8
+        ("localhost", "=lo", "AF_INET"),
+        ("10.1.2.3", "=ib0", "AF_INET"),
+        ("fd00::7", "=eth0", "AF_INET6"),
+        ("0.0.0.0", None, None),
+        ("10.9.9.9", None, None),
+    ],
+)
+def test_nccl_listens_on_the_interface_of_the_workers_host(
+    host: str, interface: str | None, family: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = [("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("eth0", "fd00::7"), ("ib0", "10.1.2.3"), ("lo", "::1")]
+    monkeypatch.setattr(interfaces, "interface_addresses", lambda: iter(machine))
+    monkeypatch.setattr(nccl.os, "environ", dict[str, str]())
+    nccl.configure_nccl(host)
+    assert nccl.os.environ.get("NCCL_SOCKET_IFNAME") == interface
+    assert nccl.os.environ.get("NCCL_SOCKET_FAMILY") == family
+
+
+def test_interfaces_that_the_environment_names_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl.os, "environ", {"NCCL_SOCKET_IFNAME": "bond"})
+    nccl.configure_nccl("127.0.0.1")
+    assert nccl.os.environ["NCCL_SOCKET_IFNAME"] == "bond" and "NCCL_SOCKET_FAMILY" not in nccl.os.environ
+
+
+def test_interfaces_of_this_machine_are_found() -> None:
+    assert ("lo", "127.0.0.1") in interfaces.interface_addresses()
+    assert interfaces.interface_of("127.0.0.1") == "lo"
+
+
 def test_the_watchdog_cannot_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "unchanged")
     for name in nccl.NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "changed")
-    nccl.configure_nccl()
+    nccl.configure_nccl("127.0.0.1")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert "TORCH_NCCL_USE_COMM_NONBLOCKING" not in nccl.NCCL_ENVIRONMENT, "it would speak for tensor parallelism, too"
