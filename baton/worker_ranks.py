@@ -21,6 +21,7 @@ from typing import Any
 from baton.core.errors import BatonError, InvariantError, RankLost, StartupError, innermost
 from baton.core.ranks import Ranks
 from baton.edge_ranks import FollowerEnds, WorkerEnds
+from baton.engine.device import choose_device
 from baton.engine.loading import OnStage, load_runner
 from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
 from baton.engine.options import EngineOptions
@@ -33,6 +34,7 @@ from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.staging_buffers import kept_limit
+from baton.transfer.stream_pool import know_streams
 
 log = logging.getLogger("baton.worker")
 
@@ -58,6 +60,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
     """Runs the block as the leader; when it ends, all ranks end: normally, or with the block's error."""
     configure_nccl(options.host)
     if ranks.size == 1:
+        _know_streams(options, ranks)
         runner = load_runner(options, on_stage)
         yield Crew(runner, (os.getpid(),), _local_ends(runner, options, ranks))
         return
@@ -65,6 +68,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
     limit_s = CONNECT_TIMEOUT_S if ranks.on_one_node else MEET_TIMEOUT_S
     channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error), limit_s)
     with _reporting_errors(channel):
+        _know_streams(options, ranks)
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
         runner.lead(channel.send)
@@ -77,6 +81,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     configure_nccl(options.host)
     store, channel = _join(ranks)
     with _reporting_errors(channel):
+        _know_streams(options, ranks)
         runner = load_runner(options, ranks=ranks, store=store)
         ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report, partial(_end_by_bug, channel))
         channel.set_order_handler(ends.obey)
@@ -107,6 +112,10 @@ def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
                     "waiting up to %.0f s for rank 0 of this worker (MASTER_ADDR): %s", MEET_TIMEOUT_S, error.message
                 )
         time.sleep(RETRY_S)
+
+
+def _know_streams(options: EngineOptions, ranks: Ranks) -> None:
+    know_streams(choose_device(options.device, options.exact, ranks.local_rank))
 
 
 def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:

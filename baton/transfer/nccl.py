@@ -1,7 +1,7 @@
 """An edge over NCCL: the same contract on GPU memory.
 
-Differences from Gloo: all work is queued on the stream of the edge's thread and on the group's own stream, so the
-engine's stream never waits for a peer. All sections of a buffer and one message with their checksums are queued
+Differences from Gloo: all work is queued on the stream of the edge's thread and on the group's own stream, which nobody
+else uses (stream_pool.py), so neither the engine nor another edge waits for a peer. All sections of a buffer and one message with their checksums are queued
 together; the host polls for the end of the last one, so no thread is ever in a wait that cannot be interrupted. There
 is no size header (it would cost a device round trip): both ends take the sizes from the plan, and a mismatch times out.
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, cut_buffer
 from baton.transfer.interfaces import interface_of
 from baton.transfer.rendezvous import Meeting
+from baton.transfer.stream_pool import NCCL_PRIORITY, stream_pool
 
 NEVER = timedelta(days=1)
 """The operation timeout given to PyTorch: its handling of a timeout does more harm than the hang."""
@@ -68,13 +69,15 @@ class NcclEdge:
         self._meeting = Meeting(spec)
         self._dead = False
         self._ended = threading.Event()  # the communicator has ended, or was never created
+        self._streams: list[int] = []  # of the group
 
     def connect(self) -> None:
         nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
         if nccl is None or not torch.cuda.is_available():
             raise self.spec.error("this torch has no NCCL or no GPU")
         device = torch.device(self.spec.device)
-        with self._meeting.meet() as (store, deadline):
+        streams = stream_pool(device, NCCL_PRIORITY)
+        with self._meeting.meet() as (store, deadline), streams.taken_by_torch() as self._streams:
             self._group = nccl(store, self.spec.rank, 2, edge_options(nccl))
             # One byte each way creates and tests the communicator; after it the store's keys are no longer needed.
             probe = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -121,6 +124,9 @@ class NcclEdge:
     def close(self) -> None:
         self._dead = True
         self._end()  # `shutdown` would wait for a peer that may have exited
+        streams, self._streams = self._streams, []
+        if streams:
+            stream_pool(torch.device(self.spec.device), NCCL_PRIORITY).give_back(*streams)
 
     def _launch(self, name: str, buf: Tensor) -> Any:
         """Queues one operation after the work already on the thread's stream. Raises HandoffError."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import HandoffError
+from baton.transfer.stream_pool import EDGE_PRIORITY, stream_pool
 
 _STAGING: dict[torch.device, Any] = {}
 """By device, the stream on which staging buffers are allocated."""
@@ -21,12 +22,18 @@ _POLL_MIN_S, _POLL_MAX_S = 0.00002, 0.001
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Queues the calling thread's work for `device` on a new stream of normal priority."""
+    """Queues the calling thread's work for `device` on a stream that nobody else uses, of high priority: its kernels
+    are short and do not wait behind all blocks of the engine's."""
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        yield
+    pool = stream_pool(device, EDGE_PRIORITY)
+    stream = pool.take()
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
+    finally:
+        pool.give_back(stream.cuda_stream)
 
 
 def finish(device: torch.device, timeout_s: float) -> None:
@@ -52,7 +59,7 @@ def empty_on_staging_stream(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     stream = _STAGING.get(device)
     if stream is None:
-        stream = _STAGING[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = _STAGING[device] = stream_pool(device, EDGE_PRIORITY).take()
     with torch.cuda.stream(stream):
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 

@@ -16,6 +16,8 @@ from baton.transfer import sections, streams
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
+from baton.transfer.stream_pool import EDGE_PRIORITY, stream_pool
+from tests.support import fake_streams
 from tests.support.end_pair import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
 
 pytest.importorskip("triton")
@@ -135,23 +137,15 @@ def test_a_wait_for_a_device_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_edge_thread_has_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    from contextlib import contextmanager
-
-    entered: list[Any] = []
-
-    @contextmanager
-    def enter(what: Any) -> Any:
-        entered.append(what)
-        yield
-
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, enter)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream of", device))
-    cuda = torch.device("cuda", 1)
+    fake, cuda = fake_streams.install(monkeypatch), torch.device("cuda", 1)
     with streams.own_stream(cuda):
-        assert entered == [cuda, ("stream of", cuda)]
+        mine = fake.current.stream
+        assert mine.cuda_stream in stream_pool(cuda, EDGE_PRIORITY).in_use()
+        with streams.own_stream(cuda):
+            assert fake.current.stream is not mine
+    assert fake.current.stream is None and not stream_pool(cuda, EDGE_PRIORITY).in_use()
     with streams.own_stream(torch.device("cpu")):
-        assert len(entered) == 2
+        assert fake.current.stream is None
 
 
 def test_a_device_that_hangs_while_blocks_are_written_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,22 +166,11 @@ def test_a_device_that_hangs_while_blocks_are_written_ends_the_worker(monkeypatc
 
 def test_staging_buffers_are_allocated_on_their_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch reuses freed memory on the stream that it was used on, so staging buffers have a stream of their own."""
-    from contextlib import contextmanager
-
-    current = ["engine"]
-    made: list[tuple[str, int]] = []
-
-    @contextmanager
-    def stream(what: Any) -> Any:
-        current.append(what)
-        yield
-        current.pop()
-
-    cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(streams, "_STAGING", {})
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"staging of {device}")
-    monkeypatch.setattr(streams.torch, "empty", lambda size, **_: made.append((current[-1], size)))
-    streams.empty_on_staging_stream(10, cuda)
-    streams.empty_on_staging_stream(20, cuda)
-    assert made == [("staging of cuda:0", 10), ("staging of cuda:0", 20)] and len(streams._STAGING) == 1
+    fake, cuda = fake_streams.install(monkeypatch), torch.device("cuda", 0)
+    made: list[tuple[Any, int]] = []
+    monkeypatch.setattr(streams.torch, "empty", lambda size, **_: made.append((fake.current.stream, size)))
+    with streams.own_stream(cuda):
+        edge = fake.current.stream
+        streams.empty_on_staging_stream(10, cuda)
+        streams.empty_on_staging_stream(20, cuda)
+    assert [size for _, size in made] == [10, 20] and made[0][0] is made[1][0] is not edge
