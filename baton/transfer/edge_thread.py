@@ -28,7 +28,7 @@ from torch import Tensor
 from baton.core.errors import HandoffError
 from baton.transfer.edge import Arrived, Edge, EdgeSpec, MakeEdge, Ready
 from baton.transfer.gloo import GlooEdge
-from baton.transfer.streams import finish, own_stream
+from baton.transfer.streams import HELD, current_stream, finish, own_stream
 
 T = TypeVar("T")
 _RUN_TIMEOUT_S = 60.0
@@ -224,8 +224,11 @@ class EdgeWorker:
             result = call()
         except BaseException as e:
             error = e
-            with contextlib.suppress(HandoffError):
-                finish(self._kv_device, _FINISH_S)  # queued device work uses buffers that `call` keeps alive
+        if error is not None or self.dead is not None:  # the caller may have dropped what queued device work uses
+            try:
+                finish(self._kv_device, _FINISH_S)
+            except (HandoffError, RuntimeError):
+                HELD.keep(call, current_stream(self._kv_device))
         del call
         self.in_flight = None
         if error is not None:

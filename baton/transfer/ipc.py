@@ -28,17 +28,19 @@ from baton.transfer.streams import finish
 _RECORD = 1024  # bytes: the length of a buffer's handle, then the handle
 _IDENTITY = 512
 _CLOSE_S = 1.0
+MOST_MAPPED = 8
+"""Buffers of the sender that stay mapped. It has a few in turn, and mapping one waits for the driver of the GPU."""
 
 
 class IpcEdge:
     """One end of an edge within a host; see `Edge` for the contract. Complete state: the Gloo edge that carries its
-    messages, and the most recently mapped buffer of the sender."""
+    messages, and the mapped buffers of the sender by handle, the most recently used last."""
 
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
         self._device = torch.device(spec.device)
         self._control = GlooEdge(replace(spec, device="cpu"))
-        self._mapped: tuple[bytes, Tensor] | None = None
+        self._mapped: dict[bytes, Tensor] = {}
 
     def connect(self) -> None:
         deadline = time.monotonic() + self.spec.connect_timeout_s
@@ -104,16 +106,19 @@ class IpcEdge:
     def close(self) -> None:
         with contextlib.suppress(HandoffError):
             finish(self._device, _CLOSE_S)  # a copy may still read the mapped buffer
-        self._mapped = None
+        self._mapped.clear()
         self._control.close()
 
     def _source(self, record: Tensor, num_bytes: int) -> Tensor:
-        """Returns the sender's buffer, which stays mapped until a different one is used. Raises HandoffError."""
+        """Returns the sender's buffer, which stays mapped while it is one of the MOST_MAPPED last used. No copy from
+        others is queued any more: each `recv` waits for its own. Raises HandoffError."""
         handle = _content(record)
-        if self._mapped is None or self._mapped[0] != handle:
-            self._mapped = None  # unmap first: the buffer may be freed and its memory reused
-            self._mapped = (handle, map_exported(handle, self._device))
-        mapped = self._mapped[1]
+        mapped = self._mapped.pop(handle, None)
+        if mapped is None:
+            while len(self._mapped) >= MOST_MAPPED:
+                del self._mapped[next(iter(self._mapped))]
+            mapped = map_exported(handle, self._device)
+        self._mapped[handle] = mapped
         if mapped.numel() != num_bytes:
             raise self.spec.error(f"the sender exports {mapped.numel()} bytes, expected {num_bytes}")
         return mapped

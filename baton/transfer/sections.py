@@ -23,7 +23,7 @@ from baton.transfer.checksum import checksum, checksum_parts, device_checksum
 from baton.transfer.edge import Word
 from baton.transfer.staging import PagedLayers, Slots, locate, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer
-from baton.transfer.streams import finish, record_current_stream
+from baton.transfer.streams import finish
 
 AHEAD_BYTES = 12 << 20
 """Bytes to pack before the first section is sent, if the part has that many; the rest of a longer part is packed while
@@ -98,7 +98,7 @@ class Packing(_Sections):
         if self.before is not None:
             self.before()
         if self.on_device:
-            record_current_stream(self.buffer.whole)
+            self.buffer.use()
         for section in self.sections:
             self._pack_next()
             if self.wanted and section.end >= AHEAD_BYTES:
@@ -182,7 +182,7 @@ class Storing(_Sections):
     def _check_on_device(self, index: int, sum_: Tensor) -> None:
         """Queues the check of a section; after the last one, waits for all results and stores the intact sections."""
         if index == 0:
-            record_current_stream(self.buffer.whole)
+            self.buffer.use()
         self._received.append(sum_)
         self._computed.append(self._device_checksum(self.sections[index]))
         if index + 1 < len(self.sections):

@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.transfer.streams import empty_on_staging_stream
+from baton.transfer.streams import HELD, current_stream, empty_on_staging_stream
 
 KEPT_SHARE = 4
 MAX_KEPT = 64  # a shared buffer holds file descriptors
@@ -24,12 +25,18 @@ def kept_limit(staging_bytes: int, ranks: int) -> int:
     return staging_bytes // (KEPT_SHARE * ranks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StagingBuffer:
-    """Memory for one chunk. `view` (uint8 [bytes of the chunk]) is the beginning of `whole`."""
+    """Memory for one chunk. `view` (uint8 [bytes of the chunk]) is the beginning of `whole`; `stream` is that on which
+    a device uses it, None before and on CPU."""
 
     whole: Tensor
     view: Tensor
+    stream: Any = None
+
+    def use(self) -> None:
+        """Called by the thread that queues work on the buffer, before that work."""
+        self.stream = current_stream(self.whole.device)
 
     @property
     def unused(self) -> int:
@@ -85,8 +92,12 @@ class StagingBuffers:
         insort(self._kept, buffer.whole, key=Tensor.numel)
 
     def drop(self, buffer: StagingBuffer) -> None:
-        """Does not keep a buffer whose transfer failed or was aborted: a late byte may still be written to it."""
+        """Does not keep a buffer whose transfer failed or was aborted: a late byte may still be written to it. Its
+        memory is free once the device has done the work already queued on it; what a job of the edge's thread queues
+        later, that job keeps it for."""
         self.idle_bytes -= buffer.unused
+        if buffer.stream is not None:
+            HELD.keep(buffer.whole, buffer.stream)
 
     def __len__(self) -> int:
         return len(self._kept)

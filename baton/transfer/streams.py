@@ -4,6 +4,8 @@ that it neither waits for the engine's steps nor delays them. On CPU all work is
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,6 +59,7 @@ def empty_on_staging_stream(num_bytes: int, device: torch.device) -> Tensor:
     edge's stream is not ordered after the engine's."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    HELD.release()
     stream = _STAGING.get(device)
     if stream is None:
         stream = _STAGING[device] = stream_pool(device, EDGE_PRIORITY).take()
@@ -64,8 +67,45 @@ def empty_on_staging_stream(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def record_current_stream(buffer: Tensor) -> None:
-    """Marks a buffer allocated on another stream as used by the calling thread's: its memory is not reused before that
-    work is done, even when the transfer is aborted and the buffer freed."""
-    if buffer.device.type == "cuda":
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+def current_stream(device: torch.device) -> Any:
+    """Returns the calling thread's stream of a GPU; None for CPU, where work is done when the call returns."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+class Held:
+    """Keeps objects until the device has done the work that uses them. torch's own `record_stream` does not: it ignores
+    memory that was exported to another process. Complete state: the objects, each with an event, or with None if the
+    device has failed: then they are kept for good. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._objects: list[tuple[Any, object]] = []
+        self._lock = threading.Lock()
+
+    def keep(self, kept: object, stream: Any) -> None:
+        """Keeps `kept` until the work that is queued on `stream` now is done."""
+        event: Any = None
+        with contextlib.suppress(RuntimeError):
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        with self._lock:
+            self._objects.append((event, kept))
+        self.release()
+
+    def release(self) -> None:
+        """Releases the objects whose work is done."""
+        with self._lock:
+            self._objects = [entry for entry in self._objects if not _done(entry[0])]
+
+    def __len__(self) -> int:
+        return len(self._objects)
+
+
+def _done(event: Any) -> bool:
+    if event is not None:
+        with contextlib.suppress(RuntimeError):
+            return bool(event.query())
+    return False
+
+
+HELD = Held()
+"""What this process holds for its devices."""

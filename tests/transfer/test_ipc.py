@@ -88,6 +88,29 @@ def test_a_new_buffer_with_a_reused_descriptor_is_mapped_again(connected: Connec
         del sent
 
 
+def test_buffers_that_a_sender_uses_in_turn_stay_mapped(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = connected(kind=IpcEdge)
+    mapped: list[bytes] = []
+    map_one = ipc.map_exported
+    monkeypatch.setattr(ipc, "map_exported", lambda handle, device: (mapped.append(handle), map_one(handle, device))[1])
+    buffers = [filled(64) for _ in range(ipc.MOST_MAPPED + 1)]
+    got = torch.zeros(64, dtype=torch.uint8)
+
+    def move(number: int) -> None:
+        sent = buffers[number]
+        assert in_threads(lambda: prefill.send(sent, HANG_S), lambda: decode.recv(got, HANG_S)) == [None, None]
+        assert torch.equal(sent, got)
+
+    for number in (*range(ipc.MOST_MAPPED), *range(ipc.MOST_MAPPED)):
+        move(number)
+    assert len(mapped) == ipc.MOST_MAPPED, "each was mapped once"
+    move(ipc.MOST_MAPPED)  # takes the place of buffer 0
+    move(1)
+    assert len(mapped) == ipc.MOST_MAPPED + 1
+    move(0)
+    assert len(mapped) == ipc.MOST_MAPPED + 2 and len(decode._mapped) == ipc.MOST_MAPPED
+
+
 async def test_a_part_is_copied_between_blocks_and_a_damaged_section_is_detected(
     spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +126,7 @@ async def test_a_part_is_copied_between_blocks_and_a_damaged_section_is_detected
     with monkeypatch.context() as patch:
         patch.setattr(ipc, "map_exported", damaged)
         assert not await ends.hand_over() and equal(ends.source, ends.target) == [True, False, True, True]
-    ends.decode.worker._edge._mapped = None  # type: ignore[union-attr]
+    ends.decode.worker._edge._mapped.clear()  # type: ignore[union-attr]
     assert await ends.hand_over() and equal(ends.source, ends.target) == [True] * LAYERS
     assert kept.reused
     await ends.close()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +16,12 @@ from hypothesis import strategies as st
 
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
+from baton.transfer import edge_thread, staging_buffers, streams
 from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.staging_buffers import MAX_KEPT, StagingBuffer, StagingBuffers, kept_limit
 from tests.support.end_pair import PART, Pair, equal
+from tests.support.limits import HANG_S
 
 MakeSpec = Callable[..., EdgeSpec]
 
@@ -116,3 +123,101 @@ def test_the_number_of_kept_buffers_is_limited() -> None:
     for buffer in taken:
         buffers.give_back(buffer)
     assert len(buffers) == MAX_KEPT and buffers.idle_bytes == sum(range(10, MAX_KEPT + 10))
+
+
+class FakeEvents:
+    """torch.cuda.Event without a GPU: each is done when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recorded: list[FakeEvents.One] = []
+        monkeypatch.setattr(torch.cuda, "Event", lambda: FakeEvents.One(self))
+        monkeypatch.setattr(streams.HELD, "_objects", [])
+
+    class One:
+        def __init__(self, events: FakeEvents) -> None:
+            self.events, self.stream, self.done = events, None, False
+
+        def record(self, stream: object = None) -> None:
+            self.stream = stream
+            self.events.recorded.append(self)
+
+        def query(self) -> bool:
+            return self.done
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_dropped_buffer_is_kept_until_the_device_has_done_its_queued_work(
+    used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that was exported to another process is not covered by torch's `record_stream`."""
+    events, buffers = FakeEvents(monkeypatch), StagingBuffers(1000)
+    monkeypatch.setattr(staging_buffers, "current_stream", lambda device: "stream of the edge")
+    buffer = buffers.take(100)
+    whole = weakref.ref(buffer.whole)
+    if used:
+        buffer.use()
+    buffers.drop(buffer)
+    del buffer
+    if not used:
+        assert whole() is None and not events.recorded
+        return
+    assert whole() is not None and [event.stream for event in events.recorded] == ["stream of the edge"]
+    streams.HELD.release()
+    assert whole() is not None
+    events.recorded[0].done = True
+    streams.HELD.release()
+    assert whole() is None and not len(streams.HELD)
+
+
+def test_memory_is_kept_for_good_when_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, held = FakeEvents(monkeypatch), streams.Held()
+
+    def broken(*_: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    held.keep("one", "stream")
+    monkeypatch.setattr(FakeEvents.One, "query", broken)
+    held.release()
+    monkeypatch.setattr(FakeEvents.One, "record", broken)
+    held.keep("two", "stream")
+    assert len(held) == 2 and len(events.recorded) == 1
+
+
+async def test_what_an_aborted_job_queued_keeps_its_buffers(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job goes on after the abort, and queues more work than the drop of its buffer knows of."""
+    events, device = FakeEvents(monkeypatch), torch.device("cpu")
+    monkeypatch.setattr(edge_thread, "current_stream", lambda device: "stream of the edge")
+    waits: list[float] = []
+
+    def never(device: torch.device, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        raise HandoffError("the device did not finish")
+
+    monkeypatch.setattr(edge_thread, "finish", never)
+    worker = EdgeWorker(spec("prefill"), kv_device=device)
+    running, go = threading.Event(), threading.Event()
+
+    class Buffer:
+        pass
+
+    def job(buffer: Buffer) -> None:
+        running.set()
+        assert go.wait(HANG_S)
+
+    buffer = Buffer()
+    kept = weakref.ref(buffer)
+    asking = asyncio.ensure_future(worker.run(partial(job, buffer)))
+    del buffer
+    while not running.is_set():
+        await asyncio.sleep(0.001)
+    worker.abort("the test")
+    go.set()
+    with pytest.raises(HandoffError):
+        await asking
+    del asking  # its error has the frames of the call
+    gc.collect()
+    assert await worker.close() and len(waits) == 1
+    assert kept() is not None and len(events.recorded) == 1
+    events.recorded[0].done = True
+    streams.HELD.release()
+    assert kept() is None
