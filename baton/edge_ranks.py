@@ -59,7 +59,7 @@ class WorkerEnds:
         self._orders: dict[int, _Order] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.kind, self.section_bytes = local.kind, local.section_bytes
+        self.kind, self.section_bytes, self.gpus = local.kind, local.section_bytes, local.gpus
         channel.on_report = self._receive
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd:

@@ -32,7 +32,7 @@ from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
 from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
 from baton.transfer.edge_kinds import choose_edges
-from baton.transfer.nccl import configure_nccl
+from baton.transfer.nccl import configure_nccl, local_gpus
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.stream_pool import know_streams
 
@@ -124,7 +124,10 @@ def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEn
     buffers = make_buffers(kind, device, kept_limit(options.staging_bytes, ranks.size))
     expect = partial(runner.kv.expect, ahead=False)
     behind = runner.marks.order_behind
-    return LocalEnds(layers, runner.layout.block_size, options.host, kind, expect, buffers, order_behind=behind)
+    gpus = local_gpus(ranks.local_size) if kind == "nccl" else ()
+    return LocalEnds(
+        layers, runner.layout.block_size, options.host, kind, expect, buffers, order_behind=behind, gpus=gpus
+    )
 
 
 @contextmanager

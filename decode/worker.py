@@ -14,7 +14,7 @@ from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.handover import LinkHello, LinkWelcome
 from baton.core.names import host_port
 from baton.core.request import SequenceId
-from baton.core.reshard import reshard_layout
+from baton.core.reshard import reshard_layout, shared_gpu
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
@@ -91,7 +91,7 @@ class DecodeWorker:
         )
         self.links_refused = 0
         self._reported_gauges: tuple[int, ...] = ()
-        self._edge_kind = make_end.kind
+        self._edge_kind, self._gpus = make_end.kind, make_end.gpus
         self._arrived: set[SequenceId] = set()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
@@ -229,9 +229,14 @@ class DecodeWorker:
             what = f"{difference}; the first is this decode worker's"
             raise JoinRefused(f"link refused: {what}", param=difference.split(":")[0])
         try:
-            reshard_layout(self.facts.layout, hello.tensor_parallel, self.facts.tensor_parallel)
+            plans = reshard_layout(self.facts.layout, hello.tensor_parallel, self.facts.tensor_parallel)
         except StartupError as e:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
+        if (shared := shared_gpu(plans, hello.gpus, self._gpus)) is not None:
+            prefill_rank, decode_rank, gpu = shared
+            what = f"{gpu!r:.200} is that of prefill rank {prefill_rank} and of decode rank {decode_rank}"
+            how = "NCCL does not connect two ranks on one GPU; set --edge-kind ipc (or gloo) on both workers"
+            raise JoinRefused(f"link refused: gpus: {what}; {how}", param="gpus")
 
     def admission(self) -> Admission:
         return Admission(self.main_loop.handle_key, self.main_loop.run_clock_ms(), self.main_loop.draining)

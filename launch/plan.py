@@ -160,9 +160,8 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
         StartupError: two members use the same port, or several workers share a node without a number of cores.
     """
     parts = _parts(topology)
-    # NCCL refuses two ranks on one GPU, and treats all MIG instances of a GPU as that GPU.
-    if any(part.gpu_ranks > 1 or "MIG-" in part.gpus for part in parts):
-        topology = replace(topology, workers=tuple(map(_on_gloo, topology.workers)))
+    if kind := _kind_on_shared_gpus(parts):
+        topology = replace(topology, workers=tuple(_with_edge_kind(worker, kind) for worker in topology.workers))
         parts = _parts(topology)
     plan = Plan(topology, model, served_name, parts)
     _check_collisions(plan)
@@ -258,9 +257,21 @@ def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]
     return [max(counts[name] for name in seen.split(",")) if seen else 1 for seen in gpus]
 
 
-def _on_gloo(worker: WorkerPlace) -> WorkerPlace:
-    """Returns the worker with Gloo as its kind of edge, unless its options name one."""
-    return worker.with_option(edge_kind="gloo") if worker.config.edge_kind == "auto" else worker
+def _kind_on_shared_gpus(parts: Sequence[Part]) -> str:
+    """Returns the kind of edge where NCCL refuses to connect: between two ranks on one GPU, and between MIG instances,
+    which it treats as the GPU that they are part of. All on one GPU: `ipc`, which copies on it. Else `gloo`: CUDA shares
+    memory neither between MIG instances nor with a process that does not see the GPU. Empty if NCCL connects all."""
+    divided = any("MIG-" in part.gpus for part in parts)
+    if not divided and all(part.gpu_ranks == 1 for part in parts):
+        return ""
+    used = {(part.node.name, name) for part in parts for name in part.gpus.split(",")}
+    exact = any(part.worker.config.exact for part in parts)  # such workers compute on CPU
+    return "gloo" if divided or len(used) > 1 or exact else "ipc"
+
+
+def _with_edge_kind(worker: WorkerPlace, kind: str) -> WorkerPlace:
+    """Returns the worker with this kind of edge, unless its options name one."""
+    return worker.with_option(edge_kind=kind) if worker.config.edge_kind == "auto" else worker
 
 
 def _check_collisions(plan: Plan) -> None:

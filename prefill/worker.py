@@ -41,7 +41,7 @@ class PrefillWorker:
         self.pids = pids
         self.incarnation = time.time_ns()
         self.handles_refused = 0
-        self._edge_kind = make_end.kind
+        self._edge_kind, self._gpus = make_end.kind, make_end.gpus
         self.scheduler = PrefillScheduler(
             runner.layout,
             runner.num_blocks,
@@ -250,6 +250,7 @@ class PrefillWorker:
             self.main_loop.token,
             self._edge_kind,
             self.facts.quantize,
+            self._gpus,
         )
 
     # Called by the hand-overs.

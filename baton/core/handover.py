@@ -31,6 +31,7 @@ class LinkHello:
     token: str = field(default="", repr=False)
     edge_kind: str = "gloo"
     quantize: str = "none"
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

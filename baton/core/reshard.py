@@ -120,6 +120,19 @@ def reshard_layout(layout: KVLayout, prefill_tp: int, decode_tp: int) -> tuple[E
     return reshard([layer.num_kv_heads for layer in layout.layers], prefill_tp, decode_tp)
 
 
+def shared_gpu(
+    plans: Sequence[EdgePlan], prefill_gpus: Sequence[str], decode_gpus: Sequence[str]
+) -> tuple[int, int, str] | None:
+    """Returns the ranks of the first edge whose both ends are on one GPU, and that GPU; None if there is none. The GPUs
+    are by rank; an empty name, or a missing one, is a GPU that is not known."""
+    theirs, mine = dict(enumerate(prefill_gpus)), dict(enumerate(decode_gpus))
+    for plan in plans:
+        gpu = theirs.get(plan.prefill_rank)
+        if gpu and gpu == mine.get(plan.decode_rank):
+            return plan.prefill_rank, plan.decode_rank, gpu
+    return None
+
+
 def _sources(
     layer: int, num_heads: int, prefill_tp: int, decode_tp: int, decode_rank: int
 ) -> list[tuple[HeadSlice, int]]:

@@ -68,10 +68,12 @@ class EdgeEnd(Protocol):
 
 class MakeEnd(Protocol):
     """Makes the end of an edge at the rank that the plan names for `spec.side`. That rank itself sets `bind_host` and
-    `device` of the spec. `kind` is the backend that moves the bytes; both sides of a link must use the same one."""
+    `device` of the spec. `kind` is the backend that moves the bytes; both sides of a link must use the same one. For a
+    kind that refuses two ranks on one GPU, `gpus` are those of the worker's ranks, by rank; empty where not known."""
 
     kind: str
     section_bytes: int
+    gpus: tuple[str, ...]
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd: ...
 
@@ -91,7 +93,7 @@ class LocalEnds:
     `expect` is called with the blocks of a sequence that is being received. All ends share `buffers`; with None no
     buffer is kept between transfers. Both sides of an edge must have the same `section_bytes`, or the first transfer
     fails. `order_behind(step)` is called on an edge's thread before it reads KV and orders the thread's later work
-    after that step."""
+    after that step. `gpus`: see `MakeEnd`."""
 
     def __init__(
         self,
@@ -103,7 +105,9 @@ class LocalEnds:
         buffers: StagingBuffers | None = None,
         section_bytes: int = SECTION_BYTES,
         order_behind: OrderBehind | None = None,
+        gpus: tuple[str, ...] = (),
     ) -> None:
+        self.gpus = gpus
         self._layers, self.block_size, self._host = layers, block_size, host
         self.expect, self.section_bytes, self.order_behind = expect, section_bytes, order_behind
         device = layers[0][0].device if layers else torch.device("cpu")

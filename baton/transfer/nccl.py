@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from torch import Tensor
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, cut_buffer
 from baton.transfer.interfaces import interface_of
 from baton.transfer.rendezvous import Meeting
+from baton.transfer.shared_buffers import boot_id
 from baton.transfer.stream_pool import NCCL_PRIORITY, stream_pool
 
 NEVER = timedelta(days=1)
@@ -59,6 +61,23 @@ def configure_nccl(host: str) -> None:
     if interface and "NCCL_SOCKET_IFNAME" not in os.environ:
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=": this name, not every name that begins with it
         os.environ.setdefault("NCCL_SOCKET_FAMILY", "AF_INET6" if ":" in host else "AF_INET")
+
+
+def local_gpus(local_size: int) -> tuple[str, ...]:
+    """Returns, for each rank of a worker on this machine, its GPU as NCCL identifies it: two ranks with the same one
+    cannot connect. NCCL compares the host and the GPU's address on the PCI bus, which all MIG instances of a GPU share.
+    Empty if NCCL is told to allow it."""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"):
+        return ()
+    host = os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()}, boot {boot_id()}"
+    found = []
+    for rank in range(local_size):
+        facts: Any = torch.cuda.get_device_properties(rank % torch.cuda.device_count())
+        where = f"GPU-{facts.uuid}"
+        if hasattr(facts, "pci_bus_id"):  # not in every torch
+            where = f"PCI {facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}"
+        found.append(f"{facts.name} {where} of {host}")
+    return tuple(found)
 
 
 class NcclEdge:

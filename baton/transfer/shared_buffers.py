@@ -70,11 +70,15 @@ def map_exported(handle: bytes, device: torch.device) -> Tensor:
         raise HandoffError(f"the peer's buffer cannot be mapped: {str(e).splitlines()[0]}") from None
 
 
+def boot_id() -> str:
+    """Returns the same for all processes of one machine, in any container."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def host_identity(device: torch.device) -> bytes:
     """Returns the same for all processes with one host, PID namespace, user and kind of memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     space = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()}, boot {boot}, {space}, user {os.getuid()}, KV on {device.type}".encode()
+    return f"{socket.gethostname()}, boot {boot_id()}, {space}, user {os.getuid()}, KV on {device.type}".encode()
 
 
 def _share(buf: Tensor) -> list[Any]:

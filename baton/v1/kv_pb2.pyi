@@ -1,7 +1,8 @@
 from baton.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -43,7 +44,7 @@ class LinkResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., posted: _Optional[_Union[Posted, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort: _Optional[_Union[AbortTransfer, _Mapping]] = ..., edge_ready: _Optional[_Union[EdgeReady, _Mapping]] = ..., pong: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("prefill_worker", "prefill_incarnation", "run_id", "model_digest", "layout", "tensor_parallel", "protocol_version", "token", "edge_kind", "code_version", "quantize")
+    __slots__ = ("prefill_worker", "prefill_incarnation", "run_id", "model_digest", "layout", "tensor_parallel", "protocol_version", "token", "edge_kind", "code_version", "quantize", "gpus")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +56,7 @@ class LinkHello(_message.Message):
     EDGE_KIND_FIELD_NUMBER: _ClassVar[int]
     CODE_VERSION_FIELD_NUMBER: _ClassVar[int]
     QUANTIZE_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     prefill_incarnation: int
     run_id: str
@@ -66,7 +68,8 @@ class LinkHello(_message.Message):
     edge_kind: str
     code_version: str
     quantize: str
-    def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., protocol_version: _Optional[int] = ..., token: _Optional[str] = ..., edge_kind: _Optional[str] = ..., code_version: _Optional[str] = ..., quantize: _Optional[str] = ...) -> None: ...
+    gpus: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., protocol_version: _Optional[int] = ..., token: _Optional[str] = ..., edge_kind: _Optional[str] = ..., code_version: _Optional[str] = ..., quantize: _Optional[str] = ..., gpus: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
     __slots__ = ("decode_worker", "store_host", "store_port", "tensor_parallel", "layout", "store_nonce", "staging_bytes")

@@ -12,6 +12,7 @@ import pytest
 from baton.core import reshard
 from baton.core.errors import BatonError
 from baton.core.request import SequenceId
+from baton.core.reshard import shared_gpu
 from baton.rpc.link import dial_link
 from tests.support.builders import make_layout, make_request
 from tests.support.limits import HANG_S, Stall
@@ -103,3 +104,39 @@ async def test_decode_worker_that_claims_more_ranks_than_allowed_is_refused_befo
             )
             source.abort(SequenceId(name))
         assert set(planned) == {1}  # only the decode worker planned, for its true rank count
+
+
+GPUS = ("NVIDIA H200 PCI 0000:1b:00 of h", "NVIDIA H200 PCI 0000:1c:00 of h")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "shared"),
+    [
+        (GPUS[:1], GPUS[:1], True),
+        (GPUS[:1], GPUS[1:], False),
+        ((), GPUS[:1], False),
+        (GPUS[:1], (), False),
+        (("",), ("",), False),
+    ],
+)
+async def test_workers_on_one_gpu_are_refused_before_nccl_would_fail(
+    prefill: tuple[str, ...], decode: tuple[str, ...], shared: bool
+) -> None:
+    async with pair() as (source, [target]):
+        target.worker._gpus = decode
+        hello = replace(source.worker._hello(), gpus=prefill)
+        if not shared:
+            await (await dial_link(target.address, hello, HANG_S)).close()
+            return
+        with pytest.raises(BatonError) as caught:
+            await dial_link(target.address, hello, HANG_S)
+        what = f"link refused: gpus: {GPUS[0]!r} is that of prefill rank 0 and of decode rank 0; NCCL does not connect"
+        assert caught.value.message.startswith(what) and "--edge-kind ipc" in caught.value.message
+        assert target.worker.load().links_refused == 1
+
+
+def test_only_ranks_with_an_edge_must_have_different_gpus() -> None:
+    """Of two prefill and two decode ranks on the same two GPUs, each pair that shares heads is one GPU or two."""
+    for theirs, refused in ((GPUS, True), (GPUS[::-1], False)):
+        plans = reshard.reshard([2], 2, 2)
+        assert shared_gpu(plans, theirs, GPUS) == ((0, 0, GPUS[0]) if refused else None)

@@ -196,7 +196,7 @@ def test_worker_gets_device_cuda_if_gpus_are_configured_for_it() -> None:
         assert device("d", {**file(), "options": {key: value}}) == expected
 
 
-def test_workers_that_share_a_gpu_of_a_node_move_kv_by_gloo() -> None:
+def test_workers_of_several_nodes_that_share_a_gpu_move_kv_by_gloo() -> None:
     assert "--edge-kind" not in words(plan(), "d")
     tables = file()
     tables["nodes"][2]["gpus"] = 1

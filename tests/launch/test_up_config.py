@@ -65,11 +65,25 @@ def test_gpus_are_assigned_unless_the_cpu_is_requested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "kind"), [((), "auto"), (("0",), "gloo"), (("0", "1"), "auto"), (("MIG-1", "MIG-2"), "gloo")]
+    ("config", "gpus", "kind"),
+    [
+        (UpConfig(), (), "auto"),
+        (UpConfig(), ("0",), "ipc"),
+        (UpConfig(), ("GPU-5a",), "ipc"),
+        (UpConfig(prefill=2, decode_tp=2), ("0",), "ipc"),
+        (UpConfig(), ("0", "1"), "auto"),
+        (UpConfig(decode=2), ("0", "1"), "gloo"),  # one pair shares a GPU, another does not see the peer's
+        (UpConfig(), ("MIG-1",), "gloo"),
+        (UpConfig(), ("MIG-1", "MIG-2"), "gloo"),
+        (UpConfig(exact=True), ("0",), "gloo"),  # computes on the CPU
+        (UpConfig(device="cpu"), ("0",), "auto"),
+        (UpConfig(edge_kind="gloo"), ("0",), "gloo"),
+    ],
 )
-def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: tuple[str, ...], kind: str) -> None:
-    command = plan(UpConfig(), gpus).worker("decode-0", BOUND).command
-    assert command[command.index("--edge-kind") + 1] == kind
+def test_workers_that_share_a_gpu_do_not_use_nccl(config: UpConfig, gpus: tuple[str, ...], kind: str) -> None:
+    for worker in ("prefill-0", "decode-0"):
+        command = plan(config, gpus).worker(worker, BOUND).command
+        assert command[command.index("--edge-kind") + 1] == kind
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from baton.core.commands import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (9, "<8sQQQQ", "<Q", "f05911550a381778")
+WIRE = (10, "<8sQQQQ", "<Q", "6100c4cbe02f1bc1")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +79,26 @@ def test_interfaces_that_the_environment_names_are_kept(monkeypatch: pytest.Monk
     monkeypatch.setattr(nccl.os, "environ", {"NCCL_SOCKET_IFNAME": "bond"})
     nccl.configure_nccl("127.0.0.1")
     assert nccl.os.environ["NCCL_SOCKET_IFNAME"] == "bond" and "NCCL_SOCKET_FAMILY" not in nccl.os.environ
+
+
+def test_gpus_are_named_as_nccl_compares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MIG instances have their own UUIDs, but NCCL sees one GPU; a host id of its own makes a rank another host."""
+
+    def facts(number: int) -> SimpleNamespace:
+        return SimpleNamespace(name="H100", uuid="u", pci_domain_id=0, pci_bus_id=0x1B + number, pci_device_id=0)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", facts)
+    monkeypatch.setattr(nccl.os, "environ", dict[str, str]())
+    first, second, third = nccl.local_gpus(3)
+    assert first == third != second and first.startswith("H100 PCI 0000:1b:00 of ")
+    monkeypatch.setattr(nccl.os, "environ", {"NCCL_HOSTID": "a"})
+    assert nccl.local_gpus(1) == ("H100 PCI 0000:1b:00 of a",)
+    older = SimpleNamespace(name="H100", uuid="5a-1")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: older)
+    assert nccl.local_gpus(1) == ("H100 GPU-5a-1 of a",)
+    monkeypatch.setattr(nccl.os, "environ", {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
+    assert nccl.local_gpus(1) == ()
 
 
 def test_interfaces_of_this_machine_are_found() -> None:
