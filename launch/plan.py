@@ -259,8 +259,9 @@ def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]
 
 def _kind_on_shared_gpus(parts: Sequence[Part]) -> str:
     """Returns the kind of edge where NCCL refuses to connect: between two ranks on one GPU, and between MIG instances,
-    which it treats as the GPU that they are part of. All on one GPU: `ipc`, which copies on it. Else `gloo`: CUDA shares
-    memory neither between MIG instances nor with a process that does not see the GPU. Empty if NCCL connects all."""
+    which it treats as the GPU that they are part of. If all are on one GPU it is `ipc`, which copies on the GPU, else
+    `gloo`: CUDA shares memory neither between MIG instances nor with a process that does not see the GPU. Empty if NCCL
+    connects all."""
     divided = any("MIG-" in part.gpus for part in parts)
     if not divided and all(part.gpu_ranks == 1 for part in parts):
         return ""
