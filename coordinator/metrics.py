@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from baton.core.errors import BatonError
+from coordinator.openai.fields import as_header
 from coordinator.policy.pool import LOAD_COLUMNS
 from coordinator.policy.timeline import Timeline
 from coordinator.submission import Delta, Submission, Usage
@@ -27,6 +28,7 @@ from coordinator.submission import Delta, Submission, Usage
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 GAP_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+MAX_LOGGED_FIELDS = 256
 WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STAGES = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
 
@@ -59,7 +61,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the sample
 
 
 class Metrics:
-    """Complete state: the metrics registry. Requests longer than `slow_s` are logged as warnings; 0 disables this."""
+    """Complete state: the metrics registry, and which ignored fields were logged, at most MAX_LOGGED_FIELDS. Requests
+    longer than `slow_s` are logged as warnings; 0 disables this."""
 
     def __init__(self, model: str = "", compat: str = "none", slow_s: float = 0.0) -> None:
         self._registry = CollectorRegistry()
@@ -74,6 +77,9 @@ class Metrics:
         self.drafted = Counter("baton_draft_tokens", "draft tokens that were verified", **new)
         self.accepted = Counter("baton_draft_tokens_accepted", "draft tokens that were accepted", **new)
         self.responses = Counter("baton_http_responses", "responses begun, by HTTP status", ["status"], **new)
+        without = "fields of requests that were accepted without effect, by endpoint"
+        self.ignored_fields = Counter("baton_ignored_fields", without, ["endpoint"], **new)
+        self._logged_fields: set[str] = set()
         first = "time from admission to the first token, at the coordinator"
         self.first_token = Histogram("baton_time_to_first_token_seconds", first, buckets=TTFT_S, **new)
         mean = "a request's mean time per token after the first"
@@ -103,6 +109,20 @@ class Metrics:
     def stages(self, timeline: Timeline) -> None:
         for name, histogram in self._stages.items():
             histogram.observe(getattr(timeline, f"{name}_s"))
+
+    def ignored(self, endpoint: str, names: Collection[str]) -> None:
+        """Counts ignored fields, and logs each once. Names come from clients: they are no label of a metric, and only
+        the first MAX_LOGGED_FIELDS are logged."""
+        if not names:
+            return
+        self.ignored_fields.labels(endpoint).inc(len(names))
+        logged = self._logged_fields
+        for name in sorted({f"{endpoint} {as_header([name])}" for name in names} - logged):
+            if len(logged) < MAX_LOGGED_FIELDS:
+                logged.add(name)
+                log.info("ignored field of a request (logged once): %s", name)
+                if len(logged) == MAX_LOGGED_FIELDS:
+                    log.info("further ignored fields are not logged; responses name them in x-ignored-fields")
 
     def ended(self, line: str, seconds: float, refused: bool) -> None:
         slow = 0 < self._slow_s < seconds

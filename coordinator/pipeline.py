@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -189,6 +189,10 @@ class Pipeline:
     def answered(self, status: int) -> None:
         """Counts a response of a front end, even if the request never reached `generate`."""
         self._metrics.responses.labels(str(status)).inc()
+
+    def ignored(self, endpoint: str, names: Collection[str]) -> None:
+        """Counts and logs the fields of a request that were accepted without effect."""
+        self._metrics.ignored(endpoint, names)
 
     def workers(self) -> dict[str, Any]:
         """The `/workers` document."""

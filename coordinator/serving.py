@@ -89,7 +89,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin)))
         servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
     credentials = front_tls.credentials if front_tls else None
-    public = PublicServer(pipeline, translator, name, settings.max_body_bytes, keys, credentials)
+    what = settings.max_body_bytes, keys, credentials, config.strict_fields
+    public = PublicServer(pipeline, translator, name, *what)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port, cluster_tls)
     background: list[asyncio.Task[None]] = []
     try:
@@ -158,6 +159,7 @@ def _settings(
         routes=routes,
         local_names_only=not keys and on_loopback(sock.getsockname()[0]),
         max_file_bytes=round(config.max_file_mib * (1 << 20)),
+        strict_fields=config.strict_fields,
     )
 
 

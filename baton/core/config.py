@@ -164,6 +164,7 @@ class CoordinatorOptions:
     metrics_compat: str = option(
         "none", "additional metric names in /metrics, for dashboards that expect them", choices=("none", "vllm")
     )
+    strict_fields: bool = option(False, "refuse requests with unknown fields, instead of naming these in the response")
     tool_parser: str = option(
         "auto",
         "format of the model's tool calls; auto: detected from its chat template",

@@ -54,6 +54,8 @@ class Answer:
     request_id: str
     body: bytes
     retry_after_s: float = 0.0
+    ignored: str = ""
+    """The names of ignored fields, as in `x-ignored-fields`."""
 
 
 Ask = Callable[[str, bytes, Client], Awaitable[Answer]]
@@ -69,8 +71,10 @@ class BatchRunner:
     that wakes the loop, the task of each batch, and the semaphore of running requests. `client_of` returns the client
     of a key by its name, None if that key no longer exists."""
 
-    def __init__(self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None]) -> None:
-        self._store, self._ask, self._client_of = store, ask, client_of
+    def __init__(
+        self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None], *, strict_fields: bool = False
+    ) -> None:
+        self._store, self._ask, self._client_of, self._strict = store, ask, client_of, strict_fields
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._child = Child(lambda: start_child())
         self._closing = False
@@ -193,12 +197,12 @@ class BatchRunner:
             Unavailable: the child died, or did not reply within `PARSE_S`; or the coordinator is shutting down.
         """
         if len(text) <= INLINE_BYTES:
-            return read_line(text, number, batch_id, endpoint)
+            return read_line(text, number, batch_id, endpoint, self._strict)
         if self._closing:
             raise Unavailable("the coordinator is shutting down")
         child = self._child.started()
         try:
-            return child.submit(read_line, text, number, batch_id, endpoint).result(PARSE_S)
+            return child.submit(read_line, text, number, batch_id, endpoint, self._strict).result(PARSE_S)
         except (BrokenProcessPool, TimeoutError):
             self._child.close()  # the next long line starts another one
             raise Unavailable(f"line {number}: the process that parses long lines crashed or timed out") from None
@@ -239,4 +243,5 @@ class BatchRunner:
                 break
             await asyncio.sleep(max(pause_s, min(answer.retry_after_s, most_s)))
             pause_s = min(2 * pause_s, most_s)
-        await self.on_disk(self._store.answered, line, answer.status, answer.request_id, answer.body)
+        what = answer.status, answer.request_id, answer.body, answer.ignored
+        await self.on_disk(self._store.answered, line, *what)

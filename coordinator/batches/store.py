@@ -26,7 +26,9 @@ from typing import Any
 import orjson
 
 from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
+from coordinator.openai.fields import as_header
 from coordinator.openai.json_body import parse_object
+from coordinator.openai.unknown_fields import IgnoredFields
 
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
@@ -48,7 +50,8 @@ create table if not exists batches (
     output_file_id text, error_file_id text, errors text, stamps text not null default '{{}}');
 create table if not exists lines (
     batch text not null, number integer not null, custom_id text not null, body blob not null,
-    status integer, request_id text, answer blob, primary key (batch, number)) without rowid;
+    status integer, request_id text, answer blob, ignored text not null default '',
+    primary key (batch, number)) without rowid;
 create index if not exists open_lines on lines (batch) where status is null;
 create index if not exists unfinished on batches (owner, status) where {_UNFINISHED};
 """
@@ -56,16 +59,19 @@ create index if not exists unfinished on batches (owner, status) where {_UNFINIS
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One request of a batch: its place in the input file, and its body."""
+    """One request of a batch: its place in the input file, its body, and which other fields of the line were ignored,
+    separated by `, `."""
 
     batch: str
     number: int
     custom_id: str
     body: bytes
+    ignored: str = ""
 
 
 ReadLine = Callable[[bytes, int, str, str], Line | dict[str, Any]]
-"""The signature of `read_line`."""
+"""`read_line` with the last argument bound."""
+_LINE = frozenset({"custom_id", "method", "url", "body"})
 
 
 class BatchStore:
@@ -87,6 +93,10 @@ class BatchStore:
             self._db = sqlite3.connect(root / "baton.db", check_same_thread=False, isolation_level=None)
             self._db.executescript("pragma journal_mode=wal; pragma synchronous=normal; pragma busy_timeout=5000;")
             self._db.executescript(_SCHEMA)
+            if not any(
+                row[1] == "ignored" for row in self._db.execute("pragma table_info(lines)")
+            ):  # of an earlier version
+                self._db.execute("alter table lines add column ignored text not null default ''")
         except BlockingIOError:
             raise StartupError(f"{FLAG} {directory}: in use by another coordinator") from None
         except (OSError, sqlite3.Error) as error:
@@ -241,8 +251,9 @@ class BatchStore:
         """Stores the lines of a batch and sets it in progress, unless it was cancelled meanwhile."""
         with self._transaction():
             self._db.execute("delete from lines where batch = ?", (batch_id,))
-            rows = ((line.batch, line.number, line.custom_id, line.body) for line in lines)
-            self._db.executemany("insert into lines (batch, number, custom_id, body) values (?, ?, ?, ?)", rows)
+            rows = ((line.batch, line.number, line.custom_id, line.body, line.ignored) for line in lines)
+            names = "batch, number, custom_id, body, ignored"
+            self._db.executemany(f"insert into lines ({names}) values (?, ?, ?, ?, ?)", rows)
             self._db.execute(
                 "update batches set total = (select count(*) from lines where batch = ?) where id = ?",
                 (batch_id, batch_id),
@@ -254,18 +265,20 @@ class BatchStore:
     def open_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
         """Returns lines without a response after number `after`, in order."""
         rows = self._db.execute(
-            "select batch, number, custom_id, body from lines where batch = ? and number > ? and status is null"
-            " order by number limit ?",
+            "select batch, number, custom_id, body, ignored from lines"
+            " where batch = ? and number > ? and status is null order by number limit ?",
             (batch_id, after, limit),
         )
         return [Line(*row) for row in rows]
 
-    def answered(self, line: Line, status: int, request_id: str, answer: bytes) -> None:
+    def answered(self, line: Line, status: int, request_id: str, answer: bytes, ignored: str = "") -> None:
+        """Stores the response of a line; `ignored` are the fields of its body that were ignored."""
+        named = ", ".join(filter(None, (line.ignored, ignored)))
         column = "completed" if status == 200 else "failed"
         with self._transaction():
             self._db.execute(
-                "update lines set status = ?, request_id = ?, answer = ? where batch = ? and number = ?",
-                (status, request_id, answer, line.batch, line.number),
+                "update lines set status = ?, request_id = ?, answer = ?, ignored = ? where batch = ? and number = ?",
+                (status, request_id, answer, named, line.batch, line.number),
             )
             self._db.execute(f"update batches set {column} = {column} + 1 where id = ?", (line.batch,))
 
@@ -332,15 +345,19 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLi
             yield found
 
 
-def read_line(text: bytes, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
-    """Returns the request of one line, or an error object. Holds the GIL while it parses."""
+def read_line(text: bytes, number: int, batch_id: str, endpoint: str, strict: bool) -> Line | dict[str, Any]:
+    """Returns the request of one line, or an error object; `strict` refuses unknown fields. Holds the GIL while it
+    parses."""
     try:
         given = parse_object(text)
     except InvalidRequest as error:
         return _error(number, "invalid_json_line", error.message, error.param)
-    for name in given:
-        if name not in ("custom_id", "method", "url", "body"):
-            return _error(number, "unknown_parameter", f"unknown field '{name[:64]}'", name[:64])
+    ignored = IgnoredFields(strict=strict)
+    for name in (name for name, value in given.items() if name not in _LINE and value is not None):
+        try:
+            ignored.accept("line", name, _LINE)
+        except InvalidRequest as error:
+            return _error(number, error.code, error.message, name[:64])
     custom_id, body = given.get("custom_id"), given.get("body")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
         what = "custom_id must be a string of 1 to 512 characters"
@@ -354,7 +371,7 @@ def read_line(text: bytes, number: int, batch_id: str, endpoint: str) -> Line | 
     if body.get("stream"):
         return _error(number, "invalid_value", "streaming is not supported in a batch", "body.stream")
     try:
-        return Line(batch_id, number, custom_id, orjson.dumps(body))
+        return Line(batch_id, number, custom_id, orjson.dumps(body), as_header(ignored.names))
     except TypeError:  # orjson writes less nesting than it reads, and only 64-bit integers
         return _error(number, "invalid_value", "body is nested too deeply, or has too large a number", "body")
 
@@ -366,6 +383,8 @@ def _error(line: int, code: str, message: str, param: str | None) -> dict[str, A
 def _answer_line(row: sqlite3.Row) -> bytes:
     head = {"id": f"batch_req_{row['batch'][6:]}_{row['number']}", "custom_id": row["custom_id"]}
     response = {"status_code": row["status"], "request_id": row["request_id"], "body": orjson.Fragment(row["answer"])}
+    if row["ignored"]:
+        response["ignored_fields"] = row["ignored"].split(", ")
     return orjson.dumps(head | {"response": response, "error": None})
 
 

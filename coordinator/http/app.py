@@ -76,6 +76,7 @@ class HttpSettings:
     routes: Literal["all", "api", "admin"] = "all"
     local_names_only: bool = False
     max_file_bytes: int = 200 << 20
+    strict_fields: bool = False
 
 
 def create_app(
@@ -116,7 +117,8 @@ def create_app(
     app.state.batches = None
     if store is not None and settings.routes != "admin":
         limits = settings.max_file_bytes, settings.api_keys, settings.allowed_origins
-        app.state.batches = BatchRoutes(store, app, front.reader, *limits).runner
+        named = generator.ignored, settings.strict_fields
+        app.state.batches = BatchRoutes(store, app, front.reader, *limits, *named).runner
     elif settings.routes != "admin":
         for path in ("/v1/files", "/v1/batches"):
             app.add_api_route(
@@ -337,8 +339,10 @@ class _Front:
         return json_response({"version": self._settings.version})
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
-        body = await self.parser.parse(partial(parse, model), await self.reader.read(request))
+        read = partial(parse, model, strict=self._settings.strict_fields)
+        body = await self.parser.parse(read, await self.reader.read(request))
         request.scope[IGNORED] = body.ignored
+        self._generator.ignored(request.url.path, body.ignored)
         self._check_model(body.model)
         return body
 

@@ -26,9 +26,10 @@ from coordinator.batches.store import BatchStore
 from coordinator.http.body import BodyReader, check_declared
 from coordinator.http.errors import HttpProblem, json_response
 from coordinator.http.generation import SLICE_BYTES
-from coordinator.http.guard import CLIENT
+from coordinator.http.guard import CLIENT, IGNORED
 from coordinator.http.openapi import add_route
 from coordinator.openai.schema import BatchBody
+from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
 
@@ -42,6 +43,7 @@ MAX_BODY_BYTES = 64 * 1024  # of a new batch, with up to 10 KB of metadata; pars
 _PIECE, _READ_BYTES = 1 << 20, 1 << 18
 RETRY_S = 5.0
 _MAX_NAME = 256
+_FORM = frozenset({"file", "purpose"})
 _OVERHEAD_BYTES = 1 << 16  # of a form, besides the file in it
 
 
@@ -77,7 +79,8 @@ class Slots:
 
 
 class BatchRoutes:
-    """Complete state: the store and its runner, the maximum size of a file, and the running uploads and downloads."""
+    """Complete state: the store and its runner, the maximum size of a file, and the running uploads and downloads.
+    `report` is called with the endpoint and the names of ignored fields."""
 
     def __init__(
         self,
@@ -87,8 +90,11 @@ class BatchRoutes:
         max_file_bytes: int,
         keys: ApiKeys,
         allowed_origins: Collection[str],
+        report: Callable[[str, Collection[str]], None],
+        strict_fields: bool,
     ) -> None:
-        self.runner = BatchRunner(store, partial(ask, app), keys.named)
+        self.runner = BatchRunner(store, partial(ask, app), keys.named, strict_fields=strict_fields)
+        self._report, self._strict = report, strict_fields
         self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
         self._uploads = Slots("being uploaded", MAX_UPLOADS, MAX_UPLOADS_OF_OWNER)
@@ -122,17 +128,22 @@ class BatchRoutes:
         try:
             try:
                 async with asyncio.timeout(UPLOAD_S):
-                    filename, purpose = await self._receive(request, part)
+                    filename, purpose, ignored = await self._receive(request, part)
             except TimeoutError:
                 what = f"the upload took more than {UPLOAD_S:g} s"
                 raise HttpProblem(408, "request_timeout", what, close=True) from None
+            self._name_ignored(request, ignored)
             owner = request.scope[CLIENT].tenant
             return json_response(await self.runner.on_disk(self._store.add_file, owner, part, filename, purpose))
         finally:
             part.unlink(missing_ok=True)
 
-    async def _receive(self, request: Request, part: Path) -> tuple[str, str]:
-        """Writes the file of a form to `part`; returns its name and purpose."""
+    def _name_ignored(self, request: Request, ignored: Collection[str]) -> None:
+        request.scope[IGNORED] = ignored
+        self._report(request.scope["path"], ignored)
+
+    async def _receive(self, request: Request, part: Path) -> tuple[str, str, Collection[str]]:
+        """Writes the file of a form to `part`; returns its name, its purpose and the form's ignored fields."""
         pieces = _bounded(request.stream(), self._max_file_bytes + _OVERHEAD_BYTES, self._max_file_bytes)
         head = _form_head(request.headers.get("content-type", ""))
         try:
@@ -143,6 +154,9 @@ class BatchRoutes:
             raise Cancelled("the client disconnected while its file was read") from None
         try:
             file, purpose = form.get("file"), form.get("purpose")
+            ignored = IgnoredFields(strict=self._strict)
+            for name in form.keys() - _FORM:
+                ignored.accept("", name, _FORM)
             if file is None or isinstance(file, str):
                 raise InvalidRequest("'file' is required", code="missing_required_parameter", param="file")
             if purpose != "batch":
@@ -150,7 +164,7 @@ class BatchRoutes:
             await asyncio.to_thread(_copy, file.file, part)
             if part.stat().st_size > self._max_file_bytes:
                 raise _too_large(self._max_file_bytes)
-            return (file.filename or "file")[:_MAX_NAME], purpose
+            return (file.filename or "file")[:_MAX_NAME], purpose, ignored.names
         finally:
             await form.close()
 
@@ -176,7 +190,8 @@ class BatchRoutes:
         given = await self._reader.read(request)
         if len(given) > MAX_BODY_BYTES:
             raise HttpProblem(413, "request_too_large", f"the body may have at most {MAX_BODY_BYTES} bytes")
-        body = parse(BatchBody, given)
+        body = parse(BatchBody, given, strict=self._strict)
+        self._name_ignored(request, body.ignored)
         client: Client = request.scope[CLIENT]
         wanted = (client.tenant, client.key, body.endpoint, body.input_file_id, body.metadata or {})
         batch = await self.runner.on_disk(self._store.add_batch, *wanted)
@@ -297,7 +312,9 @@ async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
 
     await app(scope, receive, send)
     retry_after = received.get(b"retry-after", b"0").decode("latin-1")
-    return Answer(status, request_id, b"".join(pieces), float(retry_after) if retry_after.isdecimal() else 0.0)
+    retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
+    ignored = received.get(b"x-ignored-fields", b"").decode("latin-1")
+    return Answer(status, request_id, b"".join(pieces), retry_after_s, ignored)
 
 
 async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> AsyncGenerator[bytes, None]:

@@ -2,8 +2,9 @@
 
 `null` always counts as not given, also for an unknown name. There are three kinds of fields besides the served ones:
 - inert: they do not change the answer; accepted, and listed in the answer's `x-ignored-fields`;
-- not served yet: accepted with a value that has the same effect as omitting the field, else refused by name;
-- unknown: refused by name, with the nearest known one; in messages, calls and input items accepted and listed.
+- not served yet: accepted with a value that has the same effect as omitting the field, else refused by name, because
+  the answer would not be what the client asked for;
+- unknown: accepted and listed, unless they look like a mistake (unknown_fields.py).
 """
 
 from __future__ import annotations
@@ -16,17 +17,45 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 INERT = frozenset(
     {
-        *("guided_decoding_backend", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
+        *("guided_decoding_backend", "length_penalty", "metadata", "prediction", "prompt_cache_key"),
+        *("prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "request_id", "safety_identifier"),
+        *("service_tier", "store", "user", "verbosity"),
     }
 )
 """Inert fields of a request. Some are also in the models, which limit their size."""
-MAX_NAMED = 20  # in the header; a body may have half a million names
+MAX_NAMED = 64
+MAX_HEADER_CHARS = 2_000  # proxies limit the head of an answer to 4 or 8 KiB
+
+OF_OTHER_SERVERS = frozenset({"models", "top_a", "messages.context"})
+"""Fields of other servers that look like a typo of one here: OpenRouter's alternatives to `model`, its `top_a`, and the
+`context` of Azure's messages, which is like `content`."""
+COMMON = frozenset(
+    {
+        *(
+            "arguments",
+            "content",
+            "description",
+            "format",
+            "function",
+            "id",
+            "index",
+            "input",
+            "logprobs",
+            "metadata",
+            "model",
+        ),
+        *("name", "output", "parameters", "priority", "prompt", "role", "schema", "status", "stream", "strict"),
+        *("text", "tools", "type", "user"),
+    }
+)
+"""Names with a meaning of their own in many objects: known at one place, they may be another server's at another."""
 
 _BOTH: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1, 1.0),
+    "custom_logit_processor": (),
     "logits_processors": (),
-    "request_id": (),
+    "lora_path": (),
+    "lora_request": (),
+    "prompt_embeds": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
@@ -42,9 +71,16 @@ CHAT: Neutral = _BOTH | {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "web_search_options": (),
 }
+NOT_OF_COMPLETIONS = {
+    "max_completion_tokens": "'max_tokens'",
+    "messages": "/v1/chat/completions",
+    "tools": "/v1/chat/completions",
+    "top_logprobs": "'logprobs'",
+}
+NOT_OF_CHATS = {"best_of": "'n'", "prompt": "'messages'"}
+"""Fields of the other endpoint without which the answer would be another: the end of the question `did you mean`."""
 MESSAGE: Neutral = {
     "function_call": (),
     "partial": (False,),  # in other APIs: continue this message
@@ -53,6 +89,11 @@ MESSAGE: Neutral = {
 
 
 def as_header(names: Iterable[str]) -> str:
-    """Returns the names of ignored fields as a header value: printable, and at most MAX_NAMED."""
-    shown = sorted({re.sub(r"[^!-+\--~]", "?", name) for name in names})
-    return ", ".join(shown[:MAX_NAMED] + (["..."] if len(shown) > MAX_NAMED else []))
+    """Returns the names of ignored fields as a header value: printable, at most MAX_NAMED and MAX_HEADER_CHARS."""
+    shown, chars = list[str](), 0
+    for name in sorted({re.sub(r"[^!-+\--~]", "?", name) for name in names}):
+        chars += len(name) + 2
+        if chars > MAX_HEADER_CHARS or len(shown) == MAX_NAMED:
+            return ", ".join([*shown, "..."])
+        shown.append(name)
+    return ", ".join(shown)

@@ -24,26 +24,30 @@ from coordinator.openai.tools import (
     limit_values,
     template_call,
 )
-from coordinator.openai.validation import ModelBody, Strict, at_most, counted, validate
+from coordinator.openai.unknown_fields import IgnoredFields
+from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted, validate
 from coordinator.structured_output import json_text
 from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.translate import MAX_MESSAGES, ROLES, Options
 
-INERT = fields.INERT | {"include", "max_tool_calls", "reasoning", "truncation"}
+NOT_YET = frozenset({"chat_template_kwargs", "seed", "stop", "stream_options", "top_k"})
+"""Fields of chats that have no effect here."""
+INERT = fields.INERT | NOT_YET | {"include", "max_tool_calls", "reasoning", "top_logprobs", "truncation"}
 NEUTRAL: fields.Neutral = {
     "background": (False,),
     "conversation": (),
     "previous_response_id": (),
     "prompt": (),
-    "stream_options": ({},),
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_PART = frozenset({"type", "text"})
 
 
-class _Item(Strict):
+class _Item(RequestObject):
     """The client sends the items of an earlier answer back unchanged, with ids and states."""
 
-    ignored_as = "input."
+    place = "input"
+    history = True
 
     id: Any = None
     status: Any = None
@@ -86,10 +90,15 @@ _ITEMS: dict[str, type[Item]] = {
 }
 
 
-def _choice(value: Any) -> str | ChosenTool:
+_CHOICE = frozenset({"type", "name"})
+
+
+def _choice(value: Any, info: ValidationInfo[IgnoredFields]) -> str | ChosenTool:
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value
     if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
+        for name in value.keys() - _CHOICE:
+            info.context.add_unknown("tool_choice", name, _CHOICE)
         return ChosenTool(type="function", function=ChosenFunction(name=value["name"]))
     what = "must be 'none', 'auto', 'required' or an object with 'type': 'function' and a 'name'"
     raise PydanticCustomError("tool_choice", what)
@@ -98,7 +107,9 @@ def _choice(value: Any) -> str | ChosenTool:
 _Choice = Annotated[str | ChosenTool, PlainValidator(_choice, json_schema_input_type=str | dict[str, Any])]
 
 
-class ResponseTool(Strict):
+class ResponseTool(RequestObject):
+    place = "tools"
+
     type: Literal["function"]
     name: Name
     description: str | None = None
@@ -106,7 +117,9 @@ class ResponseTool(Strict):
     strict: bool | None = None
 
 
-class TextFormat(Strict):
+class TextFormat(RequestObject):
+    place = "text.format"
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
@@ -114,23 +127,28 @@ class TextFormat(Strict):
     strict: bool | None = None
 
 
-class TextOptions(Strict):
+class TextOptions(RequestObject):
+    place = "text"
+
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
-def _text_of(parts: list[Any], param: str) -> str:
+def _text_of(parts: list[Any], param: str, ignored: IgnoredFields) -> str:
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             what = f"'{param}[{number}]': only text is supported: {', '.join(_TEXT_PARTS)}, with a string 'text'"
             raise InvalidRequest(what, param=f"{param}[{number}]")
+        for name in part.keys() - _PART:
+            if part[name]:  # answers have empty `annotations` and `logprobs`
+                ignored.add_unknown("input.content", name, _PART, history=True)
         texts.append(part["text"])
     return "\n".join(texts)
 
 
-def _items(value: Any, info: ValidationInfo[set[str]]) -> list[Item]:
+def _items(value: Any, info: ValidationInfo[IgnoredFields]) -> list[Item]:
     if isinstance(value, str):
         return [Message(role="user", content=value)]
     if not isinstance(value, list) or not value:
@@ -142,13 +160,17 @@ def _items(value: Any, info: ValidationInfo[set[str]]) -> list[Item]:
             raise InvalidRequest(f"'{param}': must be an object", param=param)
         kind = given.get("type") or "message"
         if kind == "reasoning":
-            info.context.add("input.reasoning")
+            info.context.add("input", "reasoning")
             continue
         model = _ITEMS.get(kind) if isinstance(kind, str) else None
         if model is None:
             known = ", ".join(_ITEMS)
             raise InvalidRequest(f"'{param}.type': must be one of {known}", param=f"{param}.type")
-        texts = {n: _text_of(given[n], f"{param}.{n}") for n in ("content", "output") if isinstance(given.get(n), list)}
+        texts = {
+            n: _text_of(given[n], f"{param}.{n}", info.context)
+            for n in ("content", "output")
+            if isinstance(given.get(n), list)
+        }
         item = validate(model, {"type": kind} | given | texts, info.context, path=param)
         if isinstance(item, Message) and item.role not in ROLES:
             known = ", ".join(sorted(ROLES))
@@ -166,7 +188,6 @@ class ResponsesBody(ModelBody):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = None
     text: TextOptions | None = None
     tools: Annotated[list[ResponseTool], at_most(MAX_TOOLS), limit_values("tools")] | None = None
     tool_choice: _Choice | None = None
@@ -178,8 +199,6 @@ class ResponsesBody(ModelBody):
     @model_validator(mode="after")
     def _served(self) -> Self:
         """Raises InvalidRequest for fields that are not served or cannot be combined."""
-        if self.top_logprobs:
-            raise InvalidRequest("'top_logprobs' is not supported by /v1/responses", param="top_logprobs")
         self.options()
         self.tooling().check()
         json_text([tool.parameters for tool in self.tools or ()], "tools")  # the answer repeats them

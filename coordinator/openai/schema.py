@@ -1,4 +1,4 @@
-"""The public request bodies as strict models, and their conversion to plain values.
+"""The public request bodies as models, and their conversion to plain values.
 
 A body passes from bytes through `parse` (validation.py: JSON, fields that are unknown or not served, types and sizes)
 to `Options` and a prompt or messages. translate.py checks the ranges of the sampling fields, for gRPC too.
@@ -12,12 +12,21 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS, check_range
-from coordinator.openai.fields import CHAT, COMPLETION, INERT, MESSAGE
+from coordinator.openai.fields import CHAT, COMPLETION, INERT, MESSAGE, NOT_OF_CHATS, NOT_OF_COMPLETIONS
 from coordinator.openai.structured import (
     Alternatives,
     ResponseFormat,
@@ -27,7 +36,8 @@ from coordinator.openai.structured import (
     constraint_of,
 )
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, limit_values
-from coordinator.openai.validation import ModelBody, Strict, at_most, counted
+from coordinator.openai.unknown_fields import IgnoredFields
+from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted
 from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
@@ -61,8 +71,9 @@ def _prompt(value: Any) -> list[str | array[int]]:
     raise PydanticCustomError("prompt", "must be a string, an array of token ids, or an array of these, not mixed")
 
 
-def _content(value: Any) -> str:
-    """Returns a text, or the texts of its parts joined by line breaks."""
+def _content(value: Any, info: ValidationInfo[IgnoredFields | None]) -> str:
+    """Returns a text, or the texts of its parts joined by line breaks. A part of type `refusal`, from an earlier
+    answer, has its text in `refusal`."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -72,12 +83,19 @@ def _content(value: Any) -> str:
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
+        if isinstance(kind, str) and kind not in _PARTS:
             raise PydanticCustomError("content", "only text parts are supported")
-        if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        if not isinstance(kind, str) or not isinstance(text := part.get(kind), str):
             raise PydanticCustomError("content", "a part must be an object with 'type': 'text' and a string 'text'")
-        texts.append(part["text"])
+        for name in part.keys() - _PARTS[kind]:
+            if part[name] is not None:
+                IgnoredFields.of(info.context).add_unknown("messages.content", name, _PARTS[kind], history=True)
+        texts.append(text)
     return "\n".join(texts)
+
+
+_PARTS = {kind: frozenset({"type", kind}) for kind in ("text", "refusal")}
+"""The fields of each type of part, whose text is in the field of the same name."""
 
 
 def _one_or_many(value: Any) -> Any:
@@ -110,7 +128,7 @@ def _biases(value: Any) -> dict[int, float]:
     return found
 
 
-class TextPart(Strict):
+class TextPart(RequestObject):
     """Only for the description of `content`; `_content` checks it."""
 
     type: Literal["text"]
@@ -128,7 +146,14 @@ Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata), at_most(MA
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
 
-class StreamOptions(Strict):
+def _also(*names: str) -> Any:
+    """Returns a field that is left out, or given under one of these names: its own, and those of other servers."""
+    return Field(default=None, validation_alias=AliasChoices(*names))
+
+
+class StreamOptions(RequestObject):
+    place = "stream_options"
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
@@ -139,22 +164,22 @@ class GenerationBody(ModelBody):
 
     inert = INERT
 
-    max_tokens: int | None = None
+    max_tokens: int | None = _also("max_tokens", "max_new_tokens", "n_predict")
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     n: int | None = None
-    seed: int | None = None
+    seed: int | None = _also("seed", "random_seed")
     stop: _Stop | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: float | None = _also("repetition_penalty", "repeat_penalty")
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: _Biases | None = None
-    min_tokens: int | None = None
+    min_tokens: int | None = _also("min_tokens", "min_new_tokens")
     stop_token_ids: Annotated[list[int], at_most(MAX_STOP_TOKENS)] | None = None
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
     allowed_token_ids: _Ids | None = None
@@ -169,7 +194,7 @@ class GenerationBody(ModelBody):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaOrText | None = None
-    guided_regex: str | None = None
+    guided_regex: str | None = _also("guided_regex", "regex")
     guided_choice: Alternatives | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: Whitespace | None = None
@@ -210,6 +235,7 @@ _SHARED = [option.name for option in fields(Options) if option.name in Generatio
 
 class CompletionBody(GenerationBody):
     neutral = COMPLETION
+    elsewhere = NOT_OF_COMPLETIONS
 
     prompt: _Prompts
     best_of: int | None = None
@@ -237,9 +263,10 @@ class CompletionBody(GenerationBody):
         return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt))
 
 
-class MessageBody(Strict):
+class MessageBody(RequestObject):
     neutral = MESSAGE
-    ignored_as = "messages."
+    place = "messages"
+    history = True
 
     role: str
     content: _Content
@@ -262,6 +289,7 @@ _Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True), at
 
 class ChatBody(GenerationBody):
     neutral = CHAT
+    elsewhere = NOT_OF_CHATS
 
     messages: _Messages
     max_completion_tokens: int | None = None
@@ -341,7 +369,7 @@ class DetokenizeBody(ModelBody):
     tokens: _Ids
 
 
-class BatchBody(Strict):
+class BatchBody(RequestObject):
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]

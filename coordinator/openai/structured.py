@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS, check_count
-from coordinator.openai.validation import Strict, at_most
+from coordinator.openai.validation import RequestObject, at_most
 from coordinator.structured_output import Constraint, json_text
 
 MAX_ALTERNATIVES = 4_096
@@ -34,19 +34,25 @@ Alternatives = Annotated[list[str], Field(fail_fast=True), at_most(MAX_ALTERNATI
 Whitespace = Annotated[str, StringConstraints(max_length=MAX_WHITESPACE_CHARS)]
 
 
-class JsonSchema(Strict):
+class JsonSchema(RequestObject):
+    place = "response_format.json_schema"
+
     name: str
     schema_: _Schema = Field(default_factory=dict, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(RequestObject):
+    place = "response_format"
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(RequestObject):
+    place = "structured_outputs"
+
     json_: SchemaOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None

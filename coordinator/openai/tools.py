@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, PlainValidator, StringConstraints, ValidationError
+from pydantic import BeforeValidator, PlainValidator, StringConstraints, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
 from coordinator.openai.json_body import check_strings
-from coordinator.openai.validation import Strict, count_values
+from coordinator.openai.unknown_fields import IgnoredFields
+from coordinator.openai.validation import RequestObject, count_values
 from coordinator.structured_output import Constraint, json_text, lark_string
 
 MAX_TOOLS = 128
@@ -27,32 +28,40 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additional
 Name = Annotated[str, StringConstraints(pattern=NAME)]
 
 
-class Function(Strict):
+class Function(RequestObject):
+    place = "tools.function"
+
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(RequestObject):
+    place = "tools"
+
     type: Literal["function"]
     function: Function
 
 
-class ChosenFunction(Strict):
+class ChosenFunction(RequestObject):
+    place = "tool_choice.function"
+
     name: Name
 
 
-class ChosenTool(Strict):
+class ChosenTool(RequestObject):
+    place = "tool_choice"
+
     type: Literal["function"]
     function: ChosenFunction
 
 
-def _choice(value: Any) -> str | ChosenTool:
+def _choice(value: Any, info: ValidationInfo[IgnoredFields | None]) -> str | ChosenTool:
     if isinstance(value, str) and value in ("none", "auto", "required"):
         return value
     with contextlib.suppress(ValidationError):
-        return ChosenTool.model_validate(value)
+        return ChosenTool.model_validate(value, context=info.context)
     what = "must be 'none', 'auto', 'required' or an object with 'type': 'function' and a 'function' with its 'name'"
     raise PydanticCustomError("tool_choice", what)
 
@@ -88,18 +97,20 @@ Arguments = Annotated[dict[str, Any], PlainValidator(_arguments, json_schema_inp
 """The arguments of a call in the history, parsed with the body: a million values would block the event loop."""
 
 
-class CalledFunction(Strict):
-    ignored_as = "messages.tool_calls."
+class CalledFunction(RequestObject):
+    place = "messages.tool_calls.function"
+    history = True
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     arguments: Arguments
 
 
-class ToolCall(Strict):
+class ToolCall(RequestObject):
     """A call in the history. Its arguments are a JSON object as text. Clients send back what streams add to calls
     (`index`)."""
 
-    ignored_as = "messages.tool_calls."
+    place = "messages.tool_calls"
+    history = True
 
     id: str
     type: Literal["function"] = "function"

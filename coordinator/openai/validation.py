@@ -1,13 +1,13 @@
-"""Request bodies as strict models: values are not coerced, unknown fields are refused, and errors name the field."""
+"""Request bodies as models: values are not coerced, fields that are not served are named, and errors name the field."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Set
 from functools import cache, partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,22 +19,36 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
-from coordinator.openai.fields import MAX_NAMED, Neutral
+from coordinator.openai.fields import Neutral
 from coordinator.openai.json_body import parse_object
+from coordinator.openai.unknown_fields import IgnoredFields
 
 MODEL_VALUES = 10
 """The cost of unpickling a model object, in values of about 0.2 us."""
 
 
-class Strict(BaseModel):
-    """The base of every body and of the objects in it. `null` counts as not given, for any field name. Fields that are
-    not served: `inert` ones are accepted and listed in `ignored`; `neutral` ones are accepted only with the values that
-    have no effect; unknown ones are refused, or, with `ignored_as`, the prefix for their names, accepted and listed."""
+class RequestObject(BaseModel):
+    """The base of every public body and of the objects in it. Values are strict: they are not coerced. `null` counts as
+    not given, for any field name. Fields that are not served: `inert` ones are accepted and named in `ignored`;
+    `neutral` ones are accepted only with the values that have no effect; unknown ones are accepted and named, unless
+    they look like a mistake.
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    `place` is the path of the object in its body, without indexes. `history`: it comes from an earlier answer, perhaps
+    of another server, so that unknown fields are accepted even if `--strict-fields` is set. `elsewhere`, of a whole
+    body, maps fields of other endpoints that are refused to the end of the question `did you mean`."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",  # `_sift` has removed what is accepted
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra={"additionalProperties": True},
+    )
     inert: ClassVar[Set[str]] = frozenset()
     neutral: ClassVar[Neutral] = {}
-    ignored_as: ClassVar[str | None] = None
+    place: ClassVar[str] = ""
+    history: ClassVar[bool] = False
+    elsewhere: ClassVar[Mapping[str, str]] = {}
     _ignored: frozenset[str] = PrivateAttr(frozenset())
 
     @property
@@ -49,11 +63,11 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _sift(cls, given: Any, info: ValidationInfo) -> Any:
-        """Returns the served fields of an object; refuses or lists the others."""
+    def _sift(cls, given: Any, info: ValidationInfo[IgnoredFields | None]) -> Any:
+        """Returns the served fields of an object; refuses or names the others."""
         if not isinstance(given, dict):
             return given
-        served = _names(cls)
+        served, ignored = served_names(cls), IgnoredFields.of(info.context)
         kept = {}
         for name, value in given.items():
             if value is None:
@@ -64,28 +78,56 @@ class Strict(BaseModel):
                 if not any(_same(value, accepted) for accepted in cls.neutral[name]):
                     what = f"is not supported yet{_accepted(cls.neutral[name])}"
                     raise PydanticCustomError("unsupported_parameter", what, {"field": name})
-            elif name in cls.inert or (name not in served and cls.ignored_as is not None):
-                if info.context is not None and len(info.context) <= MAX_NAMED:
-                    info.context.add((cls.ignored_as or "") + name[:64])
+            elif name in cls.inert:
+                ignored.add(cls.place, name)
             elif name not in served:
-                near = difflib.get_close_matches(name[:64], sorted(served | cls.neutral.keys() | cls.inert), 1, 0.7)
-                hint = f"; did you mean '{near[0]}'?" if near else ""
-                raise PydanticCustomError("unknown_parameter", hint, {"field": name})
+                hint = cls.elsewhere.get(name, "")
+                ignored.add_unknown(cls.place, name, known_names(cls), history=cls.history, hint=hint)
         return cls.completed(kept)
 
 
-class ModelBody(Strict):
+class ModelBody(RequestObject):
     """The body of a request to the model. It need not name the model: only one is served."""
 
     model: str | None = None
 
 
 @cache
-def _names(model: type[Strict]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in model.model_fields.items())
+def served_names(model: type[RequestObject]) -> frozenset[str]:
+    """Returns the names of the served fields, other names of the same field included."""
+    names: set[str] = set()
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias or name
+        names.update(map(str, alias.choices) if isinstance(alias, AliasChoices) else [str(alias)])
+    return frozenset(names)
 
 
-_Body = TypeVar("_Body", bound=Strict)
+@cache
+def known_names(model: type[RequestObject]) -> frozenset[str]:
+    """Returns the names of all fields that Baton knows at this place."""
+    return served_names(model).union(model.neutral, model.inert)
+
+
+@cache
+def places_of(model: type[RequestObject]) -> Mapping[str, str]:
+    """Returns the place of each name that is served somewhere in a body of this model, between quotes."""
+    places: dict[str, str] = {}
+    left = [model]
+    for each in left:  # the outermost place of a name comes first
+        for name in served_names(each):
+            places.setdefault(name, f"'{each.place}.{name}'" if each.place else f"'{name}'")
+        for field in each.model_fields.values():
+            left += [inner for inner in _objects_in(field.annotation) if inner not in left]
+    return places
+
+
+def _objects_in(annotation: Any) -> list[type[RequestObject]]:
+    if isinstance(annotation, type) and issubclass(annotation, RequestObject):
+        return [annotation]
+    return [each for argument in get_args(annotation) for each in _objects_in(argument)]
+
+
+_Body = TypeVar("_Body", bound=RequestObject)
 
 
 def counted(most: int, value: Any) -> Any:
@@ -116,26 +158,26 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(partial(counted, most))
 
 
-def parse(model: type[_Body], body: bytes) -> _Body:
-    """Parses a body. Raises InvalidRequest that names the field at fault."""
-    return validate(model, parse_object(body))
+def parse(model: type[_Body], body: bytes, *, strict: bool = False) -> _Body:
+    """Parses a body; `strict` refuses unknown fields. Raises InvalidRequest that names the field at fault."""
+    return validate(model, parse_object(body), IgnoredFields(strict=strict, places=places_of(model)))
 
 
-def validate(model: type[_Body], given: Mapping[str, Any], ignored: set[str] | None = None, *, path: str = "") -> _Body:
-    """Validates an object, and adds the names of ignored fields to `ignored`. Raises InvalidRequest that names the
-    field at fault, as part of `path`."""
-    names = set() if ignored is None else ignored
+def validate(model: type[_Body], given: Mapping[str, Any], ignored: IgnoredFields, *, path: str = "") -> _Body:
+    """Validates an object, and adds its ignored fields to `ignored`. Raises InvalidRequest that names the field at
+    fault, as part of `path`."""
     try:
-        body = model.model_validate(given, context=names)
+        body = model.model_validate(given, context=ignored)
     except ValidationError as error:
         raise _refusal(error, path) from None
-    body._ignored = frozenset(names)
+    body._ignored = frozenset(ignored.names)
     return body
 
 
 _MUST_BE = {
     "bool_type": "must be true or false",
     "dict_type": "must be an object",
+    "extra_forbidden": "is another name of a field that is given too",
     "finite_number": "must be a finite number",
     "float_type": "must be a number",
     "int_type": "must be an integer",

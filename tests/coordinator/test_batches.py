@@ -191,7 +191,7 @@ WRONG = {
     json.dumps(line("r") | {"method": "GET"}).encode(): ("invalid_method", "method"),
     json.dumps(line("r") | {"url": CHAT}).encode(): ("mismatched_endpoint", "url"),
     json.dumps(line("r") | {"body": "x"}).encode(): ("missing_required_parameter", "body"),
-    json.dumps(line("r") | {"more": 1}).encode(): ("unknown_parameter", "more"),
+    json.dumps(line("r") | {"costum_id": 1}).encode(): ("unknown_parameter", "costum_id"),
     json.dumps(line("good")).encode(): ("duplicate_custom_id", "custom_id"),
     json.dumps(line("r", stream=True)).encode(): ("invalid_value", "body.stream"),
 }
@@ -210,6 +210,51 @@ async def test_an_invalid_line_fails_the_batch_with_its_line_number_and_field(
         batch = await ended(client, (await submit(client, b"")).id)
         assert batch.status == "failed" and batch.errors.data[0].code == "empty_file"
         assert not generator.submissions
+
+
+async def test_ignored_fields_are_named_in_the_response_of_their_line(tmp_path: Path, text_model: TextModel) -> None:
+    """Also those of the line itself, of a batch and of an upload; a database of an earlier version has no column."""
+    (tmp_path / "files").mkdir()
+    old = sqlite3.connect(tmp_path / "baton.db")
+    old.executescript(batch_store._SCHEMA.replace(" ignored text not null default '',", ""))
+    assert "ignored" not in [row[1] for row in old.execute("pragma table_info(lines)")]
+    old.close()
+    generator = Echo()
+    async with served(tmp_path, generator, text_model) as (client, _):
+        lines = line("a", rid="x", store=True), line("b") | {"priority": 1, "note": None}, line("c")
+        made = await client.files.with_raw_response.create(
+            file=("in.jsonl", jsonl(*lines)), purpose="batch", extra_body={"expires_after": "1d"}
+        )
+        assert made.headers["x-ignored-fields"] == "expires_after"
+        batch = await client.batches.with_raw_response.create(
+            input_file_id=made.parse().id,
+            endpoint=COMPLETIONS,
+            completion_window="24h",
+            extra_body={"output_expires_after": {"seconds": 1}},
+        )
+        assert batch.headers["x-ignored-fields"] == "output_expires_after"
+        rows = await rows_of(client, (await ended(client, batch.parse().id)).output_file_id)
+        assert [row["response"].get("ignored_fields") for row in rows] == [["rid", "store"], ["line.priority"], None]
+    assert {(path, name) for path, name in generator.ignored_fields} == {
+        ("/v1/files", "expires_after"),
+        ("/v1/batches", "output_expires_after"),
+        (COMPLETIONS, "rid"),
+        (COMPLETIONS, "store"),
+    }
+
+
+async def test_strict_fields_refuses_unknown_fields_of_lines_forms_and_batches(
+    tmp_path: Path, text_model: TextModel
+) -> None:
+    async with served(tmp_path, Echo(), text_model, strict_fields=True) as (client, _):
+        batch = await ended(client, (await submit(client, line("a") | {"priority": 1})).id)
+        assert [(e.code, e.param) for e in batch.errors.data] == [("unknown_parameter", "priority")]
+        with pytest.raises(openai.BadRequestError, match="unknown field 'expires_after'"):
+            await client.files.create(file=("f", b"x"), purpose="batch", extra_body={"expires_after": "1d"})
+        with pytest.raises(openai.BadRequestError, match="unknown field 'ttl'"):
+            await client.batches.create(
+                input_file_id="x", endpoint=COMPLETIONS, completion_window="24h", extra_body={"ttl": 1}
+            )
 
 
 async def test_running_requests_are_bounded_and_a_cancelled_batch_keeps_its_results(
@@ -365,9 +410,9 @@ async def test_an_oversized_create_batch_body_is_refused_before_it_is_parsed(
     """It is parsed on the event loop, so a larger body is refused unparsed, whether or not its length is declared."""
     parsed: list[int] = []
 
-    def parse(model: Any, body: bytes) -> Any:
+    def parse(model: Any, body: bytes, **more: Any) -> Any:
         parsed.append(len(body))
-        return validation.parse(model, body)
+        return validation.parse(model, body, **more)
 
     monkeypatch.setattr(http_batches, "parse", parse)
     most = 64 * 1024

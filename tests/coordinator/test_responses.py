@@ -170,7 +170,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"conversation": "c"}, "conversation"),
     ({"background": True}, "background"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"top_logprobs": 3}, "top_logprobs"),
     ({"temperature": 3}, "temperature"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL, TOOL]}, "tools"),

@@ -223,7 +223,9 @@ def served() -> str:
     rows = []
     for name in names:
         where = "both" if name in completion and name in chat else "completions" if name in completion else "chat"
-        rows.append((code(name), where, MEANINGS[name]))
+        alias = (completion.get(name) or chat[name]).validation_alias
+        others = ", ".join(code(other) for other in getattr(alias, "choices", ())[1:])
+        rows.append((code(name), where, MEANINGS[name] + (f"; also named {others}" if others else "")))
     return table(("field", "where", "meaning"), rows)
 
 

@@ -59,8 +59,8 @@ UNREADABLE: list[Bad] = [
     Bad("B-5 nested prompt", raw("[" * 101 + "]" * 101), "prompt"),
     Bad("B-5 nested object", raw('{"a":' * 101 + "1" + "}" * 101), "prompt"),
     Bad("B-5 nested stop", {"stop": [[[["a"]]]]}, "stop[0]"),
-    Bad("B-5 many keys", {f"key{i}": 1 for i in range(50_000)}, "key0", code="unknown_parameter"),
-    Bad("B-5 long key", {"k" * 1_000_000: 1}, "k" * 100, code="unknown_parameter"),
+    Bad("B-5 many keys", {f"key{i}": 1 for i in range(50_000)}, "key256", code="unknown_parameter"),
+    Bad("B-5 long misspelt key", {"k" * 1_000_000: 1, "prmpt": 1}, "prmpt", code="unknown_parameter"),
     # transport
     *(
         Bad(f"B-6 type {kind!r}", GOOD_RAW, "content-type", 415, headers={"content-type": kind})

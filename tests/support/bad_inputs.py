@@ -74,7 +74,7 @@ STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
     ({FORMAT: "text"}, FORMAT, INVALID),
     ({FORMAT: {}}, f"{FORMAT}.type", MISSING),
     ({FORMAT: {"type": "json"}}, f"{FORMAT}.type", INVALID),
-    ({FORMAT: {"type": "text", "x": 1}}, f"{FORMAT}.x", UNKNOWN),
+    ({FORMAT: {"tpye": "text"}}, f"{FORMAT}.tpye", UNKNOWN),
     ({FORMAT: {"type": "json_schema"}}, SCHEMA_OF, INVALID),
     ({FORMAT: {"type": "json_object", "json_schema": {"name": "a"}}}, SCHEMA_OF, INVALID),
     ({FORMAT: {"type": "json_schema", "json_schema": {}}}, f"{SCHEMA_OF}.name", MISSING),
@@ -159,16 +159,21 @@ TABLE: list[Bad] = [
     *(
         Bad(f"B-14 {name}={value!r}", {name: value}, name, code="unknown_parameter")
         for name in (
-            *FABRIC_NAMES,
-            "prompt_embeds",
-            "custom_logit_processor",
-            "lora_path",
             "temprature",
             "Prompt",
-            "__proto__",
-            "a\nb",
-            "",
+            "maxTokens",
+            "max-tokens",
+            "tpo_p",
+            "top_j",
+            "strem",
+            "grammar",
+            "json_object",
         )
+        for value in ("x", [], 0)
+    ),
+    *(
+        Bad(f"B-14 {name}={value!r}", {name: value}, name, code="unsupported_parameter")
+        for name in ("prompt_embeds", "custom_logit_processor", "lora_path", "lora_request")
         for value in ("x", [], 0)
     ),
     *(
@@ -193,7 +198,6 @@ TABLE: list[Bad] = [
                     "function_call": [{"name": "f"}],
                     "modalities": [["audio"], ["text", "audio"], []],
                     "audio": [{"voice": "alloy", "format": "wav"}],
-                    "prediction": [{"type": "content", "content": "x"}],
                     "web_search_options": [{}],
                     "chat_template": ["", "{{ 1 }}"],
                     "documents": [[], [{"text": "x"}]],
@@ -241,11 +245,11 @@ TABLE: list[Bad] = [
                 [{}],
                 [{"type": "text"}],
                 [{"type": "text", "text": None}],
-                [{"type": "text", "text": "a", "x": 1}],
+                [{"type": "refusal"}],
                 [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}],
                 [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}],
                 [{"type": "file", "file": {"file_id": "x"}}],
-                [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}],
+                [{"type": "text", "text": "a"}, {"type": "refusal", "text": "b"}],
                 [{"type": ["text"], "text": "a"}],
                 [{"type": "text", "text": ""}] * 1025,
             ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 
 from baton.core.request import FinishReason
 from coordinator.pipeline import with_grammar
@@ -45,6 +45,7 @@ class FakeGenerator:
         self.yielded = 0
         self.changed = asyncio.Event()
         self.statuses: list[int] = []
+        self.ignored_fields: list[tuple[str, str]] = []
         self.records: list[Record] = []
         self.grammars: GrammarCompiler | None = None
         self.pools_hold: int | None = None
@@ -100,6 +101,9 @@ class FakeGenerator:
 
     async def metrics(self) -> bytes:
         return b"# nothing\n"
+
+    def ignored(self, endpoint: str, names: Collection[str]) -> None:
+        self.ignored_fields += [(endpoint, name) for name in sorted(names)]
 
     def answered(self, status: int) -> None:
         self.statuses.append(status)

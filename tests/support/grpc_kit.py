@@ -49,11 +49,14 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def served(
-    generator: FakeGenerator, text_model: TextModel, keys: ApiKeys | None = None, max_body_bytes: int = 1 << 16
+    generator: FakeGenerator,
+    text_model: TextModel,
+    keys: ApiKeys | None = None,
+    max_body_bytes: int = 1 << 16,
+    **more: Any,
 ) -> AsyncIterator[Client]:
-    server = PublicServer(
-        generator, Translator(text_model, pools_hold=generator.max_model_len), "tiny", max_body_bytes, keys
-    )
+    translator = Translator(text_model, pools_hold=generator.max_model_len)
+    server = PublicServer(generator, translator, "tiny", max_body_bytes, keys, **more)
     port = await server.start("127.0.0.1", 0)
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
