@@ -15,6 +15,7 @@ from functools import partial
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -32,10 +33,12 @@ from baton.rpc import codec, health, status
 from baton.rpc.first_message import FirstMessage, parsed
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
+from baton.rpc.unknown_fields import unknown_fields
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
+from coordinator.openai.fields import as_header
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.structured_output import Constraint
@@ -63,6 +66,7 @@ MAX_CONCURRENT_STREAMS = 256
 """Per connection. Many users may share a channel; calls over the limit wait at the client."""
 MAX_MESSAGE_BYTES = 1 << 20
 TOKEN_BYTES = 8  # per prompt token: an id takes 4 at most, its text about 4
+IGNORED = "x-ignored-fields"
 SEND_TIMEOUT_S = 30.0
 ABORT_S = 5.0
 IDLE_CONNECTION_S = 120  # clients reconnect automatically
@@ -73,8 +77,11 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     """The service. A call without a valid key ends before its message is read. Messages are parsed here: for invalid
     bytes grpc would reply UNKNOWN and log a traceback."""
 
-    def __init__(self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys) -> None:
+    def __init__(
+        self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys, strict_fields: bool
+    ) -> None:
         self._generator = generator
+        self._strict = strict_fields
         self._keys = keys
         self._translator = translator
         self._model = model
@@ -109,6 +116,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _answer(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         request = parsed(serving_pb2.GenerateRequest, content)
+        self._name_unknown(request, "Generate", context)
         submission = (await self._submission(request, context.time_remaining())).of(client)
         if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
             submission = replace(submission, traceparent=traceparent[:64])
@@ -125,7 +133,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _model_info(self, content: bytes, context: grpc.aio.ServicerContext) -> serving_pb2.GetModelInfoResponse:
         try:
-            parsed(serving_pb2.GetModelInfoRequest, content)
+            self._name_unknown(parsed(serving_pb2.GetModelInfoRequest, content), "GetModelInfo", context)
         except InvalidRequest as e:
             del content
             await _abort(e, context)
@@ -136,6 +144,15 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             vocab_size=text.vocab_size,
             eos_token_ids=text.eos_token_ids,
         )
+
+    def _name_unknown(self, request: Message, method: str, context: grpc.aio.ServicerContext) -> None:
+        """Names unknown fields in the trailing metadata. Raises InvalidRequest if they are to be refused."""
+        if names := unknown_fields(request):
+            shown = as_header(names)
+            if self._strict:
+                raise InvalidRequest(f"unknown field numbers: {shown}", code="unknown_parameter", param=shown)
+            self._generator.ignored(f"/{SERVICE}/{method}", names)
+            context.set_trailing_metadata(((IGNORED, shown),))
 
     async def _write(self, context: grpc.aio.ServicerContext, message: serving_pb2.GenerateResponse) -> None:
         """Raises Cancelled if the client reads nothing for too long."""
@@ -253,7 +270,7 @@ async def _refuse(error: Exception, _: object, context: grpc.aio.ServicerContext
 async def _abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
     """Ends the call: `abort` raises. The exception and the call refer to each other, so everything reachable from its
     traceback and its causes would stay until a garbage collection. Callers drop their message first."""
-    context.set_trailing_metadata(status.grpc_trailing_metadata(error))
+    context.set_trailing_metadata((*(context.trailing_metadata() or ()), *status.grpc_trailing_metadata(error)))
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = error.__context__ = error.__cause__ = None
     await context.abort(status.grpc_code(error), status.public_message(error))
@@ -293,6 +310,7 @@ class PublicServer:
         max_body_bytes: int,
         keys: ApiKeys | None = None,
         tls: grpc.ServerCredentials | None = None,
+        strict_fields: bool = False,
     ) -> None:
         self._tls = tls
         limits = [
@@ -305,7 +323,8 @@ class PublicServer:
         ]
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
         self._server = grpc.aio.server(interceptors=(FirstMessage(),), options=options)
-        self._server.add_generic_rpc_handlers((Serving(generator, translator, model, keys or ApiKeys()),))
+        serving = Serving(generator, translator, model, keys or ApiKeys(), strict_fields)
+        self._server.add_generic_rpc_handlers((serving,))
         services = dict.fromkeys(("", SERVICE), lambda: generator.ready()[0])
         health_pb2_grpc.add_HealthServicer_to_server(health.Health(services), self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -289,7 +289,8 @@ async def test_openapi_describes_paths_and_bodies(client: httpx.AsyncClient) -> 
     schemas = document["components"]["schemas"]
     validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatBody", **document})
     validator.validate(CHAT | {"stop": ["a"], "stream": True, "stream_options": {"include_usage": True}})
-    assert not validator.is_valid(CHAT | {"temprature": 1}) and not validator.is_valid({"messages": []})
+    validator.validate(CHAT | {"unknown": 1})
+    assert not validator.is_valid({"messages": []})
     assert "prompt" in schemas["CompletionBody"]["required"]
     text = json.dumps(document)
     assert all(ref.split('"')[0] in schemas for ref in text.split('"#/components/schemas/')[1:])
