@@ -77,6 +77,11 @@ def resolve_draft(draft: str, model: Path) -> Path | None:
     return resolve_model(draft)
 
 
+def may_draft(draft: str, model: Path) -> bool:
+    """Whether a decode worker with this `--draft` drafts. Reads no checkpoint: a follower need not have the draft's."""
+    return draft != "none" and (draft != "auto" or model == builtin_directory("target").resolve())
+
+
 def served_name(model: str) -> str:
     """Returns the name that clients use for the model by default: the hub's name, or the directory's or file's.
 

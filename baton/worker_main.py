@@ -24,7 +24,7 @@ from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, i
 from baton.core.names import name_error
 from baton.core.ranks import Ranks
 from baton.loop_watch import LoopWatch
-from baton.model_source import resolve_draft, resolve_model
+from baton.model_source import may_draft, resolve_draft, resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.process import (
     EXIT_RANK_LOST,
@@ -206,7 +206,7 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
 def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOptions:
     """Returns the engine's options. A worker's threads are divided among its ranks on this machine. A decode worker's
     leader will load a draft, which uses memory of its GPU."""
-    from baton.engine.options import EngineOptions
+    from baton.engine.options import EngineOptions, decode_lengths
 
     threads = config.threads // ranks.local_size if config.threads else len(os.sched_getaffinity(0))
     model_dir, drafts = resolve_model(config.model), role == "decode" and ranks.leads and config.device != "cpu"
@@ -229,5 +229,6 @@ def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOpt
         version=code_version(),
         staging_bytes=round(config.staging_mib * (1 << 20)),
         decode_rows=config.max_running if role == "decode" else 0,
+        decode_lengths=decode_lengths(may_draft(config.draft, model_dir), config.draft_tokens),
         gpu_share=config.gpu_share,
     )

@@ -87,6 +87,7 @@ class Model:
 MODELS = (
     Model("Llama 8B", 32, 8, 128, 4096, 14336),
     Model("Llama 70B, 1 of 8 ranks", 8, 1, 128, 8192, 28672, ranks=8),
+    Model("Llama 405B, 1 of 8 ranks", 16, 1, 128, 16384, 53248, ranks=8),
     Model("Qwen3 8B", 32, 8, 128, 4096, 12288, norms=True),
     Model("Mistral 7B, window", 32, 8, 128, 4096, 14336, window=4096),
     Model("Qwen2 0.5B", 14, 2, 64, 896, 4864),
@@ -168,8 +169,8 @@ def attention_calls(model: Model, kernel: TritonAttention) -> None:
         kernel.reserve(rows)
         for splits in split_buckets(rows * model.kv_heads, LONGEST):
             table = torch.zeros(rows, splits, dtype=torch.int32)
-            parts = (ints[:rows], ints[3 : 3 + rows], ints[5 : 5 + rows], ints[7 : 7 + rows], ints[1 : 1 + rows])
-            tiles = Tiles(*parts, table, splits, tokens, length)
+            parts = tuple(ints[at : at + rows] for at in (0, 3, 5, 7, 1, 2))
+            tiles = Tiles(*parts, table, splits, tokens, min(length, kernel.long_tile))
             paged_attention(queries, keys, values, tiles, model.window, torch.empty_like(queries), kernel.arrived)
 
 

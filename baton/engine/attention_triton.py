@@ -22,12 +22,14 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.batch import Span
 from baton.engine.device_stream import to_device
-from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, paged_attention
+from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention
 
 _FLASH_TOKENS = 64
 """Tokens of a row from which FlashAttention gains more than gathering the context costs."""
 _PROGRAMS = 512
 """The least number of programs that keeps a GPU busy: about four for each of an H100's 132 multiprocessors."""
+_SPLIT_PROGRAMS = 16_384
+"""The most programs of a split step, unless that leaves a row fewer than 16 splits: their results are stored."""
 _LEAST_SPLIT, _MOST_SPLIT = 128, 4096
 UNSPLIT = 1 << 30
 _LEAST_CAPABILITY = (8, 0)
@@ -36,23 +38,20 @@ _flash_forward = torch.ops.aten._flash_attention_forward
 """The operation below torch's public `varlen_attn`, whose arguments changed from 2.11 to 2.13; these did not."""
 
 
-def split_plan(programs: int, longest: int) -> tuple[int, int]:
-    """(splits, tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Splits are
-    short for few programs, to keep the GPU busy, and long for many, to combine fewer results."""
-    tokens = min(max(triton.next_power_of_2(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
-    return -(-longest // tokens), tokens
-
-
 def split_buckets(programs: int, longest: int) -> list[int]:
-    """The numbers of splits for which decode steps are captured, rising: the last is enough for `longest` keys. Splits
-    beyond all rows cost almost nothing, so the first bucket has enough to keep the GPU busy."""
-    most = split_plan(programs, longest)[0]
-    bucket = max(1, _PROGRAMS // programs)
-    found = []
-    while bucket < most:
-        found.append(bucket)
-        bucket *= 4
-    return [*found, most]
+    """The numbers of splits for which decode steps are captured, rising: the first keeps the GPU busy if all rows are
+    about as long, the second divides single rows of up to `longest` keys. `programs` are tiles x KV heads."""
+    most = min(max(_SPLIT_PROGRAMS // programs, 16), MAX_SPLITS)
+    first = min(max(_PROGRAMS // programs, 1), most)
+    return [first] if first == most or first * _MOST_SPLIT >= longest else [first, most]
+
+
+def split_plan(programs: int, longest: int) -> tuple[int, int]:
+    """(splits, least tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Splits are
+    short for few programs, to keep the GPU busy, and long for many, to combine fewer results. A captured step with the
+    last of `split_buckets` for the same arguments divides every row in the same way."""
+    least = min(max(triton.next_power_of_2(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
+    return min(split_buckets(programs, longest)[-1], -(-longest // least)), least
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +85,14 @@ class Prepared:
 
 class TritonAttention:
     """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Used on one stream
-    only: `arrived` (paged_attention) serves one call at a time."""
+    only: `arrived` (paged_attention) serves one call at a time. `long_tile` is the most queries of a tile."""
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
         self._group = config.num_heads // config.num_kv_heads
         self.kv_heads = config.num_kv_heads
         long_rows = 32 if dtype == torch.float32 else 128  # queries x heads of a group in a tile of a long row
-        self._long_tile = max(1, long_rows // self._group)
+        self.long_tile = max(1, long_rows // self._group)
         self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
         self._flash = flash_supports(config.head_dim, dtype, device)
         self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
@@ -108,7 +107,8 @@ class TritonAttention:
         most = _FLASH_TOKENS if self._flash else UNSPLIT  # longer rows use FlashAttention
         long = [span for span in spans if self._short_tile < span.length < most]
         flash = [span for span in spans if span.length >= most]
-        kinds = ((short, self._short_tile), (long, self._long_tile))
+        # In short tiles the program has the same size, but fewer results of splits are stored.
+        kinds = ((short, max((span.length for span in short), default=1)), (long, self.long_tile))
         tiles = tuple(self._tiles(rows, queries) for rows, queries in kinds if rows)
         return Prepared(tiles, tuple(FlashRow.of(span, self._block_size, self._device) for span in flash), window)
 
@@ -129,15 +129,16 @@ class TritonAttention:
             used = span.block_ids[: -(-span.end // self._block_size)]
             table += [*used, *[0] * (width - len(used))]
         columns = [[span.first for span in spans], [span.start for span in spans], [span.length for span in spans]]
+        columns.append(list(range(len(spans))))
         parts = [rows, offsets, *columns, table]
         packed = to_device(torch.tensor([value for part in parts for value in part], dtype=torch.int32), self._device)
-        row, offset, first, start, length, blocks = torch.split(packed, [len(part) for part in parts])
+        row, offset, first, start, length, table_row, blocks = torch.split(packed, [len(part) for part in parts])
         self.reserve(len(rows))
         longest = max(span.end for span in spans)
         programs = len(rows) * self.kv_heads
-        few = queries == self._short_tile or programs < _PROGRAMS // 4  # else tiles of long rows keep the GPU busy
+        few = queries <= self._short_tile or programs < _PROGRAMS // 4  # else tiles of long rows keep the GPU busy
         plan = split_plan(programs, longest) if few else (1, UNSPLIT)
-        return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), *plan, queries)
+        return Tiles(row, offset, first, start, length, table_row, blocks.view(len(spans), width), *plan, queries)
 
 
 def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -59,7 +59,7 @@ def how_to_compute(
             return Computing(compute, choose, mask=mask)
         return Computing(compute, choose, mask=mask, propose=partial(model.propose, kv), compute_in_two=compute)
     if kv.device.type == "cuda":
-        return _on_cuda(model, kv, config, group, longest, options.decode_rows)
+        return _on_cuda(model, kv, config, group, longest, options)
     local, size = shard_config(config, group), kv.layout.block_size
     attention: Attention
     if options.exact:
@@ -71,10 +71,9 @@ def how_to_compute(
 
 
 def _on_cuda(
-    model: Model, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, decode_rows: int
+    model: Model, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, options: EngineOptions
 ) -> Computing:
-    """Uses Triton attention, CUDA graphs for decode steps, and drafting on the device. `decode_rows` is the most
-    sequences of a decode step; with 0 no step is captured."""
+    """Uses Triton attention, CUDA graphs for decode steps, and drafting on the device."""
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.decode_graphs import DecodeGraphs
     from baton.engine.kernels.sampling import decide
@@ -84,8 +83,8 @@ def _on_cuda(
     attention = TritonAttention(shard_config(config, group), size, kv.storage[0][0].dtype, kv.device)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
     prepare: Callable[[], None] | None = None
-    if decode_rows:
-        graphs = DecodeGraphs(model, kv, attention, longest, decode_rows)
+    if options.decode_rows:
+        graphs = DecodeGraphs(model, kv, attention, longest, options.decode_rows, options.decode_lengths)
         compute, prepare = graphs.compute, torch.no_grad()(partial(graphs.capture, config.vocab_size))
     propose = None
     if group.size == 1:

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs, without kernel-by-kernel launches: each shape of step is captured once, then replayed.
 
-A shape is (rows, tokens per row, key splits), each rounded up to one of a few values. Inputs that differ between steps
+A shape is (rows, tokens per row, key splits), each rounded up to one of a few values: row counts up to the most
+sequences of a step, tokens per row as drafting needs them. Inputs that differ between steps
 of one shape are at fixed addresses: tokens, the start, length and block table of each row; positions and slots are
 derived from them on the device. Padding (rows, tokens of shorter rows, table entries) uses the pool's spare block,
 which the kernel never reads for real rows. Steps of other shapes, above all prompts, are launched kernel by kernel.
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from baton.engine.attention_triton import Prepared, TritonAttention, split_buckets, split_plan
@@ -31,11 +31,16 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.model import Model
 
 log = logging.getLogger("baton.engine")
-MAX_ROWS = 256
-LENGTHS = (1, 2, 3, 5, 9)
-"""Tokens of a row: one, or one and the draft tokens to verify."""
 MAX_LONG_TOKENS = 320
 """The most tokens of a shape with several per row: with more sequences speculation seldom pays."""
+
+
+def row_sizes(most: int) -> list[int]:
+    """The numbers of rows for which steps are captured, up to `most`: doubling, and beyond 256, where padding costs
+    time, in steps of half that."""
+    powers = [1 << power for power in range(most.bit_length())]
+    between = [power // 2 * 3 for power in powers if power >= 256]
+    return sorted({size for size in (*powers, *between) if size < most} | {most})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class Captured:
     reads: tuple[Any, ...]
 
 
+def most_rows(length: int, max_rows: int) -> int:
+    """The most rows of a captured step with rows of `length` tokens."""
+    return max_rows if length == 1 else min(max_rows, 1 << ((MAX_LONG_TOKENS // length).bit_length() - 1))
+
+
 class DecodeGraphs:
     """`compute` is equivalent to `model.forward`. `max_positions` bounds a sequence, `max_rows` the sequences of a
     decode step; `lengths` are the possible numbers of tokens per row. `replayed` and `launched` count steps."""
@@ -71,13 +81,13 @@ class DecodeGraphs:
         attention: TritonAttention,
         max_positions: int,
         max_rows: int,
-        lengths: tuple[int, ...] = LENGTHS,
+        lengths: tuple[int, ...] = (1,),
     ) -> None:
         self._model, self._kv, self._attention = model, kv, attention
         self._block_size = kv.layout.block_size
         self._max_positions = max_positions
         self._lengths = tuple(sorted(lengths))
-        self._row_limit: int = min(triton.next_power_of_2(max_rows), MAX_ROWS)
+        self._sizes = {length: row_sizes(most_rows(length, max_rows)) for length in self._lengths}
         self._device = kv.storage[0][0].device
         self._captured: dict[Shape, Captured] = {}
         self._logits: Tensor | None = None
@@ -91,7 +101,7 @@ class DecodeGraphs:
         found = [
             Shape(rows, length, splits)
             for length in self._lengths
-            for rows in (1 << power for power in range(self._most_rows(length).bit_length()))
+            for rows in self._sizes[length]
             for splits in split_buckets(rows * self._attention.kv_heads, self._max_positions)
         ]
         return sorted(found, key=lambda shape: (shape.tokens, shape.splits), reverse=True)
@@ -101,7 +111,7 @@ class DecodeGraphs:
         later."""
         started, shapes = time.perf_counter(), self.shapes()
         most = max(shape.tokens for shape in shapes)
-        self._attention.reserve(self._row_limit)
+        self._attention.reserve(max(shape.rows * self._tiles_per_row(shape) for shape in shapes))
         self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=self._device)
         for shape in shapes:
             self._captured[shape] = self._capture(shape)
@@ -131,23 +141,18 @@ class DecodeGraphs:
             return None
         longest = int(lengths.max())
         length = next((known for known in self._lengths if known >= longest), 0)
-        rows = triton.next_power_of_2(len(lengths))
-        if not length or rows > self._most_rows(length):
+        rows = next((size for size in self._sizes.get(length, ()) if size >= len(lengths)), 0)
+        if not rows:
             return None
-        programs = rows * self._attention.kv_heads
-        needed = split_plan(programs, int((batch.starts + lengths).max()))[0]
-        splits = next(s for s in split_buckets(programs, self._max_positions) if s >= needed)
+        splits = split_buckets(rows * self._attention.kv_heads, int((batch.starts + lengths).max()))[-1]
         return Shape(rows, length, splits)
 
-    def _most_rows(self, length: int) -> int:
-        """The most rows of a shape with rows of `length` tokens: a power of two."""
-        most = 1 << ((MAX_LONG_TOKENS // length).bit_length() - 1)
-        return self._row_limit if length == 1 else min(self._row_limit, most)
+    def _tiles_per_row(self, shape: Shape) -> int:
+        return -(-shape.length // self._attention.long_tile)
 
     def _width(self, shape: Shape) -> int:
-        """Blocks per table row: enough for all positions that the splits of the shape cover."""
-        reach = shape.splits * split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
-        return -(-min(reach, self._max_positions) // self._block_size)
+        """Blocks per table row."""
+        return -(-self._max_positions // self._block_size)
 
     def _fill(self, captured: Captured, shape: Shape, batch: Batch) -> list[int] | None:
         """Copies a batch into a graph's inputs. Returns the index in the shape of each packed token, None if each has
@@ -207,7 +212,9 @@ class DecodeGraphs:
         """Returns a capturable function that computes a step from `inputs`, and the other objects that it reads."""
         size, count = self._block_size, shape.tokens
         number = torch.arange(shape.rows, dtype=torch.int32, device=self._device)
-        offset = torch.zeros_like(number)
+        queries, tiles_per_row = min(shape.length, self._attention.long_tile), self._tiles_per_row(shape)
+        tile_row = number.repeat_interleave(tiles_per_row, output_size=shape.rows * tiles_per_row)
+        offset = torch.arange(tiles_per_row, dtype=torch.int32, device=self._device).repeat(shape.rows) * queries
         first = number * shape.length
         steps = torch.arange(shape.length, dtype=torch.int32, device=self._device)
         everything = torch.arange(count, device=self._device)
@@ -216,8 +223,8 @@ class DecodeGraphs:
             inputs, [count, shape.rows, shape.rows, shape.rows * self._width(shape)]
         )
         table = flat.view(shape.rows, -1)
-        split_tokens = split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
-        tiles = Tiles(number, offset, first, start, length, table, shape.splits, split_tokens, shape.length)
+        least_split = split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
+        tiles = Tiles(tile_row, offset, first, start, length, number, table, shape.splits, least_split, queries)
 
         def step() -> Tensor:
             live = steps < length[:, None]
@@ -235,4 +242,4 @@ class DecodeGraphs:
                 logits,
             )
 
-        return step, (number, offset, first, steps, everything, tiles, self._attention.arrived, logits)
+        return step, (number, tile_row, offset, first, steps, everything, tiles, self._attention.arrived, logits)

@@ -42,6 +42,7 @@ def must_agree(
         "kernels": kernels if options.exact or kernels == "torch" else "compiled",
         "block-size": str(options.block_size),
         "tokens of a step (from step-tokens and max-running)": str(options.max_num_tokens),
+        "tokens of a row in decode steps (from draft and draft-tokens)": repr(options.decode_lengths),
         "edge-kind": options.edge_kind,
         "checkpoint digest": digest,
         "max-model-len": str(max_model_len),

@@ -111,6 +111,7 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             kernels=config.kernels,
             max_num_tokens=max(config.step_tokens + 2 * CATCH_UP * config.max_running, 512),
             decode_rows=config.max_running,
+            decode_lengths=(1, 2),  # after a step whose draft tokens were all accepted the draft is two tokens behind
         )
     )
     log.info("draft %s: %d blocks, loaded in %.2f s", directory.name, draft.num_blocks, time.monotonic() - started)

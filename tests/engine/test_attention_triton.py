@@ -6,6 +6,7 @@ The interpreter multiplies bfloat16 as if it were integers, so float16 replaces 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,49 @@ def test_last_program_merges_the_splits_and_resets_the_arrival_counter() -> None
     assert not kernel.arrived.any(), "the next call counts from zero"
 
 
+def test_only_results_of_live_rows_and_used_splits_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the 16 rows of a tile two are live here (one query, two heads of a group). The row of 6 keys has one split, the
+    others have 3 and 9 of 128."""
+    config, stored = shape(4, 2, 16), []
+    _, keys, values, _ = paged(config, 16, torch.float32)
+    keys, values, queries = keys.nan_to_num(), values.nan_to_num(), torch.randn(3, 4, 16)
+    spans = [Span(0, 5, 6, (0,)), Span(1, 299, 300, tuple(range(19))), Span(2, 1099, 1100, tuple(range(69)))]
+    kernel = triton_attention(config, 16)
+    prepared = kernel.prepare(spans, 0)
+
+    def nan(size: tuple[int, ...], **named: Any) -> Tensor:
+        stored.append(torch.full(size, float("nan"), **named))
+        return stored[-1]
+
+    plain = FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    expected = plain.attend(queries, keys, values, plain.prepare(spans, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", nan)
+        found = kernel.attend(queries, keys, values, prepared)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    partial, sums = stored
+    assert partial.shape == (3, 2, 9, 2, 16) and sums.shape == (2, 3, 2, 9, 2)
+    used = [[int((~tile[0, :, 0].isnan()).sum()) for tile in tiles] for tiles in (partial[..., 0], sums[0])]
+    assert used == [[0, 3, 9]] * 2
+
+
+@pytest.mark.parametrize("splits", [1, 3, 64])
+def test_one_launch_serves_contexts_of_every_length(splits: int) -> None:
+    """As in a captured step: the number of splits is fixed, and each row divides its own keys among them."""
+    from baton.engine.attention_triton import Prepared
+
+    config = shape(4, 2, 16)
+    queries, keys, values, spans = paged(config, 16, torch.float32)
+    kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    for window in (0, 20):
+        tiles, *others = kernel.prepare(spans, window).tiles
+        found = kernel.attend(
+            queries, keys, values, Prepared((replace(tiles, splits=splits), *others), (), window)
+        )
+        expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
+        assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+
+
 def test_row_has_the_same_bits_alone_and_in_a_batch_with_the_same_split_size() -> None:
     from baton.engine.attention_triton import split_plan
 
@@ -124,6 +168,9 @@ def test_row_has_the_same_bits_alone_and_in_a_batch_with_the_same_split_size() -
         (512, 1024, 1, 4096),  # 64 sequences: one more key adds no split
         (512, 1025, 1, 4096),
         (512, 131072, 32, 4096),
+        (8, 131072, 64, 128),  # a program combines all splits of a tile: more would take longer than they save
+        (1, 1 << 20, 64, 128),
+        (8192, 131072, 16, 4096),
     ],
 )
 def test_keys_are_split_more_finely_when_there_are_few_programs(
@@ -134,7 +181,7 @@ def test_keys_are_split_more_finely_when_there_are_few_programs(
     assert split_plan(programs, longest) == (splits, tokens)
     buckets = split_buckets(programs, 131072)
     assert buckets == sorted(buckets) and buckets[-1] == split_plan(programs, 131072)[0]
-    assert any(bucket >= splits for bucket in buckets) and len(buckets) <= 5
+    assert any(bucket >= splits for bucket in buckets) and len(buckets) <= 3
 
 
 def test_long_rows_use_flash_attention_when_torch_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +225,6 @@ def test_keys_of_a_long_chunk_are_not_split_and_keys_of_a_short_last_chunk_are()
     """Split results of 8,192 tokens at 131,072 would take 17 GB; 20 tokens there, not split, would be 24 programs."""
     kernel, blocks = triton_attention(shape(32, 8, 128), 16), tuple([0] * 8192)
     (tiles,) = kernel.prepare([Span(0, 131_072 - 8192, 131_072, blocks)], 0).tiles
-    assert tiles.splits == 1 and tiles.split_tokens > 131_072
+    assert tiles.splits == 1 and tiles.least_split > 131_072
     (tail,) = kernel.prepare([Span(0, 131_072 - 20, 131_072, blocks)], 0).tiles
-    assert len(tail.row) == 3 and tail.splits * tail.split_tokens >= 131_072 and tail.splits >= 128
+    assert len(tail.row) == 3 and tail.splits == 64

@@ -4,8 +4,10 @@ captured: the same function runs each time, on the arrays that a graph would rea
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary, plain
 from baton.engine.model import Model, shard_config
+from baton.engine.options import decode_lengths
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader
+from baton.model_source import may_draft
 from tests.engine.driver import GREEDY, random_tokens
 from tests.support.checkpoints import make_checkpoint
 
@@ -38,7 +42,14 @@ BLOCKS, SIZE, LONGEST = 60, 16, 256
 class Twins:
     """One model with two KV pools: `graphs` computes in one, plain forward passes in the other."""
 
-    def __init__(self, model_dir: Path, size: int = SIZE) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        size: int = SIZE,
+        max_rows: int = 4,
+        lengths: tuple[int, ...] = (1, 3),
+        long_tile: int | None = None,
+    ) -> None:
         from baton.engine.attention_triton import TritonAttention
         from baton.engine.decode_graphs import DecodeGraphs
 
@@ -48,7 +59,8 @@ class Twins:
         self.pools = [KVPool(config.kv_layout(size, "float32"), BLOCKS, CPU) for _ in range(2)]
         local = shard_config(config, group)
         attention = TritonAttention(local, size, torch.float32, CPU)
-        self.graphs = DecodeGraphs(self.model, self.pools[0], attention, LONGEST, max_rows=4, lengths=(1, 3))
+        attention.long_tile = long_tile or attention.long_tile
+        self.graphs = DecodeGraphs(self.model, self.pools[0], attention, LONGEST, max_rows=max_rows, lengths=lengths)
         with torch.no_grad():
             self.graphs.capture(config.vocab_size)
         self.plain = FastAttention(local, size, BLOCKS, torch.float32, CPU)
@@ -106,6 +118,15 @@ def test_rows_of_different_lengths_share_a_graph(twins: Twins) -> None:
     assert torch.equal(found_again, found)
 
 
+def test_captured_rows_with_more_queries_than_a_tile_take_several_tiles(checkpoint: Callable[..., Path]) -> None:
+    """One tile for 9 queries of 16 heads a group would have 256 rows, more than the registers hold."""
+    twins = Twins(checkpoint("llama"), max_rows=2, lengths=(5,), long_tile=2)
+    twins.compute(*(row(n, 0, random_tokens(40 + n, seed=n), 1) for n in range(2)))
+    found, expected = twins.compute(row(0, 40, [5, 6, 7, 8, 9], 5), row(1, 41, [5, 6, 7], 3))
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4) and twins.graphs.replayed == 1
+    assert not twins.graphs._attention.arrived.any()
+
+
 def test_shapes_are_rounded_up_to_captured_shapes(twins: Twins) -> None:
     def shape(*rows: Row) -> Any:
         found = twins.graphs.shape_of(make_batch(StepPlan(1, rows), twins.limits, CPU))
@@ -115,7 +136,8 @@ def test_shapes_are_rounded_up_to_captured_shapes(twins: Twins) -> None:
     assert shape(row(0, 100, [1, 2], 2)) == (1, 3)
     assert shape(row(0, 1, [1], 1), row(1, 1, [1, 2], 2)) == (2, 3)
     assert shape(row(0, 0, list(range(4)), 1)) is None, "the tail of a prompt is launched"
-    assert shape(*(row(n, 1, [1], 1) for n in range(5))) is None, "more rows than were captured"
+    assert shape(*(row(n, 1, [1], 1) for n in range(4))) == (4, 1)
+    assert shape(*(row(n % 5, 1, [1], 1) for n in range(6))) is None, "more rows than were captured"
     assert shape() is None
     assert all(found in twins.graphs._captured for found in twins.graphs.shapes())
 
@@ -132,9 +154,37 @@ def test_every_context_length_has_a_captured_shape(rows: int, longest: int) -> N
 
     buckets = split_buckets(rows * 8, longest)
     for context in (1, 128, 129, 1024, 1025, longest - 1, longest):
-        needed, tokens = split_plan(rows * 8, context)
-        assert tokens == split_plan(rows * 8, longest)[1], "the length of a split follows from the rows alone"
-        assert any(bucket >= needed for bucket in buckets)
+        bucket = split_buckets(rows * 8, context)[-1]
+        splits, least = split_plan(rows * 8, context)
+        assert bucket in buckets
+        assert splits == min(bucket, -(-context // least)), "captured or not, a row divides its keys in the same way"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize(("draft", "draft_tokens"), [("none", 0), ("ngram", 0), ("ngram", 4), ("ngram", 8)])
+@pytest.mark.parametrize("max_rows", [1, 64, 300, 1024])
+def test_captured_sizes_reach_the_most_sequences_in_few_shapes(
+    kv_heads: int, draft: str, draft_tokens: int, max_rows: int
+) -> None:
+    from baton.engine.attention_triton import split_buckets
+    from baton.engine.decode_graphs import MAX_LONG_TOKENS, most_rows, row_sizes
+
+    lengths = decode_lengths(may_draft(draft, Path()), draft_tokens)
+    shapes = [
+        (rows, length, splits)
+        for length in lengths
+        for rows in row_sizes(most_rows(length, max_rows))
+        for splits in split_buckets(rows * kv_heads, 131_072)
+    ]
+    if draft == "none" or (draft_tokens and max_rows <= 64):
+        assert lengths[1:] == ((1 + draft_tokens,) if draft_tokens else ()) and len(shapes) < 40
+    assert len(shapes) < 55
+    assert max(rows for rows, length, _ in shapes if length == 1) == max_rows
+    assert all(rows * length <= MAX_LONG_TOKENS for rows, length, _ in shapes if length > 1)
+    assert max(lengths) == 1 + (draft_tokens or 8) if draft != "none" else lengths == (1,)
+    sizes = row_sizes(max_rows)
+    assert all(big <= 2 * small for small, big in itertools.pairwise(sizes))
+    assert all(big <= 1.5 * small for small, big in itertools.pairwise(sizes) if small >= 256)
 
 
 def test_replay_reads_tokens_that_are_only_on_the_device(twins: Twins) -> None:
