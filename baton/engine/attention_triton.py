@@ -47,9 +47,9 @@ def split_buckets(programs: int, longest: int) -> list[int]:
 
 
 def split_plan(programs: int, longest: int) -> tuple[int, int]:
-    """(splits, least tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Splits are
-    short for few programs, to keep the GPU busy, and long for many, to combine fewer results. A captured step with the
-    last of `split_buckets` for the same arguments divides every row in the same way."""
+    """(splits, least tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Splits
+    are short for few programs, to keep the GPU busy, and long for many, to combine fewer results. A captured step with
+    the last of `split_buckets` for the same arguments divides every row in the same way."""
     least = min(max(triton.next_power_of_2(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
     return min(split_buckets(programs, longest)[-1], -(-longest // least)), least
 
@@ -101,6 +101,12 @@ class TritonAttention:
         """Makes `arrived` large enough for steps of that many tiles. Graphs captured with a smaller one keep it."""
         if len(self.arrived) < tiles * self.kv_heads:
             self.arrived = torch.zeros(tiles * self.kv_heads, dtype=torch.int32, device=self._device)
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """A length of each kind of rows that `prepare` distinguishes."""
+        lengths = (1, self._short_tile + 1, max(_FLASH_TOKENS, self._short_tile + 1))
+        return lengths if self._flash and lengths[1] < lengths[2] else tuple(sorted({lengths[0], lengths[-1]}))
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]

@@ -79,7 +79,6 @@ def _on_cuda(
     from baton.engine.kernels.sampling import decide
 
     size = kv.layout.block_size
-    longest = min(longest, kv.num_blocks * size)
     attention = TritonAttention(shard_config(config, group), size, kv.storage[0][0].dtype, kv.device)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
     prepare: Callable[[], None] | None = None
@@ -90,4 +89,5 @@ def _on_cuda(
     if group.size == 1:
         limits = Limits(size, kv.num_blocks, config.vocab_size, longest)
         propose = DeviceDraftTokens(compute, limits, kv.device, decide)
-    return Computing(torch.no_grad()(compute), decide=decide, propose=propose, prepare=prepare)
+    row_lengths = attention.row_lengths
+    return Computing(torch.no_grad()(compute), decide=decide, propose=propose, prepare=prepare, row_lengths=row_lengths)

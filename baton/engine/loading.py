@@ -1,14 +1,18 @@
 """Loads a model on one rank: `load_runner`, stage by stage.
 
 check (the options, this machine and this checkpoint), connect (the ranks compare options and connect), load (weights),
-kv (as many blocks as fit), warm-up, capture (on a GPU), self-test (in exact mode).
+kv (as many blocks as fit), capture (on a GPU), warm-up, self-test (in exact mode).
+
+On a GPU the size of the KV pool depends on what the largest step takes: captures and that step run once beside a pool
+of one block, and are measured. Captures empty torch's cache of free memory, so the warm-up, which fills it, comes last.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,18 +28,16 @@ from baton.engine.device import choose_device, choose_dtype
 from baton.engine.grammars import Grammars
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.kv_pool import KVPool
-from baton.engine.memory import kv_budget, plan_blocks
+from baton.engine.memory import kv_budget, peak_bytes, plan_blocks
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import agree, must_agree
-from baton.engine.runner import Runner
+from baton.engine.runner import Computing, Runner
 from baton.engine.selftest import check_exact, prove_row_invariance
 from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
-_LONG_ROW = 128
-"""Tokens of a row that is computed like a prompt."""
 
 
 def load_runner(
@@ -78,31 +80,41 @@ def load_runner(
         group = connect(store, ranks, device, options.host)
     with _stage("load", on_stage), torch.no_grad():
         model = build_model(config, weights, group, kernels, longest, options)
+    most = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
+    local = local_layout(config.kv_layout(options.block_size, dtype), ranks.size, ranks.rank)
+
+    def make_runner(kv: KVPool, max_model_len: int, grammars: Grammars | None = None) -> tuple[Runner, Computing]:
+        computing = how_to_compute(model, kv, config, group, min(longest, max_model_len), options)
+        runner = Runner(
+            computing,
+            config,
+            kv,
+            options,
+            kernels=kernels_name,
+            max_model_len=min(longest, max_model_len),
+            digest=digest,
+            group=group,
+            parameter_bytes=weights.bytes_read,
+            grammars=grammars,
+        )
+        return runner, computing
+
     with _stage("kv", on_stage), torch.no_grad():
-        layout = local_layout(config.kv_layout(options.block_size, dtype), ranks.size, ranks.rank)
-        blocks = plan_blocks(layout, kv_budget(options, layout, longest, device, ranks), options.max_model_len)
-        kv = KVPool(layout, group.minimum(blocks, "KV blocks"), device)
+        step_bytes = 0
+        if is_gpu(device):
+            step_bytes = peak_bytes(device, lambda: run_largest(*make_runner(KVPool(local, 1, device), longest), most))
+        budget = kv_budget(options, local, longest, device, ranks, step_bytes)
+        blocks = plan_blocks(local, budget, options.max_model_len)
+        kv = KVPool(local, group.minimum(blocks, "KV blocks"), device)
     grammars = None
     if group.leads and tensors is None:
         grammars = Grammars.load(options.model_dir, config.vocab_size)
-    computing = how_to_compute(model, kv, config, group, longest, options)
-    runner = Runner(
-        computing,
-        config,
-        kv,
-        options,
-        kernels=kernels_name,
-        max_model_len=min(longest, kv.num_blocks * options.block_size),
-        digest=digest,
-        group=group,
-        parameter_bytes=weights.bytes_read,
-        grammars=grammars,
-    )
-    with _stage("warm-up", on_stage):
-        warm_up(runner)
+    runner, computing = make_runner(kv, kv.num_blocks * options.block_size, grammars)
     if computing.prepare is not None:
         with _stage("capture", on_stage):
             computing.prepare()
+    with _stage("warm-up", on_stage):
+        warm_up(runner, computing, most)
     if options.exact:
         with _stage("self-test", on_stage):
             limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)
@@ -119,23 +131,57 @@ def _stage(name: str, on_stage: OnStage | None) -> Iterator[None]:
         on_stage(name, time.perf_counter() - started)
 
 
-def warm_up(runner: Runner) -> None:
-    """Runs one prefill and one decode step, and on a GPU steps of every kind, so that kernels are compiled and loaded
-    before the first request. They write KV to blocks that no sequence owns yet."""
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def run_largest(runner: Runner, computing: Computing, samples: int) -> None:
+    """Captures what the runner captures, then computes the step that takes most memory."""
+    if computing.prepare is not None:
+        computing.prepare()
+    runner.step(largest_step(runner, samples))
+
+
+def warm_up(runner: Runner, computing: Computing, samples: int) -> None:
+    """Runs one prefill and one decode step, and on a GPU steps of every kind and the largest, so that kernels are
+    compiled and loaded, and memory is reserved, before the first request. They write KV to blocks that no sequence owns
+    yet. Raises StartupError if the largest step does not fit beside the KV."""
     length = min(runner.layout.block_size, runner.max_model_len)
     for start, tokens in ((0, (0,) * length), (length - 1, (0,))):
-        row = Row(SequenceId("warm-up"), start, tokens, (0,), SamplingParams(temperature=0.0), num_sampled=1)
-        runner.step(StepPlan(0, (row,)))
-    if runner.launches_ahead:
-        for plan in load_kernels(runner):
+        runner.step(StepPlan(0, (_row(runner, start, tokens, SamplingParams(temperature=0.0), 1),)))
+    if not is_gpu(runner.kv.device):
+        return
+    try:
+        for plan in (largest_step(runner, samples), *load_kernels(runner, computing.row_lengths)):
             runner.step(plan)
+    except torch.OutOfMemoryError:
+        raise StartupError(
+            f"{runner.kv.device}: a step of {runner.max_num_tokens} tokens does not fit beside the KV; lower"
+            " --kv-memory-gib, --gpu-share or --step-tokens"
+        ) from None
 
 
-def load_kernels(runner: Runner) -> list[StepPlan]:
+def _row(runner: Runner, start: int, tokens: tuple[int, ...], sampling: SamplingParams, samples: int) -> Row:
+    """A row of no sequence. All positions share one block, so that it fits into a pool of any size."""
+    blocks = (0,) * runner.layout.blocks_for(start + len(tokens))
+    return Row(SequenceId("warm-up"), start, tokens, blocks, sampling, samples)
+
+
+def largest_step(runner: Runner, samples: int) -> StepPlan:
+    """As many tokens as a step may have, in the longest possible rows; the first is at the end of the longest context
+    and samples `samples` times, if it is that long."""
+    longest, sampling = runner.max_model_len, SamplingParams(temperature=0.0)
+    first = min(runner.max_num_tokens, longest)
+    rows = [_row(runner, longest - first, (0,) * first, sampling, min(first, samples))]
+    for done in range(first, runner.max_num_tokens, longest):
+        rows.append(_row(runner, 0, (0,) * min(longest, runner.max_num_tokens - done), sampling, 1))
+    return StepPlan(0, tuple(rows))
+
+
+def load_kernels(runner: Runner, row_lengths: Sequence[int] = (1,)) -> list[StepPlan]:
     """Steps of every kind of a first request, for a GPU: CUDA loads a kernel at its first use, and may block for that
-    until a posted receive completes. A long row, and draws with biases, masks and penalties."""
-    length = max(min(_LONG_ROW, runner.max_model_len - 2), 1)
-    blocks = tuple(range(min(runner.num_blocks, runner.layout.blocks_for(length + 2))))
+    until a posted receive completes. Rows of each of `row_lengths`, for which attention uses different kernels, and
+    draws with biases, masks and penalties."""
     sampling = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -147,8 +193,11 @@ def load_kernels(runner: Runner) -> list[StepPlan]:
         bad_words=((1,),),
         logprobs=1,
     )
-    long = Row(SequenceId("warm-up"), 0, (0,) * length, blocks, SamplingParams(), 1)
-    history = History((0,) * length, (0,), ())
-    drawn = Row(SequenceId("warm-up"), length, (0,), blocks, sampling, 1, 1, history)
-    greedy = Row(SequenceId("other"), length, (0,), blocks, SamplingParams(temperature=0.0), 1, 1)
-    return [StepPlan(0, (long,)), StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,))]
+    longest = runner.max_model_len
+    lengths = [min(length, longest, runner.max_num_tokens) for length in row_lengths]
+    steps = [StepPlan(0, (_row(runner, 0, (0,) * length, SamplingParams(), 1),)) for length in lengths]
+    start = max(longest - 2, 0)
+    history = History((0,) * start, (0,), ())
+    drawn = replace(_row(runner, start, (0,), sampling, 1), output_index=1, history=history)
+    greedy = replace(_row(runner, start, (0,), SamplingParams(temperature=0.0), 1), sequence_id=SequenceId("other"))
+    return [*steps, StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,))]

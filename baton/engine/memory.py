@@ -6,7 +6,9 @@ draft's memory (`DraftShare`) is computed before either is loaded.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,15 +63,33 @@ def draft_share(
     return DraftShare(parameters, layout, max_running * layout.blocks_for(longest), longest)
 
 
-def kv_budget(options: EngineOptions, layout: KVLayout, longest: int, device: torch.device, ranks: Ranks) -> int:
-    """Bytes for the KV of one of `ranks`, from the options or by default; `layout` is this rank's own part."""
+def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Bytes that torch's allocator reserves on a GPU for `run`, beyond what is allocated before it. What `run` made is
+    freed."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device) - before
+    gc.collect()  # closures of captured steps
+    torch.cuda.empty_cache()
+    return peak
+
+
+def kv_budget(
+    options: EngineOptions, layout: KVLayout, longest: int, device: torch.device, ranks: Ranks, step_bytes: int = 0
+) -> int:
+    """Bytes for the KV of one of `ranks`, from the options or by default; `layout` is this rank's own part. On a GPU
+    `step_bytes` are left free, for the largest step."""
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes // ranks.size
     draft = None
     if options.draft_dir is not None:
         config = read_model_config(options.draft_dir)
         draft = draft_share(config, longest, options.block_size, layout.layers[0].dtype, options.max_running)
-    return default_budget(layout, longest, device, ranks.local_size, draft, options.gpu_share)
+    return default_budget(layout, longest, device, ranks.local_size, draft, options.gpu_share, step_bytes)
 
 
 def default_budget(
@@ -79,12 +99,19 @@ def default_budget(
     local_size: int,
     draft: DraftShare | None,
     gpu_share: float = 0.0,
+    step_bytes: int = 0,
 ) -> int:
     """Bytes for a rank's KV when not configured; `layout` is the rank's, `local_size` counts the worker's ranks on this
-    machine, `gpu_share` is as in `default_kv_bytes`. On a GPU the memory of a `draft` that is loaded later is left
-    free; on CPU its pages are allocated as they are used."""
+    machine, `gpu_share` is as in `default_kv_bytes`, `step_bytes` as in `kv_budget`. On a GPU the memory of a `draft`
+    that is loaded later is left free; on CPU its pages are allocated as they are used. Raises StartupError if nothing
+    is left beside the largest step."""
     enough = layout.blocks_for(longest) * layout.bytes_per_block * DEFAULT_SEQUENCES
-    free = default_kv_bytes(device, local_size, gpu_share)
+    free = default_kv_bytes(device, local_size, gpu_share) - step_bytes
+    if step_bytes and free <= 0:
+        raise StartupError(
+            f"{device}: the largest step takes {step_bytes / 2**30:.1f} GiB, which leaves no memory for KV; lower"
+            " --step-tokens, --max-running or --max-model-len, or use a GPU with more memory"
+        )
     if draft is not None and device.type == "cuda":
         free = draft.left_of(free, layout.bytes_per_block)
     return min(free, enough)

@@ -18,8 +18,8 @@ class EngineOptions:
     torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
     only with compiled kernels). `version` is the code's. `draft_dir` is the draft model that this rank loads
     afterwards, for `max_running` sequences. `decode_rows` is the most sequences of a decode step, for which steps are
-    captured on a GPU; 0 captures none. `decode_lengths` are the possible numbers of tokens of a row in such steps, rising
-    (rows of fewer are padded). `gpu_share` is the share of its GPU's memory that a rank may use, 0: all, or an
+    captured on a GPU; 0 captures none. `decode_lengths` are the possible numbers of tokens of a row in such steps,
+    rising (rows of fewer are padded). `gpu_share` is the share of its GPU's memory that a rank may use, 0: all, or an
     even part where ranks of this worker share a GPU. Options that must be equal on all ranks: `rank_options`.
     """
 
@@ -46,8 +46,8 @@ class EngineOptions:
 
 
 def decode_lengths(drafts: bool, draft_tokens: int) -> tuple[int, ...]:
-    """`EngineOptions.decode_lengths` of a worker that `drafts`: one token, and the `draft_tokens` to verify after it; 0:
-    up to 8, as many as pay off."""
+    """`EngineOptions.decode_lengths` of a worker that `drafts`: one token, and the `draft_tokens` to verify after it;
+    0: up to 8, as many as pay off."""
     if not drafts:
         return (1,)
     return (1, 1 + draft_tokens) if draft_tokens else (1, 3, 9)

@@ -39,7 +39,8 @@ class Computing:
     `choose` samples tokens from them, `decide` does so on their device; `mask` masks the tokens that a grammar does not
     allow; `propose` drafts a draft model's tokens in one call; `compute_in_two` is `compute` with a callback when the
     given number of layers have written their KV. None means that only the plain way is available. `prepare` is called
-    once after loading, for preparations that must precede the first request."""
+    once after loading, for preparations that must precede the first request. `row_lengths` has a length of each kind of
+    rows that different kernels compute."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None = None
@@ -48,14 +49,15 @@ class Computing:
     propose: Propose | None = None
     compute_in_two: ComputeInTwo | None = None
     prepare: Callable[[], None] | None = None
+    row_lengths: tuple[int, ...] = (1,)
 
 
 class Runner:
     """A loaded model with its KV pool. Public attributes: `model_config`, `layout` (the whole model's), `num_blocks`,
-    `max_model_len` (positions per sequence), `dtype_name`, `threads`, `digest` (of the checkpoint), `kv` (this rank's
-    pool), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and why), `launches_ahead` (whether
-    steps are launched and then collected, as on a GPU: without a draft model, a step may be launched while another
-    computes; with one, a single wait covers draft tokens and tokens)."""
+    `max_model_len` (positions per sequence), `max_num_tokens` (of a step), `dtype_name`, `threads`, `digest` (of the
+    checkpoint), `kv` (this rank's pool), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and
+    why), `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a draft model, a step
+    may be launched while another computes; with one, a single wait covers draft tokens and tokens)."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class Runner:
         self._compute_in_two = computing.compute_in_two
         self._first_layers: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
-        self._max_num_tokens = options.max_num_tokens
+        self.max_num_tokens = options.max_num_tokens
         # In exact mode torch never computes a single row: its kernels may treat a product of one row differently.
         self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
 
@@ -183,8 +185,8 @@ class Runner:
         return list(torch.split(logits, [row.num_sampled if self.group.leads else 0 for row in plan.rows]))
 
     def _batch(self, plan: StepPlan) -> Batch:
-        if plan.num_tokens > self._max_num_tokens:
-            raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self._max_num_tokens}")
+        if plan.num_tokens > self.max_num_tokens:
+            raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self.max_num_tokens}")
         return make_batch(plan, self._limits, self.kv.device, self._min_tokens)
 
     def _forward(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Tensor:

@@ -104,8 +104,8 @@ def test_last_program_merges_the_splits_and_resets_the_arrival_counter() -> None
 
 
 def test_only_results_of_live_rows_and_used_splits_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the 16 rows of a tile two are live here (one query, two heads of a group). The row of 6 keys has one split, the
-    others have 3 and 9 of 128."""
+    """Of the 16 rows of a tile two are live here (one query, two heads of a group). The row of 6 keys has one split,
+    the others have 3 and 9 of 128."""
     config, stored = shape(4, 2, 16), []
     _, keys, values, _ = paged(config, 16, torch.float32)
     keys, values, queries = keys.nan_to_num(), values.nan_to_num(), torch.randn(3, 4, 16)
@@ -139,9 +139,7 @@ def test_one_launch_serves_contexts_of_every_length(splits: int) -> None:
     kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
     for window in (0, 20):
         tiles, *others = kernel.prepare(spans, window).tiles
-        found = kernel.attend(
-            queries, keys, values, Prepared((replace(tiles, splits=splits), *others), (), window)
-        )
+        found = kernel.attend(queries, keys, values, Prepared((replace(tiles, splits=splits), *others), (), window))
         expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
         assert torch.allclose(found, expected, rtol=0, atol=1e-5)
 

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine import device as device_module
+from baton.engine.batch import Span
 from baton.engine.device import choose_dtype
 from baton.engine.kernels import build
-from baton.engine.loading import load_kernels
+from baton.engine.loading import largest_step, load_kernels
 from baton.engine.processors import Draw
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import sample
@@ -207,16 +209,79 @@ def test_bfloat16_is_deterministic(checkpoint: Callable[..., Path]) -> None:
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_memory_bytes": 64 << 10, "max_model_len": 20}])
+@pytest.mark.parametrize("options", [{}, {"kv_memory_bytes": 64 << 10, "max_model_len": 20, "max_num_tokens": 50}])
 def test_steps_that_load_gpu_kernels_fit_any_pool_and_use_every_sampling_option(
     checkpoint: Callable[..., Path], options: dict[str, int]
 ) -> None:
     """They run at load on a GPU only; their plans must fit any model and any pool."""
-    runner = tiny_runner(checkpoint("llama"), kernels="torch", **options)
-    plans = load_kernels(runner)
-    assert [len(runner.step(plan).sampled) for plan in plans] == [1, 2, 1]
-    assert plans[0].rows[0].end == min(128, runner.max_model_len - 2)
-    sampling = plans[1].rows[0].sampling
+    runner = tiny_runner(checkpoint("llama"), kernels="torch", **{"max_num_tokens": 300, **options})
+    plans = load_kernels(runner, (1, 17, 64))
+    assert [len(runner.step(plan).sampled) for plan in plans] == [1, 1, 1, 2, 1]
+    assert [len(plan.rows[0].tokens) for plan in plans[:3]] == [1, 17, min(64, runner.max_model_len)]
+    sampling = plans[3].rows[0].sampling
     assert (
         sampling.penalises and sampling.bad_words and sampling.logit_bias and sampling.logprobs and sampling.top_p < 1
     )
+    largest = largest_step(runner, 5)
+    assert [len(tokens) for tokens in runner.step(largest).sampled][:1] == [5]
+    assert largest.num_tokens == runner.max_num_tokens and largest.rows[0].end == runner.max_model_len
+
+
+def test_on_a_gpu_the_largest_step_is_measured_before_the_pool_is_sized_and_warm_up_comes_last(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captures empty torch's cache of free memory, so what a warm-up before them reserved would be lost."""
+    from baton.engine import loading
+
+    events: list[object] = []
+
+    def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
+        run()
+        events.append("measured")
+        return 3 << 20
+
+    def budget(*arguments: Any) -> int:
+        events.append(("budget", arguments[-1]))
+        return 4 << 20
+
+    made = loading.how_to_compute
+
+    def how_to_compute(*arguments: Any) -> Any:
+        computing = made(*arguments)
+
+        def compute(batch: Any) -> torch.Tensor:
+            events.append(int(batch.lengths.sum()))
+            return computing.compute(batch)
+
+        return replace(computing, compute=compute, prepare=lambda: events.append("capture"), row_lengths=(1, 20, 70))
+
+    for name, fake in (("is_gpu", lambda _: True), ("peak_bytes", peak_bytes), ("kv_budget", budget)):
+        monkeypatch.setattr(loading, name, fake)
+    monkeypatch.setattr(loading, "how_to_compute", how_to_compute)
+    runner = tiny_runner(checkpoint("llama"), kernels="torch", max_num_tokens=300)
+    assert events[:5] == ["capture", 300, "measured", ("budget", 3 << 20), "capture"]
+    assert events[5:] == [16, 1, 300, 1, 20, 70, 2, 1]
+    assert runner.num_blocks > 1
+
+
+def test_warm_up_has_rows_of_every_kind_that_attention_computes_differently(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Triton in the place of a compiler: after the warm-up no prompt of any length needs another variant."""
+    attention_triton = pytest.importorskip("baton.engine.attention_triton")
+    from tests.engine.test_attention_triton import shape
+
+    monkeypatch.setattr(attention_triton, "flash_supports", lambda *_: True)
+    for heads, kv_heads in ((4, 4), (4, 2), (32, 2), (40, 1)):
+        for dtype in (torch.bfloat16, torch.float32):
+            kernel = attention_triton.TritonAttention(shape(heads, kv_heads, 16), 64, dtype, torch.device("cpu"))
+            for flash in (True, False):
+                kernel._flash = flash
+
+                def variants(length: int, kernel: Any = kernel, heads: int = heads // kv_heads) -> set[object]:
+                    prepared = kernel.prepare([Span(0, 0, length, (0,) * 64)], 0)
+                    rows = {max(16, 1 << (tiles.queries * heads - 1).bit_length()) for tiles in prepared.tiles}
+                    return rows | ({"flash"} if prepared.flash else set())
+
+                warm = set[object]().union(*map(variants, kernel.row_lengths))
+                assert set[object]().union(*map(variants, range(1, 300))) == warm

@@ -83,7 +83,8 @@ def paged_attention(
 @triton.jit(
     do_not_specialize=[
         "tile_row_ptr", "tile_offset_ptr", "row_first_ptr", "row_start_ptr", "row_length_ptr",
-        "table_row_ptr", "table_ptr", "max_ptr", "sum_ptr", "table_stride", "splits", "least_split", "queries", "window",
+        "table_row_ptr", "table_ptr", "max_ptr", "sum_ptr",
+        "table_stride", "splits", "least_split", "queries", "window",
     ]
 )  # fmt: skip
 def _attend(
@@ -162,7 +163,7 @@ def _attend(
                 tl.debug_barrier()
                 s = tl.arange(0, SPLITS)
                 stored = s < used
-                for at in range(0, tl.minimum(queries, length - offset) * GROUP):
+                for at in range(tl.minimum(queries, length - offset) * GROUP):
                     from_ = (tile_at * splits + s).to(tl.int64) * kept + at
                     peaks = tl.load(max_ptr + from_, mask=stored, other=NO_SCORE, cache_modifier=".cg")
                     weights = tl.exp2(peaks - tl.max(peaks, 0))
