@@ -17,7 +17,7 @@ PIECES = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "ca", "▁�
 def sentencepiece(**more: object) -> dict[str, object]:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(PIECES)]
-    scores = [0.0] * 259 + [-100.0 if len(piece) == 1 else -float(rank) for rank, piece in enumerate(PIECES)]
+    scores = [0.0] * 259 + [-100.0 if len(piece) == 1 else -float(7 * rank % 13) for rank, piece in enumerate(PIECES)]
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
