@@ -1,0 +1,1 @@
+"""The Open Inference Protocol, version 2, and Triton's generate extension: what they say of a text model. No I/O."""

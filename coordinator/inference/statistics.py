@@ -1,0 +1,68 @@
+"""Counts and durations of inference requests, as the protocol's statistics extension reports them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from coordinator.inference.model import VERSION
+from coordinator.submission import Delta
+
+
+@dataclass(slots=True)
+class Duration:
+    """How often, and how long in all, in nanoseconds."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.ns += round(seconds * 1e9)
+
+
+@dataclass(slots=True)
+class Statistics:
+    """`success` and `fail` count requests, the others choices: `queue` until its prompt is computed, `compute_input`
+    the prompt, `compute_infer` the output. `last_inference` is in Unix milliseconds."""
+
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+    inference_count: int = 0
+    execution_count: int = 0
+    last_inference: int = 0
+
+    def ended(self, answers: Sequence[Delta], seconds: float) -> None:
+        """Counts a request with the last delta of each of its choices."""
+        self.success.add(seconds)
+        self.execution_count += 1
+        self.last_inference = round(time.time() * 1000)
+        for line in (answer.timeline for answer in answers if answer.timeline is not None):
+            lengths = {span.name: span.end_s - span.start_s for span in line.spans}
+            self.inference_count += 1
+            self.queue.add(lengths.get("queue", 0.0) + lengths.get("prefill_queue", 0.0))
+            self.compute_input.add(lengths.get("prefill", 0.0))
+            self.compute_infer.add(lengths.get("decode", 0.0))
+            self.compute_output.add(lengths.get("detokenise", 0.0))
+
+    def failed(self, seconds: float) -> None:
+        self.fail.add(seconds)
+
+    def as_json(self, served: str) -> dict[str, Any]:
+        """Returns one entry of `model_stats`."""
+        parts = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+        return {
+            "name": served,
+            "version": VERSION,
+            "last_inference": self.last_inference,
+            "inference_count": self.inference_count,
+            "execution_count": self.execution_count,
+            "inference_stats": {part: asdict(getattr(self, part)) for part in parts},
+            "batch_stats": [],
+        }
