@@ -101,7 +101,7 @@ class WorkerOptions(EngineConfig):
     )
     edge_kind: str = option(
         "auto",
-        "transport of KV; auto: nccl on cuda (ipc if a plan puts all ranks on one GPU), else gloo; ipc: within one host",
+        "transport of KV; auto: nccl on cuda (ipc if a plan puts all ranks on one GPU), else gloo; ipc: in one host",
         choices=("auto", *EDGE_KINDS),
     )
     staging_mib: float = option(
