@@ -159,6 +159,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
             max_model_len=config.max_model_len or runner.model_config.max_position_embeddings,
             tensor_parallel=ranks.size,
             quantize=config.quantize,
+            edge_kind=crew.ends.kind,
         )
         worker = make(config, runner, facts, crew.pids, crew.ends)
         log.info(

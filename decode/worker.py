@@ -91,7 +91,7 @@ class DecodeWorker:
         )
         self.links_refused = 0
         self._reported_gauges: tuple[int, ...] = ()
-        self._edge_kind, self._gpus = make_end.kind, make_end.gpus
+        self._gpus = make_end.gpus
         self._arrived: set[SequenceId] = set()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
@@ -119,6 +119,7 @@ class DecodeWorker:
             step_tokens=self.config.step_tokens,
             max_running=self.config.max_running,
             run_id=run_id,
+            replace=self.config.replace,
         )
 
     def load(self) -> Load:
@@ -219,7 +220,7 @@ class DecodeWorker:
             ("code_version", hello.code_version, self.facts.code_version),
             ("run_id", hello.run_id, self.main_loop.session.run_id),
             ("model_digest", hello.model_digest, self.facts.model_digest),
-            ("edge_kind", hello.edge_kind, self._edge_kind),
+            ("edge_kind", hello.edge_kind, self.facts.edge_kind),
             ("quantize", hello.quantize, self.facts.quantize),
         ):
             if theirs != mine:

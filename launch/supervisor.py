@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core.errors import StartupError
 from baton.options import EXIT_STARTUP_ERROR
@@ -19,6 +19,8 @@ from launch.console import Console
 from launch.failure import Failure, box, describe_exit
 
 RETRY_S = 5.0
+REPLACE = "BATON_REPLACE"
+"""A worker's option: the lease of its previous run may not have ended yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Supervised:
     def start(self, note: str = "") -> None:
         """Starts a run. Raises StartupError when the process cannot be started."""
         spec = self._spec()
+        if self._started_at:
+            spec = replace(spec, environment={**spec.environment, REPLACE: "true"})
         self.joined = self.left = self._joined_this_run = False
         self.restart_at = None
         self._started_at = time.monotonic()

@@ -41,7 +41,7 @@ class PrefillWorker:
         self.pids = pids
         self.incarnation = time.time_ns()
         self.handles_refused = 0
-        self._edge_kind, self._gpus = make_end.kind, make_end.gpus
+        self._gpus = make_end.gpus
         self.scheduler = PrefillScheduler(
             runner.layout,
             runner.num_blocks,
@@ -108,6 +108,7 @@ class PrefillWorker:
             blocks_total=self.scheduler.blocks.num_blocks,
             step_tokens=self.config.step_tokens,
             run_id=run_id,
+            replace=self.config.replace,
         )
 
     def load(self) -> Load:
@@ -248,7 +249,7 @@ class PrefillWorker:
             PROTOCOL_VERSION,
             self.facts.code_version,
             self.main_loop.token,
-            self._edge_kind,
+            self.facts.edge_kind,
             self.facts.quantize,
             self._gpus,
         )

@@ -10,7 +10,7 @@ from baton.core.handles import Handle
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Must be raised when anything on the wire changes: proto/, or what edges send (tests/rpc/test_wire_version.py)."""
 Role = Literal["prefill", "decode"]
 
@@ -30,6 +30,7 @@ class WorkerFacts:
     max_model_len: int
     tensor_parallel: int = 1
     quantize: str = "none"
+    edge_kind: str = "gloo"
     protocol_version: int = PROTOCOL_VERSION
 
     def first_difference(self, other: WorkerFacts) -> str | None:
@@ -52,7 +53,8 @@ def short_digest(digest: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """From a worker: it joins. `pids` has one entry per rank; `run_id` is empty at its first join."""
+    """From a worker: it joins. `pids` has one entry per rank; `run_id` is empty at its first join. With `replace` it
+    takes the place of a live worker of its name."""
 
     worker_id: str
     role: Role
@@ -66,6 +68,7 @@ class Join:
     max_running: int = 0
     run_id: str = ""
     token: str = field(default="", repr=False)
+    replace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

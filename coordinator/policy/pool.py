@@ -182,6 +182,10 @@ class Worker:
     def ready(self) -> bool:
         return self._state == "ready"
 
+    def live(self, now: float) -> bool:
+        """Returns whether its session is open and its lease has not ended."""
+        return self.connected and self.lease_until > now
+
     @property
     def lost(self) -> bool:
         return self._state == "lost"

@@ -9,8 +9,8 @@ States of a worker:
 
 A lease belongs to the session between worker and coordinator, renewed by each message. A worker whose lease has ended
 is fenced: its messages are refused until it joins again. While a worker holds its lease, an older incarnation of its
-name is refused. Incarnations are timestamps: after a clock was set back, a lost worker's successor may have a lower
-one.
+name is refused, and while its session is open, a newer one too, unless that asks to replace it, as a supervisor does at
+a restart. Incarnations are timestamps: after a clock was set back, a lost worker's successor may have a lower one.
 """
 
 from __future__ import annotations
@@ -105,6 +105,9 @@ class WorkerTable:
         if known is not None and known.incarnation > join.incarnation:
             later = f"another worker has joined as {name} since this one started"
             raise refused(join, f"incarnation: {later} ({join.incarnation} is older)")
+        if known is not None and known.incarnation < join.incarnation and known.live(now) and not join.replace:
+            at = f"{known.join.link_address or known.join.host}, pid {', '.join(map(str, known.join.pids))}"
+            raise refused(join, f"worker_id: a live worker has this id ({at}); --replace takes its place")
         if known is not None and known.incarnation == join.incarnation:
             known.join, known.connected, known.lease_until = join, True, now + self.lease_s
             if known.state == "joining":

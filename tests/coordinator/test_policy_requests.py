@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -65,7 +66,9 @@ class Drive:
 
     def join(self, name: str, *, blocks: int = 16) -> None:
         self.incarnations[name] = self.incarnations.get(name, 0) + 1
-        joined = self.table.join(make_join(name, self.incarnations[name], blocks=blocks), self.now)
+        joined = self.table.join(
+            replace(make_join(name, self.incarnations[name], blocks=blocks), replace=True), self.now
+        )
         if joined.replaced is not None:
             self.record(self.requests.on_worker_lost(name, "replaced", self.now, drained=False))
         self.record(self.requests.worker_joined(self.now))

@@ -32,7 +32,8 @@ OWN = OwnModel(
 def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
     known = make_facts(**facts)
     pids = tuple(range(11, 11 + known.tensor_parallel))
-    return Join(name, role, incarnation, known, link_address="127.0.0.1:1", pids=pids, blocks_total=8)
+    again = incarnation > 1
+    return Join(name, role, incarnation, known, link_address="127.0.0.1:1", pids=pids, blocks_total=8, replace=again)
 
 
 @pytest.fixture
@@ -60,6 +61,7 @@ def layers(**changes: object) -> KVLayout:
         ("code_version", {"code_version": "9.9"}),
         ("exact", {"exact": True}),
         ("quantize", {"quantize": "int8"}),
+        ("edge_kind", {"edge_kind": "ipc"}),
         ("vocab_size", {"vocab_size": 7}),
         ("max_model_len", {"max_model_len": 7}),
         ("block_size", {"layout": make_layout(6)}),
@@ -216,6 +218,20 @@ def test_a_new_incarnation_replaces_the_old_one_which_is_fenced(workers: WorkerT
     assert state(workers) == "ready"
 
 
+def test_a_live_worker_is_replaced_only_on_request(workers: WorkerTable) -> None:
+    stranger = replace(join(incarnation=2), replace=False)
+    workers.join(join(), 0.0)
+    with pytest.raises(JoinRefused) as caught:
+        workers.join(stranger, 2.9)
+    assert caught.value.param == "worker_id"
+    where = "a live worker has this id (127.0.0.1:1, pid 11); --replace takes its place"
+    assert caught.value.message == f"decode worker d0 refused: worker_id: {where}"
+    assert workers.incarnation("d0") == 1
+    assert workers.join(stranger, 3.0).worker.incarnation == 2, "its lease has ended"
+    workers.disconnected("d0", 2, 3.1)
+    assert workers.join(replace(stranger, incarnation=3), 3.2).worker.incarnation == 3, "its session has broken"
+
+
 def test_a_restart_is_not_refused_because_a_clock_was_set_back(workers: WorkerTable) -> None:
     """An older incarnation is refused only while the newer one holds its lease, since that one may redial."""
     workers.join(join(incarnation=2), 0.0)
@@ -285,7 +301,8 @@ def test_longest_sequence_is_that_of_the_smallest_pool_and_follows_the_workers(w
     assert blocks == 1755
 
     def join(name: str, incarnation: int = 1, blocks: int = blocks) -> Join:
-        return make_join(name, incarnation, blocks=blocks, layout=layout, max_model_len=40_960)
+        facts = {"layout": layout, "max_model_len": 40_960}
+        return replace(make_join(name, incarnation, blocks=blocks, **facts), replace=True)
 
     table = WorkerTable(lease_s=3.0)
     assert table.max_model_len() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import socket
@@ -103,6 +104,8 @@ def test_dead_worker_is_reported_and_restarted(start, agent: str) -> None:
     cluster.wait_until(lambda c: output(c).count("joined") == 3, "third join")
     assert "decode-0      died: killed by SIGKILL" in output(cluster)
     assert "| worker starts with" in output(cluster)
+    log = (cluster.run_dir / "decode-0.log").read_text()
+    assert re.findall("replaces: (.*)", log) == ["no", "true"], "its own previous run, whose lease may not have ended"
     cluster.stop()
 
 

@@ -9,7 +9,7 @@ from baton.core.commands import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (10, "<8sQQQQ", "<Q", "6100c4cbe02f1bc1")
+WIRE = (11, "<8sQQQQ", "<Q", "b1319941f614c17a")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:

@@ -106,6 +106,7 @@ class FakeWorker:
             blocks_total=self._blocks,
             step_tokens=8,
             run_id=run_id,
+            replace=self.incarnation > 1,
         )
 
     def load(self) -> Load:

@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--worker-id")
     options, rest = parser.parse_known_args()
     mode = os.environ.get("FAKE_WORKER", "")
+    print("replaces:", os.environ.get("BATON_REPLACE", "no"), flush=True)
     print("worker starts with", *rest, "on cores", sorted(os.sched_getaffinity(0)), flush=True)
     if mode == "refuse":
         print("noise before", file=sys.stderr)
