@@ -11,10 +11,16 @@ with the last chunk, so the last token is always computed, in a block that is no
 From its start a request with a hand-over also holds a send pin on its blocks, which the worker drops when the
 hand-over has ended (all of it acknowledged, or given up). So the KV outlives the computation for as long as it may
 still be read. After that its full blocks stay cached until they are evicted.
+
+With `plan_ahead` a step may be planned while the one before it computes, so that a GPU has it at once: all tokens of a
+prompt are known. A sequence then continues where its outstanding row ends, and keeps its blocks until its last row is
+done. A step that neither continues a prompt nor is full is not planned ahead: what arrives meanwhile would miss it.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockTable, Holder
@@ -70,7 +76,8 @@ class _Entry:
 
 class PrefillScheduler:
     """Complete state: `_waiting` and `_running`, `_entries` for both and for prefilled sequences, `blocks` and their
-    `cache`, and the one outstanding `_plan`."""
+    `cache`, and the outstanding plans `_out`, oldest first: one, or with `plan_ahead` up to two. `steps_ahead` counts
+    the steps that were planned while another was outstanding."""
 
     def __init__(
         self,
@@ -80,6 +87,7 @@ class PrefillScheduler:
         *,
         model_digest: str = "",
         prefix_cache: bool = True,
+        plan_ahead: bool = False,
     ) -> None:
         self.layout = layout
         self.blocks = BlockTable(num_blocks)
@@ -88,7 +96,9 @@ class PrefillScheduler:
         self._waiting: list[SequenceId] = []
         self._running: list[SequenceId] = []
         self._entries: dict[SequenceId, _Entry] = {}
-        self._plan: StepPlan | None = None
+        self.plan_ahead = plan_ahead
+        self.steps_ahead = 0
+        self._out: deque[StepPlan] = deque()
         self._next_step = 1
         self._submitted = 0
         self.prompt_tokens_computed = 0
@@ -146,17 +156,25 @@ class PrefillScheduler:
         self._waiting.append(request.sequence_id)
 
     def begin_step(self, now: float) -> StepPlan | None:
-        """Returns the next step, or None if there is nothing to compute or the last step is still outstanding."""
-        if self._plan is not None:
-            return None
+        """Returns the next step, or None if there is nothing to compute, or nothing before an outstanding step is
+        done."""
+        starts = {row.sequence_id: row.end for plan in self._out for row in plan.rows}
+        candidates = [
+            entry
+            for entry in (self._entries[i] for i in (*self._running, *self._waiting))
+            if entry.sequence.ending is None and self._left(entry, starts)
+        ]
+        if self._out:
+            if not self.plan_ahead or len(self._out) > 1:
+                return None
+            candidates = self._ahead(candidates, starts)
+        candidates.sort(key=lambda entry: self._turn(entry, starts))
         rows: list[Row] = []
         budget, scorable, room = self.step_tokens, MAX_SCORED_TOKENS, True
-        for entry in sorted((self._entries[i] for i in (*self._running, *self._waiting)), key=self._turn):
+        for entry in candidates:
             if budget == 0:
                 break
             sequence = entry.sequence
-            if sequence.ending is not None:
-                continue
             scores = sequence.request.sampling.prompt_logprobs is not None
             if scores and scorable == 0:
                 continue
@@ -164,24 +182,53 @@ class PrefillScheduler:
                 room = room and self._start(entry, now)
                 if not room:
                     continue
-            count = min(budget, scorable if scores else budget, sequence.num_uncomputed)
+            count = min(budget, scorable if scores else budget, self._left(entry, starts))
             scorable -= count if scores else 0
-            start, end = sequence.num_computed, sequence.num_computed + count
+            start = starts.get(sequence.id, sequence.num_computed)
+            end = start + count
             last = end == sequence.num_tokens
             rows.append(sequence.row(start, end, num_sampled=int(last), score=True))
             sequence.step_id = self._next_step
             budget -= count
         if not rows:
             return None
-        self._plan = StepPlan(self._next_step, tuple(rows))
+        plan = StepPlan(self._next_step, tuple(rows))
+        self.steps_ahead += bool(self._out)
+        self._out.append(plan)
         self._next_step += 1
-        return self._plan
+        return plan
 
-    def _turn(self, entry: _Entry) -> tuple[float, int]:
+    @staticmethod
+    def _left(entry: _Entry, starts: Mapping[SequenceId, int]) -> int:
+        """Returns how many tokens of a sequence are in no row yet; `starts`: where outstanding rows end."""
+        sequence = entry.sequence
+        return sequence.num_tokens - starts.get(sequence.id, sequence.num_computed)
+
+    def _ahead(self, candidates: list[_Entry], starts: Mapping[SequenceId, int]) -> list[_Entry]:
+        """Returns what to compute after the outstanding step: nothing unless it continues a prompt or is full. A prompt
+        that begins like one being computed is left out: it waits for that one's blocks in the cache."""
+        computing = {self._beginning(self._entries[i]) for i in starts}
+        found = [
+            entry
+            for entry in candidates
+            if entry.sequence.state is not State.WAITING
+            or not self.cache.enabled
+            or self._beginning(entry) not in computing
+        ]
+        if any(entry.sequence.state is not State.WAITING for entry in found):
+            return found
+        tokens = sum(self._left(entry, starts) - entry.prefix.num_findable for entry in found)
+        return found if tokens >= self.step_tokens else []
+
+    def _beginning(self, entry: _Entry) -> tuple[str, tuple[int, ...]]:
+        """Returns what two sequences that could share cached blocks have in common."""
+        return entry.sequence.request.cache_salt, entry.sequence.tokens(0, self.layout.block_size)
+
+    def _turn(self, entry: _Entry, starts: Mapping[SequenceId, int]) -> tuple[float, int]:
         """Sort key: the entry with the lowest one is computed first."""
         sequence = entry.sequence
         waiting = sequence.state is State.WAITING
-        left = sequence.num_uncomputed - (entry.prefix.num_findable if waiting else 0)
+        left = self._left(entry, starts) - (entry.prefix.num_findable if waiting else 0)
         return sequence.arrived_at + left / AGEING_TOKENS_PER_S, entry.number
 
     def _start(self, entry: _Entry, now: float) -> bool:
@@ -199,19 +246,21 @@ class PrefillScheduler:
         return True
 
     def finish_step(self, outcome: StepOutcome, now: float) -> PrefillResult:
-        """Applies the outcome of the outstanding step.
+        """Applies the outcome of the oldest outstanding step.
 
         Raises:
-            InvariantError: the outcome is not that of the outstanding step.
+            InvariantError: the outcome is not that of the oldest outstanding step.
         """
-        plan = check_outcome(self._plan, outcome)
-        self._plan = None
+        plan = check_outcome(self._out[0] if self._out else None, outcome)
+        self._out.popleft()
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []
         for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):
             entry = self._entries[row.sequence_id]
             sequence = entry.sequence
-            sequence.step_id = None
+            last = sequence.step_id == plan.step_id  # else the next step has a row of it, too
+            if last:
+                sequence.step_id = None
             failed = outcome.unsampled.get(index)
             sequence.num_computed = row.end - (failed is not None)  # if it failed, the last token is computed again
             self.prompt_tokens_computed += len(row.tokens)
@@ -219,7 +268,8 @@ class PrefillScheduler:
                 entry.prefix.store()
             entry.prompt_logprobs += outcome.scored_of(index)
             if sequence.ending is not None:
-                self._leave(entry)
+                if last:
+                    self._leave(entry)
                 continue
             if not row.num_sampled:
                 progress.append(Progress(sequence.id, row.end, cached=entry.prefix.cached))
@@ -249,6 +299,10 @@ class PrefillScheduler:
                 ended.append(SequenceEnded(sequence.id, "error", HandoffError.code, message, stamps))
                 self._leave(entry)
         return PrefillResult(tuple(progress), tuple(ended))
+
+    def num_computed(self, sequence_id: SequenceId) -> int:
+        """Returns how many positions of a sequence have KV, without those of outstanding rows."""
+        return self._entries[sequence_id].sequence.num_computed
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         return self._entries[sequence_id].sequence.block_ids

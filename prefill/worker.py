@@ -31,7 +31,8 @@ MIN_CHUNK_TOKENS = 512  # while the edges are busy, chunks are merged up to this
 
 
 class PrefillWorker:
-    """Complete state: the scheduler, the hand-overs, the outstanding plan; all else belongs to the main loop."""
+    """Complete state: the scheduler, the hand-overs, the outstanding plans by step, and the last step that is done; all
+    else belongs to the main loop."""
 
     def __init__(
         self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...], make_end: MakeEnd
@@ -48,6 +49,7 @@ class PrefillWorker:
             config.step_tokens,
             model_digest=facts.model_digest,
             prefix_cache=config.prefix_cache,
+            plan_ahead=config.plan_ahead == "on" or (config.plan_ahead == "auto" and runner.launches_ahead),
         )
         self.events = EventLog(config.worker_id)
         tls = read_cluster_tls(config.cluster_tls_dir, "prefill")
@@ -63,9 +65,11 @@ class PrefillWorker:
             connect_timeout_s=config.connect_timeout_s,
             tls=tls,
         )
-        self.main_loop = WorkerLoop(config, self, runner.step, read_token(config.cluster_token_file), tls=tls)
+        launcher = runner if self.scheduler.plan_ahead else None
+        self.main_loop = WorkerLoop(config, self, runner.step, read_token(config.cluster_token_file), launcher, tls)
         self._runner, self._section_bytes = runner, make_end.section_bytes
-        self._plan: StepPlan | None = None
+        self._plans: dict[int, StepPlan] = {}
+        self._done_step = 0
 
     async def run(self) -> None:
         """Serves until drained; raises what WorkerLoop.run raises."""
@@ -86,9 +90,9 @@ class PrefillWorker:
         return max((early_layers([n * size for size in layers], self._section_bytes) for n in last), default=0)
 
     def layers_computed(self, step_id: int, layers: int) -> None:
-        """Called when the first `layers` layers of the outstanding step have written their KV."""
-        plan = self._plan
-        if plan is None or plan.step_id != step_id:
+        """Called when the first `layers` layers of an outstanding step have written their KV."""
+        plan = self._plans.get(step_id)
+        if plan is None:
             return
         for row in plan.rows:
             if _sends_layers(row):
@@ -129,22 +133,26 @@ class PrefillWorker:
             hand_overs=len(self.outgoing),
             chunks_resent=self.outgoing.counters.chunks_resent,
             chunks_early=self.outgoing.counters.chunks_early,
+            steps_ahead=scheduler.steps_ahead,
             handles_refused=self.handles_refused,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
-        plan = self._plan = self.scheduler.begin_step(now)
+        plan = self.scheduler.begin_step(now)
         if plan is not None:
+            self._plans[plan.step_id] = plan
             for row in plan.rows:
                 if self.scheduler.hands_over(row.sequence_id):
                     self.outgoing.start(row.sequence_id, row.block_ids)
-                    # Cached KV can be sent now.
-                    self.outgoing.advance(row.sequence_id, row.start, None, plan.step_id - 1)
+                    if row.start == self.scheduler.num_computed(row.sequence_id):  # cached KV can be sent now
+                        self.outgoing.advance(row.sequence_id, row.start, None, self._done_step)
                 self.events.write("chunk_begin", sequence=row.sequence_id, start=row.start, end=row.end)
         return plan
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
-        result, self._plan = self.scheduler.finish_step(outcome, now), None
+        result = self.scheduler.finish_step(outcome, now)
+        self._done_step = outcome.step_id
+        del self._plans[outcome.step_id]
         current = self.outgoing.current_id
         ended = {e.sequence for e in result.ended}
         reported = tuple(replace(e, sequence=current(e.sequence)) for e in result.ended)

@@ -26,6 +26,7 @@ class Tracked:
     pinned: bool
     cached: int = 0
     computed: int = 0
+    planned: int = 0
     blocks: tuple[int, ...] = ()
     aborted: bool = False
     parked: bool = False
@@ -50,23 +51,28 @@ class PrefillMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         step_tokens=st.integers(1, 20),
         prefix_cache=st.booleans(),
+        plan_ahead=st.booleans(),
     )
-    def start(self, num_blocks: int, block_size: int, step_tokens: int, prefix_cache: bool) -> None:
-        self.prefix_cache = prefix_cache
+    def start(self, num_blocks: int, block_size: int, step_tokens: int, prefix_cache: bool, plan_ahead: bool) -> None:
+        self.prefix_cache, self.plan_ahead = prefix_cache, plan_ahead
         self.scheduler = make_prefill(
-            num_blocks, block_size=block_size, step_tokens=step_tokens, prefix_cache=prefix_cache
+            num_blocks,
+            block_size=block_size,
+            step_tokens=step_tokens,
+            prefix_cache=prefix_cache,
+            plan_ahead=plan_ahead,
         )
         # The salt and tokens of the KV in each block.
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.sequences: dict[SequenceId, Tracked] = {}
-        self.plan: StepPlan | None = None
+        self.plans: list[StepPlan] = []
         self.submitted = self.computed = 0
 
     def pick(self, data: st.DataObject) -> Tracked:
         return self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))]
 
     def stepping(self, tracked: Tracked) -> bool:
-        return self.plan is not None and any(r.sequence_id == tracked.request.sequence_id for r in self.plan.rows)
+        return any(row.sequence_id == tracked.request.sequence_id for plan in self.plans for row in plan.rows)
 
     def drop_ended_sequences(self) -> None:
         for sequence, tracked in list(self.sequences.items()):
@@ -108,16 +114,39 @@ class PrefillMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         plan = self.scheduler.begin_step(0.0)
-        if self.plan is not None:
-            assert plan is None
+        if plan is not None and self.plans:
+            assert self.plan_ahead and len(self.plans) == 1
+            self.check_ahead(plan)
+            self.plans.append(plan)
+        elif self.plans:
+            unfinished = [t for t in self.sequences.values() if t.queued and t.blocks and t.planned < t.total]
+            assert not unfinished or not self.plan_ahead or len(self.plans) == 2, "a prompt was not continued"
         elif plan is None:
             waiting = [tracked for tracked in self.sequences.values() if tracked.queued]
             assert all(not tracked.blocks for tracked in waiting)
             free = self.scheduler.blocks.num_free
             assert not waiting or any(self.scheduler.layout.blocks_for(tracked.total) > free for tracked in waiting)
         else:
-            self.plan = plan
             self.check_plan(plan)
+            self.plans.append(plan)
+
+    def check_ahead(self, plan: StepPlan) -> None:
+        """A step after an outstanding one continues a prompt or is full, and starts no prompt that could share blocks
+        with one being computed."""
+        sequences = [self.sequences[row.sequence_id] for row in plan.rows]
+        begun = [tracked for tracked in sequences if tracked.blocks]
+        assert begun or plan.num_tokens == self.scheduler.step_tokens
+        size = self.scheduler.layout.block_size
+        computing = {
+            (self.sequences[row.sequence_id].request.cache_salt, self.sequences[row.sequence_id].tokens[:size])
+            for row in self.plans[0].rows
+        }
+        for tracked in sequences:
+            if tracked not in begun and self.prefix_cache:
+                assert (tracked.request.cache_salt, tracked.tokens[:size]) not in computing
+        assert plan.num_tokens <= self.scheduler.step_tokens
+        for row, tracked in zip(plan.rows, sequences, strict=True):
+            self.check_row(row, tracked)
 
     def check_plan(self, plan: StepPlan) -> None:
         sequences = [self.sequences[row.sequence_id] for row in plan.rows]
@@ -138,7 +167,8 @@ class PrefillMachine(RuleBasedStateMachine):
         assert tracked.queued and row.tokens
         if not tracked.blocks:
             self.check_prefix(row, tracked)
-        assert row.start == tracked.computed, "each position is computed exactly once"
+        assert row.start == tracked.planned, "each position is computed exactly once"
+        tracked.planned = row.end
         assert row.tokens == (request.prompt + request.output)[row.start : row.end]
         assert row.num_sampled == (row.end == tracked.total)
         assert row.output_index == len(request.output)
@@ -162,13 +192,12 @@ class PrefillMachine(RuleBasedStateMachine):
         for index in range(row.start // size):
             known = (tracked.request.cache_salt, tracked.tokens[: (index + 1) * size])
             assert self.written[row.block_ids[index]] == known, "the block holds something else"
-        tracked.cached = tracked.computed = row.start
+        tracked.cached = tracked.computed = tracked.planned = row.start
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.plans)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        plan, self.plan = self.plan, None
-        assert plan is not None
+        plan = self.plans.pop(0)
         outcome = make_outcome(plan, lambda _: data.draw(st.sampled_from([EOS, 7])))
         result = self.scheduler.finish_step(outcome, 1.0)
         progress, ended = [], []
@@ -194,9 +223,8 @@ class PrefillMachine(RuleBasedStateMachine):
     def compute_all_and_maybe_resubmit_one(self, data: st.DataObject, again: bool) -> None:
         tracked = self.pick(data)
         while True:
-            if self.plan is None:
-                self.begin()
-            if self.plan is None:
+            self.begin()
+            if not self.plans:
                 break
             self.finish(data)
         if again:
@@ -260,8 +288,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(5 * self.submitted * 25 + 5):
-            plan = self.plan or self.scheduler.begin_step(2.0)
-            self.plan = None
+            plan = self.plans.pop(0) if self.plans else self.scheduler.begin_step(2.0)
             if plan is not None:
                 self.scheduler.finish_step(make_outcome(plan), 3.0)
             else:

@@ -56,9 +56,15 @@ def make_layout(block_size: int = 4, *, layers: int = 2, heads: int = 2, head_di
 
 
 def make_prefill(
-    num_blocks: int = 8, *, block_size: int = 4, step_tokens: int = 8, prefix_cache: bool = True
+    num_blocks: int = 8,
+    *,
+    block_size: int = 4,
+    step_tokens: int = 8,
+    prefix_cache: bool = True,
+    plan_ahead: bool = False,
 ) -> PrefillScheduler:
-    return PrefillScheduler(make_layout(block_size), num_blocks, step_tokens, prefix_cache=prefix_cache)
+    layout = make_layout(block_size)
+    return PrefillScheduler(layout, num_blocks, step_tokens, prefix_cache=prefix_cache, plan_ahead=plan_ahead)
 
 
 def make_decode(
