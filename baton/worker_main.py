@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from baton.core.cluster_token import check_listening
 from baton.core.commands import Role, WorkerFacts
-from baton.core.config import WorkerConfig
+from baton.core.config import WorkerConfig, with_step_tokens
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.names import name_error
 from baton.core.ranks import Ranks
@@ -137,7 +137,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     started, before = time.monotonic(), len(sys.modules)
     with lasting_imports():
         make = load()
-        from baton.engine.device import gpu_uuids
+        from baton.engine.device import choose_device, gpu_uuids
         from baton.rpc.health import serving_health
         from baton.worker_ranks import lead
     imported = len(sys.modules) - before
@@ -145,6 +145,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
+    config = with_step_tokens(config, role, choose_device(config.device, config.exact).type)
     options = _engine_options(role, config, ranks)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
         runner = crew.runner
@@ -198,9 +199,11 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 
 def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
     with lasting_imports():
+        from baton.engine.device import choose_device
         from baton.worker_ranks import follow
 
     beat_to_agent()
+    config = with_step_tokens(config, role, choose_device(config.device, config.exact).type)
     follow(ranks, _engine_options(role, config, ranks))
 
 
@@ -224,7 +227,7 @@ def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOpt
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,
         max_model_len=config.max_model_len or None,
-        max_num_tokens=max(config.step_tokens + 16 * config.max_running, 512),
+        max_num_tokens=max(config.step_tokens + (16 * config.max_running if role == "decode" else 0), 512),
         host=config.host,
         edge_kind=config.edge_kind,
         version=code_version(),

@@ -190,7 +190,11 @@ def main() -> None:
         )
     )
     config = WorkerConfig(
-        model=arguments.model, draft=arguments.draft, force_acceptance=arguments.force_acceptance, max_running=64
+        step_tokens=512,
+        model=arguments.model,
+        draft=arguments.draft,
+        force_acceptance=arguments.force_acceptance,
+        max_running=64,
     )
     with_draft_tokens, engine = prepare(config, runner)
     texts = prompts(resolve_model("builtin"), 64, min(runner.model_config.vocab_size, 4096))

@@ -37,7 +37,9 @@ def child(clients: int) -> None:
         model_dir=model, device="cpu", dtype="bfloat16", threads=1, kv_memory_bytes=1 << 29, max_model_len=2048
     )
     runner = at.load_runner(options)
-    drafting, engine = at.prepare(at.WorkerConfig(model="builtin", draft="auto", max_running=64), runner)
+    drafting, engine = at.prepare(
+        at.WorkerConfig(step_tokens=512, model="builtin", draft="auto", max_running=64), runner
+    )
     texts = at.prompts(model, 64, min(runner.model_config.vocab_size, 4096))
     print("ready", flush=True)
     for line in sys.stdin:

@@ -81,7 +81,9 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
     """The parts of each step in which all requests have a row."""
     facts = WorkerFacts("m", "c", runner.layout, runner.dtype_name, "0", False, runner.model_config.vocab_size, 4096)
     ends = LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1")
-    worker = DecodeWorker(WorkerConfig(worker_id="decode-0", max_running=64), runner, facts, (1,), ends)
+    worker = DecodeWorker(
+        WorkerConfig(step_tokens=512, worker_id="decode-0", max_running=64), runner, facts, (1,), ends
+    )
     for request in requests:
         blocks = worker.scheduler.reserve(request, 0.0)
         row = Row(request.sequence_id, 0, request.prompt, blocks, GREEDY, 1, 0)

@@ -108,8 +108,8 @@ class HandedOver:
 class Load:
     """Counters and gauges of a worker. A block that only the cache holds counts as free. `prompt_tokens_cached` were
     not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, because they were cached there.
-    `preempted` sequences wait for blocks; `preemptions` counts all preemptions. `steps_ahead` were planned before the
-    tokens of the previous step were known, `rows_discarded` computed in vain. `chunks_early` counts chunks of first
+    `preempted` sequences wait for blocks; `preemptions` counts all preemptions. `steps_ahead` were planned while the
+    previous step was outstanding, `rows_discarded` computed in vain. `chunks_early` counts chunks of first
     layers, sent while the others were computed. `step_s` is the time spent in all `steps`."""
 
     blocks_total: int = 0

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from baton.core.config import CoordinatorConfig, EngineConfig, WorkerConfig, differences, resolve
+from baton.core.config import CoordinatorConfig, EngineConfig, WorkerConfig, differences, resolve, with_step_tokens
 from baton.core.errors import StartupError
 from launch.up_config import UpConfig
 
@@ -208,3 +208,11 @@ def test_deep_or_long_value_is_refused_with_a_short_message() -> None:
 
 def test_workers_share_the_engine_options() -> None:
     assert {f.name for f in fields(EngineConfig)} < {f.name for f in fields(WorkerConfig)}
+
+
+@pytest.mark.parametrize(
+    ("role", "device", "given", "tokens"),
+    [("prefill", "cuda", 0, 4096), ("prefill", "cpu", 0, 512), ("decode", "cuda", 0, 512), ("prefill", "cuda", 64, 64)],
+)
+def test_steps_of_a_prefill_worker_are_longer_on_a_gpu(role: str, device: str, given: int, tokens: int) -> None:
+    assert with_step_tokens(WorkerConfig(step_tokens=given), role, device).step_tokens == tokens

@@ -68,7 +68,9 @@ def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
     """A target, its draft and the expected memory of the draft."""
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
     runner = load_runner(EngineOptions(model_dir=target, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
-    config = WorkerConfig(model=str(target), draft=str(draft), device="cpu", kernels="torch", max_running=3)
+    config = WorkerConfig(
+        step_tokens=512, model=str(target), draft=str(draft), device="cpu", kernels="torch", max_running=3
+    )
     made = load_draft(config, runner)
     assert made is not None
     share = draft_share(read_model_config(draft), runner.max_model_len, 16, "float32", 3)
@@ -77,7 +79,7 @@ def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
 
 def test_draft_dir_is_set_only_for_a_decode_leader_with_a_draft_model_off_the_cpu(tmp_path: Path) -> None:
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
-    config = WorkerConfig(model=str(target), draft=str(draft), max_running=3)
+    config = WorkerConfig(step_tokens=512, model=str(target), draft=str(draft), max_running=3)
     leader, follower = Ranks(), Ranks(1, 2, 1, 2)
     known = _engine_options("decode", config, leader)
     assert (known.draft_dir, known.max_running) == (draft.resolve(), 3)

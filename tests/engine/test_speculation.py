@@ -160,6 +160,6 @@ def test_every_request_has_speculation_stats_and_draft_tokens_add_up(target: Run
 
 def test_draft_with_another_vocabulary_is_refused_with_both_sizes(target: Runner, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other")
-    config = WorkerConfig(model=str(builtin_directory("target")), draft=str(other))
+    config = WorkerConfig(step_tokens=512, model=str(builtin_directory("target")), draft=str(other))
     with pytest.raises(StartupError, match=r"320 tokens, the model's 4096"):
         load_draft(config, target)

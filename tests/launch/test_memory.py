@@ -68,7 +68,9 @@ def test_parameters_and_kv_equal_those_of_a_running_engine(quantize: str, tmp_pa
 def test_draft_memory_is_planned_for_decode_workers_and_equals_a_running_one(tmp_path: Path) -> None:
     model, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("m", "d"))
     runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
-    running = load_draft(WorkerConfig(model=str(model), draft=str(draft), kernels="torch", max_running=5), runner)
+    running = load_draft(
+        WorkerConfig(step_tokens=512, model=str(model), draft=str(draft), kernels="torch", max_running=5), runner
+    )
     assert running is not None
     made = plan(model, kv_memory_gib=1 / 1024, draft=str(draft), max_running=5)
     config = read_model_config(model)
