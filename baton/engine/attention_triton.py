@@ -6,14 +6,16 @@ many; short rows (decode, verification) into one tile each, with their keys spli
 The integers of each of these two kinds of tiles go to the device in one copy.
 
 FlashAttention's kernels support block tables only with pages of 256 tokens, and in torch 2.11 not at all, so the
-context of a row is first gathered into one tensor. This copies a context once, while attention reads it for every 128
-queries: 64 MB compared with 0.5 TFLOP for 8,192 tokens of an 8 B shape.
+contexts of all long rows are first gathered into one tensor, without what lies before a window, and one call computes
+them. This copies a context once, while attention reads it for every 128 queries: 64 MB compared with 0.5 TFLOP for
+8,192 tokens of an 8 B shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -26,6 +28,8 @@ from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, pa
 
 _FLASH_TOKENS = 64
 """Tokens of a row from which FlashAttention gains more than gathering the context costs."""
+_FLASH_KEYS = 32_768
+"""The most tokens of several contexts that are gathered at once; a longer context is gathered alone."""
 _PROGRAMS = 512
 """The least number of programs that keeps a GPU busy: about four for each of an H100's 132 multiprocessors."""
 _SPLIT_PROGRAMS = 16_384
@@ -55,23 +59,54 @@ def split_plan(programs: int, longest: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class FlashRow:
-    """One long row: packed tokens [first, first + length) at the end of a context of `end` tokens. `blocks` int64 are
-    the context's; `query_ends` and `key_ends` int32 [2] are cumulative lengths, 0 first."""
+class FlashRows:
+    """Long rows in one call. `where` are their packed tokens: a slice, or int64 on the device if other rows lie between
+    them. `slots` int64 (block * block_size + offset) are those of their keys, row by row. `query_ends` and `key_ends`
+    int32 [rows + 1] are cumulative lengths, 0 first, and `longest` the most queries and the most keys of a row."""
 
-    first: int
-    length: int
-    end: int
-    blocks: Tensor
+    where: slice | Tensor
+    slots: Tensor
     query_ends: Tensor
     key_ends: Tensor
+    longest: tuple[int, int]
 
     @classmethod
-    def of(cls, span: Span, block_size: int, device: torch.device) -> FlashRow:
-        used = span.block_ids[: -(-span.end // block_size)]
-        blocks = to_device(torch.tensor(used, dtype=torch.int64), device)
-        ends = to_device(torch.tensor([0, span.length, 0, span.end], dtype=torch.int32), device)
-        return cls(span.first, span.length, span.end, blocks, ends[:2], ends[2:])
+    def of(cls, spans: Sequence[Span], block_size: int, window: int, device: torch.device) -> FlashRows:
+        lengths = [span.length for span in spans]
+        lows = [max(span.start - window + 1, 0) if window else 0 for span in spans]
+        keys = [span.end - low for span, low in zip(spans, lows, strict=True)]
+        query_ends, key_ends = ([0, *accumulate(numbers)] for numbers in (lengths, keys))
+        ends = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)
+        blocks, offsets = (
+            [],
+            [],
+        )  # of each row: its blocks, and the index of key 0 in them, less its index among all keys
+        for span, low, first in zip(spans, lows, key_ends, strict=False):
+            offsets.append(len(blocks) * block_size + low % block_size - first)
+            blocks += span.block_ids[low // block_size : -(-span.end // block_size)]
+        # The slots are computed on the device: a context may have 100,000 tokens.
+        sizes, table = to_device(torch.tensor([keys, offsets]), device), to_device(torch.tensor(blocks), device)
+        index = torch.arange(key_ends[-1], device=device)
+        index += sizes[1].repeat_interleave(sizes[0], output_size=key_ends[-1])
+        slots = table[index // block_size] * block_size + index % block_size
+        whole = all(span.first == spans[0].first + before for span, before in zip(spans, query_ends, strict=False))
+        where: slice | Tensor = slice(spans[0].first, spans[0].first + query_ends[-1])
+        if not whole:
+            tokens = [token for span in spans for token in range(span.first, span.first + span.length)]
+            where = to_device(torch.tensor(tokens), device)
+        return cls(where, slots, ends[0], ends[1], (max(lengths), max(keys)))
+
+
+def _in_calls(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Divides long rows so that the contexts of a call are together not much longer than the longest."""
+    call: list[Span] = []
+    for span in spans:
+        if call and sum(other.end for other in call) + span.end > _FLASH_KEYS:
+            yield call
+            call = []
+        call.append(span)
+    if call:
+        yield call
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +114,7 @@ class Prepared:
     """The rows of a step, grouped by kernel, and the layer's window."""
 
     tiles: tuple[Tiles, ...]
-    flash: tuple[FlashRow, ...]
+    flash: tuple[FlashRows, ...]
     window: int
 
 
@@ -116,14 +151,15 @@ class TritonAttention:
         # In short tiles the program has the same size, but fewer results of splits are stored.
         kinds = ((short, max((span.length for span in short), default=1)), (long, self.long_tile))
         tiles = tuple(self._tiles(rows, queries) for rows, queries in kinds if rows)
-        return Prepared(tiles, tuple(FlashRow.of(span, self._block_size, self._device) for span in flash), window)
+        calls = (FlashRows.of(rows, self._block_size, window, self._device) for rows in _in_calls(flash))
+        return Prepared(tiles, tuple(calls), window)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: Prepared) -> Tensor:
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for tiles in prepared.tiles:
             paged_attention(queries, keys, values, tiles, prepared.window, out, self.arrived)
-        for row in prepared.flash:
-            flash_attention(queries, keys, values, row, prepared.window, out)
+        for rows in prepared.flash:
+            flash_attention(queries, keys, values, rows, prepared.window, out)
         return out.flatten(1)
 
     def _tiles(self, spans: list[Span], queries: int) -> Tiles:
@@ -156,19 +192,17 @@ def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> b
     return bool(torch.backends.cuda.is_flash_attention_available())
 
 
-def flash_attention(queries: Tensor, keys: Tensor, values: Tensor, row: FlashRow, window: int, out: Tensor) -> None:
-    """Computes causal attention of one row of queries [T, H, D] to its context in keys and values [blocks, block_size,
-    K, D], into its part of out [T, H, D]."""
-    mine = slice(row.first, row.first + row.length)
-    k, v = (cache.index_select(0, row.blocks).flatten(0, 1)[: row.end] for cache in (keys, values))
-    out[mine] = _flash_forward(
-        queries[mine],
+def flash_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: FlashRows, window: int, out: Tensor) -> None:
+    """Computes causal attention of rows of queries [T, H, D] to their contexts in keys and values [blocks, block_size,
+    K, D], into their parts of out [T, H, D]."""
+    k, v = (cache.flatten(0, 1).index_select(0, rows.slots) for cache in (keys, values))
+    out[rows.where] = _flash_forward(
+        queries[rows.where],
         k,
         v,
-        row.query_ends,
-        row.key_ends,
-        row.length,
-        row.end,
+        rows.query_ends,
+        rows.key_ends,
+        *rows.longest,
         0.0,
         True,
         False,

@@ -5,6 +5,7 @@ The interpreter multiplies bfloat16 as if it were integers, so float16 replaces 
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 from typing import Any
@@ -182,41 +183,74 @@ def test_keys_are_split_more_finely_when_there_are_few_programs(
     assert any(bucket >= splits for bucket in buckets) and len(buckets) <= 3
 
 
-def test_long_rows_use_flash_attention_when_torch_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own kernel needs a GPU; a plain function with the same arguments replaces it here."""
-    from baton.engine import attention_triton
-
-    calls = []
-
-    def flash(q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, *rest: Any, **named: Any) -> Any:
-        max_q, max_k, dropout, causal, mask = rest
-        assert (dropout, causal, mask) == (0.0, True, False)
-        assert query_ends.tolist() == [0, max_q] and key_ends.tolist() == [0, max_k] == [0, len(k)]
-        calls.append(max_q)
-        left = named["window_size_left"]
-        position = torch.arange(max_k - max_q, max_k)[:, None]
-        key = torch.arange(max_k)[None]
+def flash(q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, *rest: Any, **named: Any) -> Any:
+    """torch's own kernel needs a GPU; this plain function has its arguments, and its result for each row."""
+    max_q, max_k, *others = rest
+    assert others == [0.0, True, False] and query_ends.dtype == key_ends.dtype == torch.int32
+    ends = [ends.tolist() for ends in (query_ends, key_ends)]
+    rows = [list(itertools.pairwise(each)) for each in ends]
+    assert [max(end - first for first, end in each) for each in rows] == [max_q, max_k]
+    assert [each[-1] for each in ends] == [len(q), len(k)] and len(k) == len(v)
+    left, out = named["window_size_left"], torch.empty_like(q)
+    for (first, end), (low, high) in zip(*rows, strict=True):
+        key = torch.arange(high - low)[None]
+        position = key[:, first - end :].T  # the last query sees the last key
         seen = key <= position
         if left is not None:
             assert named["window_size_right"] == 0
             seen &= key >= position - left
-        wide = [t.transpose(0, 1).float() for t in (q, k, v)]
-        out = torch.nn.functional.scaled_dot_product_attention(
+        wide = [t.transpose(0, 1).float() for t in (q[first:end], k[low:high], v[low:high])]
+        part = torch.nn.functional.scaled_dot_product_attention(
             *wide, attn_mask=seen, scale=named["scale"], enable_gqa=True
         )
-        return (out.transpose(0, 1).to(q.dtype),)
+        out[first:end] = part.transpose(0, 1).to(q.dtype)
+    return (out,)
+
+
+@pytest.mark.parametrize("most_keys", [32_768, 60])
+def test_one_call_of_flash_attention_computes_all_long_rows(monkeypatch: pytest.MonkeyPatch, most_keys: int) -> None:
+    from baton.engine import attention_triton
+
+    calls = []
+    monkeypatch.setattr(attention_triton, "flash_supports", lambda *_: True)
+    monkeypatch.setattr(attention_triton, "_FLASH_TOKENS", 3)
+    monkeypatch.setattr(attention_triton, "_FLASH_KEYS", most_keys)
+    monkeypatch.setattr(
+        attention_triton, "_flash_forward", lambda *args, **named: calls.append(1) or flash(*args, **named)
+    )
+    config = shape(4, 2, 16)
+    queries, keys, values, spans = paged(config, 16, torch.float32)
+    kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    kernel._short_tile = 2
+    for window in (0, 7):
+        for rows in (spans, spans[3:6], spans[4:5]):
+            calls.clear()
+            found = kernel.attend(queries, keys, values, kernel.prepare(rows, window))
+            expected = plain.attend(queries, keys, values, plain.prepare(rows, window))
+            tokens = [token for row in rows for token in range(row.first, row.first + row.length)]
+            assert torch.allclose(found[tokens], expected[tokens], rtol=0, atol=1e-5)
+            long = [row.end for row in rows if row.length >= 3]
+            assert len(calls) == (1 if most_keys > sum(long) else len(long)), "103, 40 and 62 keys"
+
+
+def test_rows_between_the_long_ones_are_left_to_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.engine import attention_triton
 
     monkeypatch.setattr(attention_triton, "flash_supports", lambda *_: True)
     monkeypatch.setattr(attention_triton, "_FLASH_TOKENS", 29)
     monkeypatch.setattr(attention_triton, "_flash_forward", flash)
+    config = shape(4, 2, 16)
+    queries, keys, values, spans = paged(config, 16, torch.float32)
+    kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    moved = [spans[i] for i in (4, 0, 5)]
     for window in (0, 7):
-        config = shape(4, 2, 16)
-        queries, keys, values, spans = paged(config, 16, torch.float32)
-        kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
-        found = kernel.attend(queries, keys, values, kernel.prepare(spans, window))
-        expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
-        assert torch.allclose(found, expected, rtol=0, atol=1e-5)
-    assert calls == [40, 29] * 2
+        prepared = kernel.prepare(moved, window)
+        assert len(prepared.tiles) == 1 and len(prepared.flash) == 1
+        found = kernel.attend(queries, keys, values, prepared)
+        everything = plain.attend(queries, keys, values, plain.prepare(spans, window))
+        for row in moved:
+            part = slice(row.first, row.first + row.length)
+            assert torch.allclose(found[part], everything[part], rtol=0, atol=1e-5)
 
 
 def test_keys_of_a_long_chunk_are_not_split_and_keys_of_a_short_last_chunk_are() -> None:
