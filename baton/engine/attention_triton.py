@@ -77,10 +77,8 @@ class FlashRows:
         keys = [span.end - low for span, low in zip(spans, lows, strict=True)]
         query_ends, key_ends = ([0, *accumulate(numbers)] for numbers in (lengths, keys))
         ends = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)
-        blocks, offsets = (
-            [],
-            [],
-        )  # of each row: its blocks, and the index of key 0 in them, less its index among all keys
+        blocks: list[int] = []
+        offsets: list[int] = []  # of each row: the index of its first key in `blocks`, less that among all keys
         for span, low, first in zip(spans, lows, key_ends, strict=False):
             offsets.append(len(blocks) * block_size + low % block_size - first)
             blocks += span.block_ids[low // block_size : -(-span.end // block_size)]

@@ -1,7 +1,7 @@
 """Async scheduling: steps launched before the tokens of the previous step are known, with one host wait per step.
 
 `queue` enqueues, after a step's logits, the sampling of its tokens and a copy of them into pinned memory, together with
-the raw logits of rows that report log-probabilities. The tokens also stay on the device, where `feed` gathers the input
+the log-probabilities that rows report. The tokens also stay on the device, where `feed` gathers the input
 of the next step. `collect` waits for the copies of the oldest step while a newer one computes.
 
 A step that verifies a draft model's tokens also reads them on the device (draft_tokens_device.py `Queued`): they are
@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.errors import InvariantError
@@ -30,7 +32,7 @@ from baton.core.step import StepOutcome, StepPlan, without_unsampled
 from baton.engine.batch import Batch
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device, to_host
 from baton.engine.draft_tokens_device import Queued
-from baton.engine.logprobs import asked, sampled_rows, scored_rows
+from baton.engine.logprobs import asked, most_listed, reported, reports, sampled_rows, scored_rows, token_logprob
 from baton.engine.parallel import TPGroup
 from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import Choose, Decide, choose_tokens
@@ -38,16 +40,18 @@ from baton.engine.sampler import Choose, Decide, choose_tokens
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """`host_token_ids` [S + G] and `lines` [scored and reported, vocab], if any, are in host memory once the device has
-    reached `ready`: the tokens (-1 - likeliest if undecided) followed by the draft tokens. `logits` [S, vocab],
-    processed, and `tokens` [S], which the next step may be fed, are on the device; the host has the tokens already if
-    `tokens` is None."""
+    """`host_token_ids` [S + G] and `lines` [N, ...], if any, are in host memory once the device has reached `ready`:
+    the tokens (-1 - likeliest if undecided) followed by the draft tokens, and what logprobs.py reads log-probabilities
+    of N scored and sampled tokens from: numbers of `reports`, or on CPU raw logits. `logits` [S, vocab], processed,
+    `reported` [N, vocab], the raw ones, and `tokens` [S], which the next step may be fed, are on the device; the host
+    has the tokens already if `tokens` is None."""
 
     plan: StepPlan
     batch: Batch
     logits: Tensor
     tokens: Tensor | None
     host_token_ids: Tensor | list[int]
+    reported: Tensor | None
     lines: Tensor | None
     ready: Mark
     began_at: float
@@ -151,10 +155,23 @@ class Launches:
             host_token_ids = choose_tokens(processed, batch.draws, self._choose) if batch.draws else []
             if verified is not None:
                 host_token_ids += verified.tokens.tolist()
-        lines, ready = None if reported is None else to_host(reported), self._new_mark()
+        lines, ready = reported, self._new_mark()
+        if lines is not None and self._decide is not None:
+            lines = to_host(self._report(plan, lines, wanted, tokens))
         ready.record()
         unsampled = seen.grammars.take_unsampled()
-        return Launched(plan, batch, processed, tokens, host_token_ids, lines, ready, began_at, draft_tokens, unsampled)
+        return Launched(
+            plan, batch, processed, tokens, host_token_ids, reported, lines, ready, began_at, draft_tokens, unsampled
+        )
+
+    def _report(self, plan: StepPlan, logits: Tensor, wanted: list[int], tokens: Tensor | None) -> Tensor:
+        """The numbers of `reports` for the scored tokens and the samples `wanted`."""
+        known = to_device(torch.tensor([t for row in plan.rows for t in row.scored], dtype=torch.int64), self._device)
+        if tokens is None or not wanted:
+            return reports(logits, known, most_listed(plan))
+        if len(wanted) < len(tokens):
+            tokens = tokens.index_select(0, to_device(torch.tensor(wanted), self._device))
+        return reports(logits, torch.cat([known, tokens]) if len(known) else tokens, most_listed(plan))
 
     def add(self, step: Launched) -> None:
         """Registers a launched step: the next step may be fed its tokens, and `collect` will return its outcome."""
@@ -182,15 +199,22 @@ class Launches:
             host_token_ids = host_token_ids.tolist()
         draws, num_scored = len(step.batch.draws), step.batch.num_scored
         tokens, drafted = host_token_ids[:draws], iter(host_token_ids[draws:])
-        corrected = self._correct(step, tokens) if min(tokens, default=0) < 0 else ()
+        corrected, raw = self._correct(step, tokens) if min(tokens, default=0) < 0 else ((), {})
         draft_tokens = tuple(tuple(islice(drafted, count)) for count in step.plan.drafted)
         left = iter(tokens)
         sampled = tuple(tuple(islice(left, row.num_sampled)) for row in step.plan.rows)
         scored: tuple[tuple[TokenLogprob, ...], ...] = ()
         logprobs = scored
         if step.lines is not None:
-            scored = scored_rows(step.plan, step.lines[:num_scored])
-            logprobs = sampled_rows(step.plan, step.lines[num_scored:], sampled)
+            lines, read = step.lines.numpy(), reported if self._decide is not None else token_logprob
+
+            def of_line(number: int, token: int, top: int) -> TokenLogprob:
+                if number in raw:
+                    return token_logprob(raw[number], token, top)
+                return read(lines[number], token, top)
+
+            scored = scored_rows(step.plan, of_line)
+            logprobs = sampled_rows(step.plan, lambda number, *rest: of_line(num_scored + number, *rest), sampled)
         now = time.perf_counter()
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
@@ -213,18 +237,26 @@ class Launches:
             return tokens
         return tokens.index_select(0, to_device(torch.tensor(samples), self._device))
 
-    def _correct(self, step: Launched, tokens: list[int]) -> tuple[int, ...]:
-        """Decides, in `tokens`, the draws that the device could not. Returns rows with a wrong provisional token."""
+    def _correct(self, step: Launched, tokens: list[int]) -> tuple[tuple[int, ...], dict[int, NDArray[np.float32]]]:
+        """Decides, in `tokens`, the draws that the device could not. Returns rows with a wrong provisional token, and
+        by number the raw logits of their lines."""
         left = [index for index, token in enumerate(tokens) if token < 0]
-        lines = step.logits.index_select(0, to_device(torch.tensor(left), self._device)).cpu()
+        numbers = {index: step.batch.num_scored + number for number, index in enumerate(asked(step.plan))}
+        again = [index for index in left if index in numbers]
+        logits = step.logits.index_select(0, to_device(torch.tensor(left), self._device))
+        if again and step.reported is not None:
+            where = to_device(torch.tensor([numbers[index] for index in again]), self._device)
+            logits = torch.cat([logits, step.reported.index_select(0, where)])
+        lines = logits.cpu()
         self.waits += 1
-        right = choose_tokens(lines, [step.batch.draws[index] for index in left])
+        right = choose_tokens(lines[: len(left)], [step.batch.draws[index] for index in left])
         wrong = {index for index, token in zip(left, right, strict=True) if token != -1 - tokens[index]}
         for index, token in zip(left, right, strict=True):
             tokens[index] = token
         owners = [number for number, row in enumerate(step.plan.rows) for _ in range(row.num_sampled)]
         self.rows_corrected += len(wrong)
-        return tuple(sorted({owners[index] for index in wrong}))
+        raw = dict(zip((numbers[index] for index in again), lines[len(left) :].numpy(), strict=True))
+        return tuple(sorted({owners[index] for index in wrong})), raw
 
 
 def _places(batch: Batch, plan: StepPlan) -> list[int]:

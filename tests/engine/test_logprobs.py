@@ -11,7 +11,7 @@ import torch
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias, TokenLogprob
 from baton.core.step import Row, StepPlan
-from baton.engine.logprobs import token_logprob
+from baton.engine.logprobs import reported, reports, token_logprob
 from baton.engine.runner import Runner
 from tests.engine.driver import all_logits, block_ids, random_tokens, tiny_runner
 
@@ -34,6 +34,26 @@ def test_equal_logits_have_the_same_rank_and_are_listed_by_id() -> None:
     assert (found.rank, found.top_ids) == (2, (40, 0, 1))
     assert token_logprob(logits, 9, 0).top_ids == ()
     assert len(token_logprob(logits, 9, 99).top_ids) == 50
+
+
+@pytest.mark.parametrize("vocab", [3, 50, 4096])
+def test_device_reports_equal_the_plain_ones_bit_for_bit(vocab: int) -> None:
+    """Also among equal logits, zeros of both signs and masked tokens, and for more rows than are computed at once."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn((150, vocab), generator=generator) * 4
+    logits[1] = logits[1].bfloat16().float()
+    logits[2] = 0.0
+    logits[2, 1] = -0.0
+    logits[3, ::2] = -torch.inf
+    logits[4] *= 1e4
+    tokens = torch.randint(vocab, (150,), generator=generator)
+    tokens[3] = 1
+    for top in (0, 1, 20, 5000):
+        lines = reports(logits, tokens, top)
+        assert lines.dtype == torch.int32 and lines.shape == (150, 2 + 2 * min(top, vocab))
+        for line, row, token in zip(lines.numpy(), logits.numpy(), tokens.tolist(), strict=True):
+            assert reported(line, token, top) == token_logprob(row, token, top)
+            assert reported(line, token, 1) == token_logprob(row, token, min(top, 1))
 
 
 @pytest.fixture(scope="module")

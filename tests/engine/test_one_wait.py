@@ -98,6 +98,7 @@ def test_each_step_waits_once_and_yields_the_results_of_plain_steps(
     assert same(run, plain) and any(run.logprobs.values()) and set(run.ended.values()) == {"length", "stop"}
     assert run.counters.accepted_tokens > 20
     assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
+    assert 0 < device.most_copied < 200, "tokens and log-probabilities, not logits of 4,096 tokens"
     kinds = Counter(kind for plan, outcome, _ in engine.steps for kind in kinds_of(plan, outcome))
     assert min(kinds[kind] for kind in ("several lengths", "some without", "fills beside")) > 2, kinds
     with_draft_tokens = [outcome for plan, outcome, _ in engine.steps if any(d.num_draft_tokens for d in plan.drafts)]

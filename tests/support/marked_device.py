@@ -27,7 +27,7 @@ from baton.engine.sampler import Decide
 from tests.support.device_choice import decide as plain_decide
 
 CPU = torch.device("cpu")
-NONSENSE = -(1 << 40)
+NONSENSE = -(1 << 30)
 _READS = {"tolist", "item", "cpu", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"}
 _READS |= {"__bool__", "__int__", "__float__", "__index__"}
 _COUNTS = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave"}
@@ -40,11 +40,11 @@ class OnDevice(Tensor):
 
 
 class MarkedDevice(TorchFunctionMode):
-    """Active while entered. `waits` counts."""
+    """Active while entered. `waits` counts; `most_copied` is the most elements in one copy to the host."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        self.waits = 0
+        self.waits = self.most_copied = 0
         self._given = self._passed = 0
         self._late: list[tuple[int, Tensor, Tensor]] = []
         for name in _COPYING:
@@ -64,6 +64,7 @@ class MarkedDevice(TorchFunctionMode):
     def to_host(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, OnDevice):
             return tensor
+        self.most_copied = max(self.most_copied, tensor.numel())
         host = torch.full(tensor.shape, NONSENSE, dtype=tensor.dtype)
         self._given += 1
         self._late.append((self._given, host, _plain(tensor).clone()))
