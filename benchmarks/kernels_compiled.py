@@ -25,6 +25,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -36,6 +37,7 @@ from baton.core.request import SamplingParams
 from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan
 from baton.engine.batch import Span
 from baton.engine.kernels import fused
+from baton.engine.kernels.masks import mask_rows
 from baton.engine.kernels.paged_attention import Tiles, paged_attention
 from baton.engine.kernels.rank_sum import sum_by_rank
 from baton.engine.kernels.sampling import decide
@@ -196,6 +198,7 @@ def sampling_calls(model: Model) -> None:
     for vocab in (32_000, 128_256, 151_936):
         for rows in (1, 2, 64):
             decide(torch.empty(rows, vocab), [Draw(SamplingParams(), 0, 0)] * rows)
+            mask_rows(torch.empty(rows, vocab), [(row, np.zeros(-(-vocab // 8), np.uint8)) for row in range(rows)])
 
 
 def transfer_calls(model: Model) -> None:

@@ -76,6 +76,7 @@ def _on_cuda(
     """Uses Triton attention, CUDA graphs for decode steps, and drafting on the device."""
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.decode_graphs import DecodeGraphs
+    from baton.engine.kernels.masks import mask_rows
     from baton.engine.kernels.sampling import decide
 
     size = kv.layout.block_size
@@ -89,5 +90,11 @@ def _on_cuda(
     if group.size == 1:
         limits = Limits(size, kv.num_blocks, config.vocab_size, longest)
         propose = DeviceDraftTokens(compute, limits, kv.device, decide)
-    row_lengths = attention.row_lengths
-    return Computing(torch.no_grad()(compute), decide=decide, propose=propose, prepare=prepare, row_lengths=row_lengths)
+    return Computing(
+        torch.no_grad()(compute),
+        decide=decide,
+        mask=mask_rows,
+        propose=propose,
+        prepare=prepare,
+        row_lengths=attention.row_lengths,
+    )

@@ -26,7 +26,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.launches import Launched, Launches
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
-from baton.engine.processors import ApplyMask, SeenTables, apply_mask
+from baton.engine.processors import ApplyMasks, SeenTables, apply_masks
 from baton.engine.sampler import Choose, Decide
 
 Propose = Callable[[Batch, Sequence[int]], list[list[int]]]
@@ -36,7 +36,7 @@ ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 @dataclass(frozen=True, slots=True)
 class Computing:
     """The functions that compute a model's steps (computing.py). `compute` returns the logits [S, vocab] of a batch;
-    `choose` samples tokens from them, `decide` does so on their device; `mask` masks the tokens that a grammar does not
+    `choose` samples tokens from them, `decide` does so on their device; `mask` masks the tokens that grammars do not
     allow; `propose` drafts a draft model's tokens in one call; `compute_in_two` is `compute` with a callback when the
     given number of layers have written their KV. None means that only the plain way is available. `prepare` is called
     once after loading, for preparations that must precede the first request. `row_lengths` has a length of each kind of
@@ -45,7 +45,7 @@ class Computing:
     compute: Callable[[Batch], Tensor]
     choose: Choose | None = None
     decide: Decide | None = None
-    mask: ApplyMask | None = None
+    mask: ApplyMasks | None = None
     propose: Propose | None = None
     compute_in_two: ComputeInTwo | None = None
     prepare: Callable[[], None] | None = None
@@ -88,7 +88,7 @@ class Runner:
         self.marks = StepMarks(kv.device)
         self.launches = Launches(kv.device, group, computing.decide, computing.choose)
         self.propose_calls = 0  # number of calls
-        self._seen = SeenTables(grammars=grammars, apply_mask=computing.mask or apply_mask)
+        self._seen = SeenTables(grammars=grammars, apply_masks=computing.mask or apply_masks)
         self._announce: Callable[[StepPlan], None] | None = None
         self._compute = computing.compute
         self._propose = computing.propose

@@ -12,7 +12,7 @@ import torch
 
 from baton.core.request import SamplingParams
 from baton.engine.kernels import native
-from baton.engine.processors import Draw, apply_mask
+from baton.engine.processors import ApplyMasks, Draw, apply_masks
 from baton.engine.sampler import Choose
 from baton.engine.sampler_native import chooser, masker
 from tests.engine.driver import float32_levels
@@ -165,18 +165,46 @@ def test_undecided_draws_fall_back_to_the_plain_sampler() -> None:
     assert asked == [3]
 
 
-@pytest.mark.parametrize("level", float32_levels())
-@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 16, 17, 333, 4096])
+def load_masker(name: str) -> ApplyMasks:
+    if name != TRITON:
+        return masker(native.load(name))
+    load_sampler(name)  # or skips
+    from baton.engine.kernels.masks import mask_rows
+
+    return mask_rows
+
+
+@pytest.mark.parametrize("level", [*float32_levels(), TRITON])
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 16, 17, 64, 333, 4096, 4097])
 @pytest.mark.parametrize("padding", [0, 3], ids=["as_packed", "whole_words"])
-def test_compiled_mask_equals_the_plain_mask_and_writes_nothing_beyond_its_row(
+def test_fast_masks_equal_the_plain_ones_and_write_nothing_beyond_their_rows(
     level: str, vocab: int, padding: int
 ) -> None:
     draw = np.random.default_rng(vocab)
+    mask = load_masker(level)
     for share in (0.0, 0.01, 0.5, 1.0):
-        bits = np.packbits(draw.random(vocab) < share, bitorder="little")
-        bits = np.concatenate([bits, np.full(padding, 0xFF, dtype=np.uint8)])
-        rows = torch.randn(3, vocab)
+        many = [np.packbits(draw.random(vocab) < share, bitorder="little") for _ in range(2)]
+        masks = [
+            (row, np.concatenate([bits, np.full(padding, 0xFF, np.uint8)]))
+            for row, bits in zip((3, 1), many, strict=True)
+        ]
+        rows = torch.randn(5, vocab)
         plain = rows.clone()
-        apply_mask(plain[1], bits)
-        masker(native.load(level))(rows[1], bits)
+        apply_masks(plain, masks)
+        mask(rows, masks)
         assert torch.equal(rows, plain)
+
+
+def test_masks_of_a_step_reach_a_device_in_one_copy_of_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = load_masker(TRITON)
+    from baton.engine.kernels import masks as module
+
+    copied: list[int] = []
+
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copied.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(module, "to_device", to_device)
+    mask(torch.randn(64, 4096), [(row, np.full(512, 255, np.uint8)) for row in range(64)])
+    assert copied == [64 * (512 + 8)]
