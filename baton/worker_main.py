@@ -149,6 +149,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     options = _engine_options(role, config, ranks)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
         runner = crew.runner
+        runner.start_grammars()
         facts = WorkerFacts(
             model_digest=runner.digest,
             config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),

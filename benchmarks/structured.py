@@ -21,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from baton.engine.grammars import Automaton, compile_grammar, load_tokenizer
+from baton.engine.grammar_automaton import Automaton, Lexers, load_tokenizer
 from benchmarks.kit import checkpoint, cluster, parser, report, table
 from benchmarks.large_vocabulary import by_kind, ratio
 from coordinator.structured_output import Constraint, to_grammar
@@ -61,7 +61,7 @@ def masks(model: Path) -> list[str]:
     loading = f"{vocabulary:,} ids. Loading the tokenizer took {time.perf_counter() - began:.2f} s."
     chosen, rows = random.Random(0), []
     for name, constraint in GRAMMARS.items():
-        automaton = Automaton(tokenizer, compile_grammar(tokenizer, to_grammar(constraint)))
+        automaton = Automaton(Lexers(tokenizer), to_grammar(constraint))
         output: tuple[int, ...] = ()
         took: list[float] = []
         while len(took) < TOKENS:

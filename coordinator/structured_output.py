@@ -27,7 +27,7 @@ import orjson
 
 from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
-from baton.engine.grammars import STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
+from baton.engine.grammar_automaton import STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
 from coordinator.child import Child, ready, start_child
 from coordinator.policy.grammar_queue import GrammarQueue
 

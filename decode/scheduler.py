@@ -246,9 +246,9 @@ class DecodeScheduler:
                 if last and sequence.ending is not None:
                     self._leave(entry)
                 continue
-            if (failed := outcome.unsampled.get(index)) is not None:
+            if index in outcome.unsampled:
                 sequence.num_computed = row.end - row.num_sampled
-                if failed:
+                if (failed := outcome.unsampled[index]) is not None:
                     ended.append(grammar_failed(sequence.id, failed, entry.stamps(now)))
                     self._leave(entry)
                 continue

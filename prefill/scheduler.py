@@ -261,8 +261,8 @@ class PrefillScheduler:
             last = sequence.step_id == plan.step_id  # else the next step has a row of it, too
             if last:
                 sequence.step_id = None
-            failed = outcome.unsampled.get(index)
-            sequence.num_computed = row.end - (failed is not None)  # if it failed, the last token is computed again
+            unsampled = index in outcome.unsampled
+            sequence.num_computed = row.end - unsampled  # then the last token is computed again
             self.prompt_tokens_computed += len(row.tokens)
             if not entry.kv_suspect:
                 entry.prefix.store()
@@ -274,8 +274,8 @@ class PrefillScheduler:
             if not row.num_sampled:
                 progress.append(Progress(sequence.id, row.end, cached=entry.prefix.cached))
                 continue
-            if failed is not None:
-                if failed:
+            if unsampled:
+                if (failed := outcome.unsampled[index]) is not None:
                     ended.append(grammar_failed(sequence.id, failed, self.stamps(sequence.id)))
                     self._leave(entry)
                 continue

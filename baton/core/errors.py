@@ -14,6 +14,7 @@ BatonError
   HandoffError            KV could not be handed over            (503, UNAVAILABLE)
     LayoutMismatch        the two ends differ in a named field
     StaleHandle           forged, expired or replayed handle
+  GrammarLimit            a grammar exceeds a limit of ours       (500, RESOURCE_EXHAUSTED)
   KVCorrupt               a checksum did not match               (500, DATA_LOSS)
   DeadlineExceeded        names the stage                        (504, DEADLINE_EXCEEDED)
   Cancelled               the client disconnected                (499, CANCELLED)
@@ -84,6 +85,10 @@ class LayoutMismatch(HandoffError):
 
 class StaleHandle(HandoffError):
     code = "stale_handle"
+
+
+class GrammarLimit(BatonError):
+    code = "grammar_limit"
 
 
 class KVCorrupt(BatonError):

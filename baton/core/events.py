@@ -7,6 +7,7 @@ from operator import add
 from typing import NamedTuple
 
 from baton.core.request import SequenceId, TokenLogprob
+from baton.core.step import GrammarFailure
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,10 @@ class SequenceEnded:
     stamps: StageStamps = field(default_factory=StageStamps)
 
 
-def grammar_failed(sequence: SequenceId, why: str, stamps: StageStamps) -> SequenceEnded:
-    message = f"generation cannot continue under the requested grammar: {why}"
-    return SequenceEnded(sequence, "error", "grammar_failed", message, stamps)
+def grammar_failed(sequence: SequenceId, failure: GrammarFailure, stamps: StageStamps) -> SequenceEnded:
+    message = f"generation cannot continue under the requested grammar: {failure.reason}"
+    code = "grammar_limit" if failure.exceeds_limit else "grammar_failed"
+    return SequenceEnded(sequence, "error", code, message, stamps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class Sequence:
         else:
             return None
         ends = self.request.end_token_ids if short or params.grammar else ()
-        return History(self.request.prompt, output, ends)
+        return History(self.request.prompt, output, ends, self.request.tenant)
 
     def _scored(self, start: int, end: int) -> tuple[int, ...]:
         if self.request.sampling.prompt_logprobs is None:

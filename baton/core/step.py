@@ -17,11 +17,13 @@ from baton.core.request import SamplingParams, SequenceId, TokenLogprob
 class History:
     """What a row's first sample depends on besides its logits: the tokens before it. `output` holds the first
     `output_index` output tokens, or none if they do not matter; `prompt` is the request's own tuple, never a copy.
-    `end_token_ids` are masked until min_tokens tokens are generated, and may end an output that matches its grammar."""
+    `end_token_ids` are masked until min_tokens tokens are generated, and may end an output that matches its grammar.
+    Tenants share the processes that compute masks of grammars fairly."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
     end_token_ids: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +141,22 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarFailure:
+    """Why a grammar allows no next token; `exceeds_limit` if it exceeds a limit of ours."""
+
+    reason: str
+    exceeds_limit: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """`sampled[i]` holds the `num_sampled` tokens sampled for `plan.rows[i]`, and `logprobs[i]` as many
     log-probabilities, or none if the row's sampling requests none; `scored[i]` has one per token of the row's `scored`.
     Both are empty when no row requests any. `draft_tokens[i]` is what a draft model appended to the row; empty if
-    nothing was drafted. `unsampled` maps each row that should have been sampled and was not to a message: empty if the
-    mask of its grammar was not ready, so that the row's last token must be computed again, else why the grammar cannot
-    continue. `elapsed_s` is wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token differs
-    from the one that an already launched next step used as input: that step's results for these rows are invalid."""
+    nothing was drafted. `unsampled` maps each row that should have been sampled and was not to why its grammar cannot
+    continue: None if its mask was only not ready, so that the row's last token must be computed again. `elapsed_s` is
+    wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token differs from the one that an
+    already launched next step used as input: that step's results for these rows are invalid."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
@@ -156,7 +166,7 @@ class StepOutcome:
     draft_tokens: tuple[tuple[int, ...], ...] = ()
     draft_s: float = 0.0
     corrected: tuple[int, ...] = ()
-    unsampled: Mapping[int, str] = field(default_factory=dict)
+    unsampled: Mapping[int, GrammarFailure | None] = field(default_factory=dict)
 
     def logprobs_of(self, row: int) -> tuple[TokenLogprob, ...]:
         return self.logprobs[row] if self.logprobs else ()
@@ -165,7 +175,9 @@ class StepOutcome:
         return self.scored[row] if self.scored else ()
 
 
-def without_unsampled(plan: StepPlan, outcome: StepOutcome, unsampled: Mapping[SequenceId, str]) -> StepOutcome:
+def without_unsampled(
+    plan: StepPlan, outcome: StepOutcome, unsampled: Mapping[SequenceId, GrammarFailure | None]
+) -> StepOutcome:
     """Returns the outcome without the samples of these sequences, and with the reasons (`StepOutcome.unsampled`)."""
     if not unsampled:
         return outcome

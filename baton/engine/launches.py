@@ -28,7 +28,7 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.request import SequenceId, TokenLogprob
-from baton.core.step import StepOutcome, StepPlan, without_unsampled
+from baton.core.step import GrammarFailure, StepOutcome, StepPlan, without_unsampled
 from baton.engine.batch import Batch
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device, to_host
 from baton.engine.draft_tokens_device import Queued
@@ -56,7 +56,7 @@ class Launched:
     ready: Mark
     began_at: float
     draft_tokens: Queued | None
-    unsampled: Mapping[SequenceId, str]
+    unsampled: Mapping[SequenceId, GrammarFailure | None]
 
 
 class Launches:

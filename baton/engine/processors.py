@@ -28,7 +28,8 @@ from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row
 from baton.engine.device_stream import to_device
-from baton.engine.grammars import Bits, Grammars
+from baton.engine.grammar_automaton import Bits
+from baton.engine.grammars import Grammars
 
 Floats32 = NDArray[np.float32]
 Ids = NDArray[np.int64]

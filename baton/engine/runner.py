@@ -109,6 +109,11 @@ class Runner:
         cannot be computed in two parts: with torch's kernels, on a GPU, on several ranks."""
         self._first_layers = wanted, notify
 
+    def start_grammars(self) -> None:
+        """Begins to load the tokenizer for grammars, which takes 1 s for 150,000 tokens, in another process."""
+        if self._seen.grammars.processes is not None:
+            self._seen.grammars.processes.start()
+
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes the plan's rows and samples from them; a follower samples nothing. Raises InvariantError for a plan
         that does not fit, RankLost when another rank is lost."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from baton.engine.grammars import Bits
+from baton.engine.grammar_automaton import Bits
 from baton.engine.kernels.native import Kernels
 from baton.engine.processors import ApplyMasks, Draw
 from baton.engine.sampler import Choose, numbers

@@ -1,4 +1,4 @@
-"""Frames: values between the ranks of one worker, as msgpack on a byte stream. The only user of msgpack.
+"""Frames: values between the processes of one worker, as msgpack on a byte stream. The only user of msgpack.
 
 A frame is 4 bytes of length, 1 of version, 1 of kind, then the fields of a dataclass as a msgpack array; nested
 dataclasses are arrays too. Reading is strict: another version, an unknown kind, a length out of bounds, trailing bytes
@@ -30,6 +30,7 @@ from baton.core.edge_orders import (
     TakeEdge,
 )
 from baton.core.errors import BatonError
+from baton.core.masks import MaskRequest, MasksComputed
 from baton.core.step import StepPlan
 
 VERSION = 6
@@ -85,6 +86,8 @@ KINDS: dict[int, type[Any]] = {
     12: EdgeBegun,
     13: EdgeDone,
     14: DropEdge,  # 15 was used and must not be reused
+    16: MaskRequest,
+    17: MasksComputed,
 }
 
 

@@ -43,6 +43,7 @@ TABLE: dict[type[BatonError], Row] = {
     errors.QuotaExceeded: Row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retry=True),
     errors.Unavailable: Row(503, "UNAVAILABLE", "server_error", retry=True),
     errors.HandoffError: Row(503, "UNAVAILABLE", "server_error", retry=True),
+    errors.GrammarLimit: Row(500, "RESOURCE_EXHAUSTED", "server_error", retry=False),
     errors.KVCorrupt: Row(500, "DATA_LOSS", "server_error"),
     errors.DeadlineExceeded: Row(504, "DEADLINE_EXCEEDED", "server_error", retry=False),
     errors.Cancelled: Row(499, "CANCELLED"),

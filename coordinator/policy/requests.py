@@ -27,6 +27,7 @@ from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
     DuplicateRequest,
+    GrammarLimit,
     HandoffError,
     InvalidRequest,
     InvariantError,
@@ -88,6 +89,7 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
     "stale_handle": HandoffError,
     "draining": Unavailable,
     "grammar_failed": InvalidRequest,
+    GrammarLimit.code: GrammarLimit,
     "prompt_exceeds_pool": Unavailable,
 }
 

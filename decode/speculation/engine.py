@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams
-from baton.core.step import DraftRow, History, Row, StepOutcome, StepPlan
+from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
 from baton.engine.processors import changes_logits, masks_by_draft_tokens
 from baton.engine.runner import Runner
 
@@ -127,7 +127,7 @@ def _next_row(row: Row, draft_token: int) -> Row:
     """Returns the row after a draft token, which counts as output."""
     history = row.history
     if history is not None and row.sampling.depends_on_history:
-        history = History(history.prompt, (*history.output, draft_token), history.end_token_ids)
+        history = replace(history, output=(*history.output, draft_token))
     return replace(
         row, start=row.end, tokens=(draft_token,), num_sampled=1, output_index=row.output_index + 1, history=history
     )

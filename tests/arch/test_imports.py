@@ -63,7 +63,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "msgpack": ("baton/rpc/frames.py",),
     "pynvml": ("baton/gpu_usage.py",),
     "prometheus_client": ("coordinator/metrics.py",),
-    "llguidance": ("baton/engine/grammars.py", "coordinator/structured_output.py"),
+    "llguidance": ("baton/engine/grammar_automaton.py", "baton/grammar_process.py", "coordinator/structured_output.py"),
 }
 TYPES_ONLY_ALLOWED = ("grpc",)  # an annotation creates no dependency at run time
 

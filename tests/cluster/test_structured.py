@@ -83,6 +83,8 @@ async def test_every_output_matches_its_schema_and_draft_tokens_change_no_output
     for draft in ("none", "auto"):
         with cluster("builtin", exact=True, draft=draft, tool_parser="hermes") as running:
             found[draft] = await request_all(running, count)
+            if draft == "none":
+                await check_hostile_masks_end_their_own_requests(running)
             if draft == "auto":
                 await check_refused_grammars_cause_no_work(running)
                 await check_grammar_over_grpc(running)
@@ -122,6 +124,23 @@ async def check_refused_grammars_cause_no_work(running: Cluster) -> None:
             body: Any = refused.value.body
             assert body["code"] == "invalid_grammar" and body["param"].startswith("structured_outputs.")
     assert prompt_tokens_computed(running) == before
+
+
+async def check_hostile_masks_end_their_own_requests(running: Cluster) -> None:
+    """Such a grammar compiles at once, and its first tokens cost nothing."""
+    lines = [f'r{i}: /[a-z ]/ s s | "q" r{(i + 1) % 300} s' for i in range(300)]
+    grammar = "\n".join(['start: /x{40}/ "|" s', "s: " + " | ".join(f"r{i}" for i in range(300)) + ' | ""', *lines])
+    hostile = {"stream": False, "extra_body": {"structured_outputs": {"grammar": grammar}}}
+    official = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0, timeout=300)
+    async with official:
+        attacks = [asyncio.create_task(official.chat.completions.create(**fields_of(n) | hostile)) for n in range(4)]
+        answers = await asyncio.gather(*(request_one(official, number) for number in range(4)))
+        for number, text in enumerate(answers):
+            jsonschema.validate(json.loads(text), SCHEMAS[number % 2])
+        for attack in attacks:
+            with pytest.raises(openai.InternalServerError) as failed:
+                await attack
+            assert failed.value.code == "grammar_limit", failed.value
 
 
 async def check_forced_calls(running: Cluster) -> None:

@@ -16,7 +16,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from baton.core.errors import WorkerLost
-from baton.engine.grammars import load_tokenizer
+from baton.engine.grammar_automaton import load_tokenizer
 from baton.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app

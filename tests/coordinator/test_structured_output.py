@@ -148,7 +148,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
 def test_grammar_that_grows_during_matching_is_refused_after_a_trial_run(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baton.engine.grammars import GrammarError, load_tokenizer
+    from baton.engine.grammar_automaton import GrammarError, load_tokenizer
 
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(model_dir, 4096))
     monkeypatch.setattr(structured_output, "_TRIAL_S", 0.0)
@@ -350,7 +350,7 @@ async def test_verdict_cache_is_bounded_by_size(monkeypatch: pytest.MonkeyPatch,
 def test_choices_are_taken_literally(model_dir: Path) -> None:
     from llguidance import LLMatcher
 
-    from baton.engine.grammars import load_tokenizer
+    from baton.engine.grammar_automaton import load_tokenizer
 
     tokenizer = load_tokenizer(model_dir, 4096)
     choices = ['say "hi"\n', "a|b", "back\\slash", "Ünïcødé 日本", "tab\t\u0001\x7f", "/x/i"]
@@ -367,7 +367,7 @@ async def front(
     generator: FakeGenerator, text_model: TextModel, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A front whose grammars are compiled on a thread, with the built-in model's tokenizer."""
-    from baton.engine.grammars import load_tokenizer
+    from baton.engine.grammar_automaton import load_tokenizer
 
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(model_dir, 4096))
     generator.grammars = GrammarCompiler(model_dir, 4096, lambda: ThreadPoolExecutor(1))

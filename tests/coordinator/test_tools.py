@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from baton.core.errors import InvalidRequest
-from baton.engine.grammars import load_tokenizer
+from baton.engine.grammar_automaton import load_tokenizer
 from baton.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app

@@ -9,7 +9,7 @@ import pytest
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps, TokenEvent
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
-from baton.core.step import StepOutcome, without_unsampled
+from baton.core.step import GrammarFailure, StepOutcome, without_unsampled
 from decode.scheduler import DecodeResult, DecodeScheduler
 from tests.support.builders import EOS, make_decode, make_outcome, make_request
 
@@ -247,7 +247,7 @@ def test_row_whose_grammar_mask_was_late_is_recomputed() -> None:
     late, other = ready(scheduler, make_request("a")), ready(scheduler, make_request("b"))
     plan = scheduler.begin_step(0.0)
     assert plan is not None
-    made = without_unsampled(plan, make_outcome(plan, 7), {late: ""})
+    made = without_unsampled(plan, make_outcome(plan, 7), {late: None})
     result = scheduler.finish_step(made, 0.0)
     assert [event.sequence for event in result.tokens] == [other] and not result.ended
     again = scheduler.begin_step(0.0)
@@ -256,14 +256,15 @@ def test_row_whose_grammar_mask_was_late_is_recomputed() -> None:
     scheduler.check()
 
 
-def test_grammar_failure_ends_its_sequence_with_the_reason() -> None:
+@pytest.mark.parametrize(("exceeds_limit", "code"), [(False, "grammar_failed"), (True, "grammar_limit")])
+def test_grammar_failure_ends_its_sequence_with_the_reason(exceeds_limit: bool, code: str) -> None:
     scheduler = make_decode()
     failed, other = ready(scheduler, make_request("a")), ready(scheduler, make_request("b"))
     plan = scheduler.begin_step(0.0)
     assert plan is not None
-    made = without_unsampled(plan, make_outcome(plan, 7), {failed: "too many items"})
+    made = without_unsampled(plan, make_outcome(plan, 7), {failed: GrammarFailure("too many items", exceeds_limit)})
     (ended,) = scheduler.finish_step(made, 0.0).ended
-    assert (ended.sequence, ended.reason, ended.code) == (failed, "error", "grammar_failed")
+    assert (ended.sequence, ended.reason, ended.code) == (failed, "error", code)
     assert "too many items" in ended.message
     assert not scheduler.has_sequence(failed) and scheduler.has_sequence(other)
     scheduler.check()

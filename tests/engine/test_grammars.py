@@ -6,9 +6,6 @@ from __future__ import annotations
 import gc
 import json
 import random
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 import torch
@@ -25,9 +23,18 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.core.errors import InvariantError
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, finish_reason
-from baton.core.step import DraftRow, History, Row, StepPlan
-from baton.engine import grammars
-from baton.engine.grammars import Automaton, GrammarError, Grammars, compile_grammar, load_tokenizer
+from baton.core.step import DraftRow, GrammarFailure, History, Row, StepPlan
+from baton.engine import grammar_automaton, grammars
+from baton.engine.grammar_automaton import (
+    COMPILED,
+    Automaton,
+    GrammarError,
+    GrammarTooComplex,
+    Lexers,
+    load_tokenizer,
+)
+from baton.engine.grammars import Grammars
+from baton.engine.mask_processes import MaskJob, MaskProcesses
 from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
@@ -59,8 +66,15 @@ def tokenizer() -> LLTokenizer:
     return load_tokenizer(builtin_directory("target"), VOCAB)
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[MaskProcesses]:
+    processes = MaskProcesses(builtin_directory("target"), VOCAB)
+    yield processes
+    processes.close()
+
+
 def automaton_of(tokenizer: LLTokenizer, grammar: str) -> Automaton:
-    return Automaton(tokenizer, compile_grammar(tokenizer, grammar))
+    return Automaton(Lexers(tokenizer), grammar)
 
 
 def ids_of(bits: np.ndarray[Any, Any] | None) -> set[int]:
@@ -133,6 +147,12 @@ def test_invalid_output_and_invalid_grammar_raise_an_error(tokenizer: LLTokenize
         automaton_of(tokenizer, "start: b")
 
 
+def hostile(rules: int, begin: str) -> str:
+    """A grammar whose masks are cheap within `begin`; the next one takes longer than anyone would wait."""
+    lines = [f'r{i}: /[a-z ]/ s s | "q" r{(i + 1) % rules} s' for i in range(rules)]
+    return "\n".join([f'start: "{begin}" "|" s', "s: " + " | ".join(f"r{i}" for i in range(rules)) + ' | ""', *lines])
+
+
 def draw_of(
     grammar: str = LETTERS, output: tuple[int, ...] = (), name: str = "r", ends: tuple[int, ...] = (END,), **params: Any
 ) -> Draw:
@@ -140,13 +160,15 @@ def draw_of(
     return Draw(sampling, 0, len(output), History((5,), output, ends), (), SequenceId(name))
 
 
-def seen_tables(tokenizer: LLTokenizer) -> SeenTables:
-    return SeenTables(grammars=Grammars(tokenizer, wait_s=30.0))
+def seen_tables(processes: MaskProcesses) -> SeenTables:
+    return SeenTables(grammars=Grammars(processes, wait_s=30.0))
 
 
-def test_other_masks_also_apply_unless_they_would_leave_no_token(tokenizer: LLTokenizer) -> None:
+def test_other_masks_also_apply_unless_they_would_leave_no_token(
+    tokenizer: LLTokenizer, processes: MaskProcesses
+) -> None:
     a, b, ab = (tokenizer.tokenize_str(text)[0] for text in ("a", "b", "ab"))
-    logits, tables = torch.zeros(1, VOCAB), seen_tables(tokenizer)
+    logits, tables = torch.zeros(1, VOCAB), seen_tables(processes)
 
     def kept(draw: Draw) -> set[int]:
         return set(torch.isfinite(process(logits, [draw], tables)[0]).nonzero().flatten().tolist())
@@ -160,21 +182,39 @@ def test_other_masks_also_apply_unless_they_would_leave_no_token(tokenizer: LLTo
     assert not tables.grammars.unsampled
 
 
-def test_late_mask_delays_only_its_own_row(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, compute = threading.Event(), Grammars._compute
+class Gate:
+    """Submits the masks of one grammar only once it is open."""
 
-    def slow(self: Grammars, followed: Any, grammar: str, *rest: Any) -> Any:
-        assert grammar == LETTERS or go.wait(30)
-        return compute(self, followed, grammar, *rest)
+    def __init__(self, processes: MaskProcesses, grammar: str) -> None:
+        self._processes = processes
+        self._grammar = grammar
+        self._held: list[MaskJob] = []
+        self.is_open = False
 
-    monkeypatch.setattr(Grammars, "_compute", slow)
-    tables, logits = seen_tables(tokenizer), torch.zeros(3, VOCAB)
+    def submit(self, job: MaskJob) -> None:
+        if job.automaton.grammar == self._grammar and not self.is_open:
+            self._held.append(job)
+        else:
+            self._processes.submit(job)
+
+    def open(self) -> None:
+        self.is_open = True
+        for job in self._held:
+            self._processes.submit(job)
+
+    def forget(self, automaton: Any) -> None:
+        self._processes.forget(automaton)
+
+
+def test_late_mask_delays_only_its_own_row(processes: MaskProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate: Any = Gate(processes, GRAMMAR)
+    tables, logits = seen_tables(gate), torch.zeros(3, VOCAB)
     draws = [draw_of(name="quick"), draw_of(GRAMMAR, name="late"), Draw(SamplingParams(), 0, 0)]
     tables.grammars.mask(draws[0], tables.grammars.deadline())
     tables.grammars._wait_s = 0.05
     processed = process(logits, draws, tables)
     assert torch.isinf(processed[0]).any() and not torch.isinf(processed[1:]).any()
-    assert tables.grammars.take_unsampled() == {SequenceId("late"): ""} and not tables.grammars.unsampled
+    assert tables.grammars.take_unsampled() == {SequenceId("late"): None} and not tables.grammars.unsampled
     # Still late: the same mask is requested, no other is begun, and in a step with other rows it is not waited for.
     waited: list[float] = []
     result = Future.result
@@ -182,25 +222,27 @@ def test_late_mask_delays_only_its_own_row(tokenizer: LLTokenizer, monkeypatch: 
     tables.grammars.begin(draws)
     again = process(logits, draws, tables)
     assert waited[-1] == 0.0
-    assert not torch.isinf(again[1]).any() and tables.grammars.take_unsampled() == {SequenceId("late"): ""}
-    go.set()
+    assert not torch.isinf(again[1]).any() and tables.grammars.take_unsampled() == {SequenceId("late"): None}
+    gate.open()
     tables.grammars.begin(draws[1:2])  # in a step of its own, it is waited for
     tables.grammars._wait_s = 30.0
     assert torch.isinf(process(logits, draws, tables)[1]).any() and not tables.grammars.unsampled
 
 
-def test_missing_tokenizer_and_failed_grammar_report_the_reason(tokenizer: LLTokenizer) -> None:
+def test_missing_tokenizer_and_failed_grammar_report_the_reason(
+    tokenizer: LLTokenizer, processes: MaskProcesses
+) -> None:
     tables = SeenTables(grammars=Grammars.load(Path("/nowhere"), VOCAB))
     process(torch.zeros(1, VOCAB), [draw_of()], tables)
-    assert "tokenizer.json" in tables.grammars.take_unsampled()[SequenceId("r")]
-    tables = seen_tables(tokenizer)
+    assert "tokenizer.json" in tables.grammars.take_unsampled()[SequenceId("r")].reason
+    tables = seen_tables(processes)
     process(torch.zeros(2, VOCAB), [draw_of("start: b", name="bad"), draw_of()], tables)
     (failed,) = tables.grammars.take_unsampled().items()
-    assert failed[0] == SequenceId("bad") and "unknown name" in failed[1]
+    assert failed == (SequenceId("bad"), GrammarFailure(failed[1].reason)) and "unknown name" in failed[1].reason
 
 
-def test_automaton_is_freed_with_its_sequence(tokenizer: LLTokenizer) -> None:
-    tables, draw = seen_tables(tokenizer), draw_of()
+def test_automaton_is_freed_with_its_sequence(processes: MaskProcesses) -> None:
+    tables, draw = seen_tables(processes), draw_of()
     process(torch.zeros(1, VOCAB), [draw], tables)
     assert list(tables.grammars._followed) == [SequenceId("r")]
     del draw
@@ -208,11 +250,11 @@ def test_automaton_is_freed_with_its_sequence(tokenizer: LLTokenizer) -> None:
     assert not tables.grammars._followed
 
 
-def test_device_draft_tokens_are_refused_with_a_grammar_or_bad_words(tokenizer: LLTokenizer) -> None:
+def test_device_draft_tokens_are_refused_with_a_grammar_or_bad_words(processes: MaskProcesses) -> None:
     drafted, bad = Drafted(torch.zeros((1, 1), dtype=torch.int64), [1]), SamplingParams(bad_words=((1, 2),))
     for draw in (draw_of(), Draw(bad, 0, 0, History((5,), ()))):
         with pytest.raises(InvariantError, match="draft tokens on the host"):
-            process(torch.zeros(1, VOCAB), [draw], seen_tables(tokenizer), drafted)
+            process(torch.zeros(1, VOCAB), [draw], seen_tables(processes), drafted)
 
 
 @pytest.fixture(scope="module")
@@ -338,9 +380,9 @@ def test_end_token_of_a_grammar_ends_a_request_before_min_tokens() -> None:
     assert finish_reason(replace(request, sampling=SamplingParams(min_tokens=50)), 6, END) is None
 
 
-def test_failed_automaton_is_rebuilt(tokenizer: LLTokenizer) -> None:
+def test_failed_automaton_is_rebuilt(tokenizer: LLTokenizer, processes: MaskProcesses) -> None:
     """A draft model may propose tokens that the grammar never allows."""
-    tables, a, z = seen_tables(tokenizer), tokenizer.tokenize_str("a")[0], tokenizer.tokenize_str("z")[0]
+    tables, a, z = seen_tables(processes), tokenizer.tokenize_str("a")[0], tokenizer.tokenize_str("z")[0]
     draw = draw_of()
     for output, fails in (((a,), False), ((z,), True), ((a,), False), ((a, a), False)):
         moved = Draw(draw.sampling, 0, len(output), History((5,), output, (END,)), (), SequenceId("r"))
@@ -360,46 +402,107 @@ def test_tokenizers_without_a_known_end_of_sequence_are_usable(tmp_path: Path) -
         load_tokenizer(tmp_path, VOCAB)
 
 
-def test_a_grammar_is_compiled_once_for_all_choices(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(grammars, "compile_grammar", lambda t, g: made.append(g) or compile_grammar(t, g))
-    tables = seen_tables(tokenizer)
-    process(torch.zeros(1, VOCAB), [draw_of(name="first")], tables)
-    process(torch.zeros(24, VOCAB), [draw_of(name=str(i)) for i in range(24)], tables)
-    assert made == [LETTERS] and not tables.grammars.unsampled
-    for number in range(grammars.COMPILED):
-        process(torch.zeros(1, VOCAB), [draw_of(to_grammar(Constraint("regex", f"a{number}", "")), name="x")], tables)
-    process(torch.zeros(1, VOCAB), [draw_of(name="last")], tables)
-    assert made.count(LETTERS) == 2, "not all are kept for ever"
+def test_a_grammar_is_compiled_once_for_all_choices(tokenizer: LLTokenizer) -> None:
+    lexers = Lexers(tokenizer)
+    for _ in range(24):
+        Automaton(lexers, LETTERS)
+    assert lexers.compilations == 1
+    for number in range(COMPILED):
+        Automaton(lexers, to_grammar(Constraint("regex", f"a{number}", "")))
+    Automaton(lexers, LETTERS)
+    assert lexers.compilations == COMPILED + 2, "not all are kept for ever"
 
 
 def test_sequence_ends_when_its_masks_exceed_the_cpu_budget(
-    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: LLTokenizer, processes: MaskProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar that exceeds the CPU time for its masks ends its sequence."""
     monkeypatch.setattr(grammars, "BUDGET_S", (0.0, 1.0))
-    tables, a = seen_tables(tokenizer), tokenizer.tokenize_str("a")[0]
+    tables, a = seen_tables(processes), tokenizer.tokenize_str("a")[0]
     process(torch.zeros(1, VOCAB), [draw_of(name="first")], tables)
-    assert "too complex" in tables.grammars.take_unsampled()[SequenceId("first")]
+    assert tables.grammars.take_unsampled()[SequenceId("first")].exceeds_limit
     process(torch.zeros(1, VOCAB), [draw_of(name="later", output=(a,))], tables)
     assert not tables.grammars.unsampled
 
 
-def test_grammar_threads_have_a_fixed_stack_size_whatever_the_process_default() -> None:
-    """Whatever the limit of the process: a chain of rules that compiles in half of this stack must not overflow it."""
-    script = (
-        "import resource, threading, pathlib\n"
-        "from baton.engine.grammars import *\n"
-        "from baton.model_source import builtin_directory\n"
-        "threading.stack_size(256 << 10)\n"  # as in a process with another limit
-        "from baton.core.request import *\n"
-        "from baton.core.step import History\n"
-        "from baton.engine.processors import Draw\n"
-        "chain = 'start: r0\\n' + '\\n'.join(f'r{i}: r{i + 1}' for i in range(900)) + '\\nr900: \"a\"'\n"
-        "made = Grammars.load(builtin_directory('target'), 4096)\n"
-        "made._wait_s = 60.0\n"
-        "draw = Draw(SamplingParams(grammar=chain), 0, 0, History((1,), (), (1,)))\n"
-        "print(made.mask(draw, made.deadline()) is not None, threading.stack_size())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "True 262144\n", (done.returncode, done.stderr)
+PROSE = random.Random(3).choices(
+    [
+        "the",
+        "a",
+        "of",
+        "worker",
+        "sends",
+        "every",
+        "block",
+        "to",
+        "its",
+        "peer",
+        "and",
+        "waits",
+        "until",
+        "then",
+        "it",
+        "counts",
+    ],
+    k=800,
+)
+
+
+def long_answer(tokenizer: LLTokenizer, number: int) -> tuple[int, ...]:
+    words = PROSE[number:] + PROSE[:number]
+    return tuple(tokenizer.tokenize_str('{"note":"' + " ".join(words)[:1900]))
+
+
+def follow(automaton: Automaton, tokens: tuple[int, ...]) -> None:
+    for end in range(len(tokens)):
+        automaton.masks(tokens[:end], (), (END,))
+
+
+def long_note(length: int) -> str:
+    schema = {"type": "object", "properties": {"note": {"type": "string", "maxLength": length}}, "required": ["note"]}
+    return to_grammar(Constraint("json_schema", json.dumps(schema | {"additionalProperties": False}), ""))
+
+
+def test_outputs_that_fill_a_shared_lexer_continue_with_a_new_one(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A string of bounded length takes a dozen states for each token; the third such output once failed for good."""
+    monkeypatch.setattr(grammar_automaton, "MAX_LEXER_STATES", 10_000)
+    lexers, grammar = Lexers(tokenizer), long_note(2000)
+    automata = [Automaton(lexers, grammar) for _ in range(6)]
+    for number, automaton in enumerate(automata):
+        follow(automaton, long_answer(tokenizer, number))
+    assert 1 < lexers.compilations < 6, "lexers are shared until they are full"
+    tokens = long_answer(tokenizer, 0)
+    monkeypatch.setattr(grammar_automaton, "MAX_LEXER_STATES", 250_000)
+    for automaton in automata:
+        (bits,) = automaton.masks(tokens, (), (END,))
+        assert ids_of(bits) == ids_of(Automaton(Lexers(tokenizer), grammar).masks(tokens, (), (END,))[0])
+
+
+def test_output_that_alone_exceeds_the_states_of_a_lexer_is_our_limit(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_automaton, "MAX_LEXER_STATES", 1_000)
+    lexers = Lexers(tokenizer)
+    with pytest.raises(GrammarTooComplex, match="too many states"):
+        follow(Automaton(lexers, long_note(2000)), long_answer(tokenizer, 0))
+    assert 1 < lexers.compilations < 20
+    follow(Automaton(lexers, long_note(2000)), long_answer(tokenizer, 0)[:20])  # others are not affected
+
+
+@pytest.mark.parametrize(
+    ("limits", "grammar", "message"),
+    [
+        ({"step_max_items": 1000}, hostile(300, "xx"), "Too many items"),
+        ({"max_items_in_row": 100}, hostile(300, "xx"), "items; max is"),
+        ({"step_lexer_fuel": 1000}, "start: /(.*a.{20}b)+.{30}/", "too many expressions"),
+    ],
+)
+def test_limits_of_llguidance_are_our_limits(
+    tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], grammar: str, message: str
+) -> None:
+    real = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **given: real(**given, **limits))
+    with pytest.raises(GrammarTooComplex, match=message):
+        follow(Automaton(Lexers(tokenizer), grammar), tuple(tokenizer.tokenize_str("xx|ab cd babababa")))

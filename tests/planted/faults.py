@@ -23,7 +23,7 @@ TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK = (
     f"tests/coordinator/test_policy_{name}.py" for name in ("requests", "dispatch", "workers", "journal", "pick")
 )
-T_GRAMMARS = "tests/engine/test_grammars.py"
+T_GRAMMARS, T_MASKS = "tests/engine/test_grammars.py", "tests/engine/test_mask_processes.py"
 QUEUE, T_QUEUE = "coordinator/policy/grammar_queue.py", "tests/coordinator/test_policy_grammar_queue.py"
 T_PIPELINE = "tests/coordinator/test_pipeline.py"
 
@@ -203,8 +203,8 @@ FAULTS = (
     Fault(REQUESTS, "        r.earlier_stamps.append(r.stamps)\n", "", T_REQUESTS),
     Fault(
         "coordinator/batches/store.py",
-        ' and status is null"\n            " order by',
-        '"\n            " order by',
+        " and status is null order by",
+        " order by",
         T_BATCHES,
     ),
     Fault(
@@ -387,31 +387,34 @@ FAULTS = (
     # Grammars and tools.
     Fault(
         "decode/scheduler.py",
-        "                sequence.num_computed = row.end - row.num_sampled\n                if failed:",
-        "                sequence.num_computed = row.end\n                if failed:",
+        "                sequence.num_computed = row.end - row.num_sampled\n                if (failed",
+        "                sequence.num_computed = row.end\n                if (failed",
         "tests/decode/test_scheduler.py",
     ),
     Fault(
         "prefill/scheduler.py",
-        "sequence.num_computed = row.end - (failed is not None)",
+        "sequence.num_computed = row.end - unsampled",
         "sequence.num_computed = row.end",
         "tests/prefill/test_scheduler.py",
     ),
     Fault("baton/core/request.py", " or request.sampling.grammar)", ")", T_GRAMMARS),
     Fault(
-        "baton/engine/grammars.py",
+        "baton/engine/grammar_automaton.py",
         "            if matcher.try_consume_tokens([token]) != 1:\n                break\n",
         "            matcher.try_consume_tokens([token])\n",
         T_GRAMMARS,
     ),
     Fault(
-        "baton/engine/grammars.py",
-        "        if len(found) > 1:\n            matcher.rollback(len(found) - 1)\n",
+        "baton/engine/grammar_automaton.py",
+        "        if len(masks) > 1:\n            matcher.rollback(len(masks) - 1)\n",
         "",
         T_GRAMMARS,
     ),
     Fault("baton/engine/grammars.py", "0.0 if followed.late and not self._all_late else ", "", T_GRAMMARS),
-    Fault("baton/engine/grammars.py", "            followed.automaton = None", "            pass", T_GRAMMARS),
+    Fault("baton/grammar_process.py", "signal.ITIMER_PROF, request.cpu_s", "signal.ITIMER_PROF, 90.0", T_MASKS),
+    Fault("baton/engine/mask_processes.py", "            automaton.place = None\n", "", T_GRAMMARS),
+    Fault("baton/engine/grammar_automaton.py", "or known[0] == full", "", T_GRAMMARS),
+    Fault("baton/engine/mask_queue.py", "len(turns) < MAX_RUNNING", "True", "tests/engine/test_mask_queue.py"),
     Fault(REQUESTS, " and now >= r.offer_at:", ":", T_REQUESTS),
     Fault(QUEUE, "key=self._used_s.__getitem__", "key=lambda c: 0", T_QUEUE),
     Fault(QUEUE, "if c not in self._running", "if True", T_QUEUE),

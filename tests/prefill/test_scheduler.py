@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps
 from baton.core.request import SamplingParams, TokenLogprob
-from baton.core.step import StepOutcome, without_unsampled
+from baton.core.step import GrammarFailure, StepOutcome, without_unsampled
 from prefill.scheduler import AGEING_TOKENS_PER_S, MAX_SCORED_TOKENS, PrefillResult, PrefillScheduler, Progress
 from tests.support.builders import EOS, make_outcome, make_prefill, make_request
 
@@ -340,7 +340,7 @@ def test_a_first_token_whose_mask_was_late_is_sampled_in_the_next_step() -> None
     a = make_request("a").sequence_id
     plan = scheduler.begin_step(0.0)
     assert plan is not None
-    late = scheduler.finish_step(without_unsampled(plan, make_outcome(plan), {a: ""}), 0.0)
+    late = scheduler.finish_step(without_unsampled(plan, make_outcome(plan), {a: None}), 0.0)
     assert late == PrefillResult()
     again = scheduler.begin_step(0.0)
     assert again is not None and (again.rows[0].start, again.rows[0].end, again.rows[0].num_sampled) == (5, 6, 1)
@@ -354,7 +354,9 @@ def test_grammar_that_fails_to_start_ends_its_request_with_the_reason() -> None:
     a = make_request("a").sequence_id
     plan = scheduler.begin_step(0.0)
     assert plan is not None
-    result = scheduler.finish_step(without_unsampled(plan, make_outcome(plan), {a: "no tokenizer"}), 0.0)
+    result = scheduler.finish_step(
+        without_unsampled(plan, make_outcome(plan), {a: GrammarFailure("no tokenizer")}), 0.0
+    )
     (ended,) = result.ended
     assert (ended.sequence, ended.code) == (a, "grammar_failed") and not result.progress
     scheduler.release_send(a)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.device_stream import to_device
-from baton.engine.grammars import Bits
+from baton.engine.grammar_automaton import Bits
 
 _TOKENS = 4096  # of a row per program
 
