@@ -7,7 +7,6 @@ import contextlib
 import logging
 import operator
 import secrets
-import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -19,7 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
+from baton.core.errors import InvalidRequest, InvariantError, NotFound, Unauthenticated
 from baton.core.events import StageStamps
 from baton.core.sampling_limits import (
     MAX_BAD_WORDS,
@@ -38,6 +37,10 @@ from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
+from coordinator.grpc.calls import abort, refuse, sent_value, write
+from coordinator.grpc.inference import SERVICE as INFERENCE
+from coordinator.grpc.inference import Inference
+from coordinator.inference.served import ServedModel
 from coordinator.openai.fields import as_header
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
@@ -67,7 +70,6 @@ MAX_CONCURRENT_STREAMS = 256
 MAX_MESSAGE_BYTES = 1 << 20
 TOKEN_BYTES = 8  # per prompt token: an id takes 4 at most, its text about 4
 IGNORED = "x-ignored-fields"
-SEND_TIMEOUT_S = 30.0
 ABORT_S = 5.0
 IDLE_CONNECTION_S = 120  # clients reconnect automatically
 CONNECTION_AGE_S = 3600  # then as long again for running calls: ends those whose client reads nothing
@@ -92,9 +94,9 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         if of != SERVICE:
             return None
         try:
-            client = self._keys.client(_metadata(handler_call_details.invocation_metadata, "authorization"))
+            client = self._keys.client(sent_value(handler_call_details.invocation_metadata, "authorization"))
         except Unauthenticated as refused:
-            return grpc.stream_unary_rpc_method_handler(partial(_refuse, refused))
+            return grpc.stream_unary_rpc_method_handler(partial(refuse, refused))
         serialize = {"response_serializer": operator.methodcaller("SerializeToString")}
         match method:
             case "Generate":
@@ -112,31 +114,31 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             del content
             with contextlib.suppress(TimeoutError):  # it waits behind messages that the client does not read
                 async with asyncio.timeout(ABORT_S):
-                    await _abort(e, context)
+                    await abort(e, context)
 
     async def _answer(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         request = parsed(serving_pb2.GenerateRequest, content)
         self._name_unknown(request, "Generate", context)
         submission = (await self._submission(request, context.time_remaining())).of(client)
-        if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
+        if traceparent := sent_value(context.invocation_metadata(), "traceparent"):
             submission = replace(submission, traceparent=traceparent[:64])
         async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
             index: Counter[int] = Counter()
             async for delta in deltas:
                 large = off_loop.is_large([delta])
                 if not index.total():
-                    await self._write(context, await off_loop.make(large, self._started, submission, delta))
-                await self._write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
+                    await write(context, await off_loop.make(large, self._started, submission, delta))
+                await write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
                 index[delta.choice] += len(delta.token_ids)
                 if delta.finish_reason is not None:
-                    await self._write(context, _finished(delta))
+                    await write(context, _finished(delta))
 
     async def _model_info(self, content: bytes, context: grpc.aio.ServicerContext) -> serving_pb2.GetModelInfoResponse:
         try:
             self._name_unknown(parsed(serving_pb2.GetModelInfoRequest, content), "GetModelInfo", context)
         except InvalidRequest as e:
             del content
-            await _abort(e, context)
+            await abort(e, context)
         text = self._translator.text
         return serving_pb2.GetModelInfoResponse(
             model=self._model,
@@ -153,14 +155,6 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
                 raise InvalidRequest(f"unknown field numbers: {shown}", code="unknown_parameter", param=shown)
             self._generator.ignored(f"/{SERVICE}/{method}", names)
             context.set_trailing_metadata(((IGNORED, shown),))
-
-    async def _write(self, context: grpc.aio.ServicerContext, message: serving_pb2.GenerateResponse) -> None:
-        """Raises Cancelled if the client reads nothing for too long."""
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                await context.write(message)
-        except TimeoutError:
-            raise Cancelled(f"the client read nothing for {SEND_TIMEOUT_S:g} s") from None
 
     async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
         if request.model and request.model != self._model:
@@ -262,26 +256,6 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
     )
 
 
-async def _refuse(error: Exception, _: object, context: grpc.aio.ServicerContext) -> None:
-    """Handles a refused call: its message is not read."""
-    await _abort(error, context)
-
-
-async def _abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
-    """Ends the call: `abort` raises. The exception and the call refer to each other, so everything reachable from its
-    traceback and its causes would stay until a garbage collection. Callers drop their message first."""
-    context.set_trailing_metadata((*(context.trailing_metadata() or ()), *status.grpc_trailing_metadata(error)))
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    await context.abort(status.grpc_code(error), status.public_message(error))
-
-
-def _metadata(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:
-    """Returns the only value under a name; empty if there is none, or several."""
-    sent = [value for key, value in metadata or () if key == name]
-    return sent[0] if len(sent) == 1 else ""
-
-
 def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
     """Returns reflection under its final name, which newer tools request. It uses the v1alpha messages, the only ones
     that the library has: package names are not on the wire."""
@@ -311,6 +285,7 @@ class PublicServer:
         keys: ApiKeys | None = None,
         tls: grpc.ServerCredentials | None = None,
         strict_fields: bool = False,
+        served: ServedModel | None = None,
     ) -> None:
         self._tls = tls
         limits = [
@@ -324,10 +299,11 @@ class PublicServer:
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
         self._server = grpc.aio.server(interceptors=(FirstMessage(),), options=options)
         serving = Serving(generator, translator, model, keys or ApiKeys(), strict_fields)
-        self._server.add_generic_rpc_handlers((serving,))
-        services = dict.fromkeys(("", SERVICE), lambda: generator.ready()[0])
+        inference = Inference(generator, translator, served or ServedModel(model), keys or ApiKeys(), strict_fields)
+        self._server.add_generic_rpc_handlers((serving, inference))
+        services = dict.fromkeys(("", SERVICE, INFERENCE), lambda: generator.ready()[0])
         health_pb2_grpc.add_HealthServicer_to_server(health.Health(services), self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (SERVICE, INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self._server.add_generic_rpc_handlers((_reflection_v1(names),))
 

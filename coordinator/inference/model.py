@@ -13,11 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.core.errors import InvalidRequest, NotFound
+from baton.core.errors import InvalidRequest
 from coordinator.inference.tensors import Tensor
 from coordinator.submission import Delta
 
-VERSION = "1"
 TEXT, FINISH, PROMPT_TOKENS, OUTPUT_TOKENS = "text_output", "finish_reason", "num_input_tokens", "num_output_tokens"
 INPUTS = (
     ("text_input", "BYTES"),
@@ -39,7 +38,6 @@ INPUTS = (
     ("frequency_penalty", "FP32"),
 )
 OUTPUTS = ((TEXT, "BYTES"), (FINISH, "BYTES"), (PROMPT_TOKENS, "UINT32"), (OUTPUT_TOKENS, "UINT32"))
-EXTENSIONS = ("binary_tensor_data", "model_repository", "model_configuration", "statistics", "generate")
 _OTHER_NAMES = {"random_seed": "seed", "stop_words": "stop", "min_length": "min_tokens"}
 _LISTS = ("stop", "bad_words")
 _FLAGS = ("stream", "exclude_input_in_output")
@@ -141,42 +139,6 @@ def piece_of(made: Generation, delta: Delta) -> list[Tensor]:
         OUTPUT_TOKENS: usage.completion_tokens if last and usage is not None else len(delta.token_ids),
     }
     return [Tensor(name, dict(OUTPUTS)[name], (1,), (values[name],)) for name in made.outputs]
-
-
-def check_model(served: str, name: str, version: str = "") -> None:
-    """Raises NotFound unless this is the model served, in its only version."""
-    if name != served:
-        raise NotFound(f"the model {name[:100]!r} does not exist", code="model_not_found", param="model_name")
-    if version not in ("", VERSION):
-        what = f"version {version[:40]!r} of {served} does not exist: there is version {VERSION}"
-        raise NotFound(what, code="model_not_found", param="model_version")
-
-
-def metadata(served: str) -> dict[str, Any]:
-    """Returns the model's metadata as JSON."""
-    inputs = [{"name": name, "datatype": kind, "shape": [1]} for name, kind in INPUTS]
-    outputs = [{"name": name, "datatype": kind, "shape": [-1]} for name, kind in OUTPUTS]
-    return {"name": served, "versions": [VERSION], "platform": "baton", "inputs": inputs, "outputs": outputs}
-
-
-def config(served: str) -> dict[str, Any]:
-    """Returns the model's configuration in Triton's form, as JSON."""
-
-    def typed(kind: str) -> str:
-        return "TYPE_STRING" if kind == "BYTES" else f"TYPE_{kind}"
-
-    inputs = [
-        {"name": name, "data_type": typed(kind), "dims": [1], "optional": name != "text_input"} for name, kind in INPUTS
-    ]
-    return {
-        "name": served,
-        "platform": "",
-        "backend": "baton",
-        "max_batch_size": 0,
-        "input": inputs,
-        "output": [{"name": name, "data_type": typed(kind), "dims": [-1]} for name, kind in OUTPUTS],
-        "model_transaction_policy": {"decoupled": True},
-    }
 
 
 def _generation(fields: dict[str, Any], prompts: tuple[str, ...], outputs: Iterable[str]) -> Generation:

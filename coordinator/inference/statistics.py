@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from coordinator.inference.model import VERSION
 from coordinator.submission import Delta
 
 
@@ -54,12 +53,10 @@ class Statistics:
     def failed(self, seconds: float) -> None:
         self.fail.add(seconds)
 
-    def as_json(self, served: str) -> dict[str, Any]:
-        """Returns one entry of `model_stats`."""
+    def as_json(self) -> dict[str, Any]:
+        """Returns them as in an entry of `model_stats`."""
         parts = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
         return {
-            "name": served,
-            "version": VERSION,
             "last_inference": self.last_inference,
             "inference_count": self.inference_count,
             "execution_count": self.execution_count,

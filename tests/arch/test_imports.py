@@ -10,7 +10,7 @@ from tests.arch.source_tree import PACKAGES, PURE, PURE_DECODE, PURE_PREFILL, Im
 
 SERVICE_FILES = (
     "baton/rpc/*",
-    "coordinator/grpc/service.py",
+    "coordinator/grpc/*",
     "coordinator/control.py",
     "coordinator/front_tls.py",
     "prefill/service.py",

@@ -14,7 +14,7 @@ from baton.core import errors
 from baton.core.request import SamplingParams, TokenBias, TokenLogprob
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
-from coordinator.grpc import service
+from coordinator.grpc import calls
 from coordinator.grpc.service import NEUTRAL, SERVICE, PublicServer
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
@@ -243,7 +243,7 @@ async def test_the_cache_salt_reaches_the_submission_and_its_length_is_limited(
 async def test_a_call_whose_client_does_not_read_is_closed(
     text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "SEND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(calls, "SEND_TIMEOUT_S", 0.5)
     generator = FakeGenerator([Delta("x" * 100_000, (1,))] * 10, endless=True)
     async with served(generator, text_model) as client:
         call = client.generate()
