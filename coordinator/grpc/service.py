@@ -80,7 +80,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     bytes grpc would reply UNKNOWN and log a traceback."""
 
     def __init__(
-        self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys, strict_fields: bool
+        self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys, strict_fields: bool = False
     ) -> None:
         self._generator = generator
         self._strict = strict_fields
