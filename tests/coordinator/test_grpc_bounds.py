@@ -101,6 +101,9 @@ class FakeCallContext:
     async def read(self) -> bytes:
         return self._messages.pop()
 
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
     def set_trailing_metadata(self, metadata: object) -> None:
         pass
 
