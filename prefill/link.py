@@ -140,6 +140,7 @@ class Link:
         """Opens, concurrently, the edges of `plans` that have no usable end. The caller holds `edge_lock`.
 
         Raises:
+            LinkLost: the link has ended.
             HandoffError: an edge could not be opened, or not in time.
         """
         missing = [p for p in plans if p.key not in self.ends or self.ends[p.key].dead is not None]
@@ -149,6 +150,8 @@ class Link:
                 raise error
 
     async def _open_edge(self, plan: EdgePlan) -> None:
+        if self.lost is not None:  # before the end exists, which `_end` would have aborted: its peer knows of none
+            raise self._lost_error()
         generation, welcome = next(_generations), self._dialled.welcome
         mine = f"{self._hello.prefill_worker}@{self._hello.prefill_incarnation}"
         who = (mine, plan.prefill_rank, welcome.decode_worker, plan.decode_rank)
@@ -195,7 +198,7 @@ class Link:
 
         future.add_done_callback(forget)
         if self.lost is not None:
-            future.set_exception(LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
+            future.set_exception(self._lost_error())
             future.exception()  # marks it as retrieved: it may never be awaited
         return future
 
@@ -257,10 +260,13 @@ class Link:
             future.set_exception(error)
             future.exception()
 
+    def _lost_error(self) -> LinkLost:
+        return LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}")
+
     def _end(self, reason: str) -> None:
         self._stream.end(reason)
         for key in list(self._waiting):
-            self._fail(key, LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
+            self._fail(key, self._lost_error())
         for end in self.ends.values():
             end.abort(f"the link has ended: {self.lost}")
 

@@ -92,3 +92,27 @@ async def test_hand_overs_on_a_lost_link_dial_it_once(monkeypatch: pytest.Monkey
         await until(lambda: len(source.posted.handed_over) == 4)
         decode.compute()
         assert dials == 1
+
+
+async def test_hand_overs_that_wait_for_the_edge_of_a_lost_link_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They queue for one lock. None waits for a peer that does not know of its edge, and one dial serves all."""
+    names = [f"r{number}" for number in range(4)]
+    async with pair(DecodeNode(num_blocks=64), timeout_s=20.0) as (source, [decode]):
+        await serve(source, decode, "before")
+        (old,) = links(source)
+        generation = latest_generation(old)
+        gate = Gate(monkeypatch, "announce", "before")
+        for name in names:
+            source.submit(make_request(name, 8, max_tokens=4), decode)
+        source.compute()
+        await asyncio.wait_for(gate.reached.wait(), 30)
+        await until(lambda: len(old.edge_lock._waiters or ()) == len(names) - 1)
+        old._stream.end("cut by the test")
+        gate.opened.set()
+        await until(lambda: len(source.posted.parked) == len(names), timeout_s=10.0)
+        assert latest_generation(old) == generation, "no edge was opened on the lost link"
+        for name in names:
+            source.assign(SequenceId(name), 2, decode)
+        await until(lambda: len(source.posted.handed_over) == len(names) + 1)
+        decode.compute()
+        assert len(links(source)) == 1
