@@ -56,7 +56,8 @@ class ApiKeys:
             return ANONYMOUS
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated("missing API key: send `Authorization: Bearer KEY`", code="missing_api_key")
+            what = "missing API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise Unauthenticated(what, code="missing_api_key")
         digest = hashlib.sha256(key.strip().encode()).digest()
         found = [client for known, client in self._clients.items() if hmac.compare_digest(digest, known)]
         if not found:  # all keys were compared, each in constant time

@@ -101,7 +101,9 @@ class ChoiceReader:
         piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is not part of its text
         tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
         logprobs = tuple(journal.logprobs[read : read + len(tokens)]) if journal.logprobs else ()
-        delta = Delta(piece.text, tokens, logprobs=logprobs, prompt_logprobs=None if read else journal.prompt_logprobs)
+        delta = Delta(piece.text, tokens, logprobs=logprobs)
+        if not read:
+            delta = delta._replace(prompt_logprobs=journal.prompt_logprobs, cached_tokens=_cached_tokens(request))
         self._read += len(tokens)
         if piece.stopped is not None:
             self.done = True
@@ -120,7 +122,9 @@ def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
     last = r.journal.tokens[-1]
     if stopped is None and finish == "stop" and last in r.request.sampling.stop_token_ids:
         reason = last
-    prompt_tokens = len(r.request.prompt)
-    cached = min(r.cached_tokens, prompt_tokens)
-    usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=r.speculation)
+    usage = Usage(len(r.request.prompt), total, _cached_tokens(r), r.speculation)
     return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=timeline(r, time.monotonic()))
+
+
+def _cached_tokens(r: Request) -> int:
+    return min(r.cached_tokens, len(r.request.prompt))

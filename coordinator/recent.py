@@ -18,7 +18,7 @@ from coordinator.policy.timeline import Timeline, timeline
 
 KEPT = 1_000
 _INNER = re.compile(r"((.+)-[0-9a-f]{8}|req-[0-9a-f]{32})(-[0-9]{1,3})?")
-_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
 @dataclass(frozen=True, slots=True)

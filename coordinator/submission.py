@@ -56,7 +56,8 @@ class Usage:
 class Delta(NamedTuple):
     """New text and the new token ids it came from. Text may lag behind ids (half a code point, a possible stop
     string). `logprobs` has one entry per id where they are asked for; `prompt_logprobs` comes with the first delta, one
-    entry per prompt token after the first. `stop_reason` is the stop string or the stop token that ended the text. The
+    entry per prompt token after the first, as does `cached_tokens`, how many of the prompt's tokens were cached.
+    `stop_reason` is the stop string or the stop token that ended the text. The
     last delta of a choice, and only it, has `finish_reason`, `usage` (of this choice) and `timeline`."""
 
     text: str
@@ -68,6 +69,7 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     choice: int = 0
+    cached_tokens: int = 0
 
 
 class Sink(Protocol):

@@ -41,7 +41,8 @@ ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 class Options:
     """What a client may choose; None stands for the model's default. `bad_words` are texts, `bad_word_ids` the same as
     token ids; completions repeat the prompt's log-probabilities in each choice. `prompts` is the number of prompts,
-    with `n` choices each. `max_tokens_param` is the client's name for `max_tokens`, for error messages."""
+    with `n` choices each. `max_tokens` that do not fit are refused, unless `fit_max_tokens` is set. The fields that end
+    in `_param` are the client's names, for error messages."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -71,7 +72,9 @@ class Options:
     truncate_prompt_tokens: int | None = None
     each_choice_has_prompt: bool = False
     prompts: int = 1
+    fit_max_tokens: bool = False
     max_tokens_param: str = "max_tokens"
+    stop_param: str = "stop"
     prompt_logprobs_param: str = "prompt_logprobs"
 
 
@@ -179,7 +182,9 @@ class Translator:
         default_tokens = min(default_tokens, _scored_tokens(options, len(prompt)))
         fits = max(self.max_model_len(len(prompt)) - len(prompt), 1)  # too long a prompt is refused at admission
         max_tokens = min(default_tokens, fits) if wanted is None else wanted
-        if wanted is not None and wanted > room:
+        if options.fit_max_tokens:
+            max_tokens = min(max_tokens, fits)
+        if max_tokens > room:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens; the prompt has {len(prompt)} "
                 f"and {options.max_tokens_param} requests {wanted} more",
@@ -219,6 +224,8 @@ class Translator:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens; the prompt has {prompt_tokens} and needs room for one more",
                 param=param,
+                prompt_tokens=prompt_tokens,
+                max_prompt_tokens=context - 1,
             )
         return context - prompt_tokens
 
@@ -261,10 +268,10 @@ def check_options(options: Options) -> None:
         raise InvalidRequest(what, param="prompt")
     check_count("logit_bias", len(options.logit_bias or ()), MAX_BIASES)
     check_count("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKENS)
-    _check_texts("stop", options.stop, MAX_STOPS)
+    _check_texts(options.stop_param, options.stop, MAX_STOPS)
     if (found := sum(map(len, options.stop))) > MAX_STOP_CHARS_IN_ALL:  # each token is matched against all of them
         what = f"stop strings have at most {MAX_STOP_CHARS_IN_ALL} characters together, not {found}"
-        raise InvalidRequest(what, param="stop")
+        raise InvalidRequest(what, param=options.stop_param)
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
     if options.cache_salt is not None:
         if not 1 <= len(options.cache_salt) <= MAX_SALT_CHARS:

@@ -48,7 +48,22 @@ class InvalidRequest(BatonError):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """`prompt_tokens` and `max_prompt_tokens` are set if the prompt alone is too long: how many tokens it has, at
+    least, and how many it may have."""
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        prompt_tokens: int = 0,
+        max_prompt_tokens: int = 0,
+    ) -> None:
+        super().__init__(message, code=code, param=param)
+        self.prompt_tokens, self.max_prompt_tokens = prompt_tokens, max_prompt_tokens
 
 
 class Unauthenticated(BatonError):

@@ -1,5 +1,5 @@
-"""The HTTP front end over the pipeline: OpenAI's endpoints, and endpoints about the server under the names that vLLM
-and SGLang use.
+"""The HTTP front end over the pipeline: OpenAI's endpoints, Anthropic's messages, and endpoints about the server under
+the names that vLLM and SGLang use.
 
 A request: Guard -> route -> BodyReader -> validation.parse by BodyParser -> Translator -> GenerationResponse. Every
 fault in a request is raised as an exception, and one function, `error_response`, turns it into an answer.
@@ -26,13 +26,23 @@ from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
 from baton.rpc.status import printable
 from coordinator import off_loop
+from coordinator.anthropic.models import model_object, model_page
+from coordinator.anthropic.render import MessagesRender
+from coordinator.anthropic.schema import CountTokensBody, MessagesBody
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.store import BatchStore
 from coordinator.http.batches import BatchRoutes, limit_of
 from coordinator.http.body import BodyParser, BodyReader
-from coordinator.http.errors import HttpProblem, error_response, json_response
+from coordinator.http.errors import (
+    MESSAGES,
+    REQUEST_ID,
+    HttpProblem,
+    error_response,
+    is_for_anthropic,
+    json_response,
+)
 from coordinator.http.generation import EchoOnly, GenerationResponse
-from coordinator.http.guard import CLIENT, IGNORED, REQUEST_ID, Guard, Names
+from coordinator.http.guard import CLIENT, IGNORED, Guard, Names
 from coordinator.http.openapi import add_route, describe
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
@@ -98,6 +108,8 @@ def create_app(
         ("POST", "/v1/completions", front.completions, "Completion", schema.CompletionBody),
         ("POST", "/v1/chat/completions", front.chat_completions, "ChatCompletion", schema.ChatBody),
         ("POST", "/v1/responses", front.responses, "Response", ResponsesBody),
+        ("POST", MESSAGES, front.messages, "Message", MessagesBody),
+        ("POST", f"{MESSAGES}/count_tokens", front.count_tokens, "TokenCount", CountTokensBody),
         ("GET", "/v1/models", front.models, "ModelList"),
         ("GET", "/v1/models/{model_id:path}", front.model, "Model"),
         ("POST", "/tokenize", front.tokenize, "Tokens", schema.TokenizeBody),
@@ -137,7 +149,7 @@ def create_app(
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-ignored-fields", "server-timing", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "x-ignored-fields", "server-timing", "retry-after"],
             max_age=600,
         )
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
@@ -152,7 +164,7 @@ def _installed_version() -> str:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 class _Front:
@@ -193,8 +205,21 @@ class _Front:
         render = ResponsesRender(head, body)
         return GenerationResponse(self._generator, [submission], render, stream=bool(body.stream))
 
+    async def messages(self, request: Request) -> Response:
+        body = await self._body(request, MessagesBody)
+        submission, more = await self._conversation(request, body)
+        render = MessagesRender(self._head(request, [submission], **more), body, submission.max_tokens)
+        generator = self._generator if body.max_tokens else EchoOnly(self._generator)
+        return GenerationResponse(generator, [submission], render, stream=bool(body.stream))
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._body(request, CountTokensBody)
+        messages = body.chat()
+        check_messages(messages)
+        return json_response({"input_tokens": len(await self._text.encode_chat_async(messages, body.rendering()))})
+
     async def _conversation(
-        self, request: Request, body: schema.ChatBody | ResponsesBody
+        self, request: Request, body: schema.ChatBody | ResponsesBody | MessagesBody
     ) -> tuple[Submission, dict[str, Any]]:
         """Returns the submission, and the arguments of `Head` for calls and reasoning in its text."""
         text, tools, options = self._text, body.tooling(), body.options()
@@ -219,12 +244,14 @@ class _Front:
             submission = replace(submission, shown_token_ids=shown)
         return submission, {"new_parser": new_parser, "named_tool": bool(tools.named)}
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
+        if is_for_anthropic(request.scope):
+            return json_response(model_page(self._anthropic_model(), request.query_params))
         return json_response({"object": "list", "data": [self._model()]})
 
-    async def model(self, model_id: str) -> Response:
+    async def model(self, request: Request, model_id: str) -> Response:
         self._check_model(model_id)
-        return json_response(self._model())
+        return json_response(self._anthropic_model() if is_for_anthropic(request.scope) else self._model())
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, schema.TokenizeBody)
@@ -341,15 +368,22 @@ class _Front:
     async def _body(self, request: Request, model: type[_T]) -> _T:
         read = partial(parse, model, strict=self._settings.strict_fields)
         body = await self.parser.parse(read, await self.reader.read(request))
-        request.scope[IGNORED] = body.ignored
-        self._generator.ignored(request.url.path, body.ignored)
-        self._check_model(body.model)
+        named = body.ignored
+        if body.model is not None and body.model != self._settings.model_name and body.model.startswith(body.stand_ins):
+            named |= {"model"}
+        else:
+            self._check_model(body.model)
+        request.scope[IGNORED] = named
+        self._generator.ignored(request.url.path, named)
         return body
 
     def _check_model(self, name: str | None) -> None:
         """Raises NotFound for another model's name. A request need not name the model: only one is served."""
         if name is not None and name != self._settings.model_name:
             raise NotFound(f"the model '{printable(name, 100)}' does not exist", code="model_not_found", param="model")
+
+    def _anthropic_model(self) -> dict[str, Any]:
+        return model_object(self._settings.model_name, self._settings.created, self._text.max_model_len)
 
     def _model(self) -> dict[str, Any]:
         return {

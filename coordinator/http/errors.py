@@ -1,5 +1,6 @@
-"""Every answer that is not a success, in OpenAI's format. An `HttpProblem` is a fault of the request as HTTP; a
-`BatonError` is a fault of its content or of the cluster, and the one error table maps it to a status."""
+"""Every answer that is not a success, in OpenAI's format, or in Anthropic's for its clients. An `HttpProblem` is a
+fault of the request as HTTP; a `BatonError` is a fault of its content or of the cluster, and the one error table maps
+it to a status."""
 
 from __future__ import annotations
 
@@ -10,14 +11,20 @@ from typing import Any
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from baton.core.errors import BatonError
 from baton.rpc import status
+from coordinator.anthropic import errors as anthropic_errors
+
+REQUEST_ID = "baton.request_id"
+MESSAGES = "/v1/messages"
 
 log = logging.getLogger("baton.http")
 
+_SERVED = "OpenAI's completions, chat completions, responses and models APIs and Anthropic's messages API are served"
 _REASONS = {
-    404: ("not_found", "no such path: OpenAI's completions, chat completions, responses and models APIs are served"),
+    404: ("not_found", f"no such path: {_SERVED}"),
     405: ("method_not_allowed", "this path does not support that method"),
 }
 
@@ -27,10 +34,8 @@ class HttpProblem(Exception):
 
     def __init__(self, http: int, code: str, message: str, *, param: str | None = None, close: bool = False) -> None:
         super().__init__(message)
-        self.http = http
-        self.body = status.error_body(
-            status.printable(message, status.MAX_MESSAGE_CHARS), type="invalid_request_error", param=param, code=code
-        )
+        self.http, self.code, self.param = http, code, param
+        self.message = status.printable(message, status.MAX_MESSAGE_CHARS)
         self.headers = {"connection": "close"} if close else {}
 
 
@@ -38,16 +43,38 @@ def json_response(content: Any, *, http: int = 200, headers: Mapping[str, str] |
     return Response(orjson.dumps(content), http, headers, media_type="application/json")
 
 
-def error_response(error: BaseException) -> Response:
-    """Returns the answer to any exception. Internal errors are logged, and their details are not sent to the client."""
+def is_for_anthropic(scope: Scope) -> bool:
+    """Returns whether a request is of a client of Anthropic's API: it has a path of that API, or its header."""
+    if scope["path"] == MESSAGES or scope["path"].startswith(MESSAGES + "/"):
+        return True
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def error_response(error: BaseException, scope: Scope) -> Response:
+    """Returns the answer to any exception, in the form of the API that the request is for. Internal errors are logged,
+    and their details are not sent to the client."""
     if isinstance(error, HttpProblem):
-        return json_response(error.body, http=error.http, headers=error.headers)
+        return _problem(error.http, error.code, error.message, error.param, error.headers, scope)
     if isinstance(error, HTTPException):
         code, message = _REASONS.get(error.status_code, ("invalid_value", "bad request"))
-        body = status.error_body(message, type="invalid_request_error", code=code)
-        return json_response(body, http=error.status_code, headers=error.headers)
+        return _problem(error.status_code, code, message, None, error.headers, scope)
     note(error)
-    return json_response(status.http_body(error), http=status.http_status(error), headers=status.http_headers(error))
+    http, headers = status.http_status(error), status.http_headers(error)
+    if is_for_anthropic(scope):
+        body = anthropic_errors.body_of(error, scope.get(REQUEST_ID, ""))
+        return json_response(body, http=anthropic_errors.http_status(http), headers=headers)
+    return json_response(status.http_body(error), http=http, headers=headers)
+
+
+def _problem(
+    http: int, code: str, message: str, param: str | None, headers: Mapping[str, str] | None, scope: Scope
+) -> Response:
+    if is_for_anthropic(scope):
+        http = anthropic_errors.http_status(http)
+        body = anthropic_errors.error_body(http, message, code=code, param=param, request_id=scope.get(REQUEST_ID, ""))
+    else:
+        body = status.error_body(message, type="invalid_request_error", param=param, code=code)
+    return json_response(body, http=http, headers=headers)
 
 
 def note(error: BaseException) -> None:

@@ -25,6 +25,7 @@ from baton.core.errors import InvariantError, Unavailable
 from baton.core.events import SpeculationCounters
 from baton.core.request import TokenLogprob
 from coordinator import off_loop
+from coordinator.anthropic.render import MessagesRender
 from coordinator.http.errors import error_response, note
 from coordinator.http.server import SEND, WRITER, ChunkWriter
 from coordinator.merged import merged
@@ -33,7 +34,7 @@ from coordinator.openai.responses_render import ResponsesRender
 from coordinator.pipeline import Pipeline
 from coordinator.submission import Delta, Sink, Submission, Usage
 
-Renderer = Render | ResponsesRender
+Renderer = Render | ResponsesRender | MessagesRender
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
@@ -144,14 +145,14 @@ class _LargeAnswers:
         self._bytes = 0
 
     @contextmanager
-    def sent(self, response: Response) -> Iterator[Response]:
+    def sent(self, response: Response, scope: Scope) -> Iterator[Response]:
         """Yields the answer to send: a 503 if it is large and would exceed MAX_LARGE_BYTES together with others."""
         size = len(response.body)
         if size <= LARGE_ANSWER_BYTES:
             size = 0
         elif self._bytes and self._bytes + size > MAX_LARGE_BYTES:
             what = f"{self._bytes >> 20} MiB of large responses are already being sent"
-            size, response = 0, error_response(Unavailable(what, code="overloaded", retry_after_s=5))
+            size, response = 0, error_response(Unavailable(what, code="overloaded", retry_after_s=5), scope)
         self._bytes += size
         try:
             yield response
@@ -200,9 +201,9 @@ class GenerationResponse(Response):
                 delta = await self._next(deltas)
                 response = None if self._stream else await self._whole(delta, deltas)
             except Exception as error:
-                response = error_response(error)
+                response = error_response(error, scope)
             if response is not None:
-                with _LARGE.sent(response) as response:
+                with _LARGE.sent(response, scope) as response:
                     head = {"status": response.status_code, "headers": response.raw_headers}
                     await send({"type": "http.response.start", **head})
                     await self._write(send, bytes(response.body), more=False)

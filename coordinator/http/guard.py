@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.api_keys import ApiKeys
-from coordinator.http.errors import HttpProblem, error_response
+from coordinator.http.errors import REQUEST_ID, HttpProblem, error_response, is_for_anthropic
 from coordinator.openai.fields import as_header
 
 MAX_HEADERS = 100
@@ -26,7 +26,6 @@ MAX_HEAD_BYTES = 16 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 MAX_ID_CHARS = 128
 OPEN_PATHS = ("/", "/live", "/health", "/ready")  # the page, which has no data of its own, and the health checks
-REQUEST_ID = "baton.request_id"
 CLIENT = "baton.client"
 """The scope key of the client; already set in requests that the coordinator sends to itself."""
 IGNORED = "baton.ignored"
@@ -39,8 +38,8 @@ _ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
 
 
 class Guard:
-    """Refuses bad heads and clients without a key, sets the id of each request and the `x-request-id` of each answer,
-    and lets no exception escape."""
+    """Refuses bad heads and clients without a key, sets the id of each request and the `x-request-id` of each answer
+    (for Anthropic's clients also `request-id`), and lets no exception escape."""
 
     def __init__(
         self,
@@ -67,6 +66,8 @@ class Guard:
                 started = True
                 self._answered(message["status"])
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if is_for_anthropic(scope):
+                    message["headers"].append((b"request-id", request_id))
                 if names := scope.get(IGNORED):
                     message["headers"].append((b"x-ignored-fields", as_header(names).encode("ascii")))
             await send(message)
@@ -82,8 +83,7 @@ class Guard:
                     param="host",
                 )
             if scope["path"] not in OPEN_PATHS and CLIENT not in scope:
-                sent = [value for name, value in scope["headers"] if name == b"authorization"]
-                scope[CLIENT] = self._keys.client(sent[0].decode("latin-1") if len(sent) == 1 else "")
+                scope[CLIENT] = self._keys.client(_authorization(scope))
             if given and not named:
                 raise HttpProblem(
                     400,
@@ -95,9 +95,17 @@ class Guard:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            response = error_response(error)
+            response = error_response(error, scope)
             if not started:
                 await response(scope, receive, tagged)
+
+
+def _authorization(scope: Scope) -> str:
+    """Returns the Authorization header, or one made of Anthropic's `x-api-key`; empty if there is not exactly one."""
+    for name, scheme in ((b"authorization", ""), (b"x-api-key", "Bearer ")):
+        if sent := [value for given, value in scope["headers"] if given == name]:
+            return scheme + sent[0].decode("latin-1") if len(sent) == 1 else ""
+    return ""
 
 
 class Names:

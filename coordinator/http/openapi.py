@@ -90,6 +90,15 @@ _CALL = _object(id=TEXT, type=_const("function"), function=_object(name=TEXT, ar
 _HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint_": TEXT, "usage": _USAGE}
 _STAMPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
+_OPENAI_MODEL = _object(
+    **_each(TEXT, "id", "owned_by"), object=_const("model"), **_each(WHOLE, "created", "max_model_len")
+)
+_ANTHROPIC_MODEL = _object(
+    type=_const("model"),
+    **_each(TEXT, "id", "display_name", "created_at", "lifecycle"),
+    **_each(WHOLE, "max_input_tokens", "max_tokens"),
+)
+
 
 def _page(of: str) -> Schema:
     ends = _each(_or_null(TEXT), "first_id", "last_id")
@@ -133,10 +142,33 @@ SCHEMAS: dict[str, Schema] = {
         },
         "required": ["id", "object", "created_at", "status", "model", "output", "usage"],
     },
-    "Model": _object(
-        **_each(TEXT, "id", "owned_by"), object=_const("model"), **_each(WHOLE, "created", "max_model_len")
+    "Message": _object(
+        type=_const("message"),
+        role=_const("assistant"),
+        **_each(TEXT, "id", "model"),
+        content=_list(
+            {
+                "anyOf": [
+                    _object(type=_const("text"), text=TEXT),
+                    _object(type=_const("thinking"), **_each(TEXT, "thinking", "signature")),
+                    _object(type=_const("tool_use"), **_each(TEXT, "id", "name"), input=ANY),
+                ]
+            }
+        ),
+        stop_reason={"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]},
+        stop_sequence=_or_null(TEXT),
+        usage=_object(
+            **_each(WHOLE, "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+        ),
     ),
-    "ModelList": _object(object=_const("list"), data=_list(_ref("Model"))),
+    "TokenCount": _object(input_tokens=WHOLE),
+    "Model": {"anyOf": [_OPENAI_MODEL, _ANTHROPIC_MODEL]},
+    "ModelList": {
+        "anyOf": [
+            _object(object=_const("list"), data=_list(_OPENAI_MODEL)),
+            _object(data=_list(_ANTHROPIC_MODEL), has_more=FLAG, **_each(_or_null(TEXT), "first_id", "last_id")),
+        ]
+    },
     "Tokens": _object(count=WHOLE, max_model_len=WHOLE, tokens=_list(WHOLE), token_strs=_or_null(_list(TEXT))),
     "Text": _object(prompt=TEXT),
     "Version": _object(version=TEXT),
@@ -193,7 +225,7 @@ SCHEMAS: dict[str, Schema] = {
     "BatchList": _page("Batch"),
 }
 _NULLABLE: Schema = {"type": ["string", "null"]}
-_ERROR: Schema = {
+_OPENAI_ERROR: Schema = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -204,6 +236,12 @@ _ERROR: Schema = {
         }
     },
 }
+_ANTHROPIC_ERROR = _object(
+    type=_const("error"),
+    error=_object(**_each(TEXT, "type", "message"), details=_object(error_code=TEXT)),
+    request_id=TEXT,
+)
+_ERROR: Schema = {"anyOf": [_OPENAI_ERROR, _ANTHROPIC_ERROR]}
 _EVENT: Schema = {"type": "object", "properties": _each(TEXT, "event", "data"), "required": ["data"]}
 _LIMIT, _AFTER, _PURPOSE = (
     {"name": name, "in": "query", "required": False, "schema": schema}

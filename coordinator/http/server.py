@@ -340,4 +340,6 @@ class _ShutdownMiddleware:
             await self._app(scope, receive, watched)
         except asyncio.CancelledError:
             if not started:
-                await error_response(Unavailable("the server is stopping", code="draining"))(scope, receive, send)
+                await error_response(Unavailable("the server is stopping", code="draining"), scope)(
+                    scope, receive, send
+                )

@@ -22,7 +22,7 @@ MAX_TOOLS = 128
 MAX_VALUES = 20_000  # of tools, and of additional template variables
 MAX_CALLS = 16
 """In one answer, if calls are forced."""
-NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+NAME = r"^[a-zA-Z0-9_.-]{1,128}$"  # OpenAI's API has 64, Anthropic's 128
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 Name = Annotated[str, StringConstraints(pattern=NAME)]

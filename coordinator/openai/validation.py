@@ -87,7 +87,10 @@ class RequestObject(BaseModel):
 
 
 class ModelBody(RequestObject):
-    """The body of a request to the model. It need not name the model: only one is served."""
+    """The body of a request to the model. It need not name the model: only one is served. `stand_ins` are the
+    beginnings of other names that clients may use for it."""
+
+    stand_ins: ClassVar[tuple[str, ...]] = ()
 
     model: str | None = None
 

@@ -150,7 +150,10 @@ class TextModel:
         least = -(-size // self.max_token_bytes)
         if least >= self.max_model_len:
             raise ContextLengthExceeded(
-                f"this model's context is {self.max_model_len} tokens; the prompt has at least {least}", param=param
+                f"this model's context is {self.max_model_len} tokens; the prompt has at least {least}",
+                param=param,
+                prompt_tokens=least,
+                max_prompt_tokens=self.max_model_len - 1,
             )
 
     @contextmanager

@@ -22,7 +22,7 @@ WORKER_FILES = tuple(
     for name in ("worker", "__main__", *hand_over)
 )
 HTTP_FILES = ("coordinator/http/*",)
-SCHEMA_FILES = ("coordinator/openai/*", *HTTP_FILES)
+SCHEMA_FILES = ("coordinator/openai/*", "coordinator/anthropic/*", *HTTP_FILES)
 PURE_PREFILL_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_PREFILL)
 PURE_DECODE_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_DECODE)
 LAUNCH = "launch/*"  # may use everything; nothing uses it

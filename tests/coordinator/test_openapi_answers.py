@@ -20,6 +20,8 @@ from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 RESPONSES = "/v1/responses"
+MESSAGES = "/v1/messages"
+MESSAGE = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
@@ -60,6 +62,10 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
     for path in ("/tokenizer_info", "/server_info", "/v1/models", "/requests", "/v1/files", "/v1/batches"):
         assert (await check("GET", path)).status_code == 200, path
     assert (await check("GET", "/v1/models/tiny", "/v1/models/{model_id}")).status_code == 200
+    version = {"anthropic-version": "2023-06-01"}
+    assert (await check("GET", "/v1/models", headers=version)).status_code == 200
+    assert (await check("GET", "/v1/models/tiny", "/v1/models/{model_id}", headers=version)).status_code == 200
+    assert (await check("POST", f"{MESSAGES}/count_tokens", json=MESSAGE | {"max_tokens": None})).status_code == 200
     assert (await check("GET", "/requests/nobody", "/requests/{request_id}")).status_code == 404
     for path, body in (("/tokenize", {"prompt": "a", "return_token_strs": True}), ("/detokenize", {"tokens": [40]})):
         assert (await check("POST", path, json=body)).status_code == 200
@@ -75,10 +81,13 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
         (CHAT, {"temperature": 9}, []),
         (RESPONSES, {}, reply("a", "b")),
         (RESPONSES, {"stream": True}, reply("a", "b")),
+        (MESSAGES, {}, reply("a", "b")),
+        (MESSAGES, {"stream": True}, reply("a", "b")),
+        (MESSAGES, {"max_tokens": -1}, []),
     ]
     for path, fields, script in asked:
         generator.script = script
-        good = GOOD.get(path, {"input": "hi"})
+        good = GOOD.get(path, MESSAGE if path == MESSAGES else {"input": "hi"})
         answer = await check("POST", path, json=good | fields)
         assert answer.status_code == (200 if script else 400), answer.text
 

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its bodies, answers and errors. No I/O."""
