@@ -17,10 +17,11 @@ import logging
 import socket
 import ssl
 from asyncio import sslproto
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import Any, cast
 
+import httptools
 import orjson
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,7 +61,8 @@ _FULL: _Refusal = (503, "overloaded", "too many connections")
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Its own state: whether a head is expected or incomplete, the bytes received since the last
+    """One connection. Its own state: whether a head is expected or incomplete, whether the last head offers to upgrade
+    to another protocol, the bytes received since the last
     complete head or part of a body, the timer that closes the connection while no request is being answered, the timer
     that closes it while the client reads nothing, the requests that are not answered yet, and how many bytes of bodies
     were dropped after their answer.
@@ -76,7 +78,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._in_head = True
+        self._in_head, self._offered = True, False
         self._other_bytes = self._dropped = 0
         self._cycles: list[RequestResponseCycle] = []
         self._answering: dict[RequestResponseCycle, asyncio.Task[None]] = {}
@@ -117,9 +119,32 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._other_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._other_bytes > MAX_HEAD_BYTES:
             self._refuse(_HEAD_TOO_LARGE)
+
+    def _parse(self, data: bytes) -> None:
+        """Feeds the parser. A client may offer another protocol (`Upgrade: h2c`), to which the parser then leaves all
+        that follows the head. The offer is ignored: the head is parsed again without it."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if not self._offered:  # CONNECT
+                    self._refuse(_NOT_HTTP)
+                    return
+                self._offered, rest = False, data[offer.args[0] :]
+            except httptools.HttpParserError:
+                self._refuse(_NOT_HTTP)
+                return
+            method, version = self.parser.get_method(), self.parser.get_http_version()
+            head = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
+            head += [b"%b: %b" % each for each in _without_upgrade(self.headers)]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            data = b"\r\n".join([*head, b"", rest])
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # trailers are not used
@@ -131,6 +156,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._limit(HEAD_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers):
+            self._offered = True
+            return
         super().on_headers_complete()
         self._in_head, self._other_bytes = False, 0
         self._timer.cancel()
@@ -146,6 +174,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:  # no pipelined request is being answered
             self._limit(KEEP_ALIVE_S)
+
+    def on_message_complete(self) -> None:
+        if not self._offered:
+            super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self._other_bytes = 0
@@ -211,6 +243,16 @@ class GuardedProtocol(HttpToolsProtocol):
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[http] + head.encode() + body)
         self._close()
+
+
+def _without_upgrade(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    kept = []
+    for name, value in headers:
+        if name == b"connection":
+            value = b", ".join(option for option in map(bytes.strip, value.split(b",")) if option.lower() != b"upgrade")
+        if name != b"upgrade":
+            kept.append((name, value))
+    return kept
 
 
 class ChunkWriter:

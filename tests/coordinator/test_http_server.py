@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import socket
 import time
 from typing import Any
@@ -332,3 +333,67 @@ async def test_stream_with_slow_tokens_is_not_closed(text_model: TextModel, monk
             assert b"200 OK" in await client.reader.readuntil(b"\r\n\r\n")
             assert await client.reader.readuntil(b"[DONE]")
         await client.close()
+
+
+OFFER = "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 40])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_an_offer_to_upgrade_is_ignored_and_its_body_read(
+    app: FastAPI, generator: FakeGenerator, pieces: int, chunked: bool
+) -> None:
+    """As Java's HttpClient and `curl --http2` send it; then the connection goes on, with and without the offer."""
+    body = json.dumps(TEXT | {"user": "u" * 200}).encode()
+    size = f"Content-Length: {len(body)}"
+    if chunked:
+        size, body = "Transfer-Encoding: chunked", b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    lines = ("POST /v1/completions HTTP/1.1", "Host: t", "Content-Type: application/json", size, *OFFER)
+    raw = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        for _ in range(2):
+            step = -(-len(raw) // pieces)
+            for at in range(0, len(raw), step):
+                await client.send(raw[at : at + step])
+                await asyncio.sleep(0)
+            status, headers, answer = await client.answer()
+            assert (status, headers.get("x-ignored-fields")) == (200, "user"), answer
+            assert json.loads(answer)["choices"][0]["text"] == "Hello world"
+        await client.post("/v1/completions", TEXT)
+        assert (await client.answer())[0] == 200
+        await client.send(raw * 3)  # pipelined
+        assert [(await client.answer())[0] for _ in range(3)] == [200] * 3
+        await client.close()
+    assert len(generator.submissions) == 6
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("GET /live HTTP/1.1\r\nHost: t\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: a", 200),
+        ("GET /live HTTP/1.1\r\nHost: t\r\nConnection: close, upgrade\r\nUpgrade: h2c", 200),
+        ("GET /live HTTP/1.0\r\nConnection: upgrade\r\nUpgrade: h2c", 200),
+        ("CONNECT t:443 HTTP/1.1\r\nHost: t", 400),
+        ("CONNECT t:443 HTTP/1.1\r\nHost: t\r\nConnection: upgrade\r\nUpgrade: h2c", 400),
+        ("CONNECT / HTTP/1.1\r\nHost: t", 400),
+    ],
+)
+async def test_other_offers_and_tunnels(app: FastAPI, head: str, status: int) -> None:
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.send(head.encode() + b"\r\n\r\n")
+        answer = await client.answer()
+        assert answer[0] == status, answer
+        if "close" in head or "1.0" in head or status == 400:
+            assert await client.closed()
+        await client.close()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+async def test_curl_offers_http2(app: FastAPI) -> None:
+    async with running(app) as server:
+        url = f"http://127.0.0.1:{server.address[1]}/v1/completions"
+        words = ["-s", "--http2", "-H", "content-type: application/json", "-d", json.dumps(TEXT), url]
+        curl = await asyncio.create_subprocess_exec("curl", *words, stdout=asyncio.subprocess.PIPE)
+        assert json.loads((await curl.communicate())[0])["choices"][0]["text"] == "Hello world"
