@@ -32,17 +32,21 @@ MAX_LOGGED_FIELDS = 256
 WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STAGES = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
 
-VLLM = {
-    "baton_requests_running": "vllm:num_requests_running",
-    "baton_requests_queued": "vllm:num_requests_waiting",
-    "baton_kv_usage": "vllm:kv_cache_usage_perc",
-    "baton_prompt_tokens": "vllm:prompt_tokens",
-    "baton_generated_tokens": "vllm:generation_tokens",
-    "baton_requests_finished": "vllm:request_success",
-    "baton_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
-    "baton_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
-    "baton_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
-    "baton_request_seconds": "vllm:e2e_request_latency_seconds",
+VLLM: dict[str, tuple[str, ...]] = {
+    "baton_requests_running": ("vllm:num_requests_running",),
+    "baton_requests_queued": ("vllm:num_requests_waiting",),
+    "baton_kv_usage": ("vllm:kv_cache_usage_perc",),
+    "baton_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
+    "baton_generated_tokens": ("vllm:generation_tokens",),
+    "baton_requests_finished": ("vllm:request_success",),
+    "baton_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
+    "baton_inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),
+    "baton_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
+    "baton_request_seconds": ("vllm:e2e_request_latency_seconds",),
+    "baton_prompt_tokens_cached": ("vllm:prefix_cache_hits",),
+    "baton_draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
+    "baton_draft_tokens_accepted": ("vllm:spec_decode_num_accepted_tokens",),
+    "baton_worker_preemptions": ("vllm:num_preemptions",),
 }
 """Maps our names to vLLM's; the label `finish_reason` is its `finished_reason`."""
 
@@ -53,8 +57,8 @@ GPU_GAUGES = {
     "memory_total_bytes": "total memory of the GPUs of a worker's first node",
     "utilisation": "mean share of time, 0 to 1, in which a kernel ran on these GPUs",
 }
-_UNITS = {"step_s": "step_seconds"}
-"""Metric names spell out their unit."""
+_METRIC_NAMES = {"step_s": "step_seconds", "blocks_total": "blocks"}
+"""Metric names spell out their unit; `_total` is the suffix of counters."""
 
 log = logging.getLogger("baton.requests")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the samples would be creation times
@@ -280,7 +284,9 @@ class _State(Collector):
         for names, family in ((WORKER_GAUGES, gauge), (WORKER_COUNTERS, counter)):
             for name in names:
                 made = family(
-                    f"baton_worker_{_UNITS.get(name, name)}", f"`{name}` of GET /workers", labels=["worker", "role"]
+                    f"baton_worker_{_METRIC_NAMES.get(name, name)}",
+                    f"`{name}` of GET /workers",
+                    labels=["worker", "role"],
                 )
                 for w in workers:
                     made.add_metric([w["id"], w["role"]], w[name])
@@ -301,7 +307,7 @@ class _Renamed(Collector):
     def collect(self) -> Iterable[Metric]:
         for collector in self._own:
             for metric in collector.collect():
-                if (name := VLLM.get(metric.name)) is not None:
+                for name in VLLM.get(metric.name, ()):
                     yield self._renamed(metric, name)
 
     def _renamed(self, metric: Metric, name: str) -> Metric:

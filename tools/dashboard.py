@@ -108,7 +108,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "KV blocks in use",
             "percentunit",
             "Cached blocks that nothing refers to count as free.",
-            {"{{worker}}": "1 - baton_worker_blocks_free / baton_worker_blocks_total"},
+            {"{{worker}}": "1 - baton_worker_blocks_free / baton_worker_blocks"},
         ),
         Panel(
             "Sequences",

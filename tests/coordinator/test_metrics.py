@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -151,7 +153,7 @@ def test_vllm_metric_names(clock: Clock) -> None:
     metrics = Metrics("m", "vllm")
     play(metrics, clock)
     found = {name for name, _ in samples(metrics) if name.startswith("vllm:")}
-    for name in VLLM.values():
+    for name in (name for names in VLLM.values() for name in names):
         assert found & {name, f"{name}_total", f"{name}_bucket"}, name
     assert value(metrics, "vllm:num_requests_waiting", model_name="m") == 3
     assert value(metrics, "vllm:request_success_total", model_name="m", finished_reason="length") == 1
@@ -185,3 +187,21 @@ async def test_metrics_are_served_and_responses_are_counted_by_status(
     await client.post("/v1/completions", json={"prompt": 1.5})
     await client.get("/nowhere")
     assert generator.statuses == [200, 400, 404]
+
+
+def test_every_vllm_name_in_the_docs_is_exported(clock: Clock) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(vllm:\w+)` \| `(\w+)` \|$", page, re.M))
+    assert len(rows) > 10
+    metrics = Metrics("m", "vllm")
+    play(metrics, clock)
+    found = {name for name, _ in samples(metrics)}
+    exported = {name.removesuffix("_bucket") for name in found}
+    assert set(rows) - exported == set() and set(rows.values()) - exported == set()
+    listed = {name for names in VLLM.values() for name in names}
+    assert {name.removesuffix("_total") for name in rows} == listed
+
+
+def test_only_counters_end_in_total() -> None:
+    for metric in Metrics().everything(CLUSTER).collect():
+        assert metric.type == "counter" or not metric.name.endswith("_total"), metric.name

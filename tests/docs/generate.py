@@ -47,7 +47,7 @@ ENDPOINTS = {
     "POST /v1/messages/count_tokens": "the number of tokens in the prompt of such a request",
     "GET /v1/models": "the one model, with `max_model_len`; in Anthropic's form for its clients",
     "GET /v1/models/{model_id}": "the same entry; 404 for any other name",
-    "POST /tokenize": "`prompt` or `messages` to token ids",
+    "POST /tokenize": "`prompt`, or `messages` with `tools` and the template's other fields, to token ids",
     "POST /detokenize": "`tokens` to text, special tokens shown",
     "GET /health": "200 while both pools have a ready worker, else 503 with the reason",
     "GET /ready": "the same",
@@ -73,7 +73,7 @@ MEANINGS = {
     "max_tokens": "at least 1, with `echo` also 0; completions default to 16, chat to the rest of `max_model_len`",
     "max_completion_tokens": "newer name of `max_tokens`, goes before it",
     "temperature": "0 to 2; 0 is greedy",
-    "top_p": "above 0, at most 1",
+    "top_p": "0 to 1; 0 allows only the most likely token",
     "top_k": "-1 and 0: off",
     "seed": "64-bit integer; the same seed and parameters give the same noise",
     "stop": "a string or up to 64; the text ends before the first that appears",
@@ -268,13 +268,8 @@ def metrics() -> str:
     rows = []
     for metric in made.collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        rows.append(
-            (
-                code(name),
-                metric.type,
-                metric.documentation + (f" (vLLM: `{VLLM[metric.name]}`)" if metric.name in VLLM else ""),
-            )
-        )
+        others = ", ".join(map(code, VLLM.get(metric.name, ())))
+        rows.append((code(name), metric.type, metric.documentation + (f" (vLLM: {others})" if others else "")))
     return table(("name", "type", "meaning"), rows)
 
 
