@@ -15,13 +15,15 @@ from baton.core.errors import StartupError
 from coordinator.recent import Record
 
 FLAG = "--otlp-endpoint"
+_PATH = "/v1/traces"
 
 
 class Tracing:
     """Complete state: the tracer and the provider whose thread exports."""
 
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
-        """`endpoint` is the URL of a collector's HTTP receiver, such as http://127.0.0.1:4318.
+        """`endpoint` is the URL of a collector's HTTP receiver, such as http://127.0.0.1:4318, with or without the path
+        of traces.
 
         Raises:
             StartupError: `endpoint` is not a URL, or the packages of the extra are not installed.
@@ -40,7 +42,7 @@ class Tracing:
             raise StartupError(what) from None
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": "baton"}))
-        exporter = exporter or OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
+        exporter = exporter or OTLPSpanExporter(endpoint.rstrip("/").removesuffix(_PATH) + _PATH, timeout=5)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("baton")
 

@@ -98,3 +98,13 @@ def test_missing_packages_are_reported_with_the_install_command(monkeypatch: pyt
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(StartupError, match=r"pip install 'baton-serve\[otel\]'"):
         Tracing("http://127.0.0.1:4318")
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://c:4318", "http://c:4318/", "http://c:4318/v1/traces", "http://c:4318/v1/traces/"]
+)
+def test_the_path_of_traces_may_be_part_of_the_endpoint(endpoint: str) -> None:
+    tracing = Tracing(endpoint)
+    (processor,) = tracing._provider._active_span_processor._span_processors
+    assert processor._batch_processor._exporter._endpoint == "http://c:4318/v1/traces"
+    tracing.close()
