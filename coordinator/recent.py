@@ -17,6 +17,8 @@ from coordinator.policy.requests import Request, Stage
 from coordinator.policy.timeline import Timeline, timeline
 
 KEPT = 1_000
+SPACE = "%20"
+"""A space in a client's id, which gRPC allows: the id is one word in the log."""
 _INNER = re.compile(r"((.+)-[0-9a-f]{8}|req-[0-9a-f]{32})(-[0-9]{1,3})?")
 _PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
@@ -68,6 +70,7 @@ class RecentRequests:
     def named(self, running: Iterable[Request], request_id: str, now: float) -> list[Record]:
         """Returns the choices of a request by its id: the client's own, the one in a response (`chatcmpl-...`), or the
         one in the log."""
+        request_id = request_id.replace(" ", SPACE)
         asked = {request_id, *(request_id.removeprefix(prefix) for prefix in _PREFIXES)}
         here = (r for r in running if _own_id(r.request.request_id) & asked)
         found = [r for r in self._all(here, now) if _own_id(r.request_id) & asked]

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from baton.core.errors import InvalidRequest, InvariantError, NotFound, Unauthenticated
+from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, NotFound, Unauthenticated
 from baton.core.events import StageStamps
 from baton.core.sampling_limits import (
     MAX_BAD_WORDS,
@@ -44,6 +44,7 @@ from coordinator.inference.served import ServedModel
 from coordinator.openai.fields import as_header
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
+from coordinator.recent import SPACE
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
 from coordinator.text.chat import ChatMessage
@@ -77,13 +78,14 @@ CONNECTION_AGE_S = 3600  # then as long again for running calls: ends those whos
 
 class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     """The service. A call without a valid key ends before its message is read. Messages are parsed here: for invalid
-    bytes grpc would reply UNKNOWN and log a traceback."""
+    bytes grpc would reply UNKNOWN and log a traceback. Its own state: tenant and id of the calls that generate."""
 
     def __init__(
         self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys, strict_fields: bool = False
     ) -> None:
         self._generator = generator
         self._strict = strict_fields
+        self._running: set[tuple[str, str]] = set()
         self._keys = keys
         self._translator = translator
         self._model = model
@@ -119,7 +121,21 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _answer(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         request = parsed(serving_pb2.GenerateRequest, content)
         self._name_unknown(request, "Generate", context)
-        submission = (await self._submission(request, context.time_remaining())).of(client)
+        name = _request_id(request, client)
+        if name in self._running:
+            raise DuplicateRequest(f"request {name[1]!r} is already in flight", param="request_id")
+        self._running.add(name)
+        try:
+            await self._generate_as(name[1], request, client, context)
+        finally:
+            self._running.discard(name)
+
+    async def _generate_as(
+        self, name: str, request: serving_pb2.GenerateRequest, client: Client, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Generates under the client's own id. Internally a suffix makes it unique over all clients, as over HTTP."""
+        inner = f"{name.replace(' ', SPACE)}-{secrets.token_hex(4)}" if request.request_id else name
+        submission = (await self._submission(inner, request, context.time_remaining())).of(client)
         if traceparent := sent_value(context.invocation_metadata(), "traceparent"):
             submission = replace(submission, traceparent=traceparent[:64])
         async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
@@ -127,7 +143,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             async for delta in deltas:
                 large = off_loop.is_large([delta])
                 if not index.total():
-                    await write(context, await off_loop.make(large, self._started, submission, delta))
+                    await write(context, await off_loop.make(large, self._started, name, submission, delta))
                 await write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
                 index[delta.choice] += len(delta.token_ids)
                 if delta.finish_reason is not None:
@@ -156,15 +172,14 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             self._generator.ignored(f"/{SERVICE}/{method}", names)
             context.set_trailing_metadata(((IGNORED, shown),))
 
-    async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
+    async def _submission(
+        self, request_id: str, request: serving_pb2.GenerateRequest, remaining_s: float | None
+    ) -> Submission:
         if request.model and request.model != self._model:
             name = request.model[:200]
             raise NotFound(f"the model {name!r} does not exist", code="model_not_found", param="model")
         _refuse_unserved(request)
         options = _options(request, self._translator.text.vocab_size)
-        request_id = request.request_id or secrets.token_hex(16)
-        if len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
-            raise InvalidRequest("request_id must be at most 128 printable ASCII characters", param="request_id")
         translate = self._translator
         match request.WhichOneof("prompt"):
             case "text":
@@ -179,14 +194,26 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             case _:
                 raise InvalidRequest("one of text, token_ids and messages is required", param="prompt")
 
-    def _started(self, submission: Submission, first: Delta) -> serving_pb2.GenerateResponse:
+    def _started(self, name: str, submission: Submission, first: Delta) -> serving_pb2.GenerateResponse:
         started = serving_pb2.Started(
-            request_id=submission.request_id,
+            request_id=name,
             model=self._model,
             prompt_tokens=len(submission.prompt),
             prompt_logprobs=[codec.to_message(entry) for entry in first.prompt_logprobs or ()],
         )
         return serving_pb2.GenerateResponse(started=started)
+
+
+def _request_id(request: serving_pb2.GenerateRequest, client: Client) -> tuple[str, str]:
+    """Returns the tenant and the request's id, which is unique among the running requests of the tenant.
+
+    Raises:
+        InvalidRequest: it is too long, or not printable ASCII.
+    """
+    request_id = request.request_id or secrets.token_hex(16)
+    if len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
+        raise InvalidRequest("request_id must be at most 128 printable ASCII characters", param="request_id")
+    return client.tenant, request_id
 
 
 def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+from hashlib import sha256
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -14,13 +18,18 @@ from baton.core import errors
 from baton.core.request import SamplingParams, TokenBias, TokenLogprob
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
+from coordinator.api_keys import ApiKeys
 from coordinator.grpc import calls
 from coordinator.grpc.service import NEUTRAL, SERVICE, PublicServer
+from coordinator.metrics import Metrics
+from coordinator.policy import quotas
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.grpc_kit import Client, served
+
+TENANTS = {"key-a": "one", "key-b": "one", "key-c": "other"}
 
 
 async def test_a_call_sends_started_then_deltas_then_finished(grpc_client: Client, generator: FakeGenerator) -> None:
@@ -259,3 +268,50 @@ async def test_a_connection_that_sends_nothing_is_closed(text_model: TextModel) 
             while await reader.read(4096):
                 pass
         writer.close()
+
+
+async def test_request_ids_are_unique_within_a_tenant_only(generator: FakeGenerator, text_model: TextModel) -> None:
+    """A client can neither block another tenant's ids nor learn which are in use."""
+    clients = {sha256(key.encode()).digest(): quotas.Client(key, tenant) for key, tenant in TENANTS.items()}
+    generator.script = [asyncio.Event()]
+    async with served(generator, text_model, ApiKeys(clients)) as client:
+
+        def call(key: str) -> Any:
+            metadata = (("authorization", f"Bearer {key}"),)
+            return client.stub.Generate(pb.GenerateRequest(request_id="job-1", text="a"), metadata=metadata)
+
+        first = call("key-a")
+        await generator.until(submitted=1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call("key-b").read()  # of the same tenant
+        assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS and len(generator.submissions) == 1
+        other = call("key-c")
+        await generator.until(submitted=2)
+        generator.script = reply("a")
+        for running in (first, other):
+            running.cancel()
+        await generator.until(finished=2)
+        async with asyncio.timeout(10):
+            while True:  # the id is free again once the cancelled call has ended
+                try:
+                    started = await call("key-a").read()
+                    break
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert started.started.request_id == "job-1"
+    inner = [submission.request_id for submission in generator.submissions]
+    assert len(set(inner)) == 3 and all(re.fullmatch("job-1-[0-9a-f]{8}", name) for name in inner)
+
+
+async def test_an_id_with_spaces_is_one_word_in_the_log(
+    grpc_client: Client, generator: FakeGenerator, caplog: pytest.LogCaptureFixture
+) -> None:
+    forged = "a finished: stop; 9 prompt tokens"
+    started, *_ = await grpc_client.all(request_id=forged)
+    assert started.started.request_id == forged
+    (submission,) = generator.submissions
+    assert " " not in submission.request_id
+    caplog.set_level(logging.INFO, "baton.requests")
+    Metrics().request(submission).end(ValueError())
+    Metrics(slow_s=1e-9).request(submission).end(ValueError())
+    assert caplog.records[-1].getMessage().startswith(f"slow: {forged.replace(' ', '%20')}-")
