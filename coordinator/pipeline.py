@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from coordinator.choice import ChoiceReader
 from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
-from coordinator.policy.quotas import Quotas
+from coordinator.policy.quotas import Client, Quotas
 from coordinator.policy.requests import Request, Stage
 from coordinator.recent import RecentRequests, Record
 from coordinator.structured_output import GrammarCompiler
@@ -77,9 +77,10 @@ class Pipeline:
         observed = self._metrics.request(submission)
         error: BaseException | None = None
         first: InFlight | None = None
-        client, counted = submission.client, False
+        client, counted = submission.client, submission.admitted
         try:
-            self._quotas.admit(client, time.monotonic(), submission.n)
+            if not counted:
+                self._quotas.admit(client, time.monotonic(), submission.n)
             counted = True
             submission = await with_grammar(submission, self._grammars)
             first = self._cluster.admit(_request(submission, 0), submission.n)
@@ -98,8 +99,24 @@ class Pipeline:
             if first is not None:
                 self._cluster.forget(first)
             if counted:
-                self._quotas.ended(client, observed.tokens_used, time.monotonic(), submission.n)
+                self._quotas.charge(client, observed.tokens_used, time.monotonic())
+            if counted and not submission.admitted:
+                self._quotas.ended(client, submission.n)
             observed.end(error)
+
+    @contextmanager
+    def admitted(self, client: Client, choices: int = 1) -> Iterator[None]:
+        """Counts one request of a client against its quota for the duration of the `with` block: one that generates
+        nothing, or the prompts of one request, whose submissions are `admitted`.
+
+        Raises:
+            QuotaExceeded: a limit is reached.
+        """
+        self._quotas.admit(client, time.monotonic(), choices)
+        try:
+            yield
+        finally:
+            self._quotas.ended(client, choices)
 
     def _others(self, submission: Submission, first: InFlight) -> Iterator[AsyncGenerator[Delta, None]]:
         """Returns the generators of choices 1 and up."""

@@ -21,7 +21,8 @@ class Submission:
     share cached KV only if their `cache_salt` is the same. `shown_token_ids` are special tokens that appear in the
     text; with `include_stop` the text ends with its stop string. Lower `priority` goes first in every queue.
     `traceparent` is the client's span (W3C Trace Context), if it sent one. The output has to match `constraint`; until
-    that is compiled, `sampling` has no grammar.
+    that is compiled, `sampling` has no grammar. `admitted`: it is one of several prompts of a request that counts
+    against its client's quota as a whole.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class Submission:
     include_stop: bool = False
     traceparent: str = ""
     constraint: Constraint | None = None
+    admitted: bool = False
 
     def of(self, client: Client) -> Submission:
         """Returns the submission as this client's, with a priority no more urgent than the client's own."""

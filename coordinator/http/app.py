@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
@@ -53,13 +54,14 @@ from coordinator.openai.validation import ModelBody, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Submission
-from coordinator.text.chat import Rendering
 from coordinator.text.model import TextModel, tokens_json
 from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=ModelBody)
 MAX_TRACEPARENT = 64
+_PERMISSIONS = ("allow_sampling", "allow_logprobs", "allow_view")
+_NOT_PERMITTED = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html").read_bytes()
 _PAGE_HEADERS = {
@@ -164,7 +166,12 @@ def _installed_version() -> str:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return error_response(error, request.scope)
+    response = error_response(error, request.scope)
+    if isinstance(error, HTTPException) and error.status_code == 405:  # the router names only the first route's methods
+        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        methods = {method for route in routes for method in route.methods}
+        response.headers["allow"] = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+    return response
 
 
 class _Front:
@@ -176,6 +183,9 @@ class _Front:
         self.parser = BodyParser()
         self._translator = Translator(text, deadline_s=settings.request_timeout_s, pools_hold=generator.max_model_len)
         self._fingerprint = f"baton-{settings.version}"
+        granted = dict.fromkeys(_PERMISSIONS, True) | dict.fromkeys(_NOT_PERMITTED, False)
+        self._permission = {"id": f"modelperm-{settings.created}", "object": "model_permission", **granted}
+        self._permission |= {"created": settings.created, "organization": "*", "group": None}
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, schema.CompletionBody)
@@ -224,9 +234,7 @@ class _Front:
         """Returns the submission, and the arguments of `Head` for calls and reasoning in its text."""
         text, tools, options = self._text, body.tooling(), body.options()
         if tools.may_be_called:
-            if text.tool_format is None:
-                raise InvalidRequest("this model's chat template does not support tools", param="tools")
-            constraint = tools.constraint(text.tool_format, text.marker_ids, options.constraint)
+            constraint = tools.constraint(self._tool_format(), text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
         submission = await self._translator.from_messages(request_id, body.chat(), options, how=how)
@@ -254,20 +262,27 @@ class _Front:
         return json_response(self._anthropic_model() if is_for_anthropic(request.scope) else self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, schema.TokenizeBody)
+        with self._generator.admitted(request.scope[CLIENT]):
+            return await self._tokens(await self._body(request, schema.TokenizeBody))
+
+    async def _tokens(self, body: schema.TokenizeBody) -> Response:
         if body.prompt is not None:
             ids = await self._text.encode_async(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
+            if body.tools:
+                self._tool_format()
             messages = body.chat()
             check_messages(messages)
-            how = Rendering(add_generation_prompt=body.add_generation_prompt)
-            ids = await self._text.encode_chat_async(messages, how)
+            ids = await self._text.encode_chat_async(messages, body.rendering())
         what = (self._text.tokenizer, ids, self._translator.max_model_len(), bool(body.return_token_strs))
         answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *what)
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, schema.DetokenizeBody)
+        with self._generator.admitted(request.scope[CLIENT]):
+            return await self._text_of(await self._body(request, schema.DetokenizeBody))
+
+    async def _text_of(self, body: schema.DetokenizeBody) -> Response:
         if len(body.tokens) > self._text.max_model_len:
             raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
         if body.tokens:
@@ -377,6 +392,12 @@ class _Front:
         self._generator.ignored(request.url.path, named)
         return body
 
+    def _tool_format(self) -> str:
+        """Returns the format of tool calls. Raises InvalidRequest if the chat template has no tools."""
+        if self._text.tool_format is None:
+            raise InvalidRequest("this model's chat template does not support tools", param="tools")
+        return self._text.tool_format
+
     def _check_model(self, name: str | None) -> None:
         """Raises NotFound for another model's name. A request need not name the model: only one is served."""
         if name is not None and name != self._settings.model_name:
@@ -391,6 +412,9 @@ class _Front:
             "object": "model",
             "created": self._settings.created,
             "owned_by": "baton",
+            "root": self._settings.model_name,  # this and the fields below as in vLLM
+            "parent": None,
+            "permission": [self._permission],
             "max_model_len": self._translator.max_model_len(),
         }
 

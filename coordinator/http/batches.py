@@ -27,7 +27,7 @@ from coordinator.http.body import BodyReader, check_declared
 from coordinator.http.errors import HttpProblem, json_response
 from coordinator.http.generation import SLICE_BYTES
 from coordinator.http.guard import CLIENT, IGNORED
-from coordinator.http.openapi import add_route
+from coordinator.http.openapi import MAX_BATCHES, MAX_FILES, add_route
 from coordinator.openai.schema import BatchBody
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import parse
@@ -171,7 +171,7 @@ class BatchRoutes:
     async def files(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
         return await self._list(
-            request, lambda owner, limit, after: self._store.files(owner, limit, after, purpose), 10_000
+            request, lambda owner, limit, after: self._store.files(owner, limit, after, purpose), MAX_FILES
         )
 
     async def file(self, request: Request, file_id: str) -> Response:
@@ -199,7 +199,7 @@ class BatchRoutes:
         return json_response(batch)
 
     async def batches(self, request: Request) -> Response:
-        return await self._list(request, self._store.batches, 100)
+        return await self._list(request, self._store.batches, MAX_BATCHES)
 
     async def batch(self, request: Request, batch_id: str) -> Response:
         return await self._one(request, self._store.batch, batch_id)

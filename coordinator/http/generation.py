@@ -15,7 +15,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 
 from starlette.responses import Response
@@ -32,6 +32,7 @@ from coordinator.merged import merged
 from coordinator.openai.render import Render, server_timing
 from coordinator.openai.responses_render import ResponsesRender
 from coordinator.pipeline import Pipeline
+from coordinator.policy.quotas import Client
 from coordinator.submission import Delta, Sink, Submission, Usage
 
 Renderer = Render | ResponsesRender | MessagesRender
@@ -55,6 +56,9 @@ class EchoOnly:
 
     def __init__(self, generator: Pipeline) -> None:
         self._generator = generator
+
+    def admitted(self, client: Client, choices: int) -> AbstractContextManager[None]:
+        return self._generator.admitted(client, choices)
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         async with aclosing(self._generator.generate(submission)) as deltas:
@@ -217,10 +221,18 @@ class GenerationResponse(Response):
             writer = scope.get(WRITER) if self._stream else None
             sink = None if writer is None else _Stream(self._render, self._counted, writer)
             return self._generator.generate(self._submissions[0], sink)
-        return merged([self._numbered(number) for number in range(len(self._submissions))])
+        return self._of_all()
+
+    async def _of_all(self) -> AsyncGenerator[Delta, None]:
+        """Yields the deltas of several prompts, which are admitted as one request."""
+        choices = self._submissions[0].n * len(self._submissions)
+        with self._generator.admitted(self._submissions[0].client, choices):
+            async with aclosing(merged([self._numbered(number) for number in range(len(self._submissions))])) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     async def _numbered(self, number: int) -> AsyncGenerator[Delta, None]:
-        submission = self._submissions[number]
+        submission = replace(self._submissions[number], admitted=True)
         async with aclosing(self._generator.generate(submission)) as deltas:
             async for delta in deltas:
                 yield delta._replace(choice=number * submission.n + delta.choice)

@@ -39,7 +39,8 @@ _ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
 
 class Guard:
     """Refuses bad heads and clients without a key, sets the id of each request and the `x-request-id` of each answer
-    (for Anthropic's clients also `request-id`), and lets no exception escape."""
+    (for Anthropic's clients also `request-id`), answers HEAD like GET but without a body, and lets no exception
+    escape."""
 
     def __init__(
         self,
@@ -54,6 +55,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        head_only = scope["method"] == "HEAD"
+        if head_only:
+            scope = {**scope, "method": "GET"}  # a copy: the server has to know that no body follows
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         named = len(given) == 1 and _ID.fullmatch(given[0]) is not None
         request_id = given[0] if named else b"req-" + uuid.uuid4().hex.encode()
@@ -70,6 +74,8 @@ class Guard:
                     message["headers"].append((b"request-id", request_id))
                 if names := scope.get(IGNORED):
                     message["headers"].append((b"x-ignored-fields", as_header(names).encode("ascii")))
+            elif head_only:
+                message = {**message, "body": b""}
             await send(message)
 
         try:

@@ -16,6 +16,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
+from coordinator.recent import KEPT
+
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer", "minimum": 0}
@@ -91,7 +93,11 @@ _HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint_": TEX
 _STAMPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
 _OPENAI_MODEL = _object(
-    **_each(TEXT, "id", "owned_by"), object=_const("model"), **_each(WHOLE, "created", "max_model_len")
+    **_each(TEXT, "id", "owned_by", "root"),
+    object=_const("model"),
+    **_each(WHOLE, "created", "max_model_len"),
+    parent=_or_null(TEXT),
+    permission=_list(ANY),
 )
 _ANTHROPIC_MODEL = _object(
     type=_const("model"),
@@ -243,14 +249,22 @@ _ANTHROPIC_ERROR = _object(
 )
 _ERROR: Schema = {"anyOf": [_OPENAI_ERROR, _ANTHROPIC_ERROR]}
 _EVENT: Schema = {"type": "object", "properties": _each(TEXT, "event", "data"), "required": ["data"]}
-_LIMIT, _AFTER, _PURPOSE = (
-    {"name": name, "in": "query", "required": False, "schema": schema}
-    for name, schema in (("limit", {"type": "integer", "minimum": 1}), ("after", TEXT), ("purpose", TEXT))
-)
+MAX_FILES, MAX_BATCHES = 10_000, 100
+"""In one page of a list."""
+
+
+def _query(**fields: Schema) -> list[Schema]:
+    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
+
+
+def _limit(most: int) -> Schema:
+    return {"type": "integer", "minimum": 1, "maximum": most, "default": 100}
+
+
 QUERIES = {
-    "/requests": [_LIMIT],
-    "/v1/files": [_LIMIT, _AFTER, _PURPOSE],
-    "/v1/batches": [_LIMIT, _AFTER],
+    "/requests": _query(limit=_limit(KEPT)),
+    "/v1/files": _query(limit=_limit(MAX_FILES), after=TEXT, purpose=TEXT),
+    "/v1/batches": _query(limit=_limit(MAX_BATCHES), after=TEXT),
 }
 _UPLOAD = {
     "type": "object",

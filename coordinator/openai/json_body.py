@@ -1,7 +1,8 @@
 """Strict parsing of a request body into a JSON object.
 
-Refused: bytes that are not UTF-8 (also a byte order mark), invalid JSON, trailing data, a top level that is no object,
-deep nesting, NaN and infinities, a duplicate key (a proxy in front might use the other value), NUL and lone surrogates.
+A byte order mark in front is skipped. Refused: bytes that are not UTF-8, invalid JSON, trailing data, a top level that
+is no object, deep nesting, NaN and infinities, a duplicate key (a proxy in front might use the other value), NUL and
+lone surrogates.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not body:
         raise _not_json("the body is empty")
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise _not_json(f"the body is not UTF-8 (byte {error.start})") from None
     try:

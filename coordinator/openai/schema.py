@@ -112,7 +112,7 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _Label = Annotated[str, StringConstraints(max_length=512)]
-_Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+_Name = Annotated[str, StringConstraints(pattern=r"^[^\s<|\\/>]{1,64}$")]  # as OpenAI has it
 
 
 def _biases(value: Any) -> dict[int, float]:
@@ -271,7 +271,7 @@ class MessageBody(RequestObject):
     role: str
     content: _Content
     name: _Name | None = None
-    tool_call_id: _Name | None = None
+    tool_call_id: _Label | None = None
     tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
 
     @classmethod
@@ -285,6 +285,8 @@ class MessageBody(RequestObject):
 
 
 _Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+_Tools = Annotated[list[Tool], at_most(MAX_TOOLS), limit_values("tools")]
+_Variables = Annotated[dict[str, Any], limit_values("chat_template_kwargs")]
 
 
 class ChatBody(GenerationBody):
@@ -295,12 +297,12 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], at_most(MAX_TOOLS), limit_values("tools")] | None = None
+    tools: _Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], limit_values("chat_template_kwargs")] | None = None
+    chat_template_kwargs: _Variables | None = None
 
     @model_validator(mode="after")
     def _tools_go_together(self) -> Self:
@@ -324,19 +326,7 @@ class ChatBody(GenerationBody):
 
     def rendering(self) -> Rendering:
         """Returns how to render the messages. Raises InvalidRequest for fields that cannot be combined."""
-        continues = bool(self.continue_final_message)
-        if continues and self.add_generation_prompt:
-            what = "add_generation_prompt and continue_final_message cannot be combined"
-            raise InvalidRequest(what, param="continue_final_message")
-        variables = self.chat_template_kwargs or {}
-        if taken := sorted(variables.keys() & RESERVED_VARIABLES):
-            raise InvalidRequest(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
-        return Rendering(
-            tools=self.tooling().template_values(),
-            add_generation_prompt=not continues and self.add_generation_prompt is not False,
-            continue_final_message=continues,
-            variables=variables,
-        )
+        return _rendering(self, self.tooling())
 
     def tooling(self) -> Tools:
         return Tools(
@@ -346,23 +336,51 @@ class ChatBody(GenerationBody):
         )
 
 
+def _rendering(body: ChatBody | TokenizeBody, tools: Tools) -> Rendering:
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        what = "add_generation_prompt and continue_final_message cannot be combined"
+        raise InvalidRequest(what, param="continue_final_message")
+    variables = body.chat_template_kwargs or {}
+    if taken := sorted(variables.keys() & RESERVED_VARIABLES):
+        raise InvalidRequest(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
+    return Rendering(
+        tools=tools.template_values(),
+        add_generation_prompt=not continues and body.add_generation_prompt is not False,
+        continue_final_message=continues,
+        variables=variables,
+    )
+
+
 class TokenizeBody(ModelBody):
-    """Either a text or a conversation."""
+    """Either a text or a conversation, of which the other fields are those of a chat."""
 
     prompt: str | None = None
     messages: _Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: _Variables | None = None
+    tools: _Tools | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("exactly one of 'prompt' and 'messages' is required", param="prompt")
+        self.tooling().check()
+        self.rendering()
         return self
 
     def chat(self) -> list[ChatMessage]:
         return [message.message() for message in self.messages or ()]
+
+    def rendering(self) -> Rendering:
+        """Raises InvalidRequest for fields that cannot be combined."""
+        return _rendering(self, self.tooling())
+
+    def tooling(self) -> Tools:
+        return Tools(tools=self.tools or [])
 
 
 class DetokenizeBody(ModelBody):

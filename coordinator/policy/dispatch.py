@@ -172,6 +172,9 @@ class Dispatcher:
         missing = self.missing_role()
         if missing is not None:
             raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
+        if ticket.prefill_tokens > self._max_tokens:  # a retry cannot succeed
+            what = f"the prompt has {ticket.prefill_tokens} tokens; at most {self._max_tokens} may wait"
+            raise ContextLengthExceeded(what, code="exceeds_queue", param="prompt")
         # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
         full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:

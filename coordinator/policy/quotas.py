@@ -97,14 +97,20 @@ class Quotas:
         if account.requests is not None:
             account.requests.level -= 1
 
-    def ended(self, client: Client, tokens: int, now: float, choices: int = 1) -> None:
-        """Records the end of a request that used `tokens` tokens."""
+    def ended(self, client: Client, choices: int = 1) -> None:
+        """Records the end of a request that was admitted."""
         if client.limits == Limits():
             return
         account = self._accounts[client.key]
         account.running -= choices
         if account.running < 0:
             raise InvariantError(f"more requests of {client.key} ended than began")
+
+    def charge(self, client: Client, tokens: int, now: float) -> None:
+        """Charges the tokens that an admitted request, or a part of it, used."""
+        if client.limits == Limits():
+            return
+        account = self._accounts[client.key]
         if account.tokens is not None:
             account.tokens.refill(now)
             account.tokens.level -= tokens

@@ -272,3 +272,19 @@ async def test_both_fronts_apply_the_tenant_and_priority_of_the_key(text_model: 
             pass
     assert [s.priority for s in generator.submissions] == [7, 5, 5, 6]
     assert {s.client.tenant for s in generator.submissions} == {"acme"}
+
+
+async def test_tokenize_and_detokenize_count_against_the_quota(text_model: TextModel, tmp_path: Path) -> None:
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} requests_per_minute=3"))
+    generator = FakeGenerator()
+    app = create_app(generator, text_model, HttpSettings("tiny", api_keys=keys))
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://baton", headers=headers
+    ) as client:
+        paths = ("/tokenize", "/detokenize", "/tokenize", "/tokenize", "/detokenize")
+        answers = [await client.post(path, json=GOOD[path]) for path in paths]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
+        assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+    (account,) = generator.quotas._accounts.values()
+    assert account.running == 0

@@ -88,6 +88,7 @@ ACCEPTED = [
     (COMPLETIONS, {"prompt": [5] * 100, "max_tokens": 28}),
     (COMPLETIONS, {"temperature": -0.0, "top_p": 1, "top_k": -1, "seed": -(2**63)}),
     (COMPLETIONS, {"temperature": 2, "top_p": 1e-9, "top_k": 10**6, "seed": 2**63 - 1}),
+    (COMPLETIONS, {"top_p": 0}),
     (COMPLETIONS, {"stop": []}),
     (COMPLETIONS, {"stop": ["a", "b", "c", "d" * 256]}),
     (COMPLETIONS, {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None, "logit_bias": {}}),
@@ -99,6 +100,9 @@ ACCEPTED = [
     (CHAT, {"max_tokens": 5, "max_completion_tokens": 7, "reasoning_effort": None, "prompt_cache_key": "k"}),
     (CHAT, {"messages": [{"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "audio": None}]}),
     (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "call_1"}]}),
+    (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "functions.fa:0"}]}),
+    (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "c" * 100}]}),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "j.doe"}]}),
     (CHAT, {"messages": [{"role": r, "content": ""} for r in ("system", "developer", "user", "assistant", "tool")]}),
 ]
 

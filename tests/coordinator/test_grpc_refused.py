@@ -52,7 +52,7 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
     *[("repetition_penalty", {"repetition_penalty": v}) for v in (0.0, -1.0, math.nan, math.inf)],
     *[("min_p", {"min_p": v}) for v in (-0.1, 1.5, math.nan)],
     *[("temperature", {"temperature": v}) for v in (-0.1, math.nan, math.inf)],
-    *[("top_p", {"top_p": v}) for v in (0.0, math.nan)],
+    *[("top_p", {"top_p": v}) for v in (-0.1, math.nan)],
     *[(n, {n: v}) for n in ("logprobs", "prompt_logprobs") for v in (-1, 21)],
     *[("min_tokens", {"min_tokens": v}) for v in (-1, 17)],
     *[("logit_bias", {"logit_bias": b}) for b in ({-1: 0.0}, {512: 0.0}, {1: math.nan}, {1: 100.5})],

@@ -13,6 +13,8 @@ import httpx
 import jsonschema
 import orjson
 import pytest
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
 from coordinator import off_loop
@@ -21,6 +23,7 @@ from coordinator.submission import Delta
 from coordinator.text import model as listing
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, reply
+from tests.support.front_kit import RawClient, running
 from tests.support.requests_kit import events
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -189,8 +192,10 @@ async def test_internal_errors_are_500_without_details(
 
 async def test_models(client: httpx.AsyncClient) -> None:
     body = (await client.get("/v1/models")).json()
-    model = {"id": "tiny", "object": "model", "created": 1, "owned_by": "baton", "max_model_len": 128}
+    (model,) = body["data"]
     assert body == {"object": "list", "data": [model]}
+    expected = {"id": "tiny", "object": "model", "created": 1, "owned_by": "baton", "max_model_len": 128}
+    assert model.items() >= expected.items()
     assert (await client.get("/v1/models/tiny")).json() == model
     missing = await client.get("/v1/models/org/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
@@ -323,3 +328,58 @@ async def test_root_page_loads_no_external_resources(client: httpx.AsyncClient) 
     links = set(re.findall(r"https?://[^\"' ]+", answer.text))
     assert links == {"http://www.w3.org/2000/svg"}, "only the name of a namespace"
     assert "innerHTML" not in answer.text and "eval(" not in answer.text
+
+
+async def test_head_is_answered_wherever_get_is_and_without_a_body(app: FastAPI) -> None:
+    paths = [route.path for route in app.routes if isinstance(route, APIRoute) and "GET" in route.methods]
+    assert len(paths) > 12
+    async with running(app) as server:
+        for path in (*(path.replace("{model_id:path}", "tiny") for path in paths), "/openapi.json"):
+            raw = await RawClient.connect(server)
+            answers = []
+            for method in ("GET", "HEAD"):
+                await raw.send(f"{method} {path} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
+                head = (await raw.reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+                answers.append((head[0], next(line for line in head if line.startswith("content-length"))))
+                if method == "GET":
+                    await raw.reader.readexactly(int(answers[0][1].partition(": ")[2]))
+            assert answers[0] == answers[1], path
+            await raw.post("/tokenize", {"prompt": "Hello"})  # nothing of a body is in front of the next answer
+            assert (await raw.answer())[0] == 200
+            await raw.close()
+
+
+async def test_405_names_every_method_of_its_path(client: httpx.AsyncClient) -> None:
+    for method, path, allowed in (
+        ("DELETE", "/v1/files", "GET, HEAD, POST"),
+        ("GET", "/v1/completions", "POST"),
+        ("HEAD", "/v1/completions", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+    ):
+        answer = await client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed), path
+
+
+async def test_the_maxima_of_limit_are_described(client: httpx.AsyncClient) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    (limit,) = paths["/requests"]["get"]["parameters"]
+    most = limit["schema"]["maximum"]
+    assert limit["schema"]["minimum"] == 1
+    assert (await client.get(f"/requests?limit={most}")).status_code == 200
+    assert (await client.get(f"/requests?limit={most + 1}")).status_code == 400
+
+
+async def test_models_have_the_fields_of_vllm(client: httpx.AsyncClient) -> None:
+    (entry,) = (await client.get("/v1/models")).json()["data"]
+    assert (entry["root"], entry["parent"]) == ("tiny", None)
+    (permission,) = entry["permission"]
+    assert permission["id"].startswith("modelperm-") and permission["object"] == "model_permission"
+    assert permission["allow_sampling"] is permission["allow_logprobs"] is True and permission["is_blocking"] is False
+
+
+async def test_one_byte_order_mark_in_front_of_a_body_is_skipped(client: httpx.AsyncClient) -> None:
+    mark, kind = b"\xef\xbb\xbf", {"content-type": "application/json"}
+    raw = json.dumps(TEXT).encode()
+    assert (await client.post("/v1/completions", content=mark + raw, headers=kind)).status_code == 200
+    for wrong in (mark + mark + raw, raw + mark, mark):
+        assert (await client.post("/v1/completions", content=wrong, headers=kind)).status_code == 400

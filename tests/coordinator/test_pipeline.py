@@ -124,6 +124,28 @@ async def test_quota_charges_used_tokens_and_is_released_however_a_request_ends(
         assert account.tokens.level == pytest.approx(600 - 3 - 4, abs=1.0)
 
 
+async def test_prompts_admitted_as_one_request_are_charged_for_their_tokens_alone() -> None:
+    who = Client("k", "t", limits=Limits(requests_at_once=1, requests_per_minute=60, tokens_per_minute=600))
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        with b.pipeline.admitted(who, choices=2):
+            for number in range(2):
+                submission = Submission(f"r-{number}", (1, 2, 3), 4, admitted=True).of(who)
+                deltas = b.pipeline.generate(submission)
+                first = asyncio.ensure_future(anext(deltas))
+                run_to_end(p, d, (await p.received(Prefill, number + 1)).request.sequence_id)
+                await first
+                assert [delta async for delta in deltas]
+            account = b.pipeline._quotas._accounts["k"]
+            assert account.running == 2
+        assert account.running == 0 and account.requests is not None and account.tokens is not None
+        assert account.requests.level == pytest.approx(59, abs=0.9)
+        assert account.tokens.level == pytest.approx(600 - 2 * (3 + 4), abs=1.0)
+        with pytest.raises(QuotaExceeded), b.pipeline.admitted(who), b.pipeline.admitted(who):
+            raise AssertionError("the second one is refused")
+        assert account.running == 0
+
+
 async def test_deadline_is_enforced_even_if_the_client_does_not_read() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import BatonError, DuplicateRequest, InvalidRequest, Unavailable
+from baton.core.errors import BatonError, ContextLengthExceeded, DuplicateRequest, InvalidRequest, Unavailable
 from baton.core.events import KVCacheEvents, Load
 from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher, Placement, Ticket
 from coordinator.policy.pool import BACKLOG_STEPS, HeldBlocks, Worker
@@ -133,6 +133,8 @@ def test_refusals_carry_the_reason() -> None:
     d.submit(Ticket("a", 4, 8))
     assert isinstance(refusal(d, Ticket("a", 4, 8)), DuplicateRequest)
     assert refusal(d, Ticket("tokens", 7, 8)).code == "overloaded"
+    never = refusal(d, Ticket("never", 11, 12))
+    assert (type(never), never.code, never.param) == (ContextLengthExceeded, "exceeds_queue", "prompt")
     d.submit(Ticket("b", 6, 8))
     full = refusal(d, Ticket("c", 1, 2))
     assert (full.code, full.retry_after_s) == ("overloaded", 1.0)

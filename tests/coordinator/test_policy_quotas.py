@@ -22,7 +22,8 @@ def test_without_limits_nothing_is_counted() -> None:
     quotas = Quotas()
     for _ in range(1000):
         quotas.admit(ANONYMOUS, 0.0)
-    quotas.ended(ANONYMOUS, 10**9, 0.0)
+    quotas.charge(ANONYMOUS, 10**9, 0.0)
+    quotas.ended(ANONYMOUS)
 
 
 def test_concurrent_requests_are_limited() -> None:
@@ -30,7 +31,7 @@ def test_concurrent_requests_are_limited() -> None:
     quotas.admit(who, 0.0)
     quotas.admit(who, 0.0)
     assert "2 concurrent requests" in refused(quotas, who, 0.0).message
-    quotas.ended(who, 0, 0.0)
+    quotas.ended(who)
     quotas.admit(who, 0.0)
     quotas.admit(Client("other", limits=who.limits), 0.0)
 
@@ -40,11 +41,11 @@ def test_each_choice_counts_as_a_concurrent_request() -> None:
     quotas.admit(who, 0.0, choices=3)
     assert refused(quotas, who, 0.0, choices=2)
     quotas.admit(who, 0.0)
-    quotas.ended(who, 0, 0.0, choices=3)
-    quotas.ended(who, 0, 0.0)
+    quotas.ended(who, choices=3)
+    quotas.ended(who)
     quotas.admit(who, 0.0, choices=128)  # above the limit, but nothing else runs
     assert refused(quotas, who, 0.0)
-    quotas.ended(who, 0, 0.0, choices=128)
+    quotas.ended(who, choices=128)
     quotas.admit(who, 0.0, choices=4)
 
 
@@ -52,7 +53,7 @@ def test_requests_per_minute_are_limited_with_a_retry_after() -> None:
     quotas, who = Quotas(), client(requests_per_minute=3)
     for _ in range(3):
         quotas.admit(who, 0.0)
-        quotas.ended(who, 0, 0.0)
+        quotas.ended(who)
     assert refused(quotas, who, 0.0).retry_after_s == 20.0
     assert refused(quotas, who, 19.7).retry_after_s == 1.0
     quotas.admit(who, 20.1)
@@ -62,7 +63,8 @@ def test_requests_per_minute_are_limited_with_a_retry_after() -> None:
 def test_tokens_are_charged_at_the_end_and_an_overdraft_delays_new_requests() -> None:
     quotas, who = Quotas(), client(tokens_per_minute=600)
     quotas.admit(who, 0.0)
-    quotas.ended(who, 1000, 0.0)
+    quotas.charge(who, 1000, 0.0)
+    quotas.ended(who)
     error = refused(quotas, who, 0.0)
     assert error.retry_after_s == 40.0 and "600 tokens per minute" in error.message
     assert refused(quotas, who, 39.9)
@@ -72,9 +74,11 @@ def test_tokens_are_charged_at_the_end_and_an_overdraft_delays_new_requests() ->
 def test_idle_key_accrues_at_most_one_minute_of_tokens() -> None:
     quotas, who = Quotas(), client(tokens_per_minute=600)
     quotas.admit(who, 0.0)
-    quotas.ended(who, 1, 0.0)
+    quotas.charge(who, 1, 0.0)
+    quotas.ended(who)
     quotas.admit(who, 10_000.0)
-    quotas.ended(who, 700, 10_000.0)
+    quotas.charge(who, 700, 10_000.0)
+    quotas.ended(who)
     assert refused(quotas, who, 10_000.0).retry_after_s == 10.0
 
 
@@ -83,13 +87,13 @@ def test_refused_requests_are_not_charged() -> None:
     quotas.admit(who, 0.0)
     for _ in range(50):
         refused(quotas, who, 0.0)
-    quotas.ended(who, 0, 0.0)
+    quotas.ended(who)
     quotas.admit(who, 0.0)
 
 
 def test_end_without_admission_raises_invariant_error() -> None:
     quotas, who = Quotas(), client(requests_at_once=1)
     quotas.admit(who, 0.0)
-    quotas.ended(who, 0, 0.0)
+    quotas.ended(who)
     with pytest.raises(InvariantError):
-        quotas.ended(who, 0, 0.0)
+        quotas.ended(who)

@@ -200,6 +200,23 @@ async def test_prompt_contains_the_tools_but_no_control_tokens_from_them(
     assert len(written) == 2 * 4 + 1, "one pair for the tools and each message, and the beginning of the answer"
 
 
+async def test_tokenize_counts_the_prompt_of_the_same_chat(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    chat = {"messages": GOOD[CHAT]["messages"], "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    for more in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        tokens = (await client.post("/tokenize", json=chat | more)).json()["tokens"]
+        assert (await client.post(CHAT, json=chat | more)).status_code == 200
+        assert tokens == list(generator.submissions[-1].prompt)
+    plain = (await client.post("/tokenize", json={"messages": chat["messages"]})).json()["count"]
+    assert plain < len(tokens)
+    for wrong, param in (
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+    ):
+        answer = await client.post("/tokenize", json=chat | wrong)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_forced_calls_have_a_grammar(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.script = reply(ONE)
     assert (await whole(client))["finish_reason"] == "tool_calls"

@@ -53,6 +53,12 @@ async def test_requested_options_are_kept(translator: Translator) -> None:
     assert (await translator.from_token_ids("r", [5], Options(top_k=10_000))).sampling.top_k == 0
 
 
+async def test_top_p_0_allows_only_the_most_likely_token(translator: Translator) -> None:
+    for top_p in (0.0, -0.0, 0):
+        sampling = (await translator.from_token_ids("r", [5], Options(top_p=top_p, top_k=7))).sampling
+        assert (sampling.top_p, sampling.top_k, sampling.temperature) == (1.0, 1, 1.0)
+
+
 async def test_context_length_is_enforced_at_the_boundary(translator: Translator) -> None:
     assert (await translator.from_token_ids("r", [5] * 127, Options())).max_tokens == 1
     assert (await translator.from_token_ids("r", [5] * 120, Options(max_tokens=8))).max_tokens == 8
@@ -86,7 +92,7 @@ BAD: list[tuple[Options, str]] = [
     (Options(temperature=float("inf")), "temperature"),
     (Options(temperature=-0.01), "temperature"),
     (Options(temperature=2.01), "temperature"),
-    (Options(top_p=0.0), "top_p"),
+    (Options(top_p=-0.01), "top_p"),
     (Options(top_p=float("nan")), "top_p"),
     (Options(top_k=-2), "top_k"),
     (Options(seed=2**63), "seed"),

@@ -23,7 +23,7 @@ NOT_JSON: dict[str, bytes] = {
     "utf-8 surrogate": b'{"prompt":"\xed\xa0\x80"}',
     "utf-16": GOOD_RAW.decode().encode("utf-16"),
     "utf-32": GOOD_RAW.decode().encode("utf-32"),
-    "byte order mark": b"\xef\xbb\xbf" + GOOD_RAW,
+    "two byte order marks": b"\xef\xbb\xbf\xef\xbb\xbf" + GOOD_RAW,
     "raw control character": b'{"prompt":"a\x01"}',
     "NaN": b'{"prompt":"a","temperature":NaN}',
     "Infinity": b'{"prompt":"a","temperature":Infinity}',

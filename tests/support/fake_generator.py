@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Sequence
+import time
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from baton.core.request import FinishReason
 from coordinator.pipeline import with_grammar
+from coordinator.policy.quotas import Client, Quotas
 from coordinator.recent import Record
 from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
@@ -45,6 +48,7 @@ class FakeGenerator:
         self.yielded = 0
         self.changed = asyncio.Event()
         self.statuses: list[int] = []
+        self.quotas = Quotas()
         self.ignored_fields: list[tuple[str, str]] = []
         self.records: list[Record] = []
         self.grammars: GrammarCompiler | None = None
@@ -75,6 +79,14 @@ class FakeGenerator:
 
     def max_model_len(self, prompt_tokens: int) -> int | None:
         return self.pools_hold
+
+    @contextmanager
+    def admitted(self, client: Client, choices: int = 1) -> Iterator[None]:
+        self.quotas.admit(client, time.monotonic(), choices)
+        try:
+            yield
+        finally:
+            self.quotas.ended(client, choices)
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
