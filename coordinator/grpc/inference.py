@@ -30,10 +30,10 @@ from coordinator.inference import model as oip
 from coordinator.inference.served import VERSION, ServedModel
 from coordinator.inference.submit import submissions_of
 from coordinator.inference.tensors import Tensor, checked, packed, unpacked
-from coordinator.merged import merged
 from coordinator.openai.fields import as_header
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
+from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Submission
 from coordinator.translate import Translator
 
@@ -206,12 +206,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _deltas(self, submissions: list[Submission]) -> AsyncGenerator[Delta, None]:
         if len(submissions) == 1:
             return self._generator.generate(submissions[0])
-        return merged([self._numbered(number, each) for number, each in enumerate(submissions)])
-
-    async def _numbered(self, number: int, submission: Submission) -> AsyncGenerator[Delta, None]:
-        async with aclosing(self._generator.generate(submission)) as deltas:
-            async for delta in deltas:
-                yield delta._replace(choice=number * submission.n + delta.choice)
+        return generate_all(self._generator, submissions)
 
     def _response(
         self, request: pb.ModelInferRequest, outputs: Iterable[Tensor], *, final: bool | None = None

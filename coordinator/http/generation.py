@@ -28,11 +28,11 @@ from coordinator import off_loop
 from coordinator.anthropic.render import MessagesRender
 from coordinator.http.errors import error_response, note
 from coordinator.http.server import SEND, WRITER, ChunkWriter
-from coordinator.merged import merged
 from coordinator.openai.render import Render, server_timing
 from coordinator.openai.responses_render import ResponsesRender
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
+from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Sink, Submission, Usage
 
 Renderer = Render | ResponsesRender | MessagesRender
@@ -57,7 +57,7 @@ class EchoOnly:
     def __init__(self, generator: Pipeline) -> None:
         self._generator = generator
 
-    def admitted(self, client: Client, choices: int) -> AbstractContextManager[None]:
+    def admitted(self, client: Client, choices: int = 1) -> AbstractContextManager[None]:
         return self._generator.admitted(client, choices)
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
@@ -221,21 +221,7 @@ class GenerationResponse(Response):
             writer = scope.get(WRITER) if self._stream else None
             sink = None if writer is None else _Stream(self._render, self._counted, writer)
             return self._generator.generate(self._submissions[0], sink)
-        return self._of_all()
-
-    async def _of_all(self) -> AsyncGenerator[Delta, None]:
-        """Yields the deltas of several prompts, which are admitted as one request."""
-        choices = self._submissions[0].n * len(self._submissions)
-        with self._generator.admitted(self._submissions[0].client, choices):
-            async with aclosing(merged([self._numbered(number) for number in range(len(self._submissions))])) as deltas:
-                async for delta in deltas:
-                    yield delta
-
-    async def _numbered(self, number: int) -> AsyncGenerator[Delta, None]:
-        submission = replace(self._submissions[number], admitted=True)
-        async with aclosing(self._generator.generate(submission)) as deltas:
-            async for delta in deltas:
-                yield delta._replace(choice=number * submission.n + delta.choice)
+        return generate_all(self._generator, self._submissions)
 
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
         counted = self._counted
