@@ -223,10 +223,12 @@ class _Front:
         return GenerationResponse(generator, [submission], render, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await self._body(request, CountTokensBody)
-        messages = body.chat()
-        check_messages(messages)
-        return json_response({"input_tokens": len(await self._text.encode_chat_async(messages, body.rendering()))})
+        with self._generator.admitted(request.scope[CLIENT]):
+            body = await self._body(request, CountTokensBody)
+            messages = body.chat()
+            check_messages(messages)
+            ids = await self._text.encode_chat_async(messages, body.rendering())
+        return json_response({"input_tokens": len(ids)})
 
     async def _conversation(
         self, request: Request, body: schema.ChatBody | ResponsesBody | MessagesBody

@@ -286,5 +286,7 @@ async def test_tokenize_and_detokenize_count_against_the_quota(text_model: TextM
         answers = [await client.post(path, json=GOOD[path]) for path in paths]
         assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
         assert answers[-1].json()["error"]["code"] == "rate_limit_exceeded"
+        count = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+        assert (await client.post("/v1/messages/count_tokens", json=count)).status_code == 429
     (account,) = generator.quotas._accounts.values()
     assert account.running == 0
