@@ -1,5 +1,6 @@
 """Decode steps planned and launched ahead against steps one by one: the time from one step's tokens to the next's.
 
+    python benchmarks/ahead.py --host [--batch 1,64,256] [--context 1024,30000]
     python benchmarks/ahead.py MODEL_DIR [--draft DIR] [--device auto] [--batch 1,8] [--context 512] [--steps 60]
         [--rounds 3]
 
@@ -8,23 +9,36 @@ The time of a step includes all of planning, launching, sampling, waiting and pr
 planned ahead should take as long as the device computes. On a CPU nothing is gained; the result shows that planning
 ahead works, and its cost. With `--draft`, on a GPU, also measures steps with draft tokens: with separate waits for
 draft tokens and tokens, and with one wait for both. `gpu.py` measures the same on a GPU.
+
+`--host` measures, on a CPU, the host's part of such steps: everything that a decode worker on a GPU does for a step,
+with captured steps that compute nothing and tokens that are always 0. On a GPU the calls of CUDA come on top.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
+from baton.core.model_config import parse_model_config
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepPlan
+from baton.engine.batch import Limits
+from baton.engine.kv_pool import KVPool
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
-from baton.engine.runner import Runner
+from baton.engine.parallel import TPGroup
+from baton.engine.processors import Draw
+from baton.engine.runner import Computing, Runner
 from baton.rpc.step_thread import StepThread
 from benchmarks.kit import parser, table
 from decode.scheduler import DecodeScheduler
@@ -127,18 +141,88 @@ def compare_drafting(
     return table(("sequences", "context", "two waits", "one wait", "ratio", "waits a step"), rows)
 
 
+class NoModel:
+    """In the place of a model whose steps compute nothing."""
+
+    windows = (0,)
+
+
+def idle_device(batch: int, context: int) -> Runner:
+    """A runner like that of a GPU, on CPU, whose captured steps and samples compute nothing."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    from baton.engine.attention_triton import TritonAttention
+    from baton.engine.decode_graphs import Captured, DecodeGraphs, Shape
+
+    longest = 131_072
+    config = parse_model_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 8192,
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "max_position_embeddings": longest,
+        }
+    )
+    layout = config.kv_layout(16, "bfloat16")
+    kv = KVPool(layout, batch * layout.blocks_for(context + 200) + 1, torch.device("cpu"))
+
+    class Graphs(DecodeGraphs):
+        def _capture(self, shape: Shape) -> Captured:
+            captured, logits = super()._capture(shape), torch.zeros(shape.tokens, 8)
+            return replace(captured, replay=lambda: logits)
+
+    tables = Limits(16, kv.num_blocks, config.vocab_size, longest).new_tables(2 * batch)
+    attention = TritonAttention(config, 16, torch.bfloat16, kv.device)
+    graphs = Graphs(NoModel(), kv, attention, tables, longest, batch)  # type: ignore[arg-type]
+    graphs.capture(8)
+
+    def decide(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        return torch.zeros(len(draws), dtype=torch.int64)
+
+    computing = Computing(graphs.compute, decide=decide, tables=tables)
+    options = EngineOptions(model_dir=Path(), decode_rows=batch)
+    group = TPGroup(0, 1)
+    runner = Runner(
+        computing, config, kv, options, kernels="none", max_model_len=longest, digest="", group=group, parameter_bytes=0
+    )
+    runner.launches_ahead = True
+    return runner
+
+
+def host_times(batches: list[int], contexts: list[int], steps: int) -> str:
+    rows = []
+    for batch in batches:
+        for context in contexts:
+            runner = idle_device(batch, context)
+            times = sorted(asyncio.run(step_times(runner, batch, context, steps, ahead=True)))
+            found = [statistics.median(times), times[0], times[len(times) * 9 // 10]]
+            rows.append([str(batch), str(context), *(f"{seconds * 1e3:.2f} ms" for seconds in found)])
+    return table(("sequences", "context", "median", "least", "90 %"), rows)
+
+
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("model", type=Path)
+    options.add_argument("model", type=Path, nargs="?")
+    options.add_argument("--host", action="store_true", help="the host's part alone; needs no model")
     options.add_argument("--draft", type=Path)
     options.add_argument("--device", default="auto")
     options.add_argument("--batch", default="1,8")
-    options.add_argument("--context", type=int, default=512)
+    options.add_argument("--context", default="512")
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--rounds", type=int, default=3)
     given = options.parse_args()
+    batches, contexts = ([int(number) for number in text.split(",")] for text in (given.batch, given.context))
+    if given.host:
+        print(host_times(batches, contexts, given.steps))
+        return
+    if given.model is None:
+        options.error("a model, or --host")
     runner = load_runner(EngineOptions(model_dir=given.model, device=given.device))
-    shapes = [(int(batch), given.context) for batch in given.batch.split(",")]
+    shapes = [(batch, context) for batch in batches for context in contexts]
     print(compare(runner, shapes, given.steps, given.rounds), flush=True)
     if given.draft is not None and runner.launches_ahead:
         draft = load_runner(EngineOptions(model_dir=given.draft, device=given.device, dtype=runner.dtype_name))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.step import Row, StepPlan
+from baton.engine.block_tables import LINES, BlockTables
 from baton.engine.device_stream import to_device
 from baton.engine.processors import Draw
 
@@ -46,9 +47,11 @@ class Batch:
     known token, then those from which a token is sampled, one for each of `draws`.
 
     `table` has four numbers for each row: its first packed index, its first position, its number of tokens, and the
-    index in `block_ids` of its first block. Arrays that only some models need are built on first access. `token_ids`
-    and `positions` may be longer than `slots`, by padding whose results are not read and whose KV is not stored.
-    `device_tokens` [T] are the tokens if some are only on the device: `token_ids` and the rows' own are then invalid.
+    index in `block_ids` of its first block; `lines` are the lines of the `BlockTables` that `block_ids` is the flat
+    array of, valid until the next batch is made. Arrays that only some models need are built on first access.
+    `token_ids` and `positions` may be longer than `slots`, by padding whose results are not read and whose KV is not
+    stored. `device_tokens` [T] are the tokens if some are only on the device: `token_ids` and the rows' own are then
+    invalid.
     """
 
     rows: tuple[Row, ...]
@@ -56,7 +59,8 @@ class Batch:
     sampled_at: array[int]
     draws: tuple[Draw, ...]
     table: array[int]
-    block_ids: array[int]
+    lines: list[int]
+    block_ids: Ints
     block_size: int
     device: torch.device
     num_scored: int = 0
@@ -105,8 +109,7 @@ class Batch:
         """[T] the slot for the KV of each token: block id * block_size + offset."""
         positions = self._positions
         indexes = np.repeat(self._column(3), self.lengths) + positions // self.block_size
-        blocks = np.asarray(self.block_ids)[indexes]
-        slots = blocks * self.block_size + positions % self.block_size
+        slots = self.block_ids[indexes] * self.block_size + positions % self.block_size
         return to_device(torch.from_numpy(slots), self.device)
 
     @property
@@ -129,36 +132,47 @@ class Limits:
     vocab_size: int
     max_model_len: int
 
+    def new_tables(self, lines: int = LINES) -> BlockTables:
+        return BlockTables(-(-self.max_model_len // self.block_size), self.num_blocks, lines)
 
-def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens: int = 1) -> Batch:
-    """Packs a plan. Raises InvariantError if a row does not fit the model (the scheduler's bug, not the client's)."""
+
+def make_batch(
+    plan: StepPlan, limits: Limits, device: torch.device, min_tokens: int = 1, tables: BlockTables | None = None
+) -> Batch:
+    """Packs a plan; `tables` are those of the plans before it. Raises InvariantError if a row does not fit the model
+    (the scheduler's bug, not the client's)."""
     rows = plan.rows
+    tables = tables or limits.new_tables()
     tokens: list[int] = []
-    block_ids: list[int] = []
     table: list[int] = []
     scored: list[int] = []
     sampled: list[int] = []
     for row in rows:
         _check_row(row, limits)
+    lines = tables.place(rows)
+    for row, line in zip(rows, lines, strict=True):
         first = len(tokens)
-        table += first, row.start, len(row.tokens), len(block_ids)
         tokens += row.tokens
-        block_ids += row.block_ids
-        scored += range(first, first + len(row.scored))
-        sampled += range(len(tokens) - row.num_sampled, len(tokens))
+        table += first, row.start, len(tokens) - first, line * tables.width
+        if row.scored:
+            scored += range(first, first + len(row.scored))
+        if row.num_sampled:
+            sampled += range(len(tokens) - row.num_sampled, len(tokens))
     if rows and len(tokens) < min_tokens:
         tokens += [0] * (min_tokens - len(tokens))
-    packed, blocks = array("q", tokens), array("q", block_ids)
-    if _beyond(packed, limits.vocab_size) or _beyond(blocks, limits.num_blocks):
+    packed = array("q", tokens)
+    if _beyond(packed, limits.vocab_size):
         for row in rows:
-            _check_ids(row, limits)
+            if min(row.tokens) < 0 or max(row.tokens) >= limits.vocab_size:
+                raise InvariantError(f"{row.sequence_id}: token id outside the vocabulary of {limits.vocab_size}")
     return Batch(
         rows=rows,
         token_ids=packed,
         sampled_at=array("q", scored + sampled),
         draws=_draws(plan),
         table=array("q", table),
-        block_ids=blocks,
+        lines=lines,
+        block_ids=tables.array.reshape(-1),
         block_size=limits.block_size,
         device=device,
         num_scored=len(scored),
@@ -216,10 +230,3 @@ def _check_row(row: Row, limits: Limits) -> None:
         raise InvariantError(f"{row.sequence_id}: invalid tokens to score: {len(row.scored)} in a row of {length}")
     if len(row.block_ids) * limits.block_size < end:
         raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {end} positions")
-
-
-def _check_ids(row: Row, limits: Limits) -> None:
-    if min(row.block_ids) < 0 or max(row.block_ids) >= limits.num_blocks:
-        raise InvariantError(f"{row.sequence_id}: block id outside the pool of {limits.num_blocks}")
-    if min(row.tokens) < 0 or max(row.tokens) >= limits.vocab_size:
-        raise InvariantError(f"{row.sequence_id}: token id outside the vocabulary of {limits.vocab_size}")

@@ -15,6 +15,7 @@ from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
 from baton.engine.batch import Batch, Limits
+from baton.engine.block_tables import LINES
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool
@@ -83,13 +84,15 @@ def _on_cuda(
     attention = TritonAttention(shard_config(config, group), size, kv.storage[0][0].dtype, kv.device)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
     prepare: Callable[[], None] | None = None
+    limits = Limits(size, kv.num_blocks, config.vocab_size, longest)
+    # Twice as many lines as rows: in each step those of sequences that ended can be freed.
+    tables = limits.new_tables(max(2 * options.decode_rows, LINES))
     if options.decode_rows:
-        graphs = DecodeGraphs(model, kv, attention, longest, options.decode_rows, options.decode_lengths)
+        graphs = DecodeGraphs(model, kv, attention, tables, longest, options.decode_rows, options.decode_lengths)
         compute, prepare = graphs.compute, torch.no_grad()(partial(graphs.capture, config.vocab_size))
     propose = None
     if group.size == 1:
-        limits = Limits(size, kv.num_blocks, config.vocab_size, longest)
-        propose = DeviceDraftTokens(compute, limits, kv.device, decide)
+        propose = DeviceDraftTokens(compute, limits, kv.device, decide, tables)
     return Computing(
         torch.no_grad()(compute),
         decide=decide,
@@ -97,4 +100,5 @@ def _on_cuda(
         propose=propose,
         prepare=prepare,
         row_lengths=attention.row_lengths,
+        tables=tables,
     )

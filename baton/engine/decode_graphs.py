@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs, without kernel-by-kernel launches: each shape of step is captured once, then replayed.
 
 A shape is (rows, tokens per row, key splits), each rounded up to one of a few values: row counts up to the most
-sequences of a step, tokens per row as drafting needs them. Inputs that differ between steps
-of one shape are at fixed addresses: tokens, the start, length and block table of each row; positions and slots are
-derived from them on the device. Padding (rows, tokens of shorter rows, table entries) uses the pool's spare block,
-which the kernel never reads for real rows. Steps of other shapes, above all prompts, are launched kernel by kernel.
+sequences of a step, tokens per row as drafting needs them. Inputs that differ between steps of one shape are at fixed
+addresses: tokens, and the start, length and line in the block tables of each row; positions and slots are derived from
+them on the device. All shapes read the same tables, which steps update by what has changed. Padding (rows, tokens of
+shorter rows, table entries) uses the pool's spare block, which the kernel never reads for real rows. Steps of other
+shapes, above all prompts, are launched kernel by kernel.
 
 All shapes are captured when the worker loads, before it has edges to other workers: a capture waits for the whole
 device, including a receive whose sender has not started. All graphs share one memory pool and one logits buffer, so
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from baton.engine.attention_triton import Prepared, TritonAttention, split_buckets, split_plan
 from baton.engine.batch import Batch
+from baton.engine.block_tables import BlockTables, BlockTablesMirror
 from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import Tiles
 from baton.engine.kv_pool import KVPool
@@ -56,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`inputs` int32, on the device: tokens [rows * length], starts [rows], lengths [rows], table [rows * W]. `replay`
+    """`inputs` int32, on the device: tokens [rows * length], starts [rows], lengths [rows], lines [rows]. `replay`
     computes and returns logits [rows * length, vocab], valid until the next replay. A graph reads everything in `reads`
     by address, so `reads` keeps these objects alive."""
 
@@ -71,14 +73,16 @@ def most_rows(length: int, max_rows: int) -> int:
 
 
 class DecodeGraphs:
-    """`compute` is equivalent to `model.forward`. `max_positions` bounds a sequence, `max_rows` the sequences of a
-    decode step; `lengths` are the possible numbers of tokens per row. `replayed` and `launched` count steps."""
+    """`compute` is equivalent to `model.forward`, for batches made with `tables`. `max_positions` bounds a sequence,
+    `max_rows` the sequences of a decode step; `lengths` are the possible numbers of tokens per row. `replayed` and
+    `launched` count steps."""
 
     def __init__(
         self,
         model: Model,
         kv: KVPool,
         attention: TritonAttention,
+        tables: BlockTables,
         max_positions: int,
         max_rows: int,
         lengths: tuple[int, ...] = (1,),
@@ -89,6 +93,7 @@ class DecodeGraphs:
         self._lengths = tuple(sorted(lengths))
         self._sizes = {length: row_sizes(most_rows(length, max_rows)) for length in self._lengths}
         self._device = kv.storage[0][0].device
+        self._mirror = BlockTablesMirror(tables, kv.zero_block, self._device)
         self._captured: dict[Shape, Captured] = {}
         self._logits: Tensor | None = None
         cuda = self._device.type == "cuda"
@@ -142,7 +147,7 @@ class DecodeGraphs:
         longest = int(lengths.max())
         length = next((known for known in self._lengths if known >= longest), 0)
         rows = next((size for size in self._sizes.get(length, ()) if size >= len(lengths)), 0)
-        if not rows:
+        if not rows or max(batch.lines) >= self._mirror.spare_line:
             return None
         splits = split_buckets(rows * self._attention.kv_heads, int((batch.starts + lengths).max()))[-1]
         return Shape(rows, length, splits)
@@ -150,13 +155,10 @@ class DecodeGraphs:
     def _tiles_per_row(self, shape: Shape) -> int:
         return -(-shape.length // self._attention.long_tile)
 
-    def _width(self, shape: Shape) -> int:
-        """Blocks per table row."""
-        return -(-self._max_positions // self._block_size)
-
     def _fill(self, captured: Captured, shape: Shape, batch: Batch) -> list[int] | None:
         """Copies a batch into a graph's inputs. Returns the index in the shape of each packed token, None if each has
         the same index in both."""
+        self._mirror.update()
         # New memory each time: the device may not have read the previous step's yet, and the host does not wait for it.
         host, rows, tokens = self._inputs(shape), len(batch.rows), shape.tokens
         inputs = host.numpy()
@@ -164,13 +166,10 @@ class DecodeGraphs:
         packed = None
         if not uniform:
             packed = [r * shape.length + j for r, row in enumerate(batch.rows) for j in range(len(row.tokens))]
-        inputs[slice(rows * shape.length) if packed is None else packed] = [t for row in batch.rows for t in row.tokens]
-        inputs[tokens : tokens + rows] = batch.starts
-        inputs[tokens + shape.rows : tokens + shape.rows + rows] = batch.lengths
-        table = inputs[tokens + 2 * shape.rows :].reshape(shape.rows, -1)
-        for number, row in enumerate(batch.rows):
-            used = row.block_ids[: table.shape[1]]
-            table[number, : len(used)] = used
+        inputs[slice(rows * shape.length) if packed is None else packed] = batch.token_ids
+        for number, column in enumerate((batch.starts, batch.lengths, batch.lines)):
+            first = tokens + number * shape.rows
+            inputs[first : first + rows] = column
         captured.inputs.copy_(host, non_blocking=True)
         if batch.device_tokens is not None and packed is None:
             captured.inputs[: rows * shape.length] = batch.device_tokens
@@ -181,11 +180,10 @@ class DecodeGraphs:
 
     def _inputs(self, shape: Shape) -> Tensor:
         """The inputs of padding rows: one token at position 0 of the spare block. In host memory, pinned for a GPU."""
-        tokens = shape.tokens
-        size = tokens + shape.rows * (2 + self._width(shape))
-        inputs = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        inputs[tokens + shape.rows : tokens + 2 * shape.rows] = 1
-        inputs[tokens + 2 * shape.rows :] = self._kv.zero_block
+        tokens, rows = shape.tokens, shape.rows
+        inputs = torch.zeros(tokens + 3 * rows, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        inputs[tokens + rows : tokens + 2 * rows] = 1
+        inputs[tokens + 2 * rows :] = self._mirror.spare_line
         return inputs
 
     def _capture(self, shape: Shape) -> Captured:
@@ -219,17 +217,17 @@ class DecodeGraphs:
         steps = torch.arange(shape.length, dtype=torch.int32, device=self._device)
         everything = torch.arange(count, device=self._device)
         logits = None if self._logits is None else self._logits[:count]
-        tokens, start, length, flat = torch.split(
-            inputs, [count, shape.rows, shape.rows, shape.rows * self._width(shape)]
-        )
-        table = flat.view(shape.rows, -1)
+        tokens, start, length, line = torch.split(inputs, [count, shape.rows, shape.rows, shape.rows])
+        table = self._mirror.table
+        width, flat = table.shape[1], table.view(-1)
         least_split = split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
-        tiles = Tiles(tile_row, offset, first, start, length, number, table, shape.splits, least_split, queries)
+        tiles = Tiles(tile_row, offset, first, start, length, line, table, shape.splits, least_split, queries)
 
         def step() -> Tensor:
             live = steps < length[:, None]
             positions = torch.where(live, start[:, None] + steps, 0).long()
-            slots = table.gather(1, positions // size).long() * size + positions % size
+            block = flat.gather(0, (line.long()[:, None] * width + positions // size).flatten()).view_as(positions)
+            slots = block.long() * size + positions % size
             slots = torch.where(live, slots, self._kv.zero_block * size)
             return self._model.compute(
                 tokens.long(),

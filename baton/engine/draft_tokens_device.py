@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.core.step import Row, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
+from baton.engine.block_tables import BlockTables
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device
 from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.sampler import Decide
@@ -39,7 +40,8 @@ class Queued:
 
 class DeviceDraftTokens:
     """`compute` returns the logits [S, vocab] of a batch, even if its tokens are only on the device
-    (`Batch.device_tokens`), and `decide` samples the tokens of draws from them."""
+    (`Batch.device_tokens`), and `decide` samples the tokens of draws from them. `tables` are those of the batches that
+    `queue` is given."""
 
     def __init__(
         self,
@@ -47,9 +49,11 @@ class DeviceDraftTokens:
         limits: Limits,
         device: torch.device,
         decide: Decide,
+        tables: BlockTables,
         new_mark: NewMark | None = None,
     ) -> None:
         self._compute, self._limits, self._device, self._decide = compute, limits, device, decide
+        self._tables = tables
         self._new_mark = new_mark or marks_of(device)
         self._seen = SeenTables()
 
@@ -83,7 +87,7 @@ class DeviceDraftTokens:
                 kept = to_device(torch.tensor([places[index] for index in left]), self._device)
                 so_far = [tokens.index_select(0, kept) for tokens in so_far]
             plan = StepPlan(0, tuple(_behind(rows[index], number) for index in left))
-            further = replace(make_batch(plan, self._limits, self._device), device_tokens=so_far[-1])
+            further = replace(make_batch(plan, self._limits, self._device, 1, self._tables), device_tokens=so_far[-1])
             drafted = Drafted(torch.stack(so_far, 1), [number] * len(left)) if back else None
             made.append(self._propose(self._compute(further), further.draws, drafted))
             so_far = [*so_far, made[-1]] if back else [made[-1]]

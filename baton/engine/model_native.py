@@ -184,7 +184,7 @@ class NativeModel:
 
 def _rows(batch: Batch) -> array[int]:
     """[R, 4]: a Row of attention.h for each row; the last column points into the batch's block ids."""
-    rows, blocks = batch.table[:], batch.block_ids.buffer_info()[0]
+    rows, blocks = batch.table[:], batch.block_ids.ctypes.data
     for last in range(3, len(rows), 4):
         rows[last] = blocks + 8 * rows[last]
     return rows

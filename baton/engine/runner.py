@@ -19,6 +19,7 @@ from baton.core.errors import InvariantError
 from baton.core.model_config import ModelConfig
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
+from baton.engine.block_tables import BlockTables
 from baton.engine.device_stream import StepMarks
 from baton.engine.draft_tokens_device import DeviceDraftTokens, Queued
 from baton.engine.grammars import Grammars
@@ -40,7 +41,7 @@ class Computing:
     allow; `propose` drafts a draft model's tokens in one call; `compute_in_two` is `compute` with a callback when the
     given number of layers have written their KV. None means that only the plain way is available. `prepare` is called
     once after loading, for preparations that must precede the first request. `row_lengths` has a length of each kind of
-    rows that different kernels compute."""
+    rows that different kernels compute. `tables` are those that batches must be made with."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None = None
@@ -50,6 +51,7 @@ class Computing:
     compute_in_two: ComputeInTwo | None = None
     prepare: Callable[[], None] | None = None
     row_lengths: tuple[int, ...] = (1,)
+    tables: BlockTables | None = None
 
 
 class Runner:
@@ -95,6 +97,7 @@ class Runner:
         self._compute_in_two = computing.compute_in_two
         self._first_layers: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
+        self._tables = computing.tables or self._limits.new_tables()
         self.max_num_tokens = options.max_num_tokens
         # In exact mode torch never computes a single row: its kernels may treat a product of one row differently.
         self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
@@ -192,7 +195,7 @@ class Runner:
     def _batch(self, plan: StepPlan) -> Batch:
         if plan.num_tokens > self.max_num_tokens:
             raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self.max_num_tokens}")
-        return make_batch(plan, self._limits, self.kv.device, self._min_tokens)
+        return make_batch(plan, self._limits, self.kv.device, self._min_tokens, self._tables)
 
     def _forward(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Tensor:
         self.launches.check(plan, draft_tokens)  # before followers receive a plan and would wait for its tokens

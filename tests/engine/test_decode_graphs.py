@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.attention import FastAttention
-from baton.engine.batch import Limits, make_batch
+from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary, plain
@@ -60,17 +60,23 @@ class Twins:
         local = shard_config(config, group)
         attention = TritonAttention(local, size, torch.float32, CPU)
         attention.long_tile = long_tile or attention.long_tile
-        self.graphs = DecodeGraphs(self.model, self.pools[0], attention, LONGEST, max_rows=max_rows, lengths=lengths)
+        self.limits = Limits(size, BLOCKS, config.vocab_size, LONGEST)
+        self.tables = self.limits.new_tables(2 * max_rows)
+        self.graphs = DecodeGraphs(
+            self.model, self.pools[0], attention, self.tables, LONGEST, max_rows=max_rows, lengths=lengths
+        )
         with torch.no_grad():
             self.graphs.capture(config.vocab_size)
         self.plain = FastAttention(local, size, BLOCKS, torch.float32, CPU)
-        self.limits = Limits(size, BLOCKS, config.vocab_size, LONGEST)
         for keys, values in self.pools[0].storage:
             keys[BLOCKS], values[BLOCKS] = float("nan"), float("nan")  # padding must not affect real rows
 
+    def batch(self, *rows: Row) -> Batch:
+        return make_batch(StepPlan(1, rows), self.limits, CPU, 1, self.tables)
+
     @torch.no_grad()
     def compute(self, *rows: Row) -> tuple[Tensor, Tensor]:
-        batch = make_batch(StepPlan(1, rows), self.limits, CPU)
+        batch = self.batch(*rows)
         return self.graphs.compute(batch), self.model.forward(batch, self.pools[1], self.plain)
 
 
@@ -112,7 +118,7 @@ def test_rows_of_different_lengths_share_a_graph(twins: Twins) -> None:
     found, expected = twins.compute(*rows)
     assert found.shape == expected.shape == (6, twins.limits.vocab_size)
     assert torch.allclose(found, expected, rtol=0, atol=1e-4) and twins.graphs.replayed == replayed + 1
-    batch = make_batch(StepPlan(1, tuple(replace(r, tokens=(0,) * len(r.tokens)) for r in rows)), twins.limits, CPU)
+    batch = twins.batch(*(replace(r, tokens=(0,) * len(r.tokens)) for r in rows))
     with torch.no_grad():
         found_again = twins.graphs.compute(replace(batch, device_tokens=torch.tensor([5, 6, 7, 8, 9, 10])))
     assert torch.equal(found_again, found)
@@ -129,7 +135,7 @@ def test_captured_rows_with_more_queries_than_a_tile_take_several_tiles(checkpoi
 
 def test_shapes_are_rounded_up_to_captured_shapes(twins: Twins) -> None:
     def shape(*rows: Row) -> Any:
-        found = twins.graphs.shape_of(make_batch(StepPlan(1, rows), twins.limits, CPU))
+        found = twins.graphs.shape_of(twins.batch(*rows))
         return None if found is None else (found.rows, found.length)
 
     assert shape(row(0, 1, [1], 1), row(1, 1, [1], 1), row(2, 1, [1], 1)) == (4, 1)
@@ -190,7 +196,7 @@ def test_captured_sizes_reach_the_most_sequences_in_few_shapes(
 def test_replay_reads_tokens_that_are_only_on_the_device(twins: Twins) -> None:
     twins.compute(*(row(n, 0, random_tokens(20, seed=n), 1) for n in range(3)))
     known = [row(n, 20, [7 + n], 1) for n in range(3)]
-    batch = make_batch(StepPlan(1, tuple(replace(r, tokens=(0,)) for r in known)), twins.limits, CPU)
+    batch = twins.batch(*(replace(r, tokens=(0,)) for r in known))
     replayed = twins.graphs.replayed
     with torch.no_grad():
         found = twins.graphs.compute(replace(batch, device_tokens=torch.tensor([7, 8, 9])))

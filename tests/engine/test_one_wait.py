@@ -183,7 +183,7 @@ BIASED = SamplingParams(temperature=0.9, presence_penalty=5.0, logit_bias=(Token
 def test_device_draft_tokens_equal_those_of_one_step_for_each(checkpoint: Callable[..., Path]) -> None:
     """This includes draws that change logits and that depend on the draft tokens before them."""
     fast, slow = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
-    fast._propose = DeviceDraftTokens(fast._compute, fast._limits, CPU, decide)
+    fast._propose = DeviceDraftTokens(fast._compute, fast._limits, CPU, decide, fast._tables)
     work = (*WORK, (PENALTY, 20, 2, 6), (PENALIZED, 33, 1, 8), (BIASED, 8, 1, 5))
     found: list[list[int]] = []
     for runner in (fast, slow):
@@ -247,7 +247,7 @@ def test_verification_has_draft_token_positions_and_a_wrong_count_is_refused(pai
     target, draft = pair
     with pytest.raises(InvariantError, match="do not support drafting in one call"):
         draft.queue_draft_tokens(StepPlan(1, ()), [])
-    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, decide)
+    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, decide, draft._tables)
     target.launches = Launches(CPU, target.group, decide)
     plan = draft_rows(draft, ((GREEDY, 10, 1, 3),))
     draws = target._batch(plan.to_verify()).draws

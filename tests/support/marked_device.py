@@ -59,7 +59,7 @@ class MarkedDevice(TorchFunctionMode):
                 runner.launches_ahead = True
                 runner.launches = Launches(CPU, runner.group, decide, None, self.new_mark)
         if draft is not None:
-            draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, decide, self.new_mark)
+            draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, decide, draft._tables, self.new_mark)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, OnDevice):
