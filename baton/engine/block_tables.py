@@ -24,6 +24,7 @@ from baton.engine.device_stream import to_device
 LINES = 64
 Change = tuple[int, int, int]
 """(line, first, end): entries [first, end) of a line have been written."""
+_NO_SEQUENCE = SequenceId("")
 
 
 @dataclass(slots=True, eq=False)
@@ -115,17 +116,15 @@ class BlockTables:
 
     def _make_room(self, needed: int) -> None:
         """Frees the lines of sequences that have had no row for longest, or adds lines."""
-        old = sorted((line for line in self._of.values() if line.step < self._step - 1), key=lambda line: line.step)
+        old = sorted((line for line in self._of.values() if line.step < self._step), key=lambda line: line.step)
         for line in old[: max(len(old) // 2, 1)]:
-            self._forget(line)
+            del self._of[line.sequence_id]
+            self._free.append(line.number)
+            line.sequence_id = _NO_SEQUENCE  # it may be among `_last`
         if not self._free:
             had = len(self.array)
             self.array = np.concatenate([self.array, np.zeros((max(needed, had), self.width), dtype=np.int64)])
             self._free = list(range(len(self.array) - 1, had - 1, -1))
-
-    def _forget(self, line: _Line) -> None:
-        del self._of[line.sequence_id]
-        self._free.append(line.number)
 
     def _shrink(self) -> None:
         self.array = self.array[: self.lines].copy()
