@@ -41,6 +41,7 @@ from baton.engine.kernels.masks import mask_rows
 from baton.engine.kernels.paged_attention import Tiles, paged_attention
 from baton.engine.kernels.rank_sum import sum_by_rank
 from baton.engine.kernels.sampling import decide
+from baton.engine.kernels.symmetric_sum import SymmetricMemory, symmetric_sum
 from baton.engine.layers import Rotary
 from baton.engine.processors import Draw
 from baton.transfer.checksum import SPLITMIX
@@ -192,6 +193,9 @@ def layer_calls(model: Model) -> None:
         fused.swiglu(torch.empty(tokens, 2 * (model.inner // model.ranks), dtype=model.dtype))
         if model.ranks > 1:
             sum_by_rank(torch.empty(model.ranks, tokens, model.hidden, dtype=model.dtype))
+            memory = SymmetricMemory(0, torch.zeros(model.ranks, dtype=torch.int64), torch.zeros(2).long(), 8 << 20)
+            for shared in (False, True):
+                symmetric_sum(x, memory, shared)
 
 
 def sampling_calls(model: Model) -> None:

@@ -5,7 +5,8 @@ from the ranks' common store: Gloo on CPU, on this machine's own address; NCCL o
 
 Sums have one fixed order: partial results are gathered and added up by rank, in float32. So all ranks hold the same
 bits, and an element's sum does not depend on what else is summed with it, as exact mode requires (in a ring, the order
-depends on the element's place in the buffer). Large sums move no more bytes than a ring.
+depends on the element's place in the buffer). Large sums move no more bytes than a ring. Where the GPUs of one node
+reach each other's memory, a sum is one kernel (symmetric_memory.py), with the same bits.
 
 One thread at a time calls operations, and none waits forever: on Gloo each has a timeout; on NCCL an operation only
 orders streams, and the lockstep channel detects a lost or stuck peer.
@@ -18,7 +19,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from torch import Tensor
 from baton.core.errors import InvariantError, RankLost, StartupError
 from baton.core.ranks import STORE_VARIABLE, Ranks
 from baton.core.reshard import even_share, local_heads
+
+if TYPE_CHECKING:
+    from baton.engine.kernels.symmetric_sum import SymmetricMemory
 
 CONNECT_TIMEOUT_S = 60.0
 OPERATION_TIMEOUT_S = 20.0
@@ -43,6 +47,7 @@ class TPGroup:
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None, device: str = "cpu") -> None:
         self.rank, self.size = rank, size
+        self.memory: SymmetricMemory | None = None  # set once, before the first sum
         self._group = process_group
         self._device = torch.device(device)
         self._in_use = threading.Lock()
@@ -71,7 +76,12 @@ class TPGroup:
         """The sum over ranks, in float32 by rising rank, rounded once to the dtype of `partial`."""
         if self.size == 1:
             return partial
-        if self.size > 2 and partial.numel() >= _LARGE_SUM:
+        large = self.size > 2 and partial.numel() >= _LARGE_SUM
+        if self.memory is not None and partial.numel():
+            from baton.engine.kernels.symmetric_sum import symmetric_sum  # only CUDA builds of torch include Triton
+
+            return symmetric_sum(partial.contiguous(), self.memory, large)
+        if large:
             return self._all_reduce_by_shares(partial)
         return _sum_by_rank(self._all_gather(partial, "all-reduce", OPERATION_TIMEOUT_S))
 
@@ -110,8 +120,9 @@ class TPGroup:
         options = _options("AllToAllOptions", OPERATION_TIMEOUT_S)
         count = partial.numel()
         share = -(-count // self.size)
-        sent = partial.new_zeros(self.size * share)
-        sent[:count] = partial.reshape(-1)
+        sent = partial.reshape(-1)
+        if count % self.size:
+            sent = torch.nn.functional.pad(sent, (0, self.size * share - count))
         received = torch.empty_like(sent)
         self._run("all-reduce", lambda: self._group.alltoall_base(received, sent, [], [], options), OPERATION_TIMEOUT_S)
         mine = _sum_by_rank(received.view(self.size, share))
@@ -177,6 +188,10 @@ def connect(store: Any, ranks: Ranks, device: torch.device, host: str) -> TPGrou
     try:
         group = TPGroup(ranks.rank, ranks.size, make(PrefixStore("group", store), ranks, device, host), str(device))
         group.barrier("connecting")
+        if device.type == "cuda":
+            from baton.engine.symmetric_memory import share_memory  # only CUDA builds of torch include Triton
+
+            group.memory = share_memory(PrefixStore("symmetric", store), ranks, device, group.minimum)
     except RankLost as error:
         raise StartupError(error.message) from None
     except RuntimeError as error:
