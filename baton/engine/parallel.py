@@ -189,9 +189,12 @@ def connect(store: Any, ranks: Ranks, device: torch.device, host: str) -> TPGrou
         group = TPGroup(ranks.rank, ranks.size, make(PrefixStore("group", store), ranks, device, host), str(device))
         group.barrier("connecting")
         if device.type == "cuda":
+            from torch._C import _distributed_c10d
+
             from baton.engine.symmetric_memory import share_memory  # only CUDA builds of torch include Triton
 
-            group.memory = share_memory(PrefixStore("symmetric", store), ranks, device, group.minimum)
+            of_torch = getattr(_distributed_c10d, "_SymmetricMemory", None)
+            group.memory = share_memory(of_torch, PrefixStore("symmetric", store), ranks, device, group.minimum)
     except RankLost as error:
         raise StartupError(error.message) from None
     except RuntimeError as error:

@@ -30,8 +30,11 @@ Minimum = Callable[[int, str], int]
 """(value, what) -> the least value of any rank."""
 
 
-def share_memory(store: Any, ranks: Ranks, device: torch.device, minimum: Minimum) -> SymmetricMemory | None:
-    """Returns this rank's view of the ranks' memory, or None on every rank. Collective.
+def share_memory(
+    torch_memory: Any, store: Any, ranks: Ranks, device: torch.device, minimum: Minimum
+) -> SymmetricMemory | None:
+    """Returns this rank's view of the ranks' memory, or None on every rank. Collective. `torch_memory` is torch's
+    class; None if it has none.
 
     Raises:
         StartupError: the first sum does not end within FIRST_SUM_LIMIT_S; its kernel occupies the device.
@@ -41,8 +44,8 @@ def share_memory(store: Any, ranks: Ranks, device: torch.device, minimum: Minimu
         return None
     memory = None
     try:
-        memory = _map(store, ranks, device)
-    except (RuntimeError, AttributeError, TypeError, ImportError) as error:  # a private interface of torch
+        memory = _map(torch_memory, store, ranks, device)
+    except (RuntimeError, AttributeError, TypeError) as error:  # a private interface of torch
         log.warning("tensor-parallel sums over NCCL: no symmetric memory: %s", str(error).splitlines()[0])
     if not minimum(int(memory is not None), "symmetric memory: mapping") or memory is None:
         return None
@@ -62,12 +65,9 @@ def _reachable(ranks: Ranks, device: torch.device) -> bool:
     return all(torch.cuda.can_device_access_peer(device, other) for other in others)
 
 
-def _map(store: Any, ranks: Ranks, device: torch.device) -> SymmetricMemory:
+def _map(torch_memory: Any, store: Any, ranks: Ranks, device: torch.device) -> SymmetricMemory:
     """Allocates this rank's block and maps all others'. Raises RuntimeError, or AttributeError or TypeError for a torch
     with another interface."""
-    from torch._C import _distributed_c10d
-
-    torch_memory: Any = _distributed_c10d._SymmetricMemory
     torch_memory.set_group_info(_GROUP, ranks.rank, ranks.size, store)
     size = flag_bytes(ranks.size) + 2 * HALF_BYTES
     block: Tensor = torch_memory.empty_strided_p2p((size,), [1], torch.uint8, device, _GROUP)

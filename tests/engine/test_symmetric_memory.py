@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.errors import StartupError
@@ -36,7 +35,6 @@ class Machine:
         patch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: True))
-        patch.setattr(_distributed_c10d, "_SymmetricMemory", self)
         patch.setattr(symmetric_memory, "symmetric_sum", lambda partial, memory, shared: partial * 0 + 3)
 
     def set_group_info(self, name: str, rank: int, size: int, store: object) -> None: ...
@@ -59,7 +57,7 @@ class Machine:
 
 def test_ranks_that_reach_each_other_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    memory = symmetric_memory.share_memory(None, RANKS, CPU, machine.minimum())
+    memory = symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum())
     assert memory is not None and memory.addresses.tolist()[1] == 4096 and memory.ranks == 2
     assert machine.mapped == 1 and len(machine.agreed) == 3
 
@@ -78,7 +76,7 @@ def test_ranks_that_do_not_reach_each_other_map_nothing(why: str, monkeypatch: p
             monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
         case "another rank":
             others = 0
-    assert symmetric_memory.share_memory(None, ranks, CPU, machine.minimum(others)) is None
+    assert symmetric_memory.share_memory(machine, None, ranks, CPU, machine.minimum(others)) is None
     assert machine.mapped == 0 and len(machine.agreed) == 1
 
 
@@ -90,14 +88,14 @@ def test_ranks_decide_together_when_mapping_fails(error: Exception, monkeypatch:
         raise error
 
     monkeypatch.setattr(machine, "rendezvous", fail)
-    assert symmetric_memory.share_memory(None, RANKS, CPU, machine.minimum()) is None
+    assert symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum()) is None
     assert len(machine.agreed) == 2, "the other ranks wait for this decision"
 
 
 def test_memory_with_a_wrong_first_sum_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     monkeypatch.setattr(symmetric_memory, "symmetric_sum", lambda partial, memory, shared: partial)
-    assert symmetric_memory.share_memory(None, RANKS, CPU, machine.minimum()) is None
+    assert symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum()) is None
     assert len(machine.agreed) == 3
 
 
@@ -106,7 +104,7 @@ def test_first_sum_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(symmetric_memory, "FIRST_SUM_LIMIT_S", 0.05)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
     with pytest.raises(StartupError, match=r"did not end within 0.05 s; set NCCL_P2P_DISABLE=1"):
-        symmetric_memory.share_memory(None, RANKS, CPU, machine.minimum())
+        symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum())
 
 
 class Operations(TorchDispatchMode):
