@@ -66,8 +66,12 @@ def config_command(
                 if given.get(positional) not in (None, word):
                     raise StartupError(f"{word!r} and --{positional} {given[positional]!r} conflict; give one of them")
                 given[positional] = word
+            for name in _secrets(cls):
+                given[name] = _one_text(name, given[name])
             flags = {key: value for key, value in given.items() if value is not None}
             config = resolve(cls, file=read_config_file(path), env=os.environ, flags=flags)
+            for name in _secrets(cls):
+                os.environ.pop(f"BATON_{name.upper()}", None)  # child processes would inherit it
             if show:
                 click.echo(describe(config))
                 return 0
@@ -135,11 +139,28 @@ def read_config_file(path: str | None) -> Mapping[str, object]:
 
 
 def describe(config: object) -> str:
-    """Returns the values that are not defaults, as TOML, one per line; `--print-config` prints them."""
-    changed = differences(config)
+    """Returns the values that are not defaults, as TOML, one per line; `--print-config` prints them. Secrets are only
+    named."""
+    changed, secrets = differences(config), _secrets(type(config))
     if not changed:
         return "# every value is at its default"
-    return "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in changed.items())
+    lines = [
+        f"# {key} is set, and not shown" if key in secrets else f"{key} = {json.dumps(value, ensure_ascii=False)}"
+        for key, value in changed.items()
+    ]
+    return "\n".join(lines)
+
+
+def _secrets(cls: type[Any]) -> list[str]:
+    return [f.name for f in fields(cls) if f.metadata.get("secret")]
+
+
+def _one_text(name: str, given: Sequence[str]) -> str | None:
+    """Returns the words of an option that was given several times as one text; None if it was not given."""
+    for word in given:
+        if len(word.split()) != 1:
+            raise StartupError(f"--{name.replace('_', '-')}: a value is empty or contains white space")
+    return " ".join(given) or None
 
 
 def flags_of(options: Mapping[str, object]) -> list[str]:
@@ -193,6 +214,8 @@ def _parameter(f: Field[Any], kind: type) -> click.Option:
     text = f"{f.metadata['help']}  [default: {shown}; BATON_{f.name.upper()}]"
     if kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", f.name], default=None, help=text)
+    if f.metadata.get("secret"):
+        return click.Option([flag, f.name], multiple=True, help=text)
     choices = f.metadata.get("choices")
     type_ = click.Choice(choices) if choices else {int: click.INT, float: click.FLOAT}.get(kind, click.STRING)
     return click.Option([flag, f.name], type=type_, default=None, help=text)

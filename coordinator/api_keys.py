@@ -1,4 +1,4 @@
-"""The API keys of clients, if the deployment requires any.
+"""The API keys of clients, if the deployment requires any: those of `--api-key` and those of a file.
 
 A file has one key per line, in plain text or as `sha256:` and the digest in hex; only the digest is kept in memory.
 Options after the key set its name, tenant, priority and limits:
@@ -22,6 +22,8 @@ from baton.token_file import read_regular
 from coordinator.policy.quotas import ANONYMOUS, Client, Limits
 
 FLAG = "--api-key-file"
+FROM_UP = "BATON_KEYS_OF_UP"
+"""The environment variable with the path of a file in which `baton up` passes the digests of its `--api-key`."""
 MIN_CHARS = 16
 MAX_PRIORITY = 100
 _MAX_BYTES = 1 << 20
@@ -65,14 +67,44 @@ class ApiKeys:
         return found[0]
 
 
-def read_api_keys(path: str) -> ApiKeys:
-    """Reads the keys in a file; returns no keys for an empty path.
+def read_api_keys(path: str, keys: str = "", path_of_up: str = "") -> ApiKeys:
+    """Returns the keys in a file, if any, the `keys` of `--api-key`, and those that `baton up` passes in a file. A key
+    of the first file keeps its options if it is also among the others.
 
     Raises:
-        StartupError: the file is missing or open to everybody, or a line is not a key; the message names the line.
+        StartupError: a file is missing or open to everybody, or a line is not a key; the message names the line.
     """
-    if not path:
-        return ApiKeys()
+    clients = _of_file(path) if path else {}
+    digests = [digest_of(key) for key in keys.split()]
+    if path_of_up:
+        digests += _of_file(path_of_up)
+    for digest in digests:
+        clients.setdefault(digest, _client([], digest, "--api-key"))
+    return ApiKeys(clients)
+
+
+def digest_of(key: str) -> bytes:
+    """Returns the digest of a key of `--api-key`, which may itself be `sha256:` and the digest.
+
+    Raises:
+        StartupError: it is not ASCII, or not a digest although it says so. The message does not repeat it.
+    """
+    if found := _DIGEST.fullmatch(key):
+        return bytes.fromhex(found[1])
+    if not key.isascii() or not key.isprintable() or key.startswith("sha256:"):
+        raise StartupError("--api-key: a key must be printable ASCII, or sha256: followed by 64 hex digits")
+    return hashlib.sha256(key.encode()).digest()
+
+
+def is_short(keys: str) -> bool:
+    """Returns whether one of the keys of `--api-key` has so few characters that it could be guessed."""
+    return any(len(key) < MIN_CHARS for key in keys.split())
+
+
+SHORT = f"--api-key: a key of fewer than {MIN_CHARS} characters is easy to guess"
+
+
+def _of_file(path: str) -> dict[bytes, Client]:
     data = read_regular(path, FLAG, _MAX_BYTES + 1, secret=True)
     if len(data) > _MAX_BYTES:
         raise StartupError(f"{FLAG} {path}: it has more than {_MAX_BYTES} bytes")
@@ -94,7 +126,7 @@ def read_api_keys(path: str) -> ApiKeys:
             raise StartupError(f"{where}: another key already has the name {client.key!r}")
     if not clients:
         raise StartupError(f"{FLAG} {path}: it holds no key")
-    return ApiKeys(clients)
+    return clients
 
 
 def _digest(key: str, where: str) -> bytes:

@@ -23,7 +23,7 @@ from baton.loop_watch import LoopWatch
 from baton.model_source import resolve_model, served_name
 from baton.tls_files import read_cluster_tls
 from baton.token_file import read_token
-from coordinator.api_keys import ApiKeys, read_api_keys
+from coordinator.api_keys import FROM_UP, SHORT, ApiKeys, is_short, read_api_keys
 from coordinator.batches.store import BatchStore
 from coordinator.cluster import Cluster
 from coordinator.connections import allow_connections
@@ -54,7 +54,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     """
     token = read_token(config.cluster_token_file)
     check_listening("--control-host", config.control_host, token)
-    keys = read_api_keys(config.api_key_file)
+    keys = read_api_keys(config.api_key_file, config.api_key, os.environ.get(FROM_UP, ""))
+    if is_short(config.api_key):
+        log.warning(SHORT)
     front_tls = read_front_tls(config.tls_cert_file, config.tls_key_file)
     cluster_tls = read_cluster_tls(config.cluster_tls_dir, "coordinator")
     model_dir = resolve_model(config.model)

@@ -186,8 +186,7 @@ class LocalCluster:
             self._console.stage("configured", line)
         self._console.stage("ready", f"{addresses.url}   try:")
         plan = self._members.plan
-        key = bool(plan.topology.coordinator.config.api_key_file)
-        example = example_curl(addresses.url, plan.served_name, _example(plan.model), key=key)
+        example = example_curl(addresses.url, plan.served_name, _example(plan.model), key=plan.has_keys)
         self._console.plain(example)
 
     def _chosen(self) -> list[str]:

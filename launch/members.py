@@ -68,7 +68,7 @@ class Addresses:
 @dataclass(frozen=True, slots=True)
 class Members:
     """The part of a plan that this host runs: the parts on `nodes`, and the coordinator if its node is one of them.
-    `environment` is added to that of each member."""
+    `environment` is added to that of each member, `coordinator_environment` to the coordinator's."""
 
     plan: Plan
     nodes: frozenset[str]
@@ -77,6 +77,7 @@ class Members:
     start_timeout_s: float
     drain_timeout_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    coordinator_environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_coordinator(self) -> bool:
@@ -101,7 +102,8 @@ class Members:
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
         note = "on the same ports" if bound is not None else ""
-        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", self.environment, note=note)
+        environment = {**self.environment, **self.coordinator_environment}
+        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment, note=note)
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]

@@ -91,20 +91,28 @@ class Plan:
         return f"{'https' if config.tls_cert_file else 'http'}://{host_port(host, config.port)}"
 
     @property
+    def has_keys(self) -> bool:
+        """Whether clients need API keys."""
+        config = self.topology.coordinator.config
+        return bool(config.api_key_file or config.api_key)
+
+    @property
     def admin(self) -> str:
         """The operators' address; empty if operators use the same HTTP port as clients."""
         config = self.topology.coordinator.config
-        if not config.api_key_file and not config.tls_cert_file:
+        if not self.has_keys and not config.tls_cert_file:
             return ""
         return host_port(self.topology.front.address, config.admin_port)
 
     def coordinator_command(self, ports: Mapping[str, int] | None = None) -> tuple[str, ...]:
-        """Returns the flags of the coordinator; `ports`, by option name, are those of an earlier run."""
+        """Returns the flags of the coordinator; `ports`, by option name, are those of an earlier run. A command line is
+        public: API keys are passed in a file."""
         config = self.topology.coordinator.config
         options = {name: getattr(config, name) for name in ("host", "port", "grpc_port")}
         options |= {"control_host": self.topology.front.address, "control_port": config.control_port}
+        given = {name: value for name, value in self.topology.coordinator.options.items() if name != "api_key"}
         named = ("--model", self.model, "--served-model-name", self.served_name)
-        return (*named, *flags_of({**options, **self.topology.coordinator.options, **(ports or {})}))
+        return (*named, *flags_of({**options, **given, **(ports or {})}))
 
     def agent_flags(self, part: Part) -> tuple[str, ...]:
         """Returns the flags of the agent of a part; torchrun accepts the same."""

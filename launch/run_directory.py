@@ -13,7 +13,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from baton.core.errors import StartupError
@@ -21,6 +21,7 @@ from baton.core.errors import StartupError
 LOCK = "up.lock"
 CLUSTER = "cluster.json"
 TOKEN = "cluster.token"
+KEYS = "api.keys"
 READY = "coordinator.json"
 
 ROOM_BYTES = 256 * 1024
@@ -58,12 +59,21 @@ def run_directory(wanted: str) -> Iterator[Path]:
 
 def write_token(path: Path) -> Path:
     """Writes a fresh cluster token into a run directory, readable only by its owner. Raises StartupError."""
-    token = path / TOKEN
+    return _write_secret(path, TOKEN, secrets.token_hex(32) + "\n")
+
+
+def write_keys(path: Path, keys: Iterable[str]) -> Path:
+    """Writes API keys into a run directory, one per line, readable only by its owner. Raises StartupError."""
+    return _write_secret(path, KEYS, "".join(f"{key}\n" for key in keys))
+
+
+def _write_secret(path: Path, name: str, text: str) -> Path:
+    secret = path / name
     with _writing(path):
-        token.unlink(missing_ok=True)
-        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
-    return token
+        secret.unlink(missing_ok=True)
+        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+    return secret
 
 
 def write_addresses(path: Path, addresses: Mapping[str, object]) -> None:
@@ -116,7 +126,7 @@ def _hold(lock: int, wanted: str) -> None:
 
 
 def _remove_addresses(path: Path) -> None:
-    for name in (CLUSTER, READY, TOKEN):
+    for name in (CLUSTER, READY, TOKEN, KEYS):
         (path / name).unlink(missing_ok=True)
 
 

@@ -43,7 +43,8 @@ from launch.cores import parse_cores
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 _GPU = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+")
-_OF_THE_PLAN = ("model", "served_model_name", "worker_id", "coordinator", "control_host", "ready_file")
+_OF_THE_PLAN = ("model", "served_model_name", "worker_id", "coordinator", "control_host", "ready_file", "api_key")
+"""Not for a topology. A key would be in scripts and on command lines: a topology names a file of keys."""
 
 
 @dataclass(frozen=True, slots=True)

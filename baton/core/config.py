@@ -3,8 +3,8 @@ the nearest known one; unknown environment variables are ignored.
 
 Each process has one frozen dataclass. Its fields define the whole interface: the command line, the environment
 variables (`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata
-`help` is the text that `--help` prints; `choices`, `low`, `high`, `dialled` and `model_name` are checked here, for
-every source.
+`help` is the text that `--help` prints; `choices`, `low`, `high`, `dialled`, `model_name` and `secret` apply to every
+source.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def option(
     high: float | None = None,
     dialled: bool = False,
     model_name: bool = False,
+    secret: bool = False,
 ) -> Any:
     """Returns a dataclass field that is also a command-line option. A `dialled` option is a HOST:PORT; a `model_name`
-    is the name that clients use for the model, or empty. `low` and `high` apply to each entry of a list."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high}
-    return field(default=default, metadata={**metadata, "dialled": dialled, "model_name": model_name})
+    is the name that clients use for the model, or empty. `low` and `high` apply to each entry of a list. A `secret`
+    option has one or more words, and may be given several times; its value is never shown."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "secret": secret}
+    metadata |= {"dialled": dialled, "model_name": model_name}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 MODEL_HELP = (
@@ -161,6 +164,9 @@ class CoordinatorOptions:
         high=65535,
     )
     api_key_file: str = option("", "file with the keys that clients must present, one per line; default: none needed")
+    api_key: str = option(
+        "", "key that clients must present; may be given several times, and with --api-key-file", secret=True
+    )
     tls_cert_file: str = option("", "PEM file with the certificate of HTTP and public gRPC; enables TLS for both")
     tls_key_file: str = option("", "PEM file with the private key of --tls-cert-file")
     cluster_tls_dir: str = option(
@@ -222,6 +228,8 @@ def resolve(
     for name, f in known.items():
         variable = "BATON_" + name.upper()
         if variable in env:
+            if f.metadata.get("secret") and not env[variable].strip():  # perhaps by mistake: the default is no secret
+                raise StartupError(f"{variable} is empty; unset it instead")
             values[name] = _checked(f, types[name], _parse(types[name], env[variable], variable), variable)
     for name, value in flags.items():
         if name not in known:
@@ -289,6 +297,8 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
             value = float(value)
         except OverflowError:
             value = math.inf
+    if f.metadata.get("secret") and (not isinstance(value, str) or (value != f.default and not value.split())):
+        raise StartupError(f"{where} must be one or more words; its value is not shown")
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise StartupError(f"{where} must be {getattr(kind, '__name__', kind)}, not {_shown(value)}")
     choices = f.metadata.get("choices")

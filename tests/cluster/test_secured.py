@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from baton.rpc.streams import LinkLost
 from baton.tls_files import read_cluster_tls
 from launch.certificates import make_certificates
 from tests.rpc.test_streams import HELLO
-from tests.support.cluster import cluster
+from tests.support.cluster import Cluster, cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
-KEY, A, B = (f"sk-0123456789abcde{digit}" for digit in "fab")
+KEY, A, B, GIVEN = (f"sk-0123456789abcde{digit}" for digit in "fabc")
+SHORT = "tiny-key"
 
 
 def check_tenants_share_no_prefixes(url: str, http: httpx.Client) -> None:
@@ -39,6 +41,21 @@ def check_tenants_share_no_prefixes(url: str, http: httpx.Client) -> None:
     assert cached(B) > 100
 
 
+def check_given_keys_are_nowhere(running: Cluster) -> None:
+    """The keys of --api-key are in the command line and environment of the process that was given them alone."""
+    children = [pid for pid in running.processes() if pid != running.process.pid]
+    assert len(children) > 4
+    for pid in children:
+        for name in ("cmdline", "environ"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+                text = Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+                assert GIVEN not in text and SHORT not in text, (pid, name)
+    for path in running.run_dir.iterdir():
+        text = path.read_text(errors="replace")
+        assert GIVEN not in text and SHORT not in text, path
+    assert (running.run_dir / "api.keys").stat().st_mode & 0o077 == 0
+
+
 async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints(tmp_path: Path) -> None:
     certificates, keys = tmp_path / "tls", tmp_path / "keys"
     make_certificates(certificates, ("127.0.0.1",), 1)
@@ -46,6 +63,7 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
     keys.chmod(0o600)
     with cluster(
         "builtin",
+        env={"BATON_API_KEY": f"{GIVEN} {SHORT}"},
         api_key_file=keys,
         allowed_origins="*",  # for clients, which have keys; not for the operators' port
         admin_port=0,
@@ -64,6 +82,10 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
                 client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
             check_tenants_share_no_prefixes(running.url, http)
             assert http.get(running.url + "/workers").status_code == 401
+            models = running.url + "/v1/models"
+            for key, status in ((GIVEN, 200), (SHORT, 200), (GIVEN[:-1], 401)):
+                assert http.get(models, headers={"authorization": f"Bearer {key}"}).status_code == status
+            check_given_keys_are_nowhere(running)
             bearer = {"authorization": f"Bearer {KEY}"}
             assert http.get(running.url + "/workers", headers=bearer).status_code == 404
         rows = httpx.get(running.admin + "/requests").json()["requests"]

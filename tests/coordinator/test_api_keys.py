@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.core.errors import StartupError, Unauthenticated
 from baton.v1 import serving_pb2, serving_pb2_grpc
-from coordinator.api_keys import ApiKeys, read_api_keys
+from coordinator.api_keys import ApiKeys, is_short, read_api_keys
 from coordinator.batches.store import BatchStore
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.guard import OPEN_PATHS
@@ -290,3 +290,29 @@ async def test_tokenize_and_detokenize_count_against_the_quota(text_model: TextM
         assert (await client.post("/v1/messages/count_tokens", json=count)).status_code == 429
     (account,) = generator.quotas._accounts.values()
     assert account.running == 0
+
+
+def test_given_keys_are_valid_beside_those_of_the_file(tmp_path: Path) -> None:
+    third, of_up = "k", tmp_path / "api.keys"
+    of_up.write_text(f"sha256:{hashlib.sha256(b'from-up').hexdigest()}\n")
+    of_up.chmod(0o600)
+    digest = f"sha256:{hashlib.sha256(b'as-digest').hexdigest()}"
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} name=search tenant=acme"), f"{third} {KEY} {digest}", str(of_up))
+    assert keys.client(f"Bearer {KEY}").tenant == "acme", "the options of the file hold"
+    for key in (third, "as-digest", "from-up"):
+        client = keys.client(f"Bearer {key}")
+        assert client.tenant == client.key == hashlib.sha256(key.encode()).hexdigest()[:8]
+    with pytest.raises(Unauthenticated):
+        keys.client(f"Bearer {OTHER}")
+    assert read_api_keys("", third).client(f"Bearer {third}") and not read_api_keys("", "")
+
+
+@pytest.mark.parametrize("wrong", ["sha256:12", "schlüssel", "a\x07b"])
+def test_an_invalid_given_key_is_refused_without_repeating_it(wrong: str) -> None:
+    with pytest.raises(StartupError, match="--api-key: ") as refused:
+        read_api_keys("", wrong)
+    assert wrong not in refused.value.message
+
+
+def test_short_keys_are_reported() -> None:
+    assert is_short(f"{KEY} short") and not is_short(KEY) and not is_short("")

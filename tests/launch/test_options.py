@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -250,3 +251,41 @@ def test_positional_argument_sets_its_field() -> None:
     assert runner.invoke(command, []).output == "auto\n"
     refused = runner.invoke(command, ["here", "--model", "there"], standalone_mode=False)
     assert isinstance(refused.exception, StartupError) and "give one of them" in refused.exception.message
+
+
+@pytest.mark.parametrize("cls", [UpConfig, CoordinatorConfig])
+def test_api_keys_come_from_every_source_and_are_never_shown(
+    cls: type[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+    command = config_command(cls, name="c", help="c")(lambda given: seen.append(given))
+    file = tmp_path / "c.toml"
+    file.write_text('api_key = "of-the-file"')
+    monkeypatch.setenv("BATON_API_KEY", "of-the environment")
+    assert run(command, "--config", str(file), "--api-key", "sk-1", "--api-key", "sk-2") == 0
+    assert "BATON_API_KEY" not in os.environ, "child processes would inherit it"
+    assert run(command, "--config", str(file)) == 0
+    monkeypatch.setenv("BATON_API_KEY", "of-the environment")
+    assert run(command, "--config", str(file)) == 0
+    assert [config.api_key for config in seen] == ["sk-1 sk-2", "of-the-file", "of-the environment"]
+    assert "sk-1" not in repr(seen[0])
+    assert run(command, "--print-config", "--api-key", "sk-1", "--port", "9") == 0
+    assert capsys.readouterr().out.splitlines() == ["port = 9", "# api_key is set, and not shown"]
+
+
+@pytest.mark.parametrize("given", ["", " ", "a b"])
+def test_an_empty_api_key_is_refused_from_every_source(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It may be empty by mistake, and without any key every client is accepted."""
+    command = config_command(CoordinatorConfig, name="c", help="c")(lambda given: 0)
+    assert run(command, "--api-key", given) == 3
+    assert capsys.readouterr().err == "error: --api-key: a value is empty or contains white space\n"
+    monkeypatch.setenv("BATON_API_KEY", given)
+    assert run(command) == (0 if given.strip() else 3)
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    file = tmp_path / "c.toml"
+    for text in ('api_key = " "', 'api_key = {secret = "s"}', 'api_key = ["secret"]'):
+        file.write_text(text)
+        assert run(command, "--config", str(file)) == 3
+        assert "secret" not in capsys.readouterr().err

@@ -45,6 +45,16 @@ def test_worker_command() -> None:
     assert " --exact " in command and spec.environment["OMP_NUM_THREADS"] == "3" and spec.log == Path("/r/decode-0.log")
 
 
+def test_api_keys_are_on_no_command_line() -> None:
+    given = UpConfig(api_key="k-1 k-2")
+    members = plan(given)
+    commands = [members.coordinator().command, members.worker("decode-0", BOUND).command]
+    assert not any("k-1" in word or word == "--api-key" for command in commands for word in command)
+    assert members.plan.has_keys and members.plan.admin and not plan(UpConfig()).plan.admin
+    with pytest.raises(StartupError, match="--api-key cannot be combined with --topology: set api_key_file"):
+        plan_for(UpConfig(api_key="k", topology="t.toml"))
+
+
 def test_ranks_and_block_sizes_are_those_of_the_role() -> None:
     config = UpConfig(prefill_tp=2, threads=4, decode_block_size=32)
     prefill, decode = (plan(config, ("4", "5", "6")).worker(name, BOUND) for name in ("prefill-0", "decode-0"))
