@@ -100,9 +100,10 @@ class Cluster:
         own_model: OwnModel | None = None,
         token: str = "",
         hold_s: float = 30.0,
+        max_deaths: int = 5,
     ) -> None:
         self.workers = WorkerTable(lease_s, own_model)
-        self.requests = Requests(self.workers, max_queued_requests, max_queued_tokens, hold_s)
+        self.requests = Requests(self.workers, max_queued_requests, max_queued_tokens, hold_s, max_deaths)
         self.run_id = secrets.token_hex(8)
         self.address = ""
         self.joins_refused: Counter[str] = Counter()

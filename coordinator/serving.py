@@ -69,7 +69,13 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     for noisy in ("uvicorn.error", "python_multipart"):
         logging.getLogger(noisy).setLevel(logging.ERROR)  # one line per malformed request concerns only its sender
     cluster = Cluster(
-        config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token, config.hold_s
+        config.lease_s,
+        config.max_queued_requests,
+        config.max_queued_tokens,
+        own_model,
+        token,
+        config.hold_s,
+        config.max_deaths,
     )
     loop_watch = LoopWatch()
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s)

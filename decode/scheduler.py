@@ -66,6 +66,7 @@ class DecodeScheduler:
         self._out = StepsOut()
         self.plan_ahead = plan_ahead and self.speculation.drafts is None
         self.steps_ahead = self.rows_discarded = 0
+        self._last_was_alone = False
         self._next_step = 1
         self._next_number = 1
         self.prompt_tokens_computed = 0
@@ -189,18 +190,19 @@ class DecodeScheduler:
         waiting = self._in(State.PREEMPTED)
         self._anti_starvation.update(waiting, now, self.speculation.model.recompute_token_s() if waiting else 0.0)
         self._admit(now)
-        rows, sequences, stuck = self._rows(now)
+        rows, sequences, stuck = self._next_rows(now)
         if not rows and stuck and self._number(State.READY):  # older ones have the blocks, and wait for its place
             self._preempt(stuck[-1])
             self._admit(now)
-            rows, sequences, _ = self._rows(now)
+            rows, sequences, _ = self._next_rows(now)
         plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._room)
         return self._begun(plan, now) if plan.rows or plan.drafts else None
 
     def _begin_ahead(self, now: float) -> StepPlan | None:
         """Returns the step after the outstanding one, or None if it cannot be planned before that one is done."""
         out = self._out.newest
-        if self.num_preempted or waits_for(out, self._in(State.RUNNING)):
+        running = self._in(State.RUNNING)
+        if self.num_preempted or any(e.sequence.request.alone for e in running) or waits_for(out, running):
             return None
         self._admit(now)
         running = self._ranked(State.RUNNING)
@@ -213,6 +215,10 @@ class DecodeScheduler:
             self._extend(n.entry, blocks)
         self.steps_ahead += 1
         return self._begun(ahead_plan(self._next_step, out, found), now)
+
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
+        """Returns the only sequence of a step if its request is to be computed alone."""
+        return next((r.sequence_id for r in plan.rows if self._entries[r.sequence_id].sequence.request.alone), None)
 
     def _begun(self, plan: StepPlan, now: float) -> StepPlan:
         for row in plan.rows:
@@ -297,12 +303,27 @@ class DecodeScheduler:
 
     # Admission, preemption and allocation.
 
-    def _rows(self, now: float) -> tuple[list[Row], list[Sequence], list[Entry]]:
-        """Returns the rows of the next step with their sequences, and the running sequences that cannot grow."""
+    def _next_rows(self, now: float) -> tuple[list[Row], list[Sequence], list[Entry]]:
+        """Returns the rows of the next step with their sequences, and the running sequences that cannot grow. Sequences
+        that are to be computed alone take turns, each in a step of its own; every other step is for all others."""
+        running, stuck = self._ranked(State.RUNNING), list[Entry]()
+        alone = [[e] for e in running if e.sequence.request.alone]
+        alone.sort(key=lambda entries: entries[0].last_token_at)
+        others = [e for e in running if not e.sequence.request.alone]
+        groups = [others, *alone] if self._last_was_alone else [*alone[:1], others, *alone[1:]]
+        for group in groups:
+            rows, sequences, short = self._rows(group, now)
+            stuck += short
+            if rows:
+                self._last_was_alone = group is not others
+                return rows, sequences, stuck
+        return [], [], stuck
+
+    def _rows(self, running: list[Entry], now: float) -> tuple[list[Row], list[Sequence], list[Entry]]:
+        """Returns the rows of a step of these running sequences, and those of them that cannot grow."""
         rows: list[Row] = []
         sequences: list[Sequence] = []
         stuck: list[Entry] = []
-        running = self._ranked(State.RUNNING)
         throttled_ids = self._throttled(running, now)
         budget: int | None = None  # for long rows; computed on demand, as they are rare
         for entry in running:

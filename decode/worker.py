@@ -166,6 +166,9 @@ class DecodeWorker:
         self._reported_gauges = gauges  # after `load`, which clears it
         return StepEvents(outcome.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
+        return self.scheduler.runs_alone(plan)
+
     def command(self, command: Command) -> None:
         raise Unavailable(f"a decode worker does not support {type(command).__name__}")
 

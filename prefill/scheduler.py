@@ -12,6 +12,8 @@ From its start a request with a hand-over also holds a send pin on its blocks, w
 hand-over has ended (all of it acknowledged, or given up). So the KV outlives the computation for as long as it may
 still be read. After that its full blocks stay cached until they are evicted.
 
+A request that is to be computed alone has each of its chunks in a step without others.
+
 With `plan_ahead` a step may be planned while the one before it computes, so that a GPU has it at once: all tokens of a
 prompt are known. A sequence then continues where its outstanding row ends, and keeps its blocks until its last row is
 done. A step that neither continues a prompt nor is full is not planned ahead: what arrives meanwhile would miss it.
@@ -165,7 +167,8 @@ class PrefillScheduler:
             if entry.sequence.ending is None and self._left(entry, starts)
         ]
         if self._out:
-            if not self.plan_ahead or len(self._out) > 1:
+            here = (*starts, *self._running, *self._waiting)
+            if not self.plan_ahead or len(self._out) > 1 or any(map(self._alone, here)):
                 return None
             candidates = self._ahead(candidates, starts)
         candidates.sort(key=lambda entry: self._turn(entry, starts))
@@ -175,6 +178,8 @@ class PrefillScheduler:
             if budget == 0:
                 break
             sequence = entry.sequence
+            if rows and (sequence.request.alone or self._alone(rows[0].sequence_id)):
+                continue
             scores = sequence.request.sampling.prompt_logprobs is not None
             if scores and scorable == 0:
                 continue
@@ -197,6 +202,13 @@ class PrefillScheduler:
         self._out.append(plan)
         self._next_step += 1
         return plan
+
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
+        """Returns the only sequence of a step if its request is to be computed alone."""
+        return next((row.sequence_id for row in plan.rows if self._alone(row.sequence_id)), None)
+
+    def _alone(self, sequence_id: SequenceId) -> bool:
+        return self._entries[sequence_id].sequence.request.alone
 
     @staticmethod
     def _left(entry: _Entry, starts: Mapping[SequenceId, int]) -> int:

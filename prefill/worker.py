@@ -176,6 +176,10 @@ class PrefillWorker:
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
         return StepEvents(outcome.step_id, tuple(tokens), reported, load=self.load(), kv_cache_events=cache_events)
 
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
+        sequence = self.scheduler.runs_alone(plan)
+        return None if sequence is None else self.outgoing.current_id(sequence)
+
     def command(self, command: Command) -> None:
         match command:
             case Prefill():

@@ -155,6 +155,7 @@ class CoordinatorOptions:
     request_timeout_s: float = option(600.0, "total time limit of a request", low=0.1)
     lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
     hold_s: float = option(30.0, "time limit for requests to stay queued while no worker can serve them", low=0)
+    max_deaths: int = option(5, "workers lost while they computed a request, after which it ends with an error", low=1)
     drain_timeout_s: float = option(30.0, "time limit for running requests to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "maximum size of a request body", low=0.001)
     admin_port: int = option(

@@ -163,6 +163,9 @@ class KVCacheEvents:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
+    """From a worker, after a step, or when something else has happened (`step_id` 0). `alone`, at the start of a step:
+    the step computes only this sequence."""
+
     step_id: int = 0
     tokens: tuple[TokenEvent, ...] = ()
     ended: tuple[SequenceEnded, ...] = ()
@@ -170,3 +173,4 @@ class StepEvents:
     handed_over: tuple[HandedOver, ...] = ()
     load: Load | None = None
     kv_cache_events: KVCacheEvents | None = None
+    alone: SequenceId | None = None

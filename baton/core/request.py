@@ -119,6 +119,8 @@ class GenerateRequest:
     tenant: str = ""
     priority: int = 0
     cache_salt: str = ""
+    alone: bool = False
+    """Compute it in steps without any other sequence: workers were lost while they ran it."""
 
     @property
     def sequence_id(self) -> SequenceId:

@@ -104,6 +104,13 @@ class WorkerSession:
         if self.connected:
             self._outgoing.put_nowait(events)
 
+    async def sent(self, timeout_s: float) -> None:
+        """Waits until what was posted is on its way to the coordinator, or `timeout_s` have passed."""
+        if self.connected:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._outgoing.join()
+
     def show_gpu(self, usage: GpuUsage | None) -> None:
         """Includes `usage` in the next heartbeats."""
         self._gpu = usage
@@ -206,6 +213,7 @@ class WorkerSession:
         self.run_id = welcome.run_id
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
+            self._outgoing.task_done()
         new = self._known().difference(known, (f.sequence for f in welcome.tracked))
         again = self.log.since((*welcome.tracked, *(TrackedSequence(sequence, 0) for sequence in sorted(new))))
         here = set(self._owner.sequence_ids())
@@ -231,7 +239,11 @@ class WorkerSession:
     async def _send(self, stream: MessageStream) -> None:
         with contextlib.suppress(LinkLost):
             while True:
-                await stream.send_unshielded(await self._outgoing.get())
+                message = await self._outgoing.get()
+                try:
+                    await stream.send_unshielded(message)
+                finally:
+                    self._outgoing.task_done()
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
         """Sends heartbeats. Each pause is a random part of the interval, so that the heartbeats of many workers do not

@@ -27,6 +27,7 @@ from baton.rpc.tls import ClusterTls
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
+ALONE_REPORT_S = 1.0  # how long a step waits until the coordinator has been told which request it computes alone
 SWEEP_S = 30.0  # between two removals of expired tombstones
 DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 
@@ -41,6 +42,10 @@ class Tier(Protocol):
     def begin_step(self, now: float) -> StepPlan | None: ...
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents: ...
+
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
+        """Returns the only sequence of a step if its request is to be computed alone."""
+        ...
 
     def command(self, command: Command) -> None:
         """Handles a command other than Abort and Drain."""
@@ -200,6 +205,9 @@ class WorkerLoop:
         while True:
             plan = self._tier.begin_step(time.monotonic())
             if plan is not None:
+                if (alone := self._tier.runs_alone(plan)) is not None:
+                    self.session.post(StepEvents(alone=alone))
+                    await self.session.sent(ALONE_REPORT_S)  # the step may end this process
                 compute.begin(plan)
                 if not compute.full:
                     continue

@@ -292,7 +292,7 @@ class Load(_message.Message):
     def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., hand_overs: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ..., links_refused: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., chunks_early: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class StepEvents(_message.Message):
-    __slots__ = ("step_id", "tokens", "ended", "parked", "handed_over", "load", "kv_cache_events")
+    __slots__ = ("step_id", "tokens", "ended", "parked", "handed_over", "load", "kv_cache_events", "alone")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +300,7 @@ class StepEvents(_message.Message):
     HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
     ended: _containers.RepeatedCompositeFieldContainer[SequenceEnded]
@@ -307,7 +308,8 @@ class StepEvents(_message.Message):
     handed_over: _containers.RepeatedCompositeFieldContainer[HandedOver]
     load: Load
     kv_cache_events: KVCacheEvents
-    def __init__(self, step_id: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnded, _Mapping]]] = ..., parked: _Optional[_Iterable[_Union[Parked, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[HandedOver, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., kv_cache_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ...) -> None: ...
+    alone: _types_pb2.SequenceId
+    def __init__(self, step_id: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnded, _Mapping]]] = ..., parked: _Optional[_Iterable[_Union[Parked, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[HandedOver, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., kv_cache_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., alone: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
     __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation", "prompt_logprobs", "cached_tokens")

@@ -10,8 +10,12 @@
 A request survives the loss of its workers. When the worker that runs it is lost, gives it back, or cannot hand it over,
 the request is rescheduled: it returns to QUEUED under the next attempt, with the journal as its output so far, and
 generation continues at the next index. KV that is still at the prefill worker is offered to another decode worker
-first. Events of earlier attempts are stale. A request that was running on MAX_DEATHS workers when they were lost ends
-with an error, since it may be the cause; a request that no present worker can serve ends after `hold_s`.
+first. Events of earlier attempts are stale. A request that no present worker can serve ends after `hold_s`.
+
+Whether a request ended its worker cannot be determined from outside. A request that was running on SUSPECT_DEATHS
+workers when they were lost may be the cause: from then on it is computed in steps of its own, announced by its worker
+(`StepEvents.alone`), so that a loss in such a step concerns no other request, and a loss in another step not this one.
+It ends with an error when it was alone in its step at ALONE_DEATHS losses, or at `max_deaths` losses in all.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ from coordinator.policy.journal import Journal
 from coordinator.policy.pool import Prefix
 from coordinator.policy.workers import WorkerTable
 
-MAX_DEATHS = 2
+SUSPECT_DEATHS = 2
+ALONE_DEATHS = 2
+"""One could be a kill from outside that coincides with its step."""
 MAX_TIMES_PARKED = 30
 REOFFER_BACKOFF_S = 0.1, 1.0  # delay after the second parking, and its maximum; doubled with each
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
@@ -160,8 +166,9 @@ class Request:
 
     `targets` are the decode workers named for the current attempt; each may hold the sequence. `refused` is set when
     all targets refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` lists
-    the workers that were lost while they ran it, with the reason. `history` lists the stages it went through; `stamps`
-    are the times that workers measured for them since it was last queued, `earlier_stamps` those of each earlier run.
+    the workers that were lost in whose step it ran, with the reason; in `alone_deaths` of these steps it was alone.
+    `history` lists the stages it went through; `stamps` are the times that workers measured for them since it was last
+    queued, `earlier_stamps` those of each earlier run.
     `prefixes` caches the hints of the prompt's full blocks by block size for later choices, which have the same prompt.
     `unservable_since` is when the last worker that could serve it left, `unservable` the reason and error code.
     """
@@ -180,6 +187,7 @@ class Request:
     offer_at: float = 0.0
     recomputed: bool = False
     deaths: list[str] = field(default_factory=list)
+    alone_deaths: int = 0
     unservable: tuple[str, str] | None = None
     unservable_since: float = 0.0
     queued_at: float = 0.0
@@ -215,6 +223,11 @@ class Request:
     def ended(self) -> bool:
         return self.stage is Stage.ENDED
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is computed in steps of its own."""
+        return len(self.deaths) >= SUSPECT_DEATHS
+
     def runs_at(self, worker: str) -> bool:
         """Returns whether that worker has the sequence, as far as the coordinator knows."""
         return worker == (self.decode_worker if self.stage is Stage.DECODE else self.prefill_worker)
@@ -234,12 +247,17 @@ class Request:
 
 class Requests:
     """Complete state: the requests by choice; those that wait for a worker; a time before which no deadline of any
-    request passes; the dispatcher and its worker table; the last numbers assigned (`_attempt` is global: no two
-    requests share a value, so a request id can be reused immediately); whether the cluster is draining; and counters.
-    Methods return actions, which the caller executes in order."""
+    request passes; the request that each worker computes alone now; the dispatcher and its worker table; the last
+    numbers assigned (`_attempt` is global: no two requests share a value, so a request id can be reused immediately);
+    whether the cluster is draining; and counters. Methods return actions, which the caller executes in order."""
 
     def __init__(
-        self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int, hold_s: float = 30.0
+        self,
+        workers: WorkerTable,
+        max_queued_requests: int,
+        max_queued_tokens: int,
+        hold_s: float = 30.0,
+        max_deaths: int = 5,
     ) -> None:
         self.workers = workers
         self.dispatcher = Dispatcher(workers, max_queued_requests, max_queued_tokens)
@@ -247,7 +265,8 @@ class Requests:
         self.stale_events = 0
         self.rescheduled = 0
         self.reassigned = 0
-        self._hold_s = hold_s
+        self._hold_s, self._max_deaths = hold_s, max_deaths
+        self._alone: dict[str, ChoiceId] = {}
         self._requests: dict[tuple[str, int], Request] = {}  # by ChoiceId
         self._waiting: dict[ChoiceId, Request] = {}
         self._no_deadline_before = math.inf
@@ -314,6 +333,10 @@ class Requests:
 
     def on_events(self, worker: str, events: StepEvents, now: float) -> list[Action]:
         actions: list[Action] = []
+        if events.alone is not None:
+            self._alone[worker] = events.alone.choice_id
+        elif events.step_id:
+            self._alone.pop(worker, None)
         queued = self.dispatcher.num_queued
         for token in events.tokens:
             self._on_tokens(worker, token, now, actions)
@@ -342,6 +365,7 @@ class Requests:
         way to that worker is left alone: the prefill worker parks the KV. A drained worker gave its requests back,
         which is not a death."""
         self.dispatcher.forget_worker(worker)
+        alone = self._alone.pop(worker, None)
         actions: list[Action] = []
         for r in list(self._requests.values()):
             if r.ended:
@@ -354,8 +378,10 @@ class Requests:
                 ran = False
             else:
                 continue
-            if ran and not drained:
-                r.deaths.append(f"{worker} ({why}, stage {r.stage.value})")
+            if ran and not drained and (r.name == alone if r.alone else alone is None):
+                r.alone_deaths += r.alone
+                how = ", alone in its step" if r.alone else ""
+                r.deaths.append(f"{worker} ({why}, stage {r.stage.value}{how})")
             actions += self._reschedule(r, f"{worker}: {why}", now)
         self._update_servable(now)
         return actions + self._place(now)
@@ -552,7 +578,7 @@ class Requests:
         return actions
 
     def _start(self, r: Request, now: float) -> StartPrefill:
-        request = replace(r.request, deadline_s=max(r.deadline_at - now, 0.001))
+        request = replace(r.request, deadline_s=max(r.deadline_at - now, 0.001), alone=r.alone)
         return StartPrefill(r.prefill_worker, request, tuple(t.worker for t in r.targets), r.deadline_at)
 
     def _name_workers(self, r: Request, placement: Placement) -> None:
@@ -589,7 +615,7 @@ class Requests:
     def _reschedule(self, r: Request, why: str, now: float) -> list[Action]:
         """Queues a request again under the next attempt: newly chosen workers prefill its prompt and journal, and
         generation continues at the next index."""
-        if len(r.deaths) >= MAX_DEATHS:
+        if r.alone_deaths >= ALONE_DEATHS or len(r.deaths) >= self._max_deaths:
             what = f"{len(r.deaths)} workers were lost while they ran the request: {', '.join(r.deaths)}"
             return self._fail(r, WorkerLost(what, retry_after_s=1), now)
         actions: list[Action] = [

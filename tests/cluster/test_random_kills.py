@@ -112,6 +112,6 @@ async def test_random_kills_leak_no_blocks_and_change_no_tokens(
         print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
         least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # two-rank workers are mostly starting
         assert work.finished >= requests and kills.result() >= least
-        assert work.errors["worker_lost"] <= kills.result() / 2, "two deaths of workers that ran it, for each"
+        assert not work.errors["worker_lost"], "kills from outside end no request"
         # No worker died except by these kills: a worker that violates an invariant would end itself and be restarted.
         assert log.count("died: killed by SIGKILL") == log.count("died: ") == kills.result()

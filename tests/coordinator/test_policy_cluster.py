@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from baton.core.errors import WorkerLost
 from baton.core.request import GenerateRequest
-from coordinator.policy.requests import MAX_DEATHS
+from coordinator.policy.requests import ALONE_DEATHS
 from tests.support.cluster_sim import ClusterSim, undisturbed
 
 NAMES = ("p0", "p1", "d0", "d1")
@@ -32,8 +33,8 @@ def make_requests(count: int, seed: int) -> list[GenerateRequest]:
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 6))])
 def test_a_thousand_requests_stay_correct_with_a_worker_loss_every_twenty_steps(seed: int) -> None:
-    """Each request ends with the tokens of the undisturbed run, or with `WorkerLost` and a prefix of them if two
-    workers died while they ran it. No worker keeps anything."""
+    """Each request ends with the tokens of the undisturbed run, or with `WorkerLost` and a prefix of them if workers
+    died while they ran it alone. No worker keeps anything."""
     sim = ClusterSim(*NAMES, seed=seed, kill_every=20, lost_acks=0.03, damaged=0.002)
     requests = make_requests(1000, seed)
     for i, request in enumerate(requests):
@@ -46,12 +47,27 @@ def test_a_thousand_requests_stay_correct_with_a_worker_loss_every_twenty_steps(
             assert r.journal.tokens == expected and r.journal.finish is not None, r
             finished += 1
         else:
-            assert isinstance(r.error, WorkerLost) and len(r.deaths) == MAX_DEATHS, r.error
+            assert isinstance(r.error, WorkerLost) and (r.alone_deaths == ALONE_DEATHS or len(r.deaths) == 5), r.error
             assert r.journal.tokens == expected[: len(r.journal.tokens)] != expected, r
     assert finished > 700
     seen = (sim.kills, sim.requests.rescheduled, sim.requests.reassigned, sim.lost_acks, sim.requests.stale_events)
     assert all(n > 10 for n in seen), seen
     assert min(sim.transfers, sim.chunks_early) > 100 and sim.chunks_resent, (sim.chunks_early, sim.chunks_resent)
+
+
+def test_a_request_that_ends_every_worker_in_whose_step_it_runs_is_ended_and_no_other() -> None:
+    sim = ClusterSim(*NAMES)
+    requests = make_requests(60, 3)
+    killer = requests[20] = replace(requests[20], max_tokens=12)
+    sim.killers.add(killer.request_id)
+    for i, request in enumerate(requests):
+        sim.submit(request, at=i * 0.01)
+    sim.run(len(requests))
+    (failed,) = [r for r in sim.sent if r.error is not None]
+    assert failed.request.request_id == killer.request_id and isinstance(failed.error, WorkerLost)
+    assert (sim.kills, len(failed.deaths), failed.alone_deaths) == (4, 4, ALONE_DEATHS)
+    assert all(r.journal.tokens == undisturbed(r.request) for r in sim.sent if r is not failed)
+    assert max(r.alone_deaths for r in sim.sent if r is not failed) == 0
 
 
 def test_nothing_is_computed_twice_without_worker_losses() -> None:

@@ -42,9 +42,9 @@ A = TypeVar("A")
 class Drive:
     """Requests over workers whose events a test feeds by hand. `new`: the actions since the last `take`."""
 
-    def __init__(self, *workers: str, hold_s: float = 30.0) -> None:
+    def __init__(self, *workers: str, hold_s: float = 30.0, max_deaths: int = 5) -> None:
         self.table = WorkerTable(3.0)
-        self.requests = Requests(self.table, 100, 10_000, hold_s)
+        self.requests = Requests(self.table, 100, 10_000, hold_s, max_deaths)
         self.now = 100.0
         self.new: list[Action] = []
         self.incarnations: dict[str, int] = {}
@@ -151,8 +151,8 @@ def test_request_passes_through_its_stages_until_all_workers_release_it() -> Non
 
 
 @pytest.mark.parametrize(("stage", "dies"), [(Stage.PREFILL, "p0"), (Stage.DECODE, "d0")])
-def test_request_is_rescheduled_after_one_worker_loss_and_fails_after_two(stage: Stage, dies: str) -> None:
-    d = Drive("p0", "d0", "p1", "d1")
+def test_request_is_rescheduled_after_a_worker_loss_and_fails_at_the_limit(stage: Stage, dies: str) -> None:
+    d = Drive("p0", "d0", "p1", "d1", max_deaths=2)
     r, s = d.at(stage, max_tokens=8)
     if stage is Stage.DECODE:
         d.tokens("d0", s, 1, 6, 7)
@@ -175,6 +175,43 @@ def test_request_is_rescheduled_after_one_worker_loss_and_fails_after_two(stage:
     error = d.error(r)
     assert isinstance(error, WorkerLost) and error.retry_after_s
     assert error.message.startswith(f"2 workers were lost while they ran the request: {dies} (silent, stage ")
+
+
+def test_request_that_was_running_at_two_losses_runs_alone_and_only_its_own_steps_count_then() -> None:
+    d = Drive("p0", "d0")
+    r, _ = d.at(Stage.DECODE, max_tokens=12)
+    other, _ = d.at(Stage.DECODE, "other", max_tokens=12)
+
+    def lose_decode(alone: Request | None = None) -> StartPrefill:
+        """Loses the worker in a step of all requests, or of this one, and returns the next start of `r`."""
+        if alone is not None:
+            d.events("d0", StepEvents(alone=alone.sequence))
+        d.lose("d0")
+        d.new.clear()
+        d.join("d0")
+        starts = {start.request.request_id: start for start in d.take(StartPrefill)}
+        for each in (r, other):
+            if not each.ended:
+                d.tokens("p0", each.sequence, len(each.journal.tokens), 6)
+                d.handed_over("p0", each.sequence, "d0")
+        return starts["r"]
+
+    assert not lose_decode().request.alone
+    assert lose_decode().request.alone and r.alone and other.alone
+    lose_decode()
+    assert len(r.deaths) == 2, "killed from outside: neither of them was in the step"
+    lose_decode(other)
+    assert (len(r.deaths), len(other.deaths), other.alone_deaths) == (2, 3, 1)
+    d.events("d0", StepEvents(alone=other.sequence))
+    d.events("d0", StepEvents(step_id=7))
+    lose_decode()
+    assert other.alone_deaths == 1, "that step had ended"
+    newcomer, _ = d.at(Stage.DECODE, "new", max_tokens=12)
+    lose_decode(other)
+    error = d.error(other)
+    assert isinstance(error, WorkerLost) and "4 workers were lost while they ran the request" in error.message
+    assert error.message.endswith("stage decode, alone in its step)")
+    assert not r.ended and not newcomer.deaths
 
 
 def test_kv_is_offered_to_another_decode_worker_before_a_second_prefill() -> None:
@@ -542,8 +579,8 @@ def test_damaged_or_missing_kv_is_recomputed_at_most_once(code: str) -> None:
     assert d.error(r).code == code
 
 
-def test_a_sequence_that_a_worker_ends_early_is_rescheduled_once() -> None:
-    d = Drive("p0", "d0")
+def test_a_sequence_that_a_worker_ends_early_is_rescheduled_up_to_the_limit() -> None:
+    d = Drive("p0", "d0", max_deaths=2)
     r, s = d.at(Stage.DECODE)
     d.ended("d0", s, reason="aborted")
     assert d.take(StartPrefill)[0].request.output == (5,)

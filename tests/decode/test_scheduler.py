@@ -44,6 +44,23 @@ def test_resumed_attempt_continues_at_its_output_index() -> None:
     assert scheduler.finish_step(make_outcome(plan, 7), 0.0).tokens == (TokenEvent(a, 2, (6, 7)),)
 
 
+def test_sequences_that_run_alone_take_turns_and_every_other_step_is_for_all_others() -> None:
+    scheduler = make_decode(num_blocks=40)
+    for name in ("a", "b", "x", "y"):
+        ready(scheduler, replace(make_request(name, max_tokens=40), alone=name in "xy"))
+    order = []
+    for number in range(1, 9):
+        plan = scheduler.begin_step(float(number))
+        assert plan is not None
+        names = "".join(row.sequence_id.request_id for row in plan.rows)
+        alone = scheduler.runs_alone(plan)
+        assert (alone and alone.request_id) == (names if names in "xy" else None)
+        order.append(names)
+        scheduler.finish_step(make_outcome(plan), float(number))
+        scheduler.check()
+    assert order == ["x", "ab", "y", "ab", "x", "ab", "y", "ab"]
+
+
 def test_sequence_starts_with_the_blocks_of_its_prompt_and_grows() -> None:
     scheduler = make_decode(num_blocks=8, block_size=4)
     assert len(scheduler.reserve(make_request("a", prompt=5, max_tokens=8), 0.0)) == 2

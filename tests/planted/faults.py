@@ -196,7 +196,11 @@ FAULTS = (
     ),
     Fault("baton/rpc/health.py", "options=_OPTIONS", "", "tests/rpc/test_health.py"),
     # The request lifecycle.
-    Fault(REQUESTS, "if len(r.deaths) >= MAX_DEATHS:", "if len(r.deaths) > MAX_DEATHS:", T_REQUESTS),
+    Fault(REQUESTS, "len(r.deaths) >= self._max_deaths:", "len(r.deaths) > self._max_deaths:", T_REQUESTS),
+    Fault(REQUESTS, "(r.name == alone if r.alone else alone is None)", "True", T_REQUESTS),
+    Fault(
+        "decode/scheduler.py", "groups = [others, *alone] if", "groups = [running] if", "tests/decode/test_scheduler.py"
+    ),
     Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),
     Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),

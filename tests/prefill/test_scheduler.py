@@ -86,6 +86,20 @@ def test_first_token_that_ends_the_sequence_ends_it_at_prefill() -> None:
     assert scheduler.num_sequences == 0
 
 
+def test_prompt_that_runs_alone_shares_no_step() -> None:
+    scheduler = make_prefill(num_blocks=40, step_tokens=8)
+    for name in ("a", "x", "b"):
+        request = make_request(name, prompt=6 if name == "x" else 3)
+        scheduler.submit(replace(request, alone=name == "x"), 0.0, hand_over=True)
+    steps = []
+    while (plan := scheduler.begin_step(0.0)) is not None:
+        names = "".join(row.sequence_id.request_id for row in plan.rows)
+        alone = scheduler.runs_alone(plan)
+        steps.append((names, alone and alone.request_id))
+        scheduler.finish_step(make_outcome(plan), 0.0)
+    assert steps == [("ab", None), ("x", "x")]
+
+
 def test_pinned_blocks_are_held_after_abort_and_end() -> None:
     scheduler = make_prefill(num_blocks=2)
     ended, aborted = make_request("ended"), make_request("aborted")

@@ -37,6 +37,7 @@ class FakeTier:
         self.ended: list[tuple[SequenceId, str]] = []
         self.bug: Exception | None = None
         self.plans = 0
+        self.alone: SequenceId | None = None
         self.closed = self.stepping = False
 
     def join(self, run_id: str) -> Join:
@@ -53,6 +54,9 @@ class FakeTier:
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
         return StepEvents(outcome.step_id, tuple(TokenEvent(s, outcome.step_id - 1, (7,)) for s in sorted(self.here)))
+
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
+        return self.alone
 
     def command(self, command: Command) -> None:
         self.commands.append(command)
@@ -142,6 +146,25 @@ async def test_abort_ends_a_known_sequence_and_leaves_a_tombstone_for_an_unknown
     assert running.main_loop.is_tombstoned(R)
     running.main_loop.command(assign := Assign(R, (), 2))
     assert running.tier.commands == [assign]
+
+
+async def test_a_step_of_one_request_alone_begins_when_that_has_been_reported(running: Running) -> None:
+    """The step may end the process: the coordinator must know of it before."""
+    reported = asyncio.Event()
+
+    async def sent(timeout_s: float) -> None:
+        await reported.wait()
+
+    running.main_loop.session.sent = sent  # type: ignore[method-assign]
+    running.tier.here.add(R)
+    running.tier.alone, running.tier.stepping = R, True
+    running.main_loop.wake()
+    await until(lambda: running.sent)
+    await asyncio.sleep(0.05)
+    assert running.sent == [StepEvents(alone=R)]
+    reported.set()
+    await until(lambda: len(running.sent) >= 4)
+    assert [e.alone for e in running.sent[:4]] == [R, None, R, None] and running.sent[1].step_id == 1
 
 
 async def test_steps_are_reported_in_order_and_stop_without_sequences(running: Running) -> None:

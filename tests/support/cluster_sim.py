@@ -91,6 +91,7 @@ class ClusterSim:
         self.sent: list[Request] = []
         self.steps = self.kills = self.lost_acks = self.transfers = 0
         self.chunks_early = self.chunks_resent = 0
+        self.killers: set[str] = set()  # requests that end any worker in whose step they run
         self._kill_every, self._faults = kill_every, Faults(lost_acks, damaged)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -301,6 +302,10 @@ class ClusterSim:
         if plan is None:
             return
         worker.busy = True
+        if (alone := worker.scheduler.runs_alone(plan)) is not None:
+            self._post(worker, StepEvents(alone=alone))
+        if self.killers.intersection(row.sequence_id.request_id for row in plan.rows):
+            self.later(STEP_S / 2, lambda: self.kill(worker.name))
         self.later(STEP_S, lambda: self._stepped(worker, plan))
         if worker.sender is None or worker.prefill is None:
             return
@@ -341,7 +346,7 @@ class ClusterSim:
             if p.first_token is not None:
                 name = runs[p.sequence_id].over.sequence if p.sequence_id in runs else p.sequence_id
                 tokens.append(TokenEvent(name, p.output_index, (p.first_token,)))
-        self._post(worker, StepEvents(tokens=tuple(tokens), ended=result.ended))
+        self._post(worker, StepEvents(plan.step_id, tuple(tokens), result.ended))
         for ended in result.ended:
             worker.sender.abort(ended.sequence)
         for p in result.progress:

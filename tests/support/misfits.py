@@ -19,7 +19,7 @@ def _layers(**changes: Any) -> Callable[[KVLayout], KVLayout]:
 
 
 MISFITS: list[tuple[str, dict[str, Any]]] = [
-    (f"protocol_version: 10 is not {PROTOCOL_VERSION}", {"protocol_version": 10}),
+    (f"protocol_version: 11 is not {PROTOCOL_VERSION}", {"protocol_version": 11}),
     ("code_version: '9.9' is not '0.1.0'", {"code_version": "9.9"}),
     ("code_version: '' is not '0.1.0'", {"code_version": ""}),
     ("run_id: 'other' is not 'run'", {"run_id": "other"}),
