@@ -219,6 +219,7 @@ class _Stream:
         self._choices: list[float] = []
         self._finished_at: float | None = None
         self._prompt_tokens: int | None = None
+        self._cached_tokens: int | None = None
         self._output_tokens: int | None = None
         self._error: str | None = None
         self._done = False
@@ -259,6 +260,7 @@ class _Stream:
             ended,
             finished=max(arrivals[-1], self._finished_at or 0.0),
             prompt_tokens=self._prompt_tokens or 0,
+            cached_tokens=self._cached_tokens,
             output_tokens=len(self._choices) if self._output_tokens is None else self._output_tokens,
             counted=self._output_tokens is not None,
             stages=self._stages,
@@ -274,6 +276,7 @@ class _Stream:
             return
         if usage := event.get("usage"):
             self._prompt_tokens = _tokens(usage, "prompt_tokens")
+            self._cached_tokens = _tokens(usage.get("prompt_tokens_details") or {}, "cached_tokens")
             self._output_tokens = _tokens(usage, "completion_tokens")
         for choice in itertools.islice(event.get("choices") or (), 1):
             self._choices.append(now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,7 @@ _FILE = click.Path(dir_okay=False, writable=True)
 @click.option("--sweep", is_flag=True, help="Search for the highest rate that meets --slo, from --rate or 1 on.")
 @click.option("--against", default="", metavar="URL", help="A second server; runs alternate between both.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=None, help="Runs; default 1, with --against 3 of each.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same requests.")
+@click.option("--seed", type=int, default=None, help="Same seed, same requests; default another one each time.")
 @click.option("--warmup", type=click.IntRange(0), default=None, help="Uncounted first requests; default 1 per client.")
 @click.option("--timeout-s", type=NumberRange(0.1), default=600.0, show_default=True, help="Time limit for a request.")
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
@@ -93,6 +94,7 @@ def bench_command(
     warmup: int | None,
     timeout_s: float,
     api_key: str,
+    seed: int | None,
     json_path: str | None,
     markdown_path: str | None,
     html_path: str | None,
@@ -111,7 +113,8 @@ def bench_command(
         trace = read_trace(Path(trace_path)) if trace_path else ()
     except (OSError, ValueError) as error:
         raise StartupError(f"--trace {trace_path}: {error}") from None
-    load = Load(**work, rate=0.0 if sweep else rate or 0.0, trace=trace)
+    seed = secrets.randbelow(1 << 31) if seed is None else seed  # the prompts of an earlier command may be cached
+    load = Load(**work, seed=seed, rate=0.0 if sweep else rate or 0.0, trace=trace)
     default = len(trace) if trace else 8 * concurrency
     options = Options(
         load=load,

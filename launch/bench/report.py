@@ -134,7 +134,7 @@ def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
     lines = [
         f"requests: {good} of {stats.requests} succeeded in {stats.duration_s:.2f} s",
         f"output: {stats.output_tokens_per_s:.1f} tokens/s ({stats.output_tokens} tokens)",
-        f"prompt: {stats.prompt_tokens_per_s:.1f} tokens/s ({stats.prompt_tokens} tokens)",
+        f"prompt: {stats.prompt_tokens_per_s:.1f} tokens/s ({stats.prompt_tokens} tokens{_cached(stats)})",
         f"rate: {stats.requests_per_s:.2f} requests/s",
     ]
     if slo is not None:
@@ -143,6 +143,13 @@ def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
     if stats.uncounted:
         lines.append(f"no usage: {stats.uncounted} responses; their tokens are counted by events")
     return lines + [f"failed: {count} x {error}" for error, count in stats.errors.items()]
+
+
+def _cached(stats: Statistics) -> str:
+    if stats.cached_tokens is None:
+        return ""
+    share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
+    return f", {stats.cached_tokens} of them ({share:.1%}) from the server's prefix cache"
 
 
 def _sweep_rows(report: Report) -> list[tuple[str, ...]]:
@@ -230,6 +237,7 @@ def _request(run: int, record: Record) -> dict[str, Any]:
         "tpot_s": record.tpot_s,
         "e2e_s": record.e2e_s if record.error is None else None,
         "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
         "output_tokens": record.output_tokens,
         "gaps_s": [round(gap, 6) for gap in record.gaps_s],
         "stages_s": {name: round(seconds, 6) for name, seconds in record.stages.items()},

@@ -75,6 +75,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 class Record:
     """One request. Times are in seconds on one monotonic clock; `error` is why it failed: then its numbers are ignored.
 
+    `cached_tokens` are those of the prompt that the server found in a prefix cache, None if it does not report them.
     `counted` is False if the server reported no usage and `output_tokens` is the number of events instead. `stages`
     holds the seconds in each stage of the server's own timeline, if it reports one.
     """
@@ -84,6 +85,7 @@ class Record:
     ended: float = 0.0
     finished: float = 0.0
     prompt_tokens: int = 0
+    cached_tokens: int | None = None
     output_tokens: int = 0
     counted: bool = True
     error: str | None = None
@@ -129,6 +131,8 @@ class Statistics:
     uncounted: int
     duration_s: float
     prompt_tokens: int
+    cached_tokens: int | None
+    """Of the prompt tokens; None if no response reports them."""
     output_tokens: int
     ttft: Summary
     tpot: Summary
@@ -171,6 +175,7 @@ def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: fl
         duration_s = max(r.ended for r in good) - min(r.sent for r in good) if good else 0.0
     met = sum(map((slo or Slo()).met, records))
     prompt_tokens = sum(record.prompt_tokens for record in good)
+    cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
     output_tokens = sum(record.output_tokens for record in good)
     span_s = duration_s or math.inf  # rates are 0 if no request succeeded
     return Statistics(
@@ -180,6 +185,7 @@ def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: fl
         uncounted=sum(not record.counted for record in good),
         duration_s=duration_s,
         prompt_tokens=prompt_tokens,
+        cached_tokens=sum(cached) if cached else None,
         output_tokens=output_tokens,
         ttft=summarize(record.ttft_s for record in good),
         tpot=summarize(record.tpot_s for record in good),

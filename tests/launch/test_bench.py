@@ -61,6 +61,25 @@ def test_report_has_exact_counts_and_plausible_times(tmp_path: Path) -> None:
         assert name in shown and name in (tmp_path / "bench.md").read_text()
 
 
+def test_each_command_has_its_own_requests_and_reports_cached_tokens(tmp_path: Path) -> None:
+    """With the same prompts as an earlier command it would measure the server's prefix cache."""
+    flags = ["--concurrency", "1", "--requests", "3", "--warmup", "0", "--input-len", "10", "--output-len", "2"]
+    with fake_server(caches=True) as server:
+        found = []
+        for seed in ([], [], ["--seed", "7"], ["--seed", "7"]):
+            _, shown, report = bench(server, tmp_path, *flags, *seed)
+            found.append((report["settings"]["seed"], report["statistics"]["cached_tokens"]))
+            cached = found[-1][1]
+            note = f"30 tokens, {cached} of them ({cached / 30:.1%}) from the server's prefix cache"
+            assert note in " ".join(shown.split()) and note in (tmp_path / "bench.md").read_text()
+    assert [cached for _, cached in found] == [0, 0, 0, 30]
+    assert found[0][0] != found[1][0] and found[2][0] == found[3][0] == 7
+    assert [one["cached_tokens"] for one in report["per_request"]] == [10] * 3
+    with fake_server() as server:
+        _, shown, report = bench(server, tmp_path, *flags)
+    assert report["statistics"]["cached_tokens"] is None and "prefix cache" not in shown
+
+
 def test_failures_are_counted_and_shown(tmp_path: Path) -> None:
     with fake_server(fail_every=3, error_event_every=4) as server:
         flags = ["--concurrency", "1", "--requests", "12", "--warmup", "0", "--output-len", "4", "--input-len", "4"]

@@ -2,8 +2,9 @@
 
 One event per token: the first after `first_s` plus `first_s_each` for each concurrent request, the others at intervals
 of `gap_s`. `fail_every`: every n-th request gets status 503; `error_event_every`: every n-th stream has an error event
-after its first token; `usage` false: no usage event; `empty_text_every`: every n-th token has no text; `odd_event` is
-sent before [DONE] in every other stream. `served` counts requests, `bodies` has their contents.
+after its first token; `usage` false: no usage event; `caches`: usage has cached tokens, all of a prompt that was sent
+before; `empty_text_every`: every n-th token has no text; `odd_event` is sent before [DONE] in every other stream.
+`served` counts requests, `bodies` has their contents.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class FakeServer:
     fail_every: int = 0
     error_event_every: int = 0
     usage: bool = True
+    caches: bool = False
     empty_text_every: int = 0
     odd_event: str = ""
     model: str = "fake"
@@ -82,7 +84,14 @@ class FakeServer:
         if self.usage:
             prompt = body["prompt"]
             tokens = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
-            usage = {"prompt_tokens": tokens, "completion_tokens": count, "total_tokens": tokens + count}
+            usage: dict[str, Any] = {
+                "prompt_tokens": tokens,
+                "completion_tokens": count,
+                "total_tokens": tokens + count,
+            }
+            if self.caches:
+                cached = tokens if sum(earlier["prompt"] == prompt for earlier in self.bodies) > 1 else 0
+                usage |= {"prompt_tokens_details": {"cached_tokens": cached}}
             _event(writer, json.dumps({"choices": [], "usage": usage}).encode())
 
 
