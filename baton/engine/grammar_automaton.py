@@ -11,8 +11,8 @@ Only a grammar whose single output exceeds the limit is refused.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
 
 COMPILED = 16  # compiled grammars cached
 MAX_LEXER_STATES = 50_000  # of a lexer, about 0.5 KB each; a string of bounded length takes 12 for each of its tokens
@@ -40,25 +41,58 @@ class GrammarTooComplex(GrammarError):
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> LLTokenizer:
-    """Loads the tokenizer of a model directory. Takes 1 s for 150,000 tokens.
+    """Loads the tokenizer of a model directory. Takes about 2 s for 150,000 tokens.
 
     Raises:
         GrammarError: there is none, or llguidance cannot use it.
     """
-    from llguidance import LLTokenizer  # imported here: a process that serves no model need not load it
+    from llguidance import LLTokenizer, TokenizerWrapper  # here: a process that serves no model need not load it
+    from tokenizers import Tokenizer
 
     check_tokenizer(directory)
     path = directory / "tokenizer.json"
     try:
+        tokenizer = Tokenizer.from_file(str(path))
+        added = tokenizer.get_added_tokens_decoder()
+        special = [i for i, token in added.items() if token.special]
         try:
-            return LLTokenizer(str(path), n_vocab=vocab_size)
+            read = LLTokenizer(str(path), n_vocab=vocab_size)
         except ValueError:  # no known EOS token by name: any will do, since `masks` receives the end ids
-            special = [token["id"] for token in json.loads(path.read_bytes())["added_tokens"] if token["special"]]
-            return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=special[0] if special else vocab_size - 1)
+            read = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=special[0] if special else vocab_size - 1)
+        return LLTokenizer(TokenizerWrapper(_PlainText(read, tokenizer, added.keys() - special)), n_vocab=vocab_size)
     except Exception as error:  # includes panics of its Rust code
         raise GrammarError(
             f"structured output is not supported with this tokenizer: {first_line(str(error))}"
         ) from None
+
+
+class _PlainText:
+    """A tokenizer as llguidance asks for it. Reading a tokenizer.json itself, llguidance takes added tokens such as
+    `<think>` for special ones, whatever their `special` flag, and yet encodes text that spells one as that token, so
+    the grammar refuses its own literal. Here an added token with `special: false` is text like any other token, and
+    text that spells a special token is encoded as plain text: grammars name special tokens by id or name."""
+
+    def __init__(self, read: LLTokenizer, tokenizer: Tokenizer, plain: Collection[int]) -> None:
+        self._read, self._tokenizer = read, tokenizer
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        self.eos_token_id, self.bos_token_id = read.eos_token, None
+        self.special_token_ids = [i for i in range(read.vocab_size) if read.is_special_token(i) and i not in plain]
+        self.tokens = [read.decode_bytes([i]) for i in range(read.vocab_size)]
+        alone = b"".join(self.tokens[i] for i in self._encoded("a"))
+        self._prefix = "" if alone == b"a" else "\x02"  # a tokenizer may put a space before a text
+        self._of_prefix = self._encoded(self._prefix)
+
+    def __call__(self, text: str) -> list[int]:
+        ids, prefix = self._encoded(self._prefix + text), self._of_prefix
+        if ids[: len(prefix)] != prefix:  # joined with the text: any tokens that spell it will do
+            return self._read.greedy_tokenize(text)
+        return ids[len(prefix) :]
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 def check_tokenizer(directory: Path) -> None:

@@ -250,7 +250,7 @@ class _Front:
             thinking=free and text.prompt_ends_in_reasoning(submission.prompt),
         )
         if new_parser() is not None:
-            shown = submission.shown_token_ids.union(text.marker_ids.values())
+            shown = submission.shown_token_ids.union(text.vocabulary.special_ids.intersection(text.marker_ids.values()))
             submission = replace(submission, shown_token_ids=shown)
         return submission, {"new_parser": new_parser, "named_tool": bool(tools.named)}
 

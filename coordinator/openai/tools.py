@@ -171,7 +171,7 @@ class Tools:
 
     def constraint(self, form: str, token_ids: Mapping[str, int], output: Constraint | None) -> Constraint | None:
         """Returns what the output must match: `output`, the forced calls, or either of them. `token_ids` are the form's
-        markers that are special tokens.
+        markers that are added tokens.
 
         Raises:
             InvalidRequest: the request has forced calls and an `output`, or one that cannot be combined with calls.

@@ -52,7 +52,7 @@ _T = TypeVar("_T")
 class TextModel:
     """The text side of a model. Immutable after construction, except for its threads and the work that waits for them.
     `tool_format` is the form of its tool calls, None if its template has no tools; `thinks`: its output may begin with
-    reasoning; `marker_ids` are the special tokens that mark calls and reasoning."""
+    reasoning; `marker_ids` are the added tokens that mark calls and reasoning."""
 
     def __init__(self, files: TextFiles, *, max_model_len: int | None = None, tool_parser: str = "auto") -> None:
         self.tokenizer: Tokenizer = files.tokenizer
@@ -75,7 +75,7 @@ class TextModel:
         self.tool_format = detect_format(template) if tool_parser == "auto" else tool_parser
         self.template_has_tools = "tools" in template
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
-        self.marker_ids = _special_markers(files.tokenizer, self.tool_format, self.thinks)
+        self.marker_ids = _marker_ids(files.tokenizer, self.tool_format, self.thinks)
         self._threads = ThreadPoolExecutor(max_workers=LONG_AT_ONCE + 1, thread_name_prefix="tokenize")
         self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")  # there is one child
         self._long = {self._threads: asyncio.Semaphore(LONG_AT_ONCE), self._rendering: asyncio.Semaphore(1)}
@@ -217,10 +217,10 @@ def _json_list(ids: Sequence[int], entry: Callable[[int], Any]) -> bytes:
     return b"[%b]" % b",".join(orjson.dumps([entry(i) for i in each])[1:-1] for each in slices)
 
 
-def _special_markers(tokenizer: Tokenizer, form: str | None, thinks: bool) -> dict[str, int]:
-    special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+def _marker_ids(tokenizer: Tokenizer, form: str | None, thinks: bool) -> dict[str, int]:
+    added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
     markers = FORMATS.get(form or "", ()) + (THINK if thinks else ())
-    return {marker: special[marker] for marker in markers if marker in special}
+    return {marker: added[marker] for marker in markers if marker in added}
 
 
 def _utf8_length(text: str) -> int:
