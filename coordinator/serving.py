@@ -33,6 +33,7 @@ from coordinator.garbage import collect_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import HttpServer, bind
+from coordinator.inference.served import ServedModel
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
@@ -88,7 +89,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     front = bind(config.host, config.port)
     settings = _settings(config, name, keys, "api" if apart else "all", front)
     store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
-    app = create_app(pipeline, text, settings, store)
+    inference = ServedModel(name, settings.version)
+    app = create_app(pipeline, text, settings, store, inference)
     allow_connections()
     http = HttpServer(app, front, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
@@ -98,7 +100,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
     credentials = front_tls.credentials if front_tls else None
     what = settings.max_body_bytes, keys, credentials, config.strict_fields
-    public = PublicServer(pipeline, translator, name, *what)
+    public = PublicServer(pipeline, translator, name, *what, inference)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port, cluster_tls)
     background: list[asyncio.Task[None]] = []
     try:

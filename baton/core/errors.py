@@ -139,6 +139,10 @@ class ProtocolError(BatonError):
 class InvariantError(Exception):
     """An invariant of this process is violated: it ends, and its supervisor starts another."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
 
 def innermost(error: BaseException) -> BaseException:
     """Returns the first error inside the exception groups that task groups raise."""

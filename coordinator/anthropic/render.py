@@ -8,7 +8,7 @@ A `ping` follows the start of the first block, as in Anthropic's streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -40,6 +40,7 @@ class MessagesRender:
     continuous_usage = False
     has_large_opening = False
     end = b""  # the last event ends the stream
+    headers: Mapping[str, str] = {}
 
     def __init__(self, head: Head, body: MessagesBody, max_tokens: int) -> None:
         self._head, self._body, self._max_tokens = head, body, max_tokens

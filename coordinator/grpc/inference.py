@@ -7,8 +7,7 @@ import contextlib
 import logging
 import operator
 import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from coordinator.api_keys import ApiKeys
 from coordinator.grpc.calls import abort, refuse, sent_value, write
 from coordinator.inference import model as oip
 from coordinator.inference.served import VERSION, ServedModel
+from coordinator.inference.statistics import Measured
 from coordinator.inference.submit import submissions_of
 from coordinator.inference.tensors import Tensor, checked, packed, unpacked
 from coordinator.openai.fields import as_header
@@ -71,6 +71,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         self._generator, self._translator, self._served = generator, translator, served
         self._keys, self._strict = keys, strict_fields
+        self._measured = Measured(generator, served.statistics)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Returns the handler of one call; None for other services and for extensions that are not served."""
@@ -111,29 +112,29 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _infer(
         self, client: Client, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelInferResponse:
-        asked, started = _infer_request(request), time.monotonic()
-        made = oip.generation(asked)
+        made = oip.generation(_infer_request(request))
         if made.stream:
             raise InvalidRequest("'stream' needs ModelStreamInfer", param="stream")
         traceparent = sent_value(context.invocation_metadata(), "traceparent")
         submissions = await self._submissions(client, request, made, traceparent, context)
-        try:
-            answers = await _whole(self._deltas(submissions), submissions)
-        except Exception:
-            self._served.statistics.failed(time.monotonic() - started)
-            raise
-        self._served.statistics.ended(answers, time.monotonic() - started)
+        answers = await _whole(self._deltas(submissions), submissions)
         return self._response(request, oip.outputs_of(made, answers, submissions[0].n))
 
     # Any number of answers to each of several messages.
 
     async def _stream(self, client: Client, contents: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         running: set[asyncio.Task[None]] = set()
+        writing = asyncio.Lock()  # grpc refuses two writes at the same time
+
+        async def send(message: pb.ModelStreamInferResponse) -> None:
+            async with writing:
+                await write(context, message)
+
         try:
             async for content in contents:
                 if len(running) >= MAX_STREAMED:
                     _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                running.add(asyncio.create_task(self._streamed(client, content, context)))
+                running.add(asyncio.create_task(self._streamed(client, content, context, send)))
                 running = {task for task in running if not task.done()}
             if running:
                 await asyncio.wait(running)
@@ -143,40 +144,41 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
             for task in running:
                 task.cancel()
 
-    async def _streamed(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
+    async def _streamed(
+        self,
+        client: Client,
+        content: bytes,
+        context: grpc.aio.ServicerContext,
+        send: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
+    ) -> None:
         """Answers one request of a stream. An error is a message, as in Triton: it does not end the stream."""
-        request, started = pb.ModelInferRequest(), time.monotonic()
+        request = pb.ModelInferRequest()
         try:
             request = parsed(pb.ModelInferRequest, content)
             made = oip.generation(_infer_request(request))
             traceparent = sent_value(context.invocation_metadata(), "traceparent")
             submissions = await self._submissions(client, request, made, traceparent, context)
-            ended: list[Delta] = []
             if made.stream is False:
-                ended = await _whole(self._deltas(submissions), submissions)
-                response = self._response(request, oip.outputs_of(made, ended, submissions[0].n), final=True)
-                await write(context, pb.ModelStreamInferResponse(infer_response=response))
+                answers = await _whole(self._deltas(submissions), submissions)
+                response = self._response(request, oip.outputs_of(made, answers, submissions[0].n), final=True)
+                await send(pb.ModelStreamInferResponse(infer_response=response))
             else:
                 made = replace(made, with_prompt=False)
                 left = len(submissions) * submissions[0].n
                 async with aclosing(self._deltas(submissions)) as deltas:
                     async for delta in deltas:
-                        if delta.finish_reason is not None:
-                            ended.append(delta)
-                            left -= 1
-                        elif not delta.text:
+                        left -= delta.finish_reason is not None
+                        if not delta.text and delta.finish_reason is None:
                             continue
                         response = self._response(request, oip.piece_of(made, delta), final=left == 0)
-                        await write(context, pb.ModelStreamInferResponse(infer_response=response))
-            self._served.statistics.ended(ended, time.monotonic() - started)
+                        await send(pb.ModelStreamInferResponse(infer_response=response))
         except Exception as error:
             _note(error)
-            self._served.statistics.failed(time.monotonic() - started)
             message = f"{status.public_code(error)}: {status.public_message(error)}"
             response = pb.ModelInferResponse(model_name=self._served.name, model_version=VERSION, id=request.id[:128])
             response.parameters[FINAL].bool_param = True
             with contextlib.suppress(BatonError, grpc.RpcError):
-                await write(context, pb.ModelStreamInferResponse(error_message=message, infer_response=response))
+                await send(pb.ModelStreamInferResponse(error_message=message, infer_response=response))
 
     # What both share.
 
@@ -205,8 +207,8 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _deltas(self, submissions: list[Submission]) -> AsyncGenerator[Delta, None]:
         if len(submissions) == 1:
-            return self._generator.generate(submissions[0])
-        return generate_all(self._generator, submissions)
+            return self._measured.generate(submissions[0])
+        return generate_all(self._measured, submissions)
 
     def _response(
         self, request: pb.ModelInferRequest, outputs: Iterable[Tensor], *, final: bool | None = None

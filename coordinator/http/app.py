@@ -42,9 +42,11 @@ from coordinator.http.errors import (
     is_for_anthropic,
     json_response,
 )
-from coordinator.http.generation import EchoOnly, GenerationResponse
+from coordinator.http.generation import EchoOnly, GenerationResponse, owned
 from coordinator.http.guard import CLIENT, IGNORED, Guard, Names
+from coordinator.http.inference import InferenceRoutes
 from coordinator.http.openapi import add_route, describe
+from coordinator.inference.served import ServedModel
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
@@ -59,7 +61,6 @@ from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=ModelBody)
-MAX_TRACEPARENT = 64
 _PERMISSIONS = ("allow_sampling", "allow_logprobs", "allow_view")
 _NOT_PERMITTED = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
 MAX_ECHO_CHARS = 4 * 1024 * 1024
@@ -92,7 +93,11 @@ class HttpSettings:
 
 
 def create_app(
-    generator: Pipeline, text_model: TextModel, settings: HttpSettings, store: BatchStore | None = None
+    generator: Pipeline,
+    text_model: TextModel,
+    settings: HttpSettings,
+    store: BatchStore | None = None,
+    inference: ServedModel | None = None,
 ) -> FastAPI:
     """Builds the application. With a `store` it serves files and batches, and the caller must run the runner in
     `app.state.batches`. The application owns only the process that parses large bodies, which `app.state.close()` ends:
@@ -128,6 +133,10 @@ def create_app(
         ("GET", "/requests", front.requests, "Requests"),
         ("GET", "/requests/{request_id:path}", front.request, "Requests"),
     )
+    inference = inference or ServedModel(settings.model_name, settings.version)
+    if settings.routes != "admin":
+        parts = front.reader, front.parser, settings.strict_fields
+        InferenceRoutes(generator, front.translator, inference, *parts).add_to(app)
     app.state.batches = None
     if store is not None and settings.routes != "admin":
         limits = settings.max_file_bytes, settings.api_keys, settings.allowed_origins
@@ -181,7 +190,7 @@ class _Front:
         self._settings = settings
         self.reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
         self.parser = BodyParser()
-        self._translator = Translator(text, deadline_s=settings.request_timeout_s, pools_hold=generator.max_model_len)
+        self.translator = Translator(text, deadline_s=settings.request_timeout_s, pools_hold=generator.max_model_len)
         self._fingerprint = f"baton-{settings.version}"
         granted = dict.fromkeys(_PERMISSIONS, True) | dict.fromkeys(_NOT_PERMITTED, False)
         self._permission = {"id": f"modelperm-{settings.created}", "object": "model_permission", **granted}
@@ -190,12 +199,12 @@ class _Front:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, schema.CompletionBody)
         options, request_id = body.options(), _unique_id(request)
-        params, submissions = self._translator.checked(options), []
+        params, submissions = self.translator.checked(options), []
         for number, prompt in enumerate(body.prompt):
             name = request_id if len(body.prompt) == 1 else f"{request_id}-{number}"
-            submit = self._translator.from_text if isinstance(prompt, str) else self._translator.from_token_ids
+            submit = self.translator.from_text if isinstance(prompt, str) else self.translator.from_token_ids
             submission = await submit(name, prompt, options, params=params)  # type: ignore[arg-type]
-            submissions.append(_owned(submission, request))
+            submissions.append(owned(submission, request))
             await asyncio.sleep(0)  # up to 128 short prompts are encoded on the event loop
         echos = None
         if body.echo:
@@ -239,8 +248,8 @@ class _Front:
             constraint = tools.constraint(self._tool_format(), text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
-        submission = await self._translator.from_messages(request_id, body.chat(), options, how=how)
-        submission = _owned(submission, request)
+        submission = await self.translator.from_messages(request_id, body.chat(), options, how=how)
+        submission = owned(submission, request)
         free = options.constraint is None  # output that must match a grammar has no reasoning before it
         new_parser = partial(
             make_parser,
@@ -276,7 +285,7 @@ class _Front:
             messages = body.chat()
             check_messages(messages)
             ids = await self._text.encode_chat_async(messages, body.rendering())
-        what = (self._text.tokenizer, ids, self._translator.max_model_len(), bool(body.return_token_strs))
+        what = (self._text.tokenizer, ids, self.translator.max_model_len(), bool(body.return_token_strs))
         answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *what)
         return Response(answer, media_type="application/json")
 
@@ -288,7 +297,7 @@ class _Front:
         if len(body.tokens) > self._text.max_model_len:
             raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
         if body.tokens:
-            self._translator.check_token_ids(body.tokens, param="tokens")
+            self.translator.check_token_ids(body.tokens, param="tokens")
         return json_response({"prompt": await self._text.decode_async(body.tokens, skip_special_tokens=False)})
 
     async def no_batches(self, request: Request) -> Response:
@@ -315,7 +324,7 @@ class _Front:
             {
                 "version": self._settings.version,
                 "model": self._settings.model_name,
-                "max_model_len": self._translator.max_model_len(),
+                "max_model_len": self.translator.max_model_len(),
                 "vocab_size": self._text.vocab_size,
                 "tool_parser": self._text.tool_format,
                 "workers": {role: sum(w["role"] == role for w in workers) for role in ("prefill", "decode")},
@@ -330,7 +339,7 @@ class _Front:
                 "tokenizer_path": self._settings.model_name,
                 "is_generation": True,
                 "has_chat_template": self._text.has_chat,
-                "max_model_len": self._translator.max_model_len(),
+                "max_model_len": self.translator.max_model_len(),
                 "vocab_size": self._text.vocab_size,
             }
         )
@@ -417,7 +426,7 @@ class _Front:
             "root": self._settings.model_name,  # this and the fields below as in vLLM
             "parent": None,
             "permission": [self._permission],
-            "max_model_len": self._translator.max_model_len(),
+            "max_model_len": self.translator.max_model_len(),
         }
 
     def _generate(
@@ -457,12 +466,6 @@ class _Front:
             n=submissions[0].n,
             **more,
         )
-
-
-def _owned(submission: Submission, request: Request) -> Submission:
-    """Returns the submission with the client and the traceparent of the request."""
-    traceparent = request.headers.get("traceparent", "")[:MAX_TRACEPARENT]
-    return replace(submission.of(request.scope[CLIENT]), traceparent=traceparent)
 
 
 def _as_json(records: Sequence[Record]) -> dict[str, Any]:

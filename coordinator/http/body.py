@@ -34,15 +34,16 @@ class BodyReader:
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
         self._reading = 0
 
-    async def read(self, request: Request) -> bytes:
-        """Returns the whole body, which must be declared as JSON.
+    async def read(self, request: Request, *, undeclared: bool = False) -> bytes:
+        """Returns the whole body, which must be declared as JSON; `undeclared` ones are for clients that declare no
+        type, or bytes, and are no browser.
 
         Raises:
             HttpProblem: 415 not declared as JSON, 413 too large, 408 not complete in time.
             Unavailable: too many bytes of other bodies are held.
             Cancelled: the client disconnected before the body was complete.
         """
-        check_declared(request, self._max_bytes)
+        check_declared(request, self._max_bytes, undeclared=undeclared)
         pieces: list[bytes] = []
         size = 0
         try:
@@ -66,10 +67,14 @@ class BodyReader:
         return b"".join(pieces)
 
 
-def check_declared(request: Request, max_bytes: int) -> None:
-    """Checks what the head declares of the body. Raises HttpProblem: 415 not JSON or encoded, 413 over `max_bytes`."""
+def check_declared(request: Request, max_bytes: int, *, undeclared: bool = False) -> None:
+    """Checks what the head declares of the body. Raises HttpProblem: 415 not JSON or encoded, 413 over `max_bytes`. A
+    page of another site can make a browser send anything but a body that is declared as JSON."""
     kinds = request.headers.getlist("content-type")
-    if len(kinds) != 1 or _JSON.fullmatch(kinds[0].strip()) is None:
+    by_browser = "origin" in request.headers or "sec-fetch-site" in request.headers
+    if undeclared and not by_browser and kinds in ([], ["application/octet-stream"]):
+        pass
+    elif len(kinds) != 1 or _JSON.fullmatch(kinds[0].strip()) is None:
         raise HttpProblem(
             415, "unsupported_media_type", "the content-type must be application/json", param="content-type"
         )

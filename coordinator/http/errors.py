@@ -1,6 +1,6 @@
-"""Every answer that is not a success, in OpenAI's format, or in Anthropic's for its clients. An `HttpProblem` is a
-fault of the request as HTTP; a `BatonError` is a fault of its content or of the cluster, and the one error table maps
-it to a status."""
+"""Every answer that is not a success, in OpenAI's format, or in that of another API for its clients. An `HttpProblem`
+is a fault of the request as HTTP; a `BatonError` is a fault of its content or of the cluster, and the one error table
+maps it to a status."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from starlette.types import Scope
 from baton.core.errors import BatonError
 from baton.rpc import status
 from coordinator.anthropic import errors as anthropic_errors
+from coordinator.inference.render import error_body
 
 REQUEST_ID = "baton.request_id"
 MESSAGES = "/v1/messages"
 
 log = logging.getLogger("baton.http")
 
-_SERVED = "OpenAI's completions, chat completions, responses and models APIs and Anthropic's messages API are served"
+_SERVED = "OpenAI's completions, chat completions, responses and models APIs , Anthropic's messages API"
+_SERVED += " and the Open Inference Protocol are served"
 _REASONS = {
     404: ("not_found", f"no such path: {_SERVED}"),
     405: ("method_not_allowed", "this path does not support that method"),
@@ -50,6 +52,11 @@ def is_for_anthropic(scope: Scope) -> bool:
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
+def is_for_inference(scope: Scope) -> bool:
+    """Returns whether a request is of the Open Inference Protocol."""
+    return bool(scope["path"] == "/v2" or scope["path"].startswith("/v2/"))
+
+
 def error_response(error: BaseException, scope: Scope) -> Response:
     """Returns the answer to any exception, in the form of the API that the request is for. Internal errors are logged,
     and their details are not sent to the client."""
@@ -63,7 +70,8 @@ def error_response(error: BaseException, scope: Scope) -> Response:
     if is_for_anthropic(scope):
         body = anthropic_errors.body_of(error, scope.get(REQUEST_ID, ""))
         return json_response(body, http=anthropic_errors.http_status(http), headers=headers)
-    return json_response(status.http_body(error), http=http, headers=headers)
+    body = error_body(error) if is_for_inference(scope) else status.http_body(error)
+    return json_response(body, http=http, headers=headers)
 
 
 def _problem(
@@ -72,6 +80,8 @@ def _problem(
     if is_for_anthropic(scope):
         http = anthropic_errors.http_status(http)
         body = anthropic_errors.error_body(http, message, code=code, param=param, request_id=scope.get(REQUEST_ID, ""))
+    elif is_for_inference(scope):
+        body = {"error": f"{code}: {message}"}
     else:
         body = status.error_body(message, type="invalid_request_error", param=param, code=code)
     return json_response(body, http=http, headers=headers)

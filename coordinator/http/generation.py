@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -27,7 +28,10 @@ from baton.core.request import TokenLogprob
 from coordinator import off_loop
 from coordinator.anthropic.render import MessagesRender
 from coordinator.http.errors import error_response, note
+from coordinator.http.guard import CLIENT
 from coordinator.http.server import SEND, WRITER, ChunkWriter
+from coordinator.inference.render import InferRender
+from coordinator.inference.statistics import Measured
 from coordinator.openai.render import Render, server_timing
 from coordinator.openai.responses_render import ResponsesRender
 from coordinator.pipeline import Pipeline
@@ -35,7 +39,8 @@ from coordinator.policy.quotas import Client
 from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Sink, Submission, Usage
 
-Renderer = Render | ResponsesRender | MessagesRender
+Renderer = Render | ResponsesRender | MessagesRender | InferRender
+MAX_TRACEPARENT = 64
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
@@ -172,7 +177,12 @@ class GenerationResponse(Response):
     prompt are numbered after those of the first."""
 
     def __init__(
-        self, generator: Pipeline | EchoOnly, submissions: Sequence[Submission], render: Renderer, *, stream: bool
+        self,
+        generator: Pipeline | EchoOnly | Measured,
+        submissions: Sequence[Submission],
+        render: Renderer,
+        *,
+        stream: bool,
     ) -> None:
         super().__init__()
         self._generator = generator
@@ -232,7 +242,8 @@ class GenerationResponse(Response):
             choices[delta.choice].add(delta)
         answers = [choice.delta() for choice in choices]
         body = await off_loop.make(off_loop.is_large(answers), self._render.whole, answers, counted.usage)
-        return Response(body, headers=server_timing(answers[0].timeline), media_type="application/json")
+        headers = {"content-type": "application/json", **server_timing(answers[0].timeline), **self._render.headers}
+        return Response(body, headers=headers)
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], scope: Scope, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
@@ -281,6 +292,12 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": bytes(part), "more_body": more or bool(rest)})
             if not rest:
                 return
+
+
+def owned(submission: Submission, request: Request) -> Submission:
+    """Returns the submission with the client and the traceparent of the request."""
+    traceparent = request.headers.get("traceparent", "")[:MAX_TRACEPARENT]
+    return replace(submission.of(request.scope[CLIENT]), traceparent=traceparent)
 
 
 async def _gone(receive: Receive) -> None:

@@ -25,7 +25,8 @@ MAX_HEADER_BYTES = 8 * 1024
 MAX_HEAD_BYTES = 16 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 MAX_ID_CHARS = 128
-OPEN_PATHS = ("/", "/live", "/health", "/ready")  # the page, which has no data of its own, and the health checks
+OPEN_PATHS = ("/", "/live", "/health", "/ready", "/v2/health/live", "/v2/health/ready")
+"""The page, which has no data of its own, and the health checks."""
 CLIENT = "baton.client"
 """The scope key of the client; already set in requests that the coordinator sends to itself."""
 IGNORED = "baton.ignored"

@@ -111,6 +111,8 @@ def _page(of: str) -> Schema:
     return _object(object=_const("list"), data=_list(_ref(of)), **ends, has_more=FLAG)
 
 
+_TENSOR = _object(**_each(TEXT, "name", "datatype"), shape=_list({"type": "integer"}))
+
 SCHEMAS: dict[str, Schema] = {
     "Completion": _object(
         object=_const("text_completion"),
@@ -168,6 +170,36 @@ SCHEMAS: dict[str, Schema] = {
         ),
     ),
     "TokenCount": _object(input_tokens=WHOLE),
+    "InferenceServer": _object(**_each(TEXT, "name", "version"), extensions=_list(TEXT)),
+    "InferenceModel": _object(
+        **_each(TEXT, "name", "platform"), versions=_list(TEXT), **_each(_list(_TENSOR), "inputs", "outputs")
+    ),
+    "InferenceConfig": ANY,
+    "InferenceStatistics": _object(
+        model_stats=_list(
+            _object(
+                **_each(TEXT, "name", "version"),
+                **_each(WHOLE, "last_inference", "inference_count", "execution_count"),
+                inference_stats=_map(_object(**_each(WHOLE, "count", "ns"))),
+                batch_stats=_list(ANY),
+            )
+        )
+    ),
+    "InferenceRepository": _list(_object(**_each(TEXT, "name", "version", "state", "reason"))),
+    "InferenceResponse": _object(
+        **_each(TEXT, "model_name", "model_version", "id_"),
+        outputs=_list(_object(**_TENSOR["properties"], parameters_=ANY, data_=_list({}))),
+    ),
+    "GenerateBody": {
+        "type": "object",
+        "properties": {"text_input": TEXT, "id": TEXT, "parameters": ANY},
+        "required": ["text_input"],
+    },
+    "GeneratedText": {
+        "type": "object",
+        "properties": _each(TEXT, "model_name", "model_version", "id") | {"text_output": {"type": ["string", "array"]}},
+        "required": ["model_name", "model_version", "text_output"],
+    },
     "Model": {"anyOf": [_OPENAI_MODEL, _ANTHROPIC_MODEL]},
     "ModelList": {
         "anyOf": [
@@ -247,7 +279,8 @@ _ANTHROPIC_ERROR = _object(
     error=_object(**_each(TEXT, "type", "message"), details=_object(error_code=TEXT)),
     request_id=TEXT,
 )
-_ERROR: Schema = {"anyOf": [_OPENAI_ERROR, _ANTHROPIC_ERROR]}
+_INFERENCE_ERROR = _object(error=TEXT)
+_ERROR: Schema = {"anyOf": [_OPENAI_ERROR, _ANTHROPIC_ERROR, _INFERENCE_ERROR]}
 _EVENT: Schema = {"type": "object", "properties": _each(TEXT, "event", "data"), "required": ["data"]}
 MAX_FILES, MAX_BATCHES = 10_000, 100
 """In one page of a list."""
@@ -274,16 +307,26 @@ _UPLOAD = {
 
 
 def add_route(
-    app: FastAPI, method: str, path: str, endpoint: Callable[..., Any], answer: str, body: type[BaseModel] | None = None
+    app: FastAPI,
+    method: str,
+    path: str,
+    endpoint: Callable[..., Any],
+    answer: str,
+    body: type[BaseModel] | None = None,
+    *,
+    given: str = "",
 ) -> None:
     """Adds a route and its description. `answer` names the schema of a JSON answer, or is the content type of any
-    other; `body` is the model of the request body; if it has a field `stream`, a stream of events is described too."""
+    other; `body` is the model of the request body; if it has a field `stream`, a stream of events is described too.
+    `given` names the schema of a body that has no model."""
     more: dict[str, Any] = {"parameters": QUERIES[path]} if method == "GET" and path in QUERIES else {}
     if answer == "File" and method == "POST":
         more["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
     if body is not None:
         more["requestBody"] = {"required": True, "content": _json(body.__name__)}
         app.state.bodies = [*getattr(app.state, "bodies", ()), body]
+    if given:
+        more["requestBody"] = {"required": True, "content": _json(given)}
     content: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if "/" in answer else _json(answer)
     if body is not None and "stream" in body.model_fields:
         content["text/event-stream"] = {"schema": _EVENT}

@@ -53,7 +53,7 @@ class HttpInfer:
 
 
 def parse_infer(header_bytes: int | None, strict: bool, content: bytes) -> HttpInfer:
-    """Parses a request whose first `header_bytes` are JSON, or all of it. Raises InvalidRequest that names the field."""
+    """Parses a request whose first `header_bytes` are JSON, or all of it. Raises InvalidRequest naming the field."""
     header = content if header_bytes is None else content[:header_bytes]
     if header_bytes is not None and header_bytes > len(content):
         what = f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(content)} bytes"

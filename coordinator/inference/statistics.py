@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from coordinator.submission import Delta
+from coordinator.pipeline import Pipeline
+from coordinator.policy.quotas import Client
+from coordinator.submission import Delta, Sink, Submission
 
 
 @dataclass(slots=True)
@@ -24,7 +27,7 @@ class Duration:
 
 @dataclass(slots=True)
 class Statistics:
-    """`success` and `fail` count requests, the others choices: `queue` until its prompt is computed, `compute_input`
+    """`success` and `fail` count prompts, the others choices: `queue` until its prompt is computed, `compute_input`
     the prompt, `compute_infer` the output. `last_inference` is in Unix milliseconds."""
 
     success: Duration = field(default_factory=Duration)
@@ -38,7 +41,7 @@ class Statistics:
     last_inference: int = 0
 
     def ended(self, answers: Sequence[Delta], seconds: float) -> None:
-        """Counts a request with the last delta of each of its choices."""
+        """Counts a prompt with the last delta of each of its choices."""
         self.success.add(seconds)
         self.execution_count += 1
         self.last_inference = round(time.time() * 1000)
@@ -63,3 +66,27 @@ class Statistics:
             "inference_stats": {part: asdict(getattr(self, part)) for part in parts},
             "batch_stats": [],
         }
+
+
+class Measured:
+    """A generator that counts what it generates."""
+
+    def __init__(self, generator: Pipeline, statistics: Statistics) -> None:
+        self._generator, self._statistics = generator, statistics
+
+    def admitted(self, client: Client, choices: int = 1) -> AbstractContextManager[None]:
+        return self._generator.admitted(client, choices)
+
+    async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
+        started, ended = time.monotonic(), list[Delta]()
+        try:
+            async with aclosing(self._generator.generate(submission, sink)) as deltas:
+                async for delta in deltas:
+                    if delta.finish_reason is not None:
+                        ended.append(delta)
+                        if len(ended) == submission.n:
+                            self._statistics.ended(ended, time.monotonic() - started)
+                    yield delta
+        except Exception:
+            self._statistics.failed(time.monotonic() - started)
+            raise

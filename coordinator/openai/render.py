@@ -6,7 +6,7 @@ building and serializing an object per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,6 +62,8 @@ class Render:
     after_text: bytes
     scores_in_choice: bool
     end = DONE
+    headers: Mapping[str, str] = {}
+    """Of an answer that is not streamed."""
 
     def __init__(self, head: Head) -> None:
         self._head = head

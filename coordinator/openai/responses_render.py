@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -21,6 +21,7 @@ class ResponsesRender:
     continuous_usage = False
     has_large_opening = False
     end = b""  # the last event ends the stream
+    headers: Mapping[str, str] = {}
 
     def __init__(self, head: Head, body: ResponsesBody) -> None:
         self._head, self._body = head, body

@@ -167,7 +167,7 @@ async def test_parked_kv_is_reassigned_until_a_decode_worker_accepts_it() -> Non
         for attempt in (2, 3):
             await until(lambda n=attempt - 1: len(source.posted.parked) == n)
             assert source.posted.parked[-1].sequence == R._replace(attempt=attempt - 1)
-            assert "KV blocks" in source.posted.parked[-1].reason
+            assert "needs 4 blocks" in source.posted.parked[-1].reason
             source.assign(R._replace(attempt=attempt - 1), attempt, full)
         await until(lambda: len(source.posted.parked) == 3)
         source.assign(R._replace(attempt=3), 4, other)
