@@ -47,6 +47,9 @@ class Document:
             assert kind in content, (path, kind)
 
 
+_GENERATES = ("generate", "generate_stream")
+
+
 async def test_every_response_matches_the_openapi_document(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     document = Document((await client.get("/openapi.json")).json())
     seen = set()
@@ -90,6 +93,20 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
         good = GOOD.get(path, MESSAGE if path == MESSAGES else {"input": "hi"})
         answer = await check("POST", path, json=good | fields)
         assert answer.status_code == (200 if script else 400), answer.text
+
+    generator.script = reply("a", "b")
+    for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/stats"):
+        assert (await check("GET", path)).status_code == 200, path
+    assert (await check("POST", "/v2/repository/index")).status_code == 200
+    text = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}
+    for of_model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        named = of_model.format(name="tiny", version=1)
+        for part in ("", "/ready", "/config", "/stats"):
+            assert (await check("GET", named + part, of_model + part)).status_code == 200
+        for part, given in (("infer", {"inputs": [text]}), *dict.fromkeys(_GENERATES, {"text_input": "a"}).items()):
+            answer = await check("POST", f"{named}/{part}", f"{of_model}/{part}", json=given)
+            assert answer.status_code == 200, answer.text
+    assert (await check("POST", "/v2/models/tiny/infer", "/v2/models/{name}/infer", json={})).status_code == 400
 
     line = {"custom_id": "1", "method": "POST", "url": COMPLETIONS, "body": GOOD[COMPLETIONS]}
     form = {"files": {"file": ("in.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
