@@ -101,6 +101,7 @@ class LocalCluster:
     def _tick(self) -> None:
         if self._coordinator is not None:
             self._tick_coordinator(self._coordinator)
+        self._hurry_missing_roles()
         for worker in self._workers:
             if time.monotonic() < self._restart_left_until:
                 worker.left = False
@@ -112,6 +113,15 @@ class LocalCluster:
             self._look_for_joined()
         if not self._announced:
             self._announce_when_ready()
+
+    def _hurry_missing_roles(self) -> None:
+        """Restarts workers without their whole delay while no worker of their role is ready: requests wait for it."""
+        waiting = [worker for worker in self._workers if worker.restart_at is not None]
+        if waiting and self._front_is_up:
+            ready = {row["role"] for row in self._workers_there() if row["state"] == "ready"}
+            for worker in waiting:
+                if self._members.parts[worker.name].role not in ready:
+                    worker.hurry()
 
     def _tick_coordinator(self, coordinator: Supervised) -> None:
         if coordinator.left:  # it alone was stopped, and drained all workers: restart it and them

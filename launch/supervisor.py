@@ -2,15 +2,19 @@
 
 Before it has ever joined, a member that exits with a startup error (code 3: bad checkpoint, port in use) ends the
 cluster: a retry would fail the same way. After any other exit it is retried, three runs in all. Once it has joined, it
-is always restarted, after 1, 2, 4 .. 30 s; a run that stayed joined for a minute resets the backoff.
+is always restarted: 1 s after it was killed, which says nothing about it; after 1, 2, 4 .. 30 s when it failed by
+itself. A run that stayed joined for a minute resets that backoff. While no worker of its role is ready, requests wait:
+it is restarted at once, or, if it fails by itself again and again, after at most RETRY_S.
 """
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from baton.core.errors import StartupError
 from baton.options import EXIT_STARTUP_ERROR
@@ -19,6 +23,8 @@ from launch.console import Console
 from launch.failure import Failure, box, describe_exit
 
 RETRY_S = 5.0
+KILLED = frozenset(code for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number))
+"""Exit codes of a process that was killed from outside, as its parent sees it and as an agent passes it on."""
 REPLACE = "BATON_REPLACE"
 """A worker's option: the lease of its previous run may not have ended yet."""
 
@@ -33,32 +39,42 @@ class Backoff:
     tries_before_joining: int = 3
 
 
+class Delay(NamedTuple):
+    """Seconds until the next run: usually, and while no worker of its role is ready."""
+
+    usual_s: float
+    urgent_s: float
+
+
 class RestartPolicy:
     """Decides when a member that died is restarted. Pure. Its whole state: whether the member ever joined, since when
-    the current run has been joined, and how many runs in a row have died without a healthy minute."""
+    the current run has been joined, and how many runs in a row have failed by themselves without a healthy minute."""
 
     def __init__(self, backoff: Backoff | None = None) -> None:
         self.ever_joined = False
         self._backoff = backoff or Backoff()
         self._joined_at: float | None = None
-        self._deaths = 0
+        self._failures = 0
 
     def joined(self, now: float) -> None:
         self.ever_joined = True
         self._joined_at = now
 
-    def died(self, exit_code: int, now: float) -> float | None:
-        """Returns the seconds to wait before the next run; None: there is none, the cluster cannot start. A code below
-        0 is the signal that ended the run, as in `subprocess`."""
+    def died(self, exit_code: int, now: float) -> Delay | None:
+        """Returns the delay of the next run; None: there is none, the cluster cannot start. A code below 0 is the
+        signal that ended the run, as in `subprocess`."""
         if self._joined_at is not None and now - self._joined_at >= self._backoff.healthy_s:
-            self._deaths = 0
+            self._failures = 0
         self._joined_at = None
-        self._deaths += 1
+        if self.ever_joined and exit_code in KILLED:
+            return Delay(self._backoff.first_s, 0.0)
+        self._failures += 1
         if not self.ever_joined and (
-            exit_code == EXIT_STARTUP_ERROR or self._deaths >= self._backoff.tries_before_joining
+            exit_code == EXIT_STARTUP_ERROR or self._failures >= self._backoff.tries_before_joining
         ):
             return None
-        return min(self._backoff.first_s * 2.0 ** min(self._deaths - 1, 30), self._backoff.longest_s)
+        usual_s = min(self._backoff.first_s * 2.0 ** min(self._failures - 1, 30), self._backoff.longest_s)
+        return Delay(usual_s, min(usual_s, RETRY_S) if self._failures > 1 else 0.0)
 
 
 class MemberFailed(Exception):
@@ -70,8 +86,9 @@ class MemberFailed(Exception):
 
 
 class Supervised:
-    """Its whole state: the current `child` or the time of the next one, whether this run has joined the current
-    coordinator (`joined`) and whether it ever joined one, whether it exited with 0 after that (`left`), the policy.
+    """Its whole state: the current `child` or the time of the next one (`restart_at`, and `urgent_at` while no worker
+    of its role is ready), whether this run has joined the current coordinator (`joined`) and whether it ever joined
+    one, whether it exited with 0 after that (`left`), the policy.
 
     `spec` is called for every run, since ports become known only after the first.
     """
@@ -82,6 +99,7 @@ class Supervised:
         self.left = False
         self.child: Child | None = None
         self.restart_at: float | None = None
+        self.urgent_at = 0.0
         self._spec = spec
         self._console = console
         self._policy = RestartPolicy(backoff)
@@ -112,7 +130,7 @@ class Supervised:
         except StartupError as error:
             if not self._policy.ever_joined:
                 raise
-            self.restart_at = time.monotonic() + RETRY_S
+            self.restart_at = self.urgent_at = time.monotonic() + RETRY_S
             self._console.stage(self.name, f"{error.message}; retrying in {RETRY_S:g} s")
 
     def mark_joined(self, what: str) -> None:
@@ -121,6 +139,11 @@ class Supervised:
         if not again:
             self._policy.joined(now)
         self._console.stage(self.name, f"{what} again" if again else f"{what}   ({now - self._started_at:.1f} s)")
+
+    def hurry(self) -> None:
+        """Restarts it as soon as its policy allows while no worker of its role is ready."""
+        if self.restart_at is not None:
+            self.restart_at = min(self.restart_at, self.urgent_at)
 
     def kill(self) -> None:
         """Kills the child and all its descendants."""
@@ -148,13 +171,13 @@ class Supervised:
             self._console.stage(self.name, "left")
             return
         error, log = child.error_line(), child.spec.log
-        wait_s = self._policy.died(code, now)
-        if wait_s is not None or not error:
+        delay = self._policy.died(code, now)
+        if delay is not None or not error:
             self._console.stage(self.name, f"died: {describe_exit(code)}; last lines of {log}:")
             self._console.quote(child.tail())
-        if wait_s is None:
+        if delay is None:
             reason = error or f"exited before it joined; its log is {log}"
             failure = Failure(self.name, f"{self.name}, pid {child.pid}", socket.gethostname(), code, reason)
             raise MemberFailed(child.box() or box(failure))
-        self.restart_at = now + wait_s
-        self._console.stage(self.name, f"restarting in {wait_s:g} s")
+        self.restart_at, self.urgent_at = now + delay.usual_s, now + delay.urgent_s
+        self._console.stage(self.name, f"restarting within {delay.usual_s:g} s")

@@ -10,13 +10,13 @@ import pytest
 
 from launch.child import ChildSpec
 from launch.console import Console
-from launch.supervisor import Backoff, MemberFailed, RestartPolicy, Supervised
+from launch.supervisor import RETRY_S, Backoff, MemberFailed, RestartPolicy, Supervised
 
 
-def member(where: Path, code: int, *, joins: bool) -> Supervised:
+def member(where: Path, code: int, *, joins: bool, first_s: float = 0.0) -> Supervised:
     """A member whose first incarnation has ended with `code`, as the supervisor has detected."""
     spec = ChildSpec("m", (sys.executable, "-c", f"raise SystemExit({code})"), where / "m.log")
-    made = Supervised("m", lambda: spec, Console(), Backoff(first_s=0.0))
+    made = Supervised("m", lambda: spec, Console(), Backoff(first_s, longest_s=first_s))
     made.start()
     if joins:
         made.mark_joined("joined")
@@ -63,26 +63,54 @@ def joined() -> RestartPolicy:
     return policy
 
 
+def usual(policy: RestartPolicy, *codes: int, now: float = 0.0) -> list[float | None]:
+    """Returns the delays after these exits in a row."""
+    delays = [policy.died(code, now) for code in codes]
+    return [None if delay is None else delay.usual_s for delay in delays]
+
+
 def test_backoff_doubles_up_to_its_limit() -> None:
     policy = joined()
-    assert [policy.died(1, float(n)) for n in range(8)] == [1, 2, 4, 8, 16, 30, 30, 30]
+    assert usual(policy, *[1] * 8) == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+@pytest.mark.parametrize("killed", [-9, 137, -15, 143])
+def test_kills_from_outside_do_not_count_for_the_backoff(killed: int) -> None:
+    policy = joined()
+    assert usual(policy, killed, killed, 1, killed, 1, killed) == [1, 1, 1, 1, 2, 1]
+
+
+def test_a_role_without_a_ready_worker_waits_little() -> None:
+    policy = joined()
+    delays = [policy.died(code, 0.0) for code in (-9, -9, 1, 1, 1, 1, 1, -9)]
+    assert [delay and delay.urgent_s for delay in delays] == [0, 0, 0, 2, 4, RETRY_S, RETRY_S, 0]
+
+
+def test_a_member_whose_role_has_no_ready_worker_is_restarted_before_its_delay(tmp_path: Path) -> None:
+    dead = member(tmp_path, 1, joins=True, first_s=1000.0)
+    dead.tick()
+    assert dead.child is None
+    dead.hurry()
+    dead.tick()
+    assert dead.child is not None
+    dead.child.kill(0)
 
 
 def test_backoff_resets_only_after_a_healthy_minute() -> None:
     policy = joined()
-    assert [policy.died(1, float(n)) for n in range(3)] == [1, 2, 4]
+    assert usual(policy, 1, 1, 1) == [1, 2, 4]
     policy.joined(100.0)
-    assert policy.died(-9, now=159.0) == 8.0
+    assert usual(policy, 1, now=159.0) == [8]
     policy.joined(200.0)
-    assert policy.died(-9, now=260.0) == 1.0
+    assert usual(policy, 1, now=260.0) == [1]
 
 
 def test_startup_error_is_final_only_before_the_first_join() -> None:
     assert RestartPolicy().died(3, now=0.0) is None
     policy = joined()
-    assert policy.died(3, now=1.0) == 1.0 and policy.died(3, now=2.0) == 2.0
+    assert usual(policy, 3, 3) == [1, 2]
 
 
 def test_other_failures_before_joining_are_retried_a_few_times() -> None:
     policy = RestartPolicy(Backoff(tries_before_joining=3))
-    assert [policy.died(code, now=0.0) for code in (1, -11, 1)] == [1.0, 2.0, None]
+    assert usual(policy, 1, -9, 1) == [1, 2, None]

@@ -109,6 +109,15 @@ def test_dead_worker_is_reported_and_restarted(start, agent: str) -> None:
     cluster.stop()
 
 
+def test_worker_of_a_role_without_a_ready_worker_is_restarted_at_once(start) -> None:
+    cluster = wait_ready(start(env={"FAKE_BACKOFF_S": "1000"}))
+    before = cluster.pids("decode-0")[0]
+    cluster.kill(before)
+    cluster.wait_until(lambda c: c.pids("decode-0")[0] != before, "restart of decode-0")
+    assert "restarting within 1000 s" in output(cluster)
+    cluster.stop()
+
+
 def test_unwritable_log_before_the_first_start_is_a_one_line_error(start, tmp_path: Path) -> None:
     (tmp_path / "run" / "prefill-0.log").mkdir(parents=True)
     lines = ended(start(), expect=3)

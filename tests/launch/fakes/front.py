@@ -15,8 +15,13 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from baton.process import die_with_parent
+
+
+def alive(row: dict[str, Any]) -> bool:
+    return all(Path(f"/proc/{pid}").exists() for pid in row["pids"])
 
 
 def main() -> None:
@@ -29,13 +34,13 @@ def main() -> None:
     if mode == "refuse":
         print("error: the fake coordinator refuses", file=sys.stderr)
         sys.exit(3)
-    workers: dict[str, dict[str, object]] = {}
+    workers: dict[str, dict[str, Any]] = {}
     draining = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/workers":
-                self.reply({"workers": list(workers.values())})
+                self.reply({"workers": [row | ({} if alive(row) else {"state": "lost"}) for row in workers.values()]})
             else:
                 self.reply({"drain": draining.is_set()})
 
