@@ -189,6 +189,10 @@ def _run(command: click.Command, argv: Sequence[str] | None, prog_name: str | No
         flush_stdout()
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_STARTUP_ERROR
+    except UnicodeEncodeError as error:  # from the system: a path of a file, for example, in a locale without UTF-8
+        lacks = f"this locale's encoding, {error.encoding}, lacks characters of {ascii(error.object)[:200]}"
+        print(f"error: {lacks}; set LC_ALL=C.UTF-8", file=sys.stderr, flush=True)
+        return EXIT_STARTUP_ERROR
     return code if isinstance(code, int) else 0
 
 

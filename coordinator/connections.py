@@ -12,6 +12,7 @@ MAX_CONNECTIONS = 16_384
 ONE_ADDRESS = 0.75  # share of the limit for one address, over HTTP
 GRPC = 0.25  # share of the limit for gRPC: each connection carries 256 calls at a time
 RESERVED_FILES = 128  # for everything else: sessions of workers, logs
+FEW = 1_024  # a limit below it is named at the start: a client may hold hundreds of streams
 
 
 class ConnectionLimit:
@@ -51,9 +52,23 @@ def allow_connections() -> None:
 def connection_limit(other_files: int) -> int:
     """Returns how many connections may be open, beside RESERVED_FILES and the `other_files` that are open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
+    return _allowed(soft, other_files)
+
+
+def few_connections() -> str:
+    """Returns one line about a hard limit of open files, which `allow_connections` cannot exceed, if it allows few
+    connections; else an empty string."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (limit := _allowed(hard, 0)) >= FEW:
+        return ""
+    enough = MAX_CONNECTIONS + RESERVED_FILES
+    return f"at most {limit} connections of clients: ulimit -Hn is {hard}; {enough} allow {MAX_CONNECTIONS}"
+
+
+def _allowed(files: int, other_files: int) -> int:
+    if files == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES - other_files))
+    return max(1, min(MAX_CONNECTIONS, files - RESERVED_FILES - other_files))
 
 
 def _is_loopback(address: str) -> bool:

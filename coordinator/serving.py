@@ -26,7 +26,7 @@ from baton.token_file import read_token
 from coordinator.api_keys import FROM_UP, SHORT, ApiKeys, is_short, read_api_keys
 from coordinator.batches.store import BatchStore
 from coordinator.cluster import Cluster
-from coordinator.connections import allow_connections
+from coordinator.connections import allow_connections, few_connections
 from coordinator.control import serve_control
 from coordinator.front_tls import read_front_tls
 from coordinator.garbage import collect_when_grown
@@ -92,6 +92,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     inference = ServedModel(name, settings.version)
     app = create_app(pipeline, text, settings, store, inference)
     allow_connections()
+    if few := few_connections():
+        log.warning("%s", few)
     http = HttpServer(app, front, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
     if apart:

@@ -57,7 +57,7 @@ class Child(subprocess.Popen[bytes]):
             raise StartupError(f"the log {spec.log} cannot be written: {error.strerror or error}") from None
         with log:
             with contextlib.suppress(OSError):  # a full disk loses the log but not the process
-                log.write(f"$ {shlex.join(spec.command)}\n".encode())
+                log.write(f"$ {shlex.join(spec.command)}\n".encode("utf-8", "surrogateescape"))
             self._log_start = log.seek(0, os.SEEK_END)
             try:
                 super().__init__(

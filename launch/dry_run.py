@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from baton.core.errors import StartupError
@@ -44,9 +43,11 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     """Prints the plan; returns the exit code.
 
     Raises:
-        StartupError: memory is too small for the model.
+        StartupError: memory is too small for the model, a node's address does not resolve here, or two nodes have the
+            same.
     """
     console = console or Console(soft_wrap=True)
+    _check_addresses(plan)
     memory = _memory(plan)  # first, so that an error does not follow half a plan
     console.print(f"model {plan.served_name}   {plan.model}")
     for title, found in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", memory)):
@@ -55,9 +56,6 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
             console.print(found, highlight=False)
         else:
             show(found, console)
-    for node in plan.topology.nodes:
-        if node.address and not _resolves(node.address):
-            console.print(f"\n[yellow]node {escape(node.name)}: {escape(node.address)} does not resolve here[/]")
     console.print("\n[bold]commands[/]")
     if not plan.topology.coordinator.config.control_port:
         console.print("# workers get the control port that the coordinator binds instead of 0")
@@ -70,12 +68,19 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     return 0
 
 
-def _resolves(address: str) -> bool:
-    try:
-        socket.getaddrinfo(address, None)
-    except OSError:
-        return False
-    return True
+def _check_addresses(plan: Plan) -> None:
+    """Raises StartupError for a node whose address does not resolve, or is that of another node: the plan would count
+    the cores and GPUs of one machine twice, and its members would compete for ports."""
+    nodes: dict[str, str] = {}
+    for node in (node for node in plan.topology.nodes if node.address):
+        try:
+            found = str(socket.getaddrinfo(node.address, None)[0][4][0])
+        except OSError as error:
+            what = f"its address {node.address} does not resolve here ({error.strerror or error})"
+            raise StartupError(f"node {node.name}: {what}") from None
+        if found in nodes:
+            raise StartupError(f"node {node.name}: its address {node.address} is that of node {nodes[found]}: {found}")
+        nodes[found] = node.name
 
 
 def _placement(plan: Plan) -> Table:

@@ -28,6 +28,7 @@ from typing import Any
 
 from baton.core.errors import StartupError
 from baton.model_source import has_chat_template, resolve_model
+from coordinator.connections import few_connections
 from launch.child import ChildSpec
 from launch.cluster_api import Row, get_cluster
 from launch.console import Console
@@ -192,6 +193,8 @@ class LocalCluster:
         write_addresses(self._members.run_dir, {**known, "pid": os.getpid()})
         if addresses.admin:
             self._console.stage("ready", f"{addresses.admin_url}   for operators: baton ps {addresses.admin_url}")
+        if self._coordinator is not None and (few := few_connections()):
+            self._console.stage("limit", few)
         for line in self._chosen():
             self._console.stage("configured", line)
         self._console.stage("ready", f"{addresses.url}   try:")

@@ -37,7 +37,7 @@ from typing import Any
 from baton.core.commands import Role
 from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
 from baton.core.errors import StartupError
-from baton.core.names import address_error, name_error
+from baton.core.names import address_error, name_error, unbracketed
 from baton.core.reshard import MAX_TENSOR_PARALLEL
 from launch.cores import parse_cores
 
@@ -195,7 +195,7 @@ def _node(table: Mapping[str, object], where: str) -> Node:
         _reject_duplicates(gpus, f"{where}: GPU")
     else:
         gpus = tuple(map(str, range(found.gpus)))
-    return Node(found.name, found.address, cores, count, gpus)
+    return Node(found.name, unbracketed(found.address), cores, count, gpus)
 
 
 def _coordinator(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
-from baton.core.names import host_port_error, model_name_error
+from baton.core.names import host_port_error, model_name_error, unbracketed
 
 Config = TypeVar("Config")
 
@@ -35,14 +35,16 @@ def option(
     low: float | None = None,
     high: float | None = None,
     dialled: bool = False,
+    listens: bool = False,
     model_name: bool = False,
     secret: bool = False,
 ) -> Any:
-    """Returns a dataclass field that is also a command-line option. A `dialled` option is a HOST:PORT; a `model_name`
+    """Returns a dataclass field that is also a command-line option. A `dialled` option is a HOST:PORT, one that
+    `listens` an address, which loses its brackets; a `model_name`
     is the name that clients use for the model, or empty. `low` and `high` apply to each entry of a list. A `secret`
     option has one or more words, and may be given several times; its value is never shown."""
     metadata = {"help": help, "choices": choices, "low": low, "high": high, "secret": secret}
-    metadata |= {"dialled": dialled, "model_name": model_name}
+    metadata |= {"dialled": dialled, "listens": listens, "model_name": model_name}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -129,7 +131,7 @@ class WorkerConfig(WorkerOptions):
     worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
     replace: bool = option(False, "take the place of a live worker that has this worker's id")
     coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
-    host: str = option("127.0.0.1", "address this worker listens on for its peers")
+    host: str = option("127.0.0.1", "address this worker listens on for its peers", listens=True)
     cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
     store_port: int = option(
@@ -145,7 +147,7 @@ class CoordinatorOptions:
     """What the coordinator of a cluster may be given."""
 
     served_model_name: str = option("", "model name for clients; default the directory's or `builtin`", model_name=True)
-    host: str = option("127.0.0.1", "address to listen on for HTTP and public gRPC")
+    host: str = option("127.0.0.1", "address to listen on for HTTP and public gRPC", listens=True)
     port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
     grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
     control_port: int = option(8101, "port workers dial; 0: any free one", low=0, high=65535)
@@ -196,7 +198,7 @@ class CoordinatorConfig(CoordinatorOptions):
     """The front of the cluster."""
 
     model: str = option("auto", MODEL_HELP)
-    control_host: str = option("127.0.0.1", "address to listen on for workers")
+    control_host: str = option("127.0.0.1", "address to listen on for workers", listens=True)
     cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
     ready_file: str = option("", "file to write the bound addresses to, as JSON, once all ports are open")
 
@@ -305,6 +307,8 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
     choices = f.metadata.get("choices")
     if choices and value not in choices:
         raise StartupError(f"{where} must be one of {', '.join(choices)}, not {_shown(value)}")
+    if f.metadata.get("listens") and isinstance(value, str):
+        value = unbracketed(value)
     if f.metadata.get("dialled") and isinstance(value, str) and (wrong := host_port_error(value)):
         raise StartupError(f"{where} {wrong}")
     if f.metadata.get("model_name") and isinstance(value, str) and value and (wrong := model_name_error(value)):

@@ -30,6 +30,11 @@ def host_port(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def unbracketed(host: str) -> str:
+    """Returns `::1` for `[::1]`, and any other host as it is."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def host_port_error(text: str) -> str | None:
     """Returns what is wrong with an address to dial, in one line of ASCII that follows its option's name; None if it is
     valid. An IPv6 address is in brackets. gRPC accepts any text: it wraps ports and dials invalid addresses forever."""

@@ -259,6 +259,22 @@ def test_one_address_cannot_use_all_connections(monkeypatch: pytest.MonkeyPatch)
     assert [connections.opened("127.0.0.1") for _ in range(9)] == [True] * 8 + [False]  # loopback: may be a proxy
 
 
+@pytest.mark.parametrize(
+    ("hard", "line"),
+    [
+        (96, "at most 1 connections of clients: ulimit -Hn is 96; 16512 allow 16384"),
+        (1024, "at most 896 connections of clients: ulimit -Hn is 1024; 16512 allow 16384"),
+        (4096, ""),
+        (connection_limits.resource.RLIM_INFINITY, ""),
+    ],
+)
+def test_a_limit_that_allows_few_connections_is_named_at_the_start(
+    hard: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (64, hard))
+    assert connection_limits.few_connections() == line
+
+
 def test_other_open_files_reduce_the_connection_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = connection_limits.RESERVED_FILES + 20
     monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (limit, limit))

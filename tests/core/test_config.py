@@ -26,6 +26,14 @@ def config(cls: type[Any] = WorkerConfig, file: Any = (), env: Any = (), flags: 
     return resolve(cls, file=dict(file), env=dict(env), flags=dict(flags))
 
 
+def test_brackets_of_an_address_to_listen_on_are_dropped() -> None:
+    assert config(flags={"host": "[::1]"}).host == "::1" == config(file={"host": "::1"}).host
+    given = {"BATON_HOST": "[::]", "BATON_CONTROL_HOST": "[fd00::1]"}
+    found = config(CoordinatorConfig, env=given)
+    assert (found.host, found.control_host) == ("::", "fd00::1")
+    assert config(UpConfig, flags={"host": "[::1]"}).host == "::1"
+
+
 def name_of(value: object) -> str:
     return f"{value.__name__}" if isinstance(value, type) else value.name if isinstance(value, Field) else str(value)
 

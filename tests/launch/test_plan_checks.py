@@ -6,6 +6,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,18 +213,26 @@ def test_member_on_a_non_loopback_address_of_this_host_needs_a_token(tmp_path: P
             launch.up.up(replace(config, node=node))
 
 
-def test_a_dry_run_names_addresses_that_do_not_resolve(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("found", "error"),
+    [
+        ("", r"node b: its address 127\.0\.0\.2 does not resolve here \(Name or service not known\)"),
+        ("127.0.0.1", r"node b: its address 127\.0\.0\.2 is that of node a: 127\.0\.0\.1"),
+    ],
+)
+def test_a_dry_run_refuses_addresses_that_do_not_resolve_or_are_those_of_another_node(
+    found: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lookup(host: str, *_: object) -> list[object]:
-        if host == "127.0.0.2":
-            raise socket.gaierror
-        return []
+    def lookup(host: str, *_: object) -> list[Any]:
+        address = found if host == "127.0.0.2" else host
+        if not address:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    assert dry_run(topology_plan(topology(tmp_path, "cores = 2", "cores = 2").topology), Programs()) == 0
-    shown = capsys.readouterr().out
-    assert "node b: 127.0.0.2 does not resolve here" in shown and "node a: " not in shown
+    with pytest.raises(StartupError, match=f"^{error}$"):
+        dry_run(topology_plan(topology(tmp_path, "cores = 2", "cores = 2").topology), Programs())
+    assert not capsys.readouterr().out, "no partial plan"
 
 
 def test_refused_dry_run_prints_no_partial_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

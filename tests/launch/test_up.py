@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 def start(tmp_path: Path, model: Path):
     started: list[Cluster] = []
 
-    def run(env: dict[str, str] | None = None, **flags: object) -> Cluster:
+    def run(env: dict[str, str] | None = None, model: Path = model, **flags: object) -> Cluster:
         env = {"PYTHONPATH": str(ROOT), **(env or {})}
         started.append(start_cluster(model, run_dir=tmp_path / "run", env=env, program=FAKE_UP, **flags))
         return started[-1]
@@ -107,6 +107,24 @@ def test_dead_worker_is_reported_and_restarted(start, agent: str) -> None:
     log = (cluster.run_dir / "decode-0.log").read_text()
     assert re.findall("replaces: (.*)", log) == ["no", "true"], "its own previous run, whose lease may not have ended"
     cluster.stop()
+
+
+ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_paths_outside_ascii_work_in_a_locale_without_them(start, tmp_path: Path, model: Path) -> None:
+    (tmp_path / "möde").mkdir()
+    cluster = wait_ready(start(env=ASCII, model=model.rename(tmp_path / "möde" / "m")))
+    assert "möde/m" in (cluster.run_dir / "decode-0.log").read_text(encoding="utf-8")
+    cluster.stop()
+
+
+def test_a_path_of_a_file_that_the_locale_cannot_express_is_a_one_line_error(start, tmp_path: Path) -> None:
+    (tmp_path / "up.toml").write_text('api_key_file = "/tmp/ünï"\n', encoding="utf-8")
+    lines = ended(start(env=ASCII, config=tmp_path / "up.toml"), expect=3)
+    assert lines[-1:] == [
+        "error: this locale's encoding, ascii, lacks characters of '/tmp/\\xfcn\\xef'; set LC_ALL=C.UTF-8"
+    ]
 
 
 def test_worker_of_a_role_without_a_ready_worker_is_restarted_at_once(start) -> None:
