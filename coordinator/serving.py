@@ -35,6 +35,7 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import HttpServer, bind
 from coordinator.inference.served import ServedModel
 from coordinator.metrics import Metrics
+from coordinator.openai.responses_store import DatabaseResponses, MemoryResponses, Responses
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
 from coordinator.structured_output import GrammarCompiler
@@ -89,8 +90,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     front = bind(config.host, config.port)
     settings = _settings(config, name, keys, "api" if apart else "all", front)
     store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
+    responses = _responses(config)
     inference = ServedModel(name, settings.version)
-    app = create_app(pipeline, text, settings, store, inference)
+    app = create_app(pipeline, text, settings, store, inference, responses)
     allow_connections()
     if few := few_connections():
         log.warning("%s", few)
@@ -152,6 +154,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         grammars.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
+        await asyncio.to_thread(responses.close)
         text.close()
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:
@@ -173,6 +176,15 @@ def _settings(
         max_file_bytes=round(config.max_file_mib * (1 << 20)),
         strict_fields=config.strict_fields,
     )
+
+
+def _responses(config: CoordinatorConfig) -> Responses:
+    max_bytes = round(config.responses_mib * (1 << 20))
+    if not config.store:
+        return MemoryResponses(max_bytes)
+    if not config.data_dir:
+        raise StartupError("--store needs --data-dir")
+    return DatabaseResponses(Path(config.data_dir) / "responses.sqlite", max_bytes)
 
 
 def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:

@@ -188,6 +188,8 @@ class CoordinatorOptions:
     otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that receives a span per request")
     data_dir: str = option("", "directory for /v1/files and /v1/batches, which survive a restart; default: disabled")
     max_file_mib: float = option(200.0, "maximum size of a batch file", low=0.001)
+    responses_mib: float = option(64.0, "maximum total size of stored /v1/responses; 0: none is stored", low=0)
+    store: bool = option(False, "stored /v1/responses are kept in --data-dir, over restarts")
     max_data_mib: float = option(4096.0, "maximum total size of files in --data-dir", low=0.001)
     slow_request_s: float = option(0.0, "requests that take longer are logged as warnings; 0: off", low=0)
     log_level: str = option("info", "minimum severity of log messages", choices=("debug", "info", "warning", "error"))

@@ -46,16 +46,20 @@ from coordinator.http.generation import EchoOnly, GenerationResponse, owned
 from coordinator.http.guard import CLIENT, IGNORED, Guard, Names
 from coordinator.http.inference import InferenceRoutes
 from coordinator.http.openapi import add_route, describe
+from coordinator.http.responses import KeptResponses
 from coordinator.inference.served import ServedModel
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.responses import ResponsesBody
+from coordinator.openai.responses_items import Item
 from coordinator.openai.responses_render import ResponsesRender
+from coordinator.openai.responses_store import MemoryResponses, Responses
 from coordinator.openai.validation import ModelBody, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Submission
+from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel, tokens_json
 from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
@@ -63,6 +67,7 @@ from coordinator.translate import Translator, check_messages
 _T = TypeVar("_T", bound=ModelBody)
 _PERMISSIONS = ("allow_sampling", "allow_logprobs", "allow_view")
 _NOT_PERMITTED = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
+MAX_RESPONSES_BYTES = 64 << 20
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html").read_bytes()
 _PAGE_HEADERS = {
@@ -98,12 +103,13 @@ def create_app(
     settings: HttpSettings,
     store: BatchStore | None = None,
     inference: ServedModel | None = None,
+    responses: Responses | None = None,
 ) -> FastAPI:
     """Builds the application. With a `store` it serves files and batches, and the caller must run the runner in
     `app.state.batches`. The application owns only the process that parses large bodies, which `app.state.close()` ends:
     generator and text model outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    front = _Front(generator, text_model, settings)
+    front = _Front(generator, text_model, settings, responses)
     app.state.close = front.parser.close
     for_all = (
         ("GET", "/", front.page, "text/html"),
@@ -115,6 +121,9 @@ def create_app(
         ("POST", "/v1/completions", front.completions, "Completion", schema.CompletionBody),
         ("POST", "/v1/chat/completions", front.chat_completions, "ChatCompletion", schema.ChatBody),
         ("POST", "/v1/responses", front.responses, "Response", ResponsesBody),
+        ("GET", "/v1/responses/{response_id}", front.kept.answer, "Response"),
+        ("DELETE", "/v1/responses/{response_id}", front.kept.delete, "ResponseDeleted"),
+        ("GET", "/v1/responses/{response_id}/input_items", front.kept.input_items, "ItemList"),
         ("POST", MESSAGES, front.messages, "Message", MessagesBody),
         ("POST", f"{MESSAGES}/count_tokens", front.count_tokens, "TokenCount", CountTokensBody),
         ("GET", "/v1/models", front.models, "ModelList"),
@@ -184,7 +193,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 class _Front:
-    def __init__(self, generator: Pipeline, text: TextModel, settings: HttpSettings) -> None:
+    def __init__(
+        self, generator: Pipeline, text: TextModel, settings: HttpSettings, responses: Responses | None
+    ) -> None:
+        self.kept = KeptResponses(responses or MemoryResponses(MAX_RESPONSES_BYTES))
         self._generator = generator
         self._text = text
         self._settings = settings
@@ -219,9 +231,13 @@ class _Front:
 
     async def responses(self, request: Request) -> Response:
         body = await self._body(request, ResponsesBody)
-        submission, more = await self._conversation(request, body)
-        head = self._head(request, [submission], **more)
-        render = ResponsesRender(head, body)
+        before: list[Item] = []
+        if body.previous_response_id is not None:
+            before = await self.kept.conversation(request.scope[CLIENT], body.previous_response_id)
+        submission, more = await self._conversation(request, body, body.chat(before))
+        head = self._head(request, [submission], logprobs=body.shows_logprobs, **more)
+        keep = None if body.store is False else self.kept.keeper(request.scope[CLIENT], before, body.input)
+        render = ResponsesRender(head, body, keep)
         return GenerationResponse(self._generator, [submission], render, stream=bool(body.stream))
 
     async def messages(self, request: Request) -> Response:
@@ -240,7 +256,10 @@ class _Front:
         return json_response({"input_tokens": len(ids)})
 
     async def _conversation(
-        self, request: Request, body: schema.ChatBody | ResponsesBody | MessagesBody
+        self,
+        request: Request,
+        body: schema.ChatBody | ResponsesBody | MessagesBody,
+        messages: Sequence[ChatMessage] | None = None,
     ) -> tuple[Submission, dict[str, Any]]:
         """Returns the submission, and the arguments of `Head` for calls and reasoning in its text."""
         text, tools, options = self._text, body.tooling(), body.options()
@@ -248,7 +267,7 @@ class _Front:
             constraint = tools.constraint(self._tool_format(), text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
-        submission = await self.translator.from_messages(request_id, body.chat(), options, how=how)
+        submission = await self.translator.from_messages(request_id, messages or body.chat(), options, how=how)
         submission = owned(submission, request)
         free = options.constraint is None  # output that must match a grammar has no reasoning before it
         new_parser = partial(

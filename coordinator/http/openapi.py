@@ -170,6 +170,8 @@ SCHEMAS: dict[str, Schema] = {
         ),
     ),
     "TokenCount": _object(input_tokens=WHOLE),
+    "ResponseDeleted": _object(id=TEXT, object=_const("response"), deleted=FLAG),
+    "ItemList": _object(object=_const("list"), data=_list(ANY), **_each(TEXT, "first_id", "last_id"), has_more=FLAG),
     "InferenceServer": _object(**_each(TEXT, "name", "version"), extensions=_list(TEXT)),
     "InferenceModel": _object(
         **_each(TEXT, "name", "platform"), versions=_list(TEXT), **_each(_list(_TENSOR), "inputs", "outputs")

@@ -1,30 +1,46 @@
-"""Renders deltas as the answer of `/v1/responses`: one object, or typed events that build it up item by item."""
+"""Renders deltas as the answer of `/v1/responses`: one object, or typed events that build it up item by item.
+
+A call of a custom tool is a call of a function with one argument, whose text is passed on as it grows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
+from pydantic_core import from_json
 
 from baton.core.errors import InvariantError
 from baton.rpc import status
-from coordinator.openai.render import Head, json_line
-from coordinator.openai.responses import ResponsesBody, shown_format, shown_tools
+from coordinator.openai.render import Head, chat_logprobs, json_line
+from coordinator.openai.responses import ENCRYPTED, ResponsesBody, shown_format
+from coordinator.openai.responses_items import encoded
+from coordinator.openai.responses_tools import INPUT, Called, shown_choice, shown_tools
 from coordinator.submission import Delta, Usage
 from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, Text
 
+Keep = Callable[[dict[str, Any]], None]
+
 
 class ResponsesRender:
-    """State: the number of the next event, the complete items, the open item with its text, and the finish reason."""
+    """`keep`, if given, receives the complete answer before the client does.
+
+    State: the number of the next event, the complete items, the open item with its text, how much of the input of a
+    custom tool was passed on, the log-probabilities of text that is still to come and of the open item, and the finish
+    reason."""
 
     continuous_usage = False
     has_large_opening = False
     end = b""  # the last event ends the stream
     headers: Mapping[str, str] = {}
 
-    def __init__(self, head: Head, body: ResponsesBody) -> None:
-        self._head, self._body = head, body
+    def __init__(self, head: Head, body: ResponsesBody, keep: Keep | None = None) -> None:
+        self._head, self._body, self._keep = head, body, keep
+        self._tool_set = body.tool_set()
+        self._scores: list[Any] = []
+        self._item_scores: list[Any] = []
+        self._passed_on = 0
         self._parser = head.new_parser()
         self._number = 0
         self._output: list[dict[str, Any]] = []
@@ -33,12 +49,12 @@ class ResponsesRender:
         self._finish: str | None = None
 
     def needs_event(self, delta: Delta) -> bool:
-        return bool(delta.text)
+        return bool(delta.text) or bool(delta.logprobs)
 
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
         (answer,) = answers
         self.last(answer, usage)
-        return orjson.dumps(self._response(usage))
+        return orjson.dumps(self._ended(usage))
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
         response = self._response(None)
@@ -47,6 +63,8 @@ class ResponsesRender:
         )
 
     def text(self, delta: Delta, usage: Usage) -> bytes:
+        if delta.logprobs:
+            self._scores += chat_logprobs(self._head.vocabulary, delta.logprobs)["content"]
         if self._parser is None:
             return self._take([Text(delta.text)] if delta.text else [])
         return self._take(self._parser.push(delta.text))
@@ -59,7 +77,7 @@ class ResponsesRender:
         return found + self._close()
 
     def closing(self, usage: Usage) -> bytes:
-        response = self._response(usage)
+        response = self._ended(usage)
         return self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: BaseException) -> bytes:
@@ -72,14 +90,35 @@ class ResponsesRender:
         for event in events:
             match event:
                 case Text(text):
-                    found += self._need("message") + self._add("response.output_text.delta", text, logprobs=[])
+                    found += self._need("message")
+                    scores, self._scores = self._scores, []
+                    self._item_scores += scores
+                    found += self._add("response.output_text.delta", text, logprobs=scores)
                 case Reasoning(text):
+                    self._scores.clear()
                     found += self._need("reasoning") + self._add("response.reasoning_text.delta", text)
                 case CallBegun(_, name):
-                    found += self._close() + self._begin("function_call", name=name)
+                    self._scores.clear()
+                    called = self._tool_set.shown.get(name, Called(name))
+                    more = {"namespace": called.namespace} if called.namespace else {}
+                    kind = "custom_tool_call" if called.custom else "function_call"
+                    found += self._close() + self._begin(kind, name=called.name, **more)
                 case Arguments(_, text):
-                    found += self._add("response.function_call_arguments.delta", text)
+                    self._scores.clear()
+                    if self._open is not None and self._open["type"] == "custom_tool_call":
+                        found += self._grow_input(text)
+                    else:
+                        found += self._add("response.function_call_arguments.delta", text)
         return found
+
+    def _grow_input(self, text: str) -> bytes:
+        """Adds to the arguments of a custom tool's call; the event has what its input has grown by."""
+        self._pieces.append(text)
+        known = _input_of("".join(self._pieces), partial=True)
+        grown, self._passed_on = known[self._passed_on :], max(len(known), self._passed_on)
+        if not grown or self._open is None:
+            return b""
+        return self._event("response.custom_tool_call_input.delta", **self._place(self._open), delta=grown)
 
     def _need(self, kind: str) -> bytes:
         if self._open is not None and self._open["type"] == kind:
@@ -88,17 +127,18 @@ class ResponsesRender:
 
     def _begin(self, kind: str, **more: Any) -> bytes:
         index = len(self._output)
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}[kind]
         item: dict[str, Any] = {"id": f"{prefix}_{self._head.request_id}_{index}", "type": kind}
-        if kind == "function_call":
-            item |= {"call_id": f"call_{self._head.unique_id}_{index}", "arguments": "", "status": "in_progress"} | more
+        if kind in _CALLS:
+            text = {"function_call": "arguments", "custom_tool_call": "input"}[kind]
+            item |= {"call_id": f"call_{self._head.unique_id}_{index}", text: "", "status": "in_progress"} | more
         elif kind == "message":
             item |= {"role": "assistant", "status": "in_progress", "content": []}
         else:
             item |= {"summary": [], "content": [], "status": "in_progress"}
-        self._open, self._pieces = item, []
+        self._open, self._pieces, self._item_scores, self._passed_on = item, [], [], 0
         begun = self._event("response.output_item.added", output_index=index, item=item)
-        if kind == "function_call":
+        if kind in _CALLS:
             return begun
         return begun + self._event("response.content_part.added", **self._place(item), part=self._part(item, ""))
 
@@ -119,13 +159,18 @@ class ResponsesRender:
         if item["type"] == "function_call":
             item |= {"arguments": text}
             found = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
+        elif item["type"] == "custom_tool_call":
+            item |= {"input": _input_of(text)}
+            found = self._event("response.custom_tool_call_input.done", **place, input=item["input"])
         else:
             part = self._part(item, text)
             item |= {"content": [part]}
             if item["type"] == "message":
-                found = self._event("response.output_text.done", **place, text=text, logprobs=[])
+                found = self._event("response.output_text.done", **place, text=text, logprobs=self._item_scores)
             else:
                 found = self._event("response.reasoning_text.done", **place, text=text)
+                if ENCRYPTED in (self._body.include or ()):
+                    item |= {"encrypted_content": encoded(text)}
             found += self._event("response.content_part.done", **place, part=part)
         found += self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
@@ -134,23 +179,28 @@ class ResponsesRender:
 
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
         place = {"item_id": item["id"], "output_index": len(self._output)}
-        return place if item["type"] == "function_call" else place | {"content_index": 0}
+        return place if item["type"] in _CALLS else place | {"content_index": 0}
 
     def _part(self, item: dict[str, Any], text: str) -> dict[str, Any]:
         if item["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._item_scores}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = json_line({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
+    def _ended(self, usage: Usage) -> dict[str, Any]:
+        """Returns the complete answer."""
+        response = self._response(usage)
+        if self._keep is not None:
+            self._keep(response)
+        return response
+
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         """Returns the whole answer so far; `usage` is given only once it has ended."""
-        head, body, tools = self._head, self._body, self._body.tooling()
-        cut = self._finish == "length"
-        choice = {"type": "function", "name": tools.named} if tools.named else tools.choice
+        head, body, cut = self._head, self._body, self._finish == "length"
         return {
             "id": f"resp_{head.request_id}",
             "object": "response",
@@ -162,19 +212,33 @@ class ResponsesRender:
             "max_output_tokens": body.max_output_tokens,
             "model": head.model,
             "output": list(self._output),
-            "parallel_tool_calls": tools.parallel,
-            "previous_response_id": None,
+            "parallel_tool_calls": self._tool_set.tools.parallel,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": self._keep is not None,
             "temperature": body.temperature,
             "text": {"format": shown_format(body)},
-            "tool_choice": choice,
-            "tools": shown_tools(tools),
+            "tool_choice": shown_choice(body.tool_choice),
+            "tools": shown_tools(body.tools or []),
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else usage_object(usage),
             "metadata": body.metadata or {},
         }
+
+
+_CALLS = ("function_call", "custom_tool_call")
+
+
+def _input_of(arguments: str, *, partial: bool = False) -> str:
+    """Returns the input in the arguments of a custom tool's call; the arguments themselves if they have none."""
+    try:
+        known = from_json(arguments, allow_partial="trailing-strings" if partial else False)
+    except ValueError:
+        known = None
+    text = known.get(INPUT) if isinstance(known, dict) else None
+    return text if isinstance(text, str) else "" if partial else arguments
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

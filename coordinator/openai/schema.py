@@ -135,13 +135,13 @@ class TextPart(RequestObject):
     text: str
 
 
-_Stop = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
+Stop = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
 _Prompts = Annotated[
     list[str | Sequence[int]],
     PlainValidator(_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
 ]
-_Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
-_Ids = Annotated[list[int], Field(fail_fast=True), AfterValidator(_ids)]  # only the first wrong id is reported
+Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
+TokenIds = Annotated[list[int], Field(fail_fast=True), AfterValidator(_ids)]  # only the first wrong id is reported
 Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata), at_most(MAX_METADATA)]
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
@@ -170,7 +170,7 @@ class GenerationBody(ModelBody):
     top_k: int | None = None
     n: int | None = None
     seed: int | None = _also("seed", "random_seed")
-    stop: _Stop | None = None
+    stop: Stop | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
@@ -178,11 +178,11 @@ class GenerationBody(ModelBody):
     repetition_penalty: float | None = _also("repetition_penalty", "repeat_penalty")
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: _Biases | None = None
+    logit_bias: Biases | None = None
     min_tokens: int | None = _also("min_tokens", "min_new_tokens")
     stop_token_ids: Annotated[list[int], at_most(MAX_STOP_TOKENS)] | None = None
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: _Ids | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
@@ -384,7 +384,7 @@ class TokenizeBody(ModelBody):
 
 
 class DetokenizeBody(ModelBody):
-    tokens: _Ids
+    tokens: TokenIds
 
 
 class BatchBody(RequestObject):

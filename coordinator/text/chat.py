@@ -38,13 +38,14 @@ SCHEMA_WORDS = frozenset(
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message, its content as one text. `role` is system, developer, user, assistant or tool; `tool_calls` are as
-    chat templates expect them."""
+    chat templates expect them; `reasoning` comes before the content."""
 
     role: str
     content: str
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: tuple[Mapping[str, Any], ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class ChatEncoder:
             value |= {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
             if message.tool_calls:
                 value["tool_calls"] = list(message.tool_calls)
+            if message.reasoning:
+                value["reasoning_content"] = message.reasoning
             values.append(
                 {
                     key: text if key == "role" else _cleaned(text, clean, f"messages[{index}].{key}")

@@ -95,6 +95,10 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
         assert answer.status_code == (200 if script else 400), answer.text
 
     generator.script = reply("a", "b")
+    kept = (await client.post(RESPONSES, json={"input": "hi"})).json()["id"]
+    for method, part in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
+        described = f"{RESPONSES}/{{response_id}}{part}"
+        assert (await check(method, f"{RESPONSES}/{kept}{part}", described)).status_code == 200
     for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/stats"):
         assert (await check("GET", path)).status_code == 200, path
     assert (await check("POST", "/v2/repository/index")).status_code == 200

@@ -176,9 +176,7 @@ NESTED: list[tuple[str, dict[str, Any], str]] = [
         "input.content.cache_control",
     ),
     (RESPONSES, {"text": {"format": {"type": "text"}, "x": 1}}, "text.x"),
-    (RESPONSES, {"seed": 1}, "seed"),
     (RESPONSES, {"stream_options": {"include_usage": True}}, "stream_options"),
-    (RESPONSES, {"top_logprobs": 2}, "top_logprobs"),
     ("/tokenize", {"rid": 1}, "rid"),
     ("/detokenize", {"rid": 1}, "rid"),
 ]

@@ -42,7 +42,10 @@ ROOT = Path(__file__).parents[2]
 ENDPOINTS = {
     "POST /v1/completions": "a prompt as text or token ids; streamed or whole",
     "POST /v1/chat/completions": "messages through the model's chat template; streamed or whole",
-    "POST /v1/responses": "items through the chat template; streamed or whole, nothing is stored",
+    "POST /v1/responses": "items through the chat template; streamed or whole, see [responses](#responses)",
+    "GET /v1/responses/{response_id}": "a stored answer",
+    "DELETE /v1/responses/{response_id}": "removes it",
+    "GET /v1/responses/{response_id}/input_items": "the items that it answered; `order=asc`: the first one first",
     "POST /v1/messages": "Anthropic's messages through the chat template; streamed or whole, see [messages](#messages)",
     "POST /v1/messages/count_tokens": "the number of tokens in the prompt of such a request",
     "GET /v1/models": "the one model, with `max_model_len`; in Anthropic's form for its clients",
