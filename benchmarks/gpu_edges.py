@@ -1,20 +1,27 @@
-"""Stage 4 of gpu.py: edges alone, between two processes that may share one GPU. This process is the prefill side."""
+"""The parts of gpu.py with edges alone, between two processes that may share one GPU. This process is the prefill side.
+
+All peers of a part start together, so that their imports overlap. They answer over a pipe of their own: libraries print
+to standard output, which goes to the report. Every answer has a time limit.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_stages import DEVICE, QUICK, REHEARSAL, Checks, check, synchronize
+from gpu_parts import DEVICE, QUICK, REHEARSAL, Checks, Failed, bar, check, synchronize
 
 import torch  # isort: skip
 
@@ -32,6 +39,8 @@ LAYERS, HEADS, HEAD_DIM = (4, 2, 16) if REHEARSAL else (32, 8, 128)
 TOKENS, BLOCK = (64, 16) if REHEARSAL else (512, 16)
 DTYPE = torch.float32 if REHEARSAL else torch.bfloat16
 LIMIT_S, FREED_S = 20.0, 5.0
+ANSWER_S = 25.0
+"""How long a peer may take for an answer; the first includes its imports."""
 
 
 def one_gpu() -> None:
@@ -63,12 +72,15 @@ def part() -> Part:
 
 
 class Peer:
-    """The decode side, in a process of its own; each command and each reply is a JSON line."""
+    """The decode side, in a process of its own; each command and each answer is a JSON line."""
 
     def __init__(self, kind: str, spec: EdgeSpec) -> None:
         where = [kind, spec.host, str(spec.port), spec.prefix]
-        command = [sys.executable, "-u", str(Path(__file__).with_name("gpu_stages.py")), "edge-peer", *where]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answers, theirs = os.pipe()
+        command = [sys.executable, "-u", str(Path(__file__).with_name("gpu_parts.py")), "edge-peer", str(theirs)]
+        self.process = subprocess.Popen([*command, *where], stdin=subprocess.PIPE, pass_fds=(theirs,), text=True)
+        os.close(theirs)
+        self._left = b""
 
     def tell(self, **command: Any) -> None:
         assert self.process.stdin is not None
@@ -76,9 +88,15 @@ class Peer:
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        check(bool(line), "the peer has ended")
+        """Raises Failed when the peer has ended, reports an error, or does not answer within ANSWER_S."""
+        deadline = time.monotonic() + ANSWER_S
+        while b"\n" not in self._left:
+            ready, _, _ = select.select([self._answers], [], [], max(deadline - time.monotonic(), 0.0))
+            check(bool(ready), f"the peer did not answer within {ANSWER_S:g} s")
+            read = os.read(self._answers, 1 << 16)
+            check(bool(read), f"the peer has ended with {self.process.poll()}")
+            self._left += read
+        line, _, self._left = self._left.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         check("error" not in found, str(found.get("error")))
         return found
@@ -86,52 +104,83 @@ class Peer:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        os.close(self._answers)
 
 
-class Pair:
-    """An edge to a fresh peer."""
+class Started:
+    """A peer that has started, and the spec of this end. `connect` makes the edge."""
 
     def __init__(self, kind: str, store: EdgeStore, generation: int) -> None:
         prefix = edge_prefix(store.nonce, "p", 0, "d", 0, generation)
+        self.kind = kind
         self.spec = EdgeSpec(
             store.host, store.port, prefix, generation, "prefill", connect_timeout_s=LIMIT_S,
             device=str(device_of(kind)),
         )  # fmt: skip
         self.peer = Peer(kind, self.spec)
-        self.edge = make_edge(kind)(self.spec)
+        self.edge: Any = None
+        self.connect_s = 0.0
+
+    def connect(self) -> Started:
         self.peer.answer()
+        self.peer.tell(op="connect")
+        self.edge = make_edge(self.kind)(self.spec)
         started = time.perf_counter()
         self.edge.connect()
         self.connect_s = time.perf_counter() - started
         self.peer.answer()
-
-    def __enter__(self) -> Pair:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.edge.abort()
-        self.edge.close()
+    def end(self) -> None:
+        if self.edge is not None:
+            self.edge.abort()
+            self.edge.close()
         self.peer.end()
 
 
-def run(checks: Checks) -> None:
+@contextlib.contextmanager
+def started(kind: str, names: Sequence[str]) -> Iterator[dict[str, Started]]:
+    """A peer for each name, all started together; all end with the block."""
     one_gpu()
-    store = EdgeStore()
-    generation = 0
-    for kind in ("gloo", "ipc") if REHEARSAL else ("nccl", "ipc"):
-        generation += 10
-        with checks.part(f"{kind}: bytes"), Pair(kind, store, generation) as pair:
-            print(f"- {kind}: connected in {pair.connect_s:.2f} s")
-            bytes_alone(pair, kind)
-        with checks.part(f"{kind}: a piece of KV"):
-            asyncio.run(piece(kind, store, generation + 1))
-        for offset, how in ((2, "SIGKILL"), (3, "SIGSTOP"), (4, "abort")) if kind == "gloo" or not QUICK else ():
-            with checks.part(f"{kind}: {how}"), Pair(kind, store, generation + offset) as pair:
-                trouble(pair, kind, how)
-    store.close()
+    store, made = EdgeStore(), {}
+    try:
+        for generation, name in enumerate(names, 1):
+            made[name] = Started(kind, store, generation)
+        yield made
+    finally:
+        for each in made.values():
+            each.end()
+        store.close()
 
 
-def bytes_alone(pair: Pair, kind: str) -> None:
+def first(checks: Checks) -> None:
+    kind = "gloo" if REHEARSAL else "nccl"
+    with checks.step(f"{kind}: bytes"), started(kind, ["bytes"]) as peers:
+        pair = peers["bytes"].connect()
+        print(f"- {kind}: connected in {pair.connect_s:.2f} s", flush=True)
+        rate = bytes_alone(pair, kind)
+        bar("NCCL edge connects and moves bytes", f"{rate / 1e9:.2f} GB/s", "all bytes arrive", True)
+
+
+def run(checks: Checks, kind: str) -> None:
+    troubles = ("SIGKILL", "SIGSTOP", "abort") if not QUICK or kind == "ipc" else ()
+    freed = []
+    with started(kind, ["bytes", "piece", *troubles]) as peers:
+        with checks.step(f"{kind}: bytes"):
+            bytes_alone(peers["bytes"].connect(), kind)
+        with checks.step(f"{kind}: a piece of KV"):
+            asyncio.run(piece(peers["piece"], kind))
+        for how in troubles:
+            with checks.step(f"{kind}: {how}"):
+                freed.append(trouble(peers[how].connect(), kind, how))
+    if freed:
+        name = f"{'IPC' if kind == 'ipc' else 'NCCL'} peer lost: freed within 5 s"
+        met = len(freed) == len(troubles) and max(freed) <= FREED_S
+        bar(name, f"{max(freed):.2f} s ({len(freed)} of {len(troubles)})", f"{FREED_S:g} s", met)
+
+
+def bytes_alone(pair: Started, kind: str) -> float:
+    """Returns the bytes per second of the largest transfer."""
     for size in SIZES:
         buf = allocator(kind)(size, device_of(kind)).copy_(pattern(size))
         times = []
@@ -143,45 +192,40 @@ def bytes_alone(pair: Pair, kind: str) -> None:
             times.append(time.perf_counter() - started)
             check(pair.peer.answer()["equal"], f"{size} bytes arrived changed")
         took = statistics.median(times[2:])
-        print(f"- {kind}: {size} bytes in {took * 1e3:.3f} ms, {size / took / 1e9:.2f} GB/s")
+        print(f"- {kind}: {size} bytes in {took * 1e3:.3f} ms, {size / took / 1e9:.2f} GB/s", flush=True)
+    return size / took
 
 
-async def piece(kind: str, store: EdgeStore, generation: int) -> None:
+async def piece(pair: Started, kind: str) -> None:
     """Hands over one chunk: it is packed, sent, checked and stored by the ends that workers use."""
-    prefix = edge_prefix(store.nonce, "p", 0, "d", 0, generation)
-    spec = EdgeSpec(
-        store.host, store.port, prefix, generation, "prefill", connect_timeout_s=LIMIT_S, device=str(device_of(kind))
+    peer, spec = pair.peer, pair.spec
+    peer.answer()
+    torch.manual_seed(1)
+    source, whole = layers(), part()
+    kept = make_buffers(kind, source[0][0].device, 4 * whole.num_bytes)
+    end = LocalEnd(spec, source, LocalEnds(source, BLOCK, spec.bind_host, kind, buffers=kept))
+    peer.tell(op="connect")
+    await end.connect()
+    peer.answer()
+    packing, sending = [], []
+    for _ in range(6):
+        peer.tell(op="take")
+        await asyncio.to_thread(peer.answer)
+        started = time.perf_counter()
+        await end.fill(whole, 0)
+        filled = time.perf_counter()
+        await end.send()
+        packing.append(filled - started)
+        sending.append(time.perf_counter() - filled)
+        check((await asyncio.to_thread(peer.answer))["intact"], "the piece arrived damaged")
+    sections = len(cut_sections([whole.num_bytes // LAYERS] * LAYERS, SECTION_BYTES))
+    took = statistics.median(sending[1:])
+    print(
+        f"- {kind}: a piece of {whole.num_bytes / 1e6:.1f} MB ({TOKENS} tokens, {LAYERS} layers): packed ahead in"
+        f" {statistics.median(packing[1:]) * 1e3:.2f} ms, sent in {took * 1e3:.2f} ms,"
+        f" {whole.num_bytes / took / 1e9:.2f} GB/s; {cost(kind, sections)}"
     )
-    peer = Peer(kind, spec)
-    try:
-        peer.answer()
-        torch.manual_seed(1)
-        source, whole = layers(), part()
-        kept = make_buffers(kind, source[0][0].device, 4 * whole.num_bytes)
-        end = LocalEnd(spec, source, LocalEnds(source, BLOCK, spec.bind_host, kind, buffers=kept))
-        await end.connect()
-        peer.answer()
-        packing, sending = [], []
-        for _ in range(6):
-            peer.tell(op="take")
-            await asyncio.to_thread(peer.answer)
-            started = time.perf_counter()
-            await end.fill(whole, 0)
-            filled = time.perf_counter()
-            await end.send()
-            packing.append(filled - started)
-            sending.append(time.perf_counter() - filled)
-            check((await asyncio.to_thread(peer.answer))["intact"], "the piece arrived damaged")
-        sections = len(cut_sections([whole.num_bytes // LAYERS] * LAYERS, SECTION_BYTES))
-        took = statistics.median(sending[1:])
-        print(
-            f"- {kind}: a piece of {whole.num_bytes / 1e6:.1f} MB ({TOKENS} tokens, {LAYERS} layers): packed ahead in"
-            f" {statistics.median(packing[1:]) * 1e3:.2f} ms, sent in {took * 1e3:.2f} ms,"
-            f" {whole.num_bytes / took / 1e9:.2f} GB/s; {cost(kind, sections)}"
-        )
-        await end.close(5)
-    finally:
-        peer.end()
+    await end.close(5)
 
 
 def cost(kind: str, sections: int) -> str:
@@ -200,8 +244,9 @@ def cost(kind: str, sections: int) -> str:
     return f"copies: through host memory at both ends; messages: {sections} sections with a checksum each"
 
 
-def trouble(pair: Pair, kind: str, how: str) -> None:
-    """Sends to a peer that never receives: it is killed or stopped, or this end is aborted."""
+def trouble(pair: Started, kind: str, how: str) -> float:
+    """Sends to a peer that never receives: it is killed or stopped, or this end is aborted. Returns the seconds until
+    the send ended."""
     buf = allocator(kind)(SIZES[-1], device_of(kind))
     limit_s = 1.0 if REHEARSAL else 2.0
     if how == "abort":
@@ -218,26 +263,25 @@ def trouble(pair: Pair, kind: str, how: str) -> None:
         started = time.perf_counter()
         pair.edge.close()
         check(time.perf_counter() - started < FREED_S, "closing took too long")
-    else:
-        check(False, "the send went well")
+        return took_s
+    raise Failed("the send went well")
 
 
 def pattern(size: int) -> torch.Tensor:
     return (torch.arange(size, dtype=torch.int64) * 2654435761 >> 7).to(torch.uint8)
 
 
-def peer(kind: str, host: str, port: str, prefix: str) -> int:
-    """Runs the decode side, in the other process."""
+def peer(answers: str, kind: str, host: str, port: str, prefix: str) -> int:
+    """Runs the decode side, in the other process; it answers over the descriptor `answers`."""
     one_gpu()
-    return asyncio.run(_peer(kind, host, int(port), prefix))  # type: ignore[arg-type]
+    return asyncio.run(_peer(int(answers), kind, host, int(port), prefix))
 
 
-async def _peer(kind: str, host: str, port: int, prefix: str) -> int:
+async def _peer(answers: int, kind: str, host: str, port: int, prefix: str) -> int:
     device = device_of(kind)
-    spec = EdgeSpec(host, port, prefix, 0, "decode", connect_timeout_s=LIMIT_S, device=str(device))
 
     def say(**answer: Any) -> None:
-        print(json.dumps(answer), flush=True)
+        os.write(answers, json.dumps(answer).encode() + b"\n")
 
     torch.manual_seed(1)
     expected = layers()
@@ -249,12 +293,13 @@ async def _peer(kind: str, host: str, port: int, prefix: str) -> int:
     spec = EdgeSpec(host, port, prefix, generation, "decode", connect_timeout_s=LIMIT_S, device=str(device))
     end = LocalEnd(spec, target, LocalEnds(target, BLOCK, spec.bind_host, kind, buffers=kept))  # type: ignore[arg-type]
     say()
-    await end.connect()
-    say()
     for line in iter(sys.stdin.readline, ""):
         command = json.loads(line)
         try:
-            if command["op"] == "recv":
+            if command["op"] == "connect":
+                await end.connect()
+                say()
+            elif command["op"] == "recv":
                 buf = torch.zeros(command["bytes"], dtype=torch.uint8, device=device)
                 synchronize()  # the edge's stream does not wait for this one
                 await end.worker.recv(buf, LIMIT_S, on_posted=say)

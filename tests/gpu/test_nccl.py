@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,9 +33,9 @@ def test_cluster_recovers_from_a_killed_or_stopped_decode_worker(how: signal.Sig
     asyncio.run(silent_peer(how, eight_heads(tmp_path / "m", 4)))
 
 
-async def silent_peer(how: signal.Signals, model: Path) -> float:
+async def silent_peer(how: signal.Signals, model: Path, settings: dict[str, Any] | None = None) -> float:
     """Returns the seconds until the coordinator no longer reports the worker as ready."""
-    with cluster(model, **one_gpu_settings(), decode=2, step_tokens=32) as running:
+    with cluster(model, **(settings or one_gpu_settings()), decode=2, step_tokens=32) as running:
         async with Client(running) as client:
             await client.complete(prompts()[3], 8)
             victim = running.pids("decode-0")[0]

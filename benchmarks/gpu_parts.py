@@ -1,5 +1,6 @@
-"""The stages of gpu.py, one per process: `python benchmarks/gpu_stages.py NAME`. A stage prints Markdown as it runs and
-exits with 0 if all its checks passed. With BATON_REHEARSE=1 it runs on the CPU, on tiny shapes."""
+"""The parts of gpu.py, one per process: `python benchmarks/gpu_parts.py NAME`. A part prints Markdown as it runs, and
+its rows of the table of bars; it exits with 0 if all its checks passed. With BATON_REHEARSE=1 it runs on the CPU, on
+tiny shapes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import itertools
+import json
 import os
 import re
 import shutil
@@ -25,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from gpu import BAR, EDGE_KIND, FAULT, PARTS  # noqa: E402
+
 REHEARSAL, QUICK = (os.environ.get(f"BATON_REHEARSE{more}") == "1" for more in ("", "_QUICK"))
 DEVICE = "cpu" if REHEARSAL else "cuda"
 PROMPT, BATCH, CONTEXT = (64, 4, 40) if REHEARSAL else (8192, 64, 1024)
@@ -33,17 +37,17 @@ IMPORTS = ("baton.engine.runner", "prefill.worker", "decode.worker", "coordinato
 
 
 class Failed(Exception):
-    """A check of a stage failed; the rest of the stage still runs where possible."""
+    """A check failed; the rest of the part still runs where possible."""
 
 
 class Checks:
-    """Runs the parts of a stage one by one; a part that fails does not stop the others."""
+    """Runs the steps of a part one by one; a step that fails does not stop the others."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def step(self, name: str) -> Iterator[None]:
         started = time.monotonic()
         try:
             yield
@@ -63,7 +67,18 @@ def check(holds: bool, otherwise: str) -> None:
         raise Failed(otherwise)
 
 
-# ---- 1
+def bar(name: str, measured: str, limit: str, met: bool) -> None:
+    """A row of the table of bars; the name is one of the part's `bars` in gpu.py."""
+    row = {"name": name, "measured": measured, "limit": limit, "met": "yes" if met else "**no**"}
+    print(f"{BAR}{json.dumps(row)}", flush=True)
+
+
+def edge_kind() -> str:
+    """The kind of edge of a part that uses NCCL, unless NCCL has failed before."""
+    return os.environ.get(EDGE_KIND) or ("gloo" if REHEARSAL else "nccl")
+
+
+# ---- environment
 
 
 def environment(checks: Checks) -> None:
@@ -82,7 +97,7 @@ def environment(checks: Checks) -> None:
         if _numbers(found) < _numbers(least):
             missing.append(f"{name} {found} (>={least})")
     print(f"- missing, or older than pyproject.toml says: {', '.join(missing) or 'nothing'}")
-    with checks.part("torch and its devices"):
+    with checks.step("torch and its devices"):
         import torch
 
         nccl = "none"
@@ -97,7 +112,7 @@ def environment(checks: Checks) -> None:
                 f" {facts.multi_processor_count} multiprocessors, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
             )
         check(REHEARSAL or torch.cuda.is_available(), "torch finds no CUDA device")
-    with checks.part("triton"):
+    with checks.step("triton"):
         import triton
 
         from baton.engine.kernels.rank_sum import sum_by_rank
@@ -109,7 +124,7 @@ def environment(checks: Checks) -> None:
 
     print(f"- GPUs that the launcher would hand out: {', '.join(visible_gpus()) or 'none'}")
     for module in IMPORTS:
-        with checks.part(f"import {module}"):
+        with checks.step(f"import {module}"):
             importlib.import_module(module)
 
 
@@ -117,18 +132,22 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-# ---- 2
+# ---- kernels
 
 
 def kernels(checks: Checks) -> None:
+    with checks.step("Triton kernels equal their plain twins"):
+        pytest("tests/gpu/test_attention_cuda.py", "9-3-64 or sums_over or checksums" if QUICK else "")
+
+
+def kernel_times(checks: Checks) -> None:
     import torch
 
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.batch import Span
     from tests.engine.test_attention_triton import shape
 
-    with checks.part("Triton kernels equal their plain twins"):
-        pytest("tests/gpu/test_attention_cuda.py", "9-3-64 or sums_over or checksums" if QUICK else "")
+    least = 1.0
     config = shape(32, 8, 128)
     print("\n| attention of one layer, 32 heads on 8 of 128, bf16 | time | read | share of copy bandwidth |")
     print("|---|---|---|---|")
@@ -148,10 +167,13 @@ def kernels(checks: Checks) -> None:
         )
         read = batch * context * 2 * 8 * 128 * 2
         share = read / took / bandwidth
-        print(f"| {batch} at {context} | {took * 1e6:.1f} us | {read / 1e6:.1f} MB | {share:.2f} |")
+        print(f"| {batch} at {context} | {took * 1e6:.1f} us | {read / 1e6:.1f} MB | {share:.2f} |", flush=True)
+        if batch * context >= (0 if REHEARSAL else 1 << 16):  # smaller ones fit into the GPU's cache, or fill no GPU
+            least = min(least, share)
+    bar("attention reads at 60 % of copy bandwidth", f"{least:.2f}", "0.60", least >= 0.6)
 
 
-# ---- 3
+# ---- graphs
 
 
 def graphs(checks: Checks) -> None:
@@ -177,14 +199,16 @@ def graphs(checks: Checks) -> None:
         model = Model(config, weights, group, fused(Rotary(config, longest, torch.float32, device)))
     pools = [KVPool(config.kv_layout(16, "float32"), blocks, device) for _ in range(2)]
     attentions = [TritonAttention(config, 16, torch.float32, device) for _ in range(2)]
-    made = DecodeGraphs(model, pools[0], attentions[0], longest, 4 if REHEARSAL else 64, (1, 5))
+    limits, most_rows = Limits(16, blocks, config.vocab_size, longest), 4 if REHEARSAL else 64
+    tables = limits.new_tables(2 * most_rows)
+    made = DecodeGraphs(model, pools[0], attentions[0], tables, longest, most_rows, (1, 5))
     started = time.perf_counter()
     with torch.no_grad():
         made.capture(config.vocab_size)
     memory = "" if REHEARSAL else f", {torch.cuda.memory_reserved() / 2**30:.1f} GiB reserved"
     print(f"- {len(made.shapes())} shapes captured in {time.perf_counter() - started:.1f} s{memory}")
     replays, churn, worst = (2 if QUICK else 6) if REHEARSAL else 200, [], 0.0
-    with checks.part(f"{replays} replays while memory is allocated and freed"):
+    with checks.step(f"{replays} replays while memory is allocated and freed"):
         for pool in pools:
             for pair in pool.storage:
                 for number, tensor in enumerate(pair):
@@ -197,7 +221,7 @@ def graphs(checks: Checks) -> None:
             length = (1, 1, 4, 5)[number % 4]
             rows = tuple(
                 Row(
-                    SequenceId(f"s{r}"),
+                    SequenceId(f"s{number}-{r}"),
                     (most * (r + 1) // batch),
                     tuple((number + r + j) % 300 for j in range(length if r % 2 == 0 else 1)),
                     tuple(range(r * each, (r + 1) * each)),
@@ -206,8 +230,7 @@ def graphs(checks: Checks) -> None:
                 )
                 for r in range(batch)
             )
-            limits = Limits(16, blocks, config.vocab_size, longest)
-            step = make_batch(StepPlan(number, rows), limits, device)
+            step = make_batch(StepPlan(number, rows), limits, device, 1, tables)
             with torch.no_grad():
                 found = made.compute(step).clone()
                 churn.append(torch.full((1 + number * 7919 % 3_000_000,), float("nan"), device=device))
@@ -224,21 +247,62 @@ def graphs(checks: Checks) -> None:
         print(f"- {replays} replays of {batch} and fewer rows; logits differ by at most {worst:.1e}")
 
 
-# ---- 5
+# ---- engine
 
 
 def engine(checks: Checks) -> None:
-    with checks.part("tests/gpu/test_engine_cuda.py"):
+    with checks.step("tests/gpu/test_engine_cuda.py"):
         once = "not mistral and not qwen2 and (not chosen_on_the_device or min_p)"
         pytest("tests/gpu/test_engine_cuda.py", once if QUICK else "")
 
 
-# ---- 6
+# ---- 8 B
+
+
+def eight_b_runner(bandwidth: float = 0.0, **options: Any) -> Any:
+    """A runner of an 8 B shape with random weights, made on the device."""
+    import ahead
+    import torch
+
+    from baton.engine.loading import load_runner
+    from baton.engine.options import EngineOptions
+
+    name, dtype = ("tiny", "float32") if REHEARSAL else ("8b", "bfloat16")
+    config = config_of(name)
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), name)
+        chosen = {
+            "max_model_len": PROMPT + 16,
+            "max_num_tokens": PROMPT,
+            "decode_rows": BATCH,
+            "kv_memory_bytes": (16 << 20) if REHEARSAL else (24 << 30),
+            **options,
+        }
+        made = EngineOptions(model_dir=Path(directory), device=DEVICE, dtype=dtype, kernels="torch", **chosen)
+        tensors = RandomTensors(config, torch.device(DEVICE), getattr(torch, dtype))
+        started = time.perf_counter()
+        runner = load_runner(made, lambda stage, took: print(f"- load, stage {stage}: {took:.1f} s"), tensors=tensors)
+    ahead.fill_with_zeros(runner)  # memory that was never written may hold NaN
+    took_s, weights = time.perf_counter() - started, runner.parameter_bytes
+    print(f"- {weights / 1e9:.1f} GB of weights and {runner.num_blocks} blocks in {took_s:.1f} s", flush=True)
+    return runner
+
+
+def first_step(checks: Checks) -> None:
+    """Before anything else: does a model run, and how long does a step of one sequence take?"""
+    from engine import decode
+
+    bandwidth = copy_bandwidth()
+    small = {"max_model_len": CONTEXT, "max_num_tokens": min(512, PROMPT), "decode_rows": 1}
+    runner = eight_b_runner(**small, kv_memory_bytes=(16 << 20) if REHEARSAL else (1 << 30))
+    plan, floor = decode(1, CONTEXT // 2), runner.parameter_bytes / bandwidth
+    took = median_s(lambda: runner.step(plan), 2 if REHEARSAL else 20)
+    print(f"- decode step, batch 1 at {CONTEXT // 2}: {took * 1e3:.2f} ms; weights / bandwidth {floor * 1e3:.2f} ms")
+    bar("decode step, batch 1, in 1.2 of its floor", f"{took / floor:.2f}", "1.20", took <= 1.2 * floor)
 
 
 def eight_b(checks: Checks) -> None:
     import ahead
-    import torch
     from engine import decode, prefill
 
     from baton.core.request import SamplingParams
@@ -246,60 +310,54 @@ def eight_b(checks: Checks) -> None:
     from baton.engine.options import EngineOptions
     from baton.model_source import builtin_directory
 
-    config = config_of("tiny" if REHEARSAL else "8b")
-    dtype = "float32" if REHEARSAL else "bfloat16"
     bandwidth, rate = copy_bandwidth(), matrix_rate()
     print(f"- copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
-    with tempfile.TemporaryDirectory() as directory:
-        write_config(Path(directory), "tiny" if REHEARSAL else "8b")
-        options = EngineOptions(
-            model_dir=Path(directory),
-            device=DEVICE,
-            dtype=dtype,
-            max_model_len=PROMPT + 16,
-            max_num_tokens=PROMPT,
-            decode_rows=BATCH,
-            kv_memory_bytes=(16 << 20) if REHEARSAL else (24 << 30),
-            kernels="torch",
-        )
-        tensors = RandomTensors(config, torch.device(DEVICE), getattr(torch, dtype))
-        started = time.perf_counter()
-        runner = load_runner(
-            options, lambda stage, took: print(f"- load, stage {stage}: {took:.1f} s"), tensors=tensors
-        )
-    ahead.fill_with_zeros(runner)  # memory that was never written may hold NaN
-    weights = runner.parameter_bytes
-    print(
-        f"- {weights / 1e9:.1f} GB of weights and {runner.num_blocks} blocks in {time.perf_counter() - started:.1f} s"
-    )
+    runner = eight_b_runner()
+    config, weights = runner.model_config, runner.parameter_bytes
     kv = BATCH * CONTEXT * runner.layout.bytes_per_token
-    attention = 2 * PROMPT**2 * config.num_heads * config.head_dim * config.num_layers
     body = weights // (4 if REHEARSAL else 2) - 2 * config.vocab_size * config.hidden_size
-    work = 2 * body * PROMPT + attention + 2 * config.vocab_size * config.hidden_size
+
+    def work(tokens: int) -> int:
+        attention = 2 * tokens**2 * config.num_heads * config.head_dim * config.num_layers
+        return 2 * body * tokens + attention + 2 * config.vocab_size * config.hidden_size
+
     print("\n| work | median | floor | ratio | bar | met |\n|---|---|---|---|---|---|")
     noisy = SamplingParams(temperature=0.8, seed=1)
     nucleus = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
-    for name, plan, floor, what, bar, repeat in (
-        ("decode, batch 1", decode(1, CONTEXT // 2), weights / bandwidth, "weights / bandwidth", 1.2, 30),
-        (f"decode, batch {BATCH}", decode(BATCH, CONTEXT), (weights + kv) / bandwidth, "bytes / bandwidth", 1.4, 20),
-        (f"prefill of {PROMPT}", prefill(PROMPT), work / rate, "FLOP / matrix rate", 1 / 0.6, 5),
-        (f"decode {BATCH}, T 0.8", decode(BATCH, CONTEXT, 1, noisy), (weights + kv) / bandwidth, "bytes", 0.0, 20),
-        (f"decode {BATCH}, top_p", decode(BATCH, CONTEXT, 1, nucleus), (weights + kv) / bandwidth, "bytes", 0.0, 20),
-        ("verify 1 x 5", decode(1, CONTEXT // 2, 5), weights / bandwidth, "weights / bandwidth", 0.0, 20),
+    short = min(512, PROMPT)
+    batch64, whole = "decode step, batch 64, in 1.4 of its floor", "prefill of 8,192 at 60 % of matrix rate"
+    for name, plan, floor, what, limit, repeat, of_table in (
+        ("decode, batch 1", decode(1, CONTEXT // 2), weights / bandwidth, "weights / bandwidth", 1.2, 30, ""),
+        (f"decode, batch {BATCH}", decode(BATCH, CONTEXT), (weights + kv) / bandwidth, "bytes", 1.4, 20, batch64),
+        (f"prefill of {PROMPT}", prefill(PROMPT), work(PROMPT) / rate, "FLOP / matrix rate", 1 / 0.6, 5, whole),
+        (f"prefill of {short}", prefill(short), work(short) / rate, "FLOP / matrix rate", 0.0, 10, ""),
+        (f"decode {BATCH}, T 0.8", decode(BATCH, CONTEXT, 1, noisy), (weights + kv) / bandwidth, "bytes", 0.0, 20, ""),
+        (
+            f"decode {BATCH}, top_p",
+            decode(BATCH, CONTEXT, 1, nucleus),
+            (weights + kv) / bandwidth,
+            "bytes",
+            0.0,
+            20,
+            "",
+        ),
+        ("verify 1 x 5", decode(1, CONTEXT // 2, 5), weights / bandwidth, "weights / bandwidth", 0.0, 20, ""),
     ):
-        with checks.part(name):
+        with checks.step(name):
             took = median_s(lambda p=plan, r=runner: r.step(p), 2 if REHEARSAL else repeat)
-            met = "" if not bar else "yes" if took <= bar * floor else "**no**"
-            of = f"{bar:.2f}" if bar else ""
+            met = "" if not limit else "yes" if took <= limit * floor else "**no**"
+            of = f"{limit:.2f}" if limit else ""
             print(
                 f"| {name} | {took * 1e3:.2f} ms | {floor * 1e3:.2f} ms ({what}) | {took / floor:.2f} | {of} | {met} |"
             )
-    with checks.part("steps one by one and planned ahead"):
+            if of_table:
+                bar(of_table, f"{took / floor:.2f}", of, met == "yes")
+    with checks.step("steps one by one and planned ahead"):
         shapes = [(1, 32)] if REHEARSAL else [(1, 512), (16, CONTEXT), (BATCH, CONTEXT)]
         steps, rounds = (4, 1) if REHEARSAL else (60, 2)
         print(f"\n{ahead.compare(runner, shapes, steps, rounds)}")
     del runner
-    with checks.part("steps of the built-in pair with draft tokens"):
+    with checks.step("steps of the built-in pair with draft tokens"):
         pair = [
             load_runner(
                 EngineOptions(
@@ -313,33 +371,201 @@ def eight_b(checks: Checks) -> None:
             print(f"\n{ahead.compare_drafting(*pair, [(1, 256), (16, 256)], 40, 2)}")
 
 
-# ---- 7
+def eight_b_profile(checks: Checks) -> None:
+    from engine import decode, prefill
+    from torch.profiler import ProfilerActivity, profile
+
+    runner = eight_b_runner()
+    activity = ProfilerActivity.CPU if REHEARSAL else ProfilerActivity.CUDA
+    column = "self_cpu_time_total" if REHEARSAL else "self_device_time_total"
+    for name, plan in (
+        ("decode 1", decode(1, CONTEXT // 2)),
+        (f"decode {BATCH}", decode(BATCH, CONTEXT)),
+        (f"prefill {PROMPT}", prefill(PROMPT)),
+    ):
+        with checks.step(name):
+            for _ in range(3):
+                runner.step(plan)
+            synchronize()
+            with profile(activities=[activity]) as found:
+                runner.step(plan)
+                synchronize()
+            rows = sorted(found.key_averages(), key=lambda row: -getattr(row, column))[:12]
+            print(f"\n| {name}: kernel | calls | us |\n|---|---|---|")
+            for row in rows:
+                print(f"| `{row.key[:90]}` | {row.count} | {getattr(row, column):.0f} |")
+            print()
+
+
+def eight_b_http(checks: Checks) -> None:
+    """Workers with random weights, so no checkpoint has to be written and read."""
+    from tests.gpu.where import one_gpu_settings
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "m"
+        random_model(model, "tiny" if REHEARSAL else "8b")
+        settings = {**one_gpu_settings(), "program": (sys.executable, "-m", "benchmarks.gpu_random_up")}
+        settings |= {"edge_kind": "auto", "dtype": "float32" if REHEARSAL else "bfloat16", "draft": "none"}
+        settings["kv_memory_gib"] = 0.1 if REHEARSAL else 6
+        with checks.step("8 B over HTTP"):
+            streams, tokens, prompt = (2, 8, 40) if REHEARSAL else (16, 200, 1000)
+            seconds, per_s, ttft = asyncio.run(served(model, settings, streams, tokens, prompt))
+            print(f"- {streams} streams of {tokens} tokens after {prompt}: TTFT p50 {ttft * 1e3:.0f} ms,")
+            print(f"  {per_s:.0f} tokens/s in {seconds:.1f} s")
+            bar("8 B over HTTP", f"{per_s:.0f} tokens/s", f"{streams} streams end", True)
+
+
+def random_model(directory: Path, name: str) -> None:
+    """A model directory without weights, with the tokenizer of the built-in model."""
+    from baton.model_source import builtin_directory
+
+    directory.mkdir()
+    for file in builtin_directory("target").iterdir():
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, directory)
+    write_config(directory, name)
+
+
+async def served(
+    model: Path | str, settings: dict[str, Any], streams: int, tokens: int, prompt: int
+) -> tuple[float, float, float]:
+    """Streams from a running cluster: seconds, tokens per second, the median time to the first token."""
+    from tests.support.client import Client
+    from tests.support.cluster import cluster as running_cluster
+
+    with running_cluster(model, **settings) as running:
+        workers = running.workers()
+        print(f"- workers: {', '.join(workers)}")
+        async with Client(running) as client:
+            await client.complete([5] * prompt, 2)
+
+            async def stream(seed: int) -> tuple[float, int]:
+                began, first, count = time.perf_counter(), 0.0, 0
+                async for event in client.events([seed] * prompt, tokens, ignore_eos=True):
+                    if event != "[DONE]" and event.get("choices"):
+                        first = first or time.perf_counter() - began
+                        count += len(event["choices"][0].get("token_ids") or ())
+                return first, count
+
+            started = time.perf_counter()
+            found = await asyncio.gather(*(stream(6 + number) for number in range(streams)))
+            took_s = time.perf_counter() - started
+            check(all(count == tokens for _, count in found), f"tokens: {[count for _, count in found]}, not {tokens}")
+            await client.idle(running)
+    return took_s, streams * tokens / took_s, statistics.median(first for first, _ in found)
+
+
+def up(checks: Checks) -> None:
+    """What a user runs first: nothing is set but the device."""
+    settings: dict[str, Any] = {"device": DEVICE, "served_model_name": "m"}
+    if REHEARSAL:
+        settings |= {"kv_memory_gib": 0.1}
+    for name in [name for name in os.environ if name.startswith(("BATON_REHEARSE", "BATON_GPU"))]:
+        del os.environ[name]  # `baton` refuses variables that it does not know
+    with checks.step("baton up serves 8 streams"):
+        seconds, per_s, ttft = asyncio.run(served("builtin", settings, 8, 16 if REHEARSAL else 128, 50))
+        print(f"- 8 streams: TTFT p50 {ttft * 1e3:.0f} ms, {per_s:.0f} tokens/s in {seconds:.1f} s")
+        bar("baton up serves 8 streams", f"{per_s:.0f} tokens/s", "all streams end", True)
+
+
+# ---- tokens
+
+
+LOGITS_WITHIN = 1e-3
+"""Float32 logits of a GPU differ from the CPU's by at most this much; a greedy choice is compared as long as the CPU's
+two best logits differ by more than twice that."""
+NEAR_TIE_BF16 = 0.5
+"""In bfloat16 a greedy choice may differ only where the CPU's two best float32 logits differ by less."""
+
+
+def tokens(checks: Checks) -> None:
+    from baton.model_source import builtin_directory
+    from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+
+    model, count = builtin_directory("target"), 8 if REHEARSAL else 64
+    plain = tiny_runner(model, kernels="torch", kv_memory_bytes=64 << 20)
+    vocab = plain.model_config.vocab_size
+    prompts = [random_tokens(n, seed=n, vocab_size=vocab) for n in ((1, 17) if REHEARSAL else (1, 17, 130, 700))]
+    for dtype, within, name in (
+        ("float32", 2 * LOGITS_WITHIN, "float32 tokens of the CPU"),
+        ("bfloat16", NEAR_TIE_BF16, "bfloat16 tokens of the CPU"),
+    )[: 1 if QUICK else 2]:
+        with checks.step(name):
+            runner = tiny_runner(model, device=DEVICE, dtype=dtype, kernels="torch", kv_memory_bytes=64 << 20)
+            if dtype == "float32":
+                found, expected = (all_logits(each, prompts[-1], [64]) for each in (runner, plain))
+                apart = float((found - expected).abs().max())
+                print(f"- logits differ from the CPU's by at most {apart:.2e} (bound {LOGITS_WITHIN:g})")
+                check(apart <= LOGITS_WITHIN, f"logits differ by {apart:.2e}")
+            jobs = [Job(prompt, count, chunk=64) for prompt in prompts]
+            run(runner, jobs)
+            compared = sum(agreeing(plain, job, within, all_logits) for job in jobs)
+            print(f"- {compared} of {count * len(jobs)} greedy tokens compared, all equal; others follow a near tie")
+            bar(name, f"{compared} equal", f"except where the two best are within {within:g}", compared > 0)
+
+
+def agreeing(plain: Any, job: Any, within: float, all_logits: Any) -> int:
+    """How many tokens of a job equal the CPU's before its first near tie. Raises Failed if one before it differs."""
+    logits = all_logits(plain, job.tokens[:-1], [64])[len(job.prompt) - 1 :]
+    best = logits.topk(2).values
+    for index, token in enumerate(job.output):
+        if float(best[index, 0] - best[index, 1]) < within:
+            return index
+        check(token == int(logits[index].argmax()), f"token {index} is {token}, not {int(logits[index].argmax())}")
+    return len(job.output)
+
+
+# ---- cluster
 
 
 def cluster(checks: Checks) -> None:
     from tests.cluster.test_any_to_any import eight_heads, same_tokens_as_one_rank
-    from tests.gpu.test_nccl import silent_peer
     from tests.gpu.where import one_gpu_settings
 
     with tempfile.TemporaryDirectory() as directory:
-        model = eight_heads(Path(directory) / "m", 4)
-        if not QUICK:
-            with checks.part("tokens of 1 prefill and 1 decode rank are those of transformers"):
-                asyncio.run(same_tokens_as_one_rank(model, **one_gpu_settings()))
+        model, kind = eight_heads(Path(directory) / "m", 4), edge_kind()
+        name = "tokens through a hand-over"
+        with checks.step(f"{name}, {kind}"):
+            asyncio.run(same_tokens_as_one_rank(model, **{**one_gpu_settings(), "edge_kind": kind}))
+            bar(name, f"equal, over {kind}", "those of transformers", True)
+        if QUICK:
+            return
         large = Path(directory) / "large"
-        name = "tiny" if REHEARSAL else "135m"
-        subprocess.run([sys.executable, "tools/make_checkpoint.py", name, str(large)], cwd=ROOT, check=True)
+        size = "tiny" if REHEARSAL else "135m"
+        subprocess.run([sys.executable, "tools/make_checkpoint.py", size, str(large)], cwd=ROOT, check=True)
         print("\n| edge kind | ITL p50 | p99 | p99 beside hand-overs | hand-overs | KV bytes | per s |")
         print("|---|---|---|---|---|---|---|")
-        for kind in ("gloo", "ipc")[: 2 - QUICK] if REHEARSAL else ("nccl", "ipc"):
-            with checks.part(f"ITL beside hand-overs, {kind}"):
-                asyncio.run(beside_hand_overs(large, kind))
+        for each in dict.fromkeys((kind, "ipc")):
+            with checks.step(f"ITL beside hand-overs, {each}"):
+                asyncio.run(beside_hand_overs(large, each))
+
+
+def kill(checks: Checks) -> None:
+    from tests.cluster.test_any_to_any import eight_heads
+    from tests.gpu.test_nccl import silent_peer
+    from tests.gpu.where import one_gpu_settings
+
+    settings = {**one_gpu_settings(), "edge_kind": edge_kind()}
+    with tempfile.TemporaryDirectory() as directory:
+        model = eight_heads(Path(directory) / "m", 4)
         for how in (signal.SIGKILL, signal.SIGSTOP)[: 2 - QUICK]:
-            with checks.part(f"a decode worker gets {how.name}"):
-                took_s = asyncio.run(silent_peer(how, model))
+            with checks.step(f"a decode worker gets {how.name}"):
+                took_s = asyncio.run(silent_peer(how, model, settings))
                 print(f"- {how.name}: seen as lost after {took_s:.2f} s; its requests' blocks are free, edges rebuilt")
-        with checks.part("tokens of 2 decode ranks are those of transformers"):
-            asyncio.run(same_tokens_as_one_rank(model, **{**one_gpu_settings(), "decode_tp": 2}))
+                if how is signal.SIGKILL:
+                    bar("killed worker detected within 5 s", f"{took_s:.2f} s", "5 s", took_s <= 5.0)
+
+
+def two_ranks(checks: Checks) -> None:
+    from tests.cluster.test_any_to_any import eight_heads, same_tokens_as_one_rank
+    from tests.gpu.where import one_gpu_settings
+
+    name = "tokens of 2 decode ranks"
+    with tempfile.TemporaryDirectory() as directory, checks.step(name):
+        model = eight_heads(Path(directory) / "m", 4)
+        settings = {**one_gpu_settings(), "edge_kind": edge_kind(), "decode_tp": 2}
+        asyncio.run(same_tokens_as_one_rank(model, **settings))
+        bar(name, "equal", "those of transformers", True)
 
 
 async def beside_hand_overs(model: Path, kind: str) -> None:
@@ -393,7 +619,7 @@ async def beside_hand_overs(model: Path, kind: str) -> None:
     check(count > 0 and sent > 0, "nothing was handed over")
 
 
-# ---- 8
+# ---- transformers
 
 
 def transformers(checks: Checks) -> None:
@@ -409,7 +635,7 @@ def transformers(checks: Checks) -> None:
     with torch.inference_mode():
         ids = torch.randint(0, 300, (1, PROMPT), device=DEVICE)
         for batch, context in ((1, CONTEXT // 2), (BATCH, CONTEXT)):
-            with checks.part(f"decode, batch {batch}"):
+            with checks.step(f"decode, batch {batch}"):
                 cache = DynamicCache(config=config)
                 twin(ids[:, :context].repeat(batch, 1), past_key_values=cache, logits_to_keep=1)
 
@@ -418,7 +644,7 @@ def transformers(checks: Checks) -> None:
                     cache.crop(-1)
 
                 print(f"| decode, batch {batch} at {context} | {median_s(step, 2 if REHEARSAL else 10) * 1e3:.2f} ms |")
-        with checks.part("prefill"):
+        with checks.step("prefill"):
             took = median_s(lambda: twin(ids, logits_to_keep=1), 2 if REHEARSAL else 3)
             print(f"| prefill of {PROMPT} | {took * 1e3:.1f} ms |")
 
@@ -539,42 +765,77 @@ def pytest(path: str, named: str = "") -> None:
     check(bool(re.search(r"\b\d+ passed", last)), f"pytest {path} ran no test: {last}")
 
 
+def compile_kernels() -> int:
+    """Compiles the kernels of all parts into Triton's cache, each model in a process of its own."""
+    import torch
+
+    from benchmarks.kernels_compiled import MODELS
+
+    if not torch.cuda.is_available():
+        return 1
+    arch = "".join(map(str, torch.cuda.get_device_capability()))
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels_compiled.py"), "--json", "--arch", arch, "--only"]
+    running = [subprocess.Popen([*command, model.name]) for model in MODELS]
+    return max(process.wait() for process in running)
+
+
+def plant(name: str) -> None:
+    """The fault that FAULT plants in this part, if any."""
+    planted = dict(entry.split(":") for entry in os.environ.get(FAULT, "").split(",") if entry)
+    match planted.get(name):
+        case "hang":
+            print("made to hang", flush=True)
+            time.sleep(3600)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "cuda" if os.environ.get("CUDA_LAUNCH_BLOCKING") != "1":
+            raise Failed("CUDA error: an illegal memory access was encountered (planted)")
+        case "fail":
+            raise Failed("made to fail")
+
+
+FUNCTIONS: dict[str, Callable[[Checks], None]] = {
+    "environment": environment,
+    "kernel-times": kernel_times,
+    "first-step": first_step,
+    "first-edge": lambda checks: edges().first(checks),
+    "up": up,
+    "tokens": tokens,
+    "kernels": kernels,
+    "graphs": graphs,
+    "8b": eight_b,
+    "8b-profile": eight_b_profile,
+    "8b-http": eight_b_http,
+    "edges-ipc": lambda checks: edges().run(checks, "ipc"),
+    "edges-nccl": lambda checks: edges().run(checks, "gloo" if REHEARSAL else "nccl"),
+    "cluster": cluster,
+    "kill": kill,
+    "engine": engine,
+    "tp2": two_ranks,
+    "transformers": transformers,
+}
+
+
+def edges() -> Any:
+    import gpu_edges
+
+    return gpu_edges
+
+
 def main() -> int:
     name = sys.argv[1]
     if name == "edge-peer":
-        import gpu_edges
-
-        return gpu_edges.peer(*sys.argv[2:])
+        return int(edges().peer(*sys.argv[2:]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    number, _, fault = os.environ.get("BATON_GPU_FAULT", "").partition(":")
-    from gpu import STAGES
-
-    if number and STAGES[int(number) - 1].name == name:
-        if fault == "hang":
-            print("made to hang")
-            time.sleep(3600)
-        raise Failed("made to fail")
-    stages: dict[str, Callable[[Checks], None]] = {
-        "environment": environment,
-        "kernels": kernels,
-        "graphs": graphs,
-        "edges": edges,
-        "engine": engine,
-        "8b": eight_b,
-        "cluster": cluster,
-        "transformers": transformers,
-    }
+    if name == "compile":
+        return compile_kernels()
+    assert [part.name for part in PARTS] == list(FUNCTIONS)
+    plant(name)
     checks = Checks()
-    stages[name](checks)
+    FUNCTIONS[name](checks)
     if checks.failed:
         print(f"\nfailed: {', '.join(checks.failed)}")
     return 1 if checks.failed else 0
-
-
-def edges(checks: Checks) -> None:
-    import gpu_edges
-
-    gpu_edges.run(checks)
 
 
 if __name__ == "__main__":
