@@ -11,8 +11,10 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from coordinator.anthropic import schema as anthropic_schema
 from coordinator.openai import fields
 from coordinator.openai.schema import ChatBody, CompletionBody
+from tests.support import messages_kit
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
@@ -42,9 +44,53 @@ def bodies(path: str, names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 COMPLETION_BODIES = bodies(COMPLETIONS, [*CompletionBody.model_fields, *fields.COMPLETION])
 CHAT_BODIES = bodies(CHAT, [*ChatBody.model_fields, *fields.CHAT])
 
+KINDS = ["text", "thinking", "tool_use", "tool_result", "document", "search_result", "tool_addition", "image", "x"]
+BLOCK_FIELDS = [
+    "text",
+    "id",
+    "name",
+    "input",
+    "tool_use_id",
+    "content",
+    "is_error",
+    "source",
+    "title",
+    "tool",
+    "thinking",
+]
+BLOCKS = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.builds(
+            lambda kind, given: {"type": kind} | given,
+            st.sampled_from(KINDS),
+            st.dictionaries(st.sampled_from(BLOCK_FIELDS), inner, max_size=5),
+        ),
+    ),
+    max_leaves=12,
+)
+TURNS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "x"]), "content": BLOCKS}),
+    max_size=4,
+)
+MESSAGES_BODIES = st.builds(
+    lambda given, turns: messages_kit.GOOD | given | ({"messages": turns} if turns else {}),
+    st.dictionaries(
+        st.sampled_from([*anthropic_schema.MessagesBody.model_fields]), st.one_of(JSON, BLOCKS), max_size=3
+    ),
+    TURNS,
+)
+
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=st.one_of(COMPLETION_BODIES.map(lambda b: (COMPLETIONS, b)), CHAT_BODIES.map(lambda b: (CHAT, b))))
+@given(
+    body=st.one_of(
+        COMPLETION_BODIES.map(lambda b: (COMPLETIONS, b)),
+        CHAT_BODIES.map(lambda b: (CHAT, b)),
+        MESSAGES_BODIES.map(lambda b: (messages_kit.PATH, b)),
+    )
+)
 def test_any_json_in_any_field_never_causes_an_internal_error(
     app: FastAPI, generator: FakeGenerator, body: tuple[str, dict[str, Any]]
 ) -> None:
@@ -59,7 +105,9 @@ def test_any_json_in_any_field_never_causes_an_internal_error(
     response = asyncio.run(post())
     assert response.status_code in (200, 400, 404), response.text
     assert len(generator.submissions) - before == (response.status_code == 200)
-    if response.status_code != 200:
+    if response.status_code != 200 and path == messages_kit.PATH:
+        messages_kit.check_error(response.json())
+    elif response.status_code != 200:
         error = response.json()["error"]
         assert len(error["message"]) < 500 and (error["param"] is not None or error["code"] == "invalid_json")
 
