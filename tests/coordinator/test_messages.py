@@ -513,3 +513,58 @@ async def test_models_in_anthropics_form(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models/tiny", headers=VERSION)).json() == model
     assert (await client.get("/v1/models?after_id=tiny", headers=VERSION)).json()["data"] == []
     assert (await client.get("/v1/models")).json()["object"] == "list"
+
+
+async def test_a_turn_of_claude_code(client: httpx.AsyncClient, app: FastAPI, generator: FakeGenerator) -> None:
+    """A request of the structure that Claude Code 2.1 sends after a call, shorter."""
+    marked = {"cache_control": EPHEMERAL}
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    names = ("Agent", "Bash", "Edit", "Read", "Skill", "ToolSearch", "Workflow", "Write")
+    schema = {
+        "$schema": draft,
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    tools = [{"name": name, "description": "Does it.\n\n- Once.", "input_schema": schema} for name in names]
+    tools.append({"name": "Placeholder", "description": "-", "input_schema": {"type": "object"}, "defer_loading": True})
+    call = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"a": "ls"}}
+    request = {
+        "model": "claude-opus-5",
+        "max_tokens": 128_000,
+        "stream": True,
+        "system": [
+            text(f"{BILLING} cc_version=2.1.1; cc_entrypoint=cli;"),
+            text("An agent.") | marked,
+            text("Work.") | marked,
+        ],
+        "tools": tools,
+        "messages": [
+            {"role": "user", "content": [text("<system-reminder>\nA\n</system-reminder>"), text("List.")]},
+            {"role": "system", "content": "# Environment", "output_config": {"effort": "medium"}},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "", "signature": "c2ln"}, call]},
+            {
+                "role": "user",
+                "content": [
+                    {"tool_use_id": "toolu_1", "type": "tool_result", "content": "x.py", "is_error": False} | marked
+                ],
+            },
+        ],
+        "metadata": {"user_id": json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": "s"})},
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "medium"},
+    }
+    headers = VERSION | {"anthropic-beta": "claude-code-20250219,effort-2025-11-24", "authorization": "Bearer none"}
+    generator.script = reply("<think>", "Hm.", "</think>", "One ", "file.")
+    answer = await client.post(f"{PATH}?beta=true", json=request, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert [block["type"] for block in built(events_of(answer.text))["content"]] == ["thinking", "text"]
+    assert set(answer.headers["x-ignored-fields"].split(", ")) == {
+        *("model", "metadata", "context_management", "output_config.effort", "messages.output_config"),
+        *("messages.content.cache_control", "system.cache_control", "system.x-anthropic-billing-header"),
+    }
+    prompt = prompt_of(app, generator)
+    order = ("Agent", '"Edit"', "An agent.\nWork.", "List.", "# Environment", '{"a": "ls"}', "x.py", "assistant")
+    places = [prompt.index(part) for part in order[:-1]] + [prompt.rindex(order[-1])]
+    assert places == sorted(places) and "cc_version" not in prompt and "Placeholder" not in prompt
