@@ -8,7 +8,8 @@ Each family of models writes calls in its own form, as specified in its chat tem
     harmony   <|channel|>commentary to=functions.f<|message|>{...}<|call|>  gpt-oss
 
 Reasoning is between <think> and </think>, in harmony in the analysis channel. An apparent call that ends before its
-name is recognized, or turns out not to be one, is text.
+name is recognized, or turns out not to be one, is text; the calls after it are calls. A marker ends a call whose braces
+are not closed.
 """
 
 from __future__ import annotations
@@ -91,11 +92,13 @@ def make_parser(form: str | None, functions: frozenset[str], *, thinks: bool, th
 
 
 class _Braces:
-    """Finds the end of any JSON object."""
+    """Finds the end of any JSON object. `cut`: its last brace is missing, and what can only follow an object ended it:
+    outside of its strings `<` (a marker) or `;`, or an object in the place of a key."""
 
     def __init__(self) -> None:
-        self.state = "reading"  # done, failed
+        self.state = "reading"  # done, cut, failed
         self._depth = 0
+        self._after_comma = False
         self._in_string = self._escaped = False
 
     def feed(self, text: str) -> int:
@@ -111,8 +114,12 @@ class _Braces:
                 self._escaped = c == "\\" and not self._escaped
             elif c == '"':
                 self._in_string = True
+            elif c in "<;" or (c == "{" and self._after_comma and self._depth == 1):
+                self.state = "cut"
+                return count
             else:
                 self._depth += (c in "{[") - (c in "}]")
+            self._after_comma = c == "," or (self._after_comma and c.isspace())
             if self._depth == 0:
                 self.state = "done"
                 return count + 1
@@ -138,7 +145,9 @@ class _Object:
     @property
     def state(self) -> str:
         """`reading`; `done`, with a name; `failed`: it is not a call."""
-        return "failed" if self._whole.state == "done" and self.name is None else self._whole.state
+        if self._whole.state not in ("done", "cut"):
+            return self._whole.state
+        return "failed" if self.name is None else "done"
 
     def feed(self, text: str) -> tuple[int, str]:
         """Returns the number of characters consumed, and the new part of the arguments."""
@@ -149,17 +158,21 @@ class _Object:
         if (head := _HEAD.match(self.text)) is not None and (name := self._named(_json(head[1]))) is not None:
             self.name = name
             return taken, self._of_arguments(self.text[head.end() :])
-        return taken, self._at_once() if self._whole.state == "done" else ""
+        if self._whole.state in ("done", "cut"):
+            return taken, self._at_once(self.text if self._whole.state == "done" else self.text.rstrip(" \t\r\n,") + "}")
+        return taken, ""
 
     def _of_arguments(self, text: str) -> str:
         return text[: self._arguments.feed(text)] if self._arguments.state == "reading" else ""
 
-    def _at_once(self) -> str:
-        call = _json(self.text.strip())
+    def _at_once(self, text: str) -> str:
+        call = _json(text.strip())
         if not isinstance(call, dict):
             return ""
         self.name = self._named(call.get("name"))
-        arguments = call.get("arguments", call.get("parameters", {}))
+        arguments = call.get("arguments", call.get("parameters"))
+        if arguments is None:
+            return "{}"
         return _whole(arguments) if isinstance(arguments, str) else json.dumps(arguments)
 
     def _named(self, name: Any) -> str | None:
@@ -173,11 +186,13 @@ def _whole(text: str) -> str:
 
 
 def _json(text: str) -> Any:
-    """Returns the value, None if the text is not JSON."""
+    """Returns the value, None if the text is not JSON or has a number that JSON cannot represent."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return None
+    return value
 
 
 class Parser:
@@ -251,19 +266,36 @@ class Parser:
         return bool(self._pending)
 
 
+def _starts(text: str, separator: str) -> tuple[bool | None, str]:
+    """Returns whether a text begins with a separator and an object, None if it is too short to tell, and the object."""
+    more = text.lstrip()
+    if more.startswith(separator):
+        more = more[1:].lstrip()
+        return (more[0] == "{" if more else None), more
+    return (None if not more and separator != "\0" else False), more
+
+
 class _ObjectParser(Parser):
-    """Parses calls that are objects. State: the current object, and the text to emit before it if it is not a call."""
+    """Parses calls that are objects, with a separator between two of them. An object that is not a call is text, and
+    parsing goes on after it. State: the current object, the text to emit before it if it is not a call, and the names
+    that it may have."""
+
+    separator = "\0"  # none
 
     def __init__(self) -> None:
         super().__init__()
         self._object = _Object()
-        self._raw = ""
-        self._behind: Callable[[], bool] = self._as_text
+        self._raw, self._names = "", frozenset[str]()
+        self._behind: Callable[[], bool] = self._outside
+
+    def _outside(self) -> bool:
+        """The state outside of calls."""
+        raise NotImplementedError
 
     def _open(self, raw: str, behind: Callable[[], bool], functions: frozenset[str] = frozenset()) -> bool:
-        """Starts parsing an object; `raw` is the text to emit before it if it is not a call, `behind` the next state,
-        `functions` the only names that it may have, if there are any."""
-        self._object, self._raw = _Object(functions), raw
+        """Starts parsing an object; `raw` is the text to emit before it if it is not a call, `behind` the state after a
+        call, `functions` the only names that it may have, if there are any."""
+        self._object, self._raw, self._names = _Object(functions), raw, functions
         self._state, self._behind = self._read, behind
         return True
 
@@ -277,10 +309,20 @@ class _ObjectParser(Parser):
             self._emit_arguments(arguments)
         if found.state == "failed":
             self._emit_text(self._raw + found.text)
-            self._state = self._as_text
+            self._state = self._after_text
         elif found.state == "done":
             self._state = self._behind
         return found.state != "reading"
+
+    def _after_text(self) -> bool:
+        """Continues with an object behind a separator, or outside of calls."""
+        separated, more = _starts(self._pending, self.separator)
+        if separated is None:
+            return False
+        if not separated:
+            return self._go(self._outside)
+        raw, self._pending = self._pending[: -len(more)], more
+        return self._open(raw, self._behind, self._names)
 
     def finish(self) -> list[Event]:
         if self._state == self._read and self._object.name is None:
@@ -318,6 +360,8 @@ class LlamaParser(_ObjectParser):
     """A call follows <|python_tag|>, or is the whole text: then it must name one of the given functions, since any JSON
     with a name looks the same."""
 
+    separator = ";"
+
     def __init__(self, functions: frozenset[str]) -> None:
         super().__init__()
         self._functions = functions
@@ -347,6 +391,8 @@ class LlamaParser(_ObjectParser):
 
 
 class MistralParser(_ObjectParser):
+    separator = ","
+
     def __init__(self) -> None:
         super().__init__()
         self._state = self._outside
@@ -446,11 +492,13 @@ class HarmonyParser(Parser):
 
 
 class ThinkParser(Parser):
-    """Separates the reasoning, and passes the rest to another parser."""
+    """Separates the reasoning, and passes the remaining text to another parser. State: content that may be the beginning
+    of an end tag, and whether one was just dropped."""
 
     def __init__(self, behind: Parser | None, thinking: bool) -> None:
         super().__init__()
         self._parser = behind
+        self._content, self._blank = "", False
         self._state = self._thinks if thinking else self._begin
 
     def _begin(self) -> bool:
@@ -473,18 +521,39 @@ class ThinkParser(Parser):
 
     def _outside(self) -> bool:
         text, self._pending = self._pending, ""
-        if self._parser is None:
-            self._emit_text(text)
-        else:
-            self._events += self._parser.push(text)
+        self._filter([Text(text)] if self._parser is None else self._parser.push(text))
         return False
+
+    def _filter(self, events: list[Event]) -> None:
+        """Passes events on, without end tags in the content and the blank lines after them: the reasoning began in the
+        prompt, or the model left its beginning out."""
+        for event in events:
+            if not isinstance(event, Text):
+                self._emit_text(self._content)
+                self._content, self._blank = "", False
+                self._events.append(event)
+                continue
+            self._content += event.text
+            while True:
+                self._content = self._content.lstrip() if self._blank else self._content
+                self._blank = self._blank and not self._content
+                before, tag, after = self._content.partition("</think>")
+                if not tag:
+                    break
+                self._emit_text(before)
+                self._content, self._blank = after, True
+            keep = max(n for n in range(8) if n == 0 or self._content.endswith("</think>"[:n]))
+            self._emit_text(self._content[: len(self._content) - keep])
+            self._content = self._content[len(self._content) - keep :]
 
     def finish(self) -> list[Event]:
         if self._state == self._thinks:
             self._emit_reasoning(self._pending)
-            self._pending = ""
         else:
-            self._outside()
+            self._filter([Text(self._pending)] if self._parser is None else self._parser.push(self._pending))
+        self._pending = ""
         if self._parser is not None:
-            self._events += self._parser.finish()
+            self._filter(self._parser.finish())
+        self._emit_text(self._content)
+        self._content = ""
         return self._taken()

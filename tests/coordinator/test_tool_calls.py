@@ -96,7 +96,7 @@ def test_arguments_are_emitted_while_they_are_generated() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    form=st.sampled_from([*FORMATS]), text=st.text(alphabet='{}[]"\\:,<>/|name tool_call', max_size=60), cut=st.data()
+    form=st.sampled_from([*FORMATS]), text=st.text(alphabet='{}[]"\\:;,<>/|name tool_call think', max_size=60), cut=st.data()
 )
 def test_any_text_parses_the_same_in_any_split_and_never_fails(form: str, text: str, cut: st.DataObject) -> None:
     at = cut.draw(st.integers(0, len(text)))
@@ -104,6 +104,8 @@ def test_any_text_parses_the_same_in_any_split_and_never_fails(form: str, text: 
         whole = parse(form, [lead + text])
         assert parse(form, [lead + text[:at], text[at:]]) == whole
         assert parse(form, lead + text) == whole
+        whole = parse(form, [lead + text], thinks=True)
+        assert parse(form, [lead + text[:at], text[at:]], thinks=True) == parse(form, lead + text, thinks=True) == whole
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,9 @@ def test_any_text_parses_the_same_in_any_split_and_never_fails(form: str, text: 
         ("  <thin", False, ("  <thin", "")),
         ("<think>hm", False, ("", "hm")),
         ("hm </thi", True, ("", "hm </thi")),
-        ("a <think> b </think>", False, ("a <think> b </think>", "")),
+        ("a <think> b </think>", False, ("a <think> b ", "")),
+        ("a </think> b </think> c", False, ("a b c", "")),
+        ("</think>\n\nyes", False, ("yes", "")),
         ("<think></think>", False, ("", "")),
     ],
 )
@@ -156,6 +160,51 @@ def test_text_after_a_call_keeps_its_inner_blanks() -> None:
 def test_call_without_an_end_marker_does_not_consume_the_next_call() -> None:
     broken = ONE_CALL.removesuffix("</tool_call>")
     assert parse("hermes", broken + "\n" + ONE_CALL) == ("", "", [("f", "{}"), ("f", "{}")])
+
+
+BROKEN = {
+    "hermes": (
+        "<tool_call>\n{{}}\n</tool_call>\n",
+        ['{"name": "f", "arguments": {"a": 1}', '{"arguments": {"a": 1}, "name": "f"'],
+        ["nonsense", '{"nam": 1}', '{"arguments": {"a": Infinity}, "name": "f"}', '{"name": 3'],
+    ),
+    "llama3": ("{{}}; ", ['{"name": "f", "parameters": {"a": 1}'], ['{"nam": 1}']),
+    "mistral": ("{{}}, ", ['{"name": "f", "arguments": {"a": 1}'], ['{"nam": 1}', "{}"]),
+}
+
+
+@pytest.mark.parametrize("form", BROKEN)
+def test_a_call_without_its_last_brace_ends_before_the_next_call(form: str) -> None:
+    pattern, cut, _ = BROKEN[form]
+    for broken in cut:
+        for end in ("", "}"):
+            text = "".join(pattern.replace("{{}}", call) for call in (broken + end, '{"name": "f", "arguments": {}}'))
+            text = f"[TOOL_CALLS][{text.rstrip(', ')}]" if form == "mistral" else text.removesuffix("; ")
+            for pieces in ([text], text):
+                assert parse(form, pieces)[2] == [("f", '{"a": 1}'), ("f", "{}")], text
+
+
+@pytest.mark.parametrize("form", BROKEN)
+def test_calls_after_a_call_that_cannot_be_parsed_are_calls(form: str) -> None:
+    pattern, _, bad = BROKEN[form]
+    for broken in bad:
+        text = "".join(pattern.replace("{{}}", call) for call in (broken, '{"name": "f", "arguments": {}}'))
+        text = f"[TOOL_CALLS][{text.rstrip(', ')}]" if form == "mistral" else text.removesuffix("; ")
+        for pieces in ([text], text):
+            content, _, calls = parse(form, pieces)
+            assert (calls, broken in content) == ([("f", "{}")], True), (text, content)
+
+
+def test_null_arguments_are_an_empty_object() -> None:
+    for call in ('{"name": "f", "arguments": null}', '{"arguments": null, "name": "f"}', '{"name": "f"}'):
+        for pieces in ([call], call):
+            assert parse("hermes", ["<tool_call>", *pieces, "</tool_call>"])[2] == [("f", "{}")]
+
+
+def test_an_end_tag_of_reasoning_in_arguments_is_kept() -> None:
+    text = ONE_CALL.replace("{}}", '{"a": "</think>"}}')
+    for pieces in ([text], text):
+        assert parse("hermes", pieces, thinks=True)[2] == [("f", '{"a": "</think>"}')]
 
 
 def test_llama_json_with_a_name_is_a_call_only_if_the_function_exists() -> None:
