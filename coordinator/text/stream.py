@@ -2,13 +2,13 @@
 
     ids -> drop what decodes to nothing -> text that later ids cannot change -> hold back a possible stop string -> out
 
-The concatenated output is a prefix of `tokenizer.decode(all ids, skip_special_tokens=True)`, and equals it after
-`finish()`. There are two decoders:
+The concatenated output is what `tokenizer.decode(prompt + ids, skip_special_tokens=True)` has beyond the prompt's text:
+a prefix of it, and all of it after `finish()`. There are two decoders:
 
 - byte-level (GPT-2, Llama 3, Qwen): a token is a string of bytes; an incremental UTF-8 decoder returns exactly the same
   text as decoding everything together, and holds back at most three bytes of an incomplete code point.
-- any other: the tokenizer decodes each group of tokens together with the previous one, so that rules about the start of
-  a text apply once. A group ends where later tokens cannot change it. With byte fallback (Llama 2) a run of `<0x..>`
+- any other: the tokenizer decodes each group of tokens together with the previous one, at first the prompt's last
+  tokens, so that rules about the start of a text apply once: in SentencePiece's it loses its space. A group ends where later tokens cannot change it. With byte fallback (Llama 2) a run of `<0x..>`
   tokens is decoded as a whole and one bad byte corrupts all of it, so its text is emitted when the run has ended.
 
 The result does not depend on how the ids were split over calls, and each token is decoded a bounded number of times.
@@ -25,6 +25,8 @@ from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_UNSETTLED = 16
+_TAIL = 16
+"""Tokens of a prompt among which those are that the output is decoded with: rules about a start concern one or two."""
 
 
 class Vocabulary:
@@ -82,8 +84,9 @@ class Vocabulary:
             raw = token.replace("▁", " ").encode()
         return raw.decode(errors="replace"), raw
 
-    def decoder(self) -> Decoder:
-        return _ByteLevel(self) if self.byte_level else _Grouped(self)
+    def decoder(self, before: Sequence[int] = ()) -> Decoder:
+        """Returns a decoder of text that follows the tokens `before`."""
+        return _ByteLevel(self) if self.byte_level else _Grouped(self, before)
 
 
 class TextPiece(NamedTuple):
@@ -107,8 +110,9 @@ class TextStream:
         min_tokens: int = 0,
         shown_ids: frozenset[int] = frozenset(),
         include_stop: bool = False,
+        prompt: Sequence[int] = (),
     ) -> None:
-        decoder = vocabulary.decoder()
+        decoder = vocabulary.decoder(prompt)
         self._decoder: Decoder = _Showing(vocabulary, decoder, shown_ids) if shown_ids else decoder
         self._unchecked = min_tokens
         self._stop = tuple(dict.fromkeys(stop))
@@ -198,10 +202,13 @@ class _ByteLevel:
 class _Grouped:
     """State: `_before`, the last group emitted, whose text is known; `_group`, ids not emitted yet."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, before: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
-        self._before: list[int] = []
-        self._before_text = ""
+        tail = [i for i in before[-4 * _TAIL :] if vocabulary.token(i) is not None]
+        while vocabulary.byte_fallback and tail and _is_byte(vocabulary.token(tail[-1]) or ""):
+            tail.pop()  # an incomplete run of bytes has no text of its own
+        self._before = tail[-_TAIL:]
+        self._before_text = self._decode(self._before)
         self._group: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -218,13 +225,16 @@ class _Grouped:
         return self._take() if self._group else ""
 
     def _text(self) -> str:
-        text: str = self._vocabulary.tokenizer.decode(self._before + self._group, skip_special_tokens=True)
+        return self._decode(self._before + self._group)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._vocabulary.tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
         return text
 
     def _take(self, text: str | None = None) -> str:
         fresh = (self._text() if text is None else text)[len(self._before_text) :]
         self._before, self._group = self._group, []
-        self._before_text = self._vocabulary.tokenizer.decode(self._before, skip_special_tokens=True)
+        self._before_text = self._decode(self._before)
         return fresh
 
 

@@ -159,7 +159,9 @@ class _Object:
             self.name = name
             return taken, self._of_arguments(self.text[head.end() :])
         if self._whole.state in ("done", "cut"):
-            return taken, self._at_once(self.text if self._whole.state == "done" else self.text.rstrip(" \t\r\n,") + "}")
+            return taken, self._at_once(
+                self.text if self._whole.state == "done" else self.text.rstrip(" \t\r\n,") + "}"
+            )
         return taken, ""
 
     def _of_arguments(self, text: str) -> str:

@@ -16,9 +16,10 @@ from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.policy.quotas import Client, Limits
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
+from coordinator.text.stream import Vocabulary
 from tests.support.fake_workers import Reader, bench, run_to_end
 from tests.support.nodes import until
-from tests.support.tokenizers_kit import byte_level
+from tests.support.tokenizers_kit import byte_fallback, byte_level
 
 
 def ids(text: str) -> list[int]:
@@ -55,6 +56,22 @@ async def test_stop_string_truncates_the_text_and_aborts_both_workers() -> None:
         assert last.usage is not None and last.usage.completion_tokens == len(read) <= len(tokens)
         for worker in (p, d):
             assert (await worker.received(Abort)).sequence == s
+
+
+async def test_text_of_a_sentencepiece_model_follows_the_prompt_with_its_space() -> None:
+    vocabulary = Vocabulary(byte_fallback())
+    hello, world = vocabulary.tokens["▁Hello"], vocabulary.tokens["▁world"]
+    async with bench("p0", "d0", vocabulary=vocabulary) as b:
+        p, d = b.workers
+        for number, (stop, text) in enumerate((((), " Hello world"), ((" world",), " Hello"))):
+            reader = b.submit(str(number), prompt=(1, world), stop=stop)
+            s = (await p.received(Prefill, number + 1)).request.sequence_id
+            p.report(s, 0, hello)
+            p.hand_over(s, "d0")
+            d.report(s, 0, hello, world, hello, 2, ended="length")
+            await reader.done()
+            read = "".join(delta.text for delta in reader.deltas)
+            assert read == text + ("" if stop else " Hello")
 
 
 async def test_slow_reader_does_not_delay_workers_or_other_requests() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -22,8 +23,10 @@ def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(edges)]
 
 
-def stream(vocabulary: Vocabulary, parts: list[list[int]], stop: tuple[str, ...] = ()) -> list[str]:
-    text = TextStream(vocabulary, stop)
+def stream(
+    vocabulary: Vocabulary, parts: list[list[int]], stop: tuple[str, ...] = (), prompt: Sequence[int] = ()
+) -> list[str]:
+    text = TextStream(vocabulary, stop, prompt=prompt)
     return [*(text.push(part).text for part in parts), text.finish()]
 
 
@@ -43,6 +46,31 @@ def test_joined_text_equals_decoding_all_ids_together(name: str, data: st.DataOb
     whole = vocabulary.tokenizer.decode(ids, skip_special_tokens=True)
     assert "".join(stream(vocabulary, parts)) == whole
     assert "".join(stream(vocabulary, [[i] for i in ids])) == whole
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_prompt_and_output_together_are_the_text_of_all_ids(name: str, data: st.DataObject) -> None:
+    """Unless a code point is split between them."""
+    vocabulary = VOCABULARIES[name]
+    prompt, ids = data.draw(ids_for(name)), data.draw(ids_for(name))
+    prompt.append(vocabulary.tokens["a"])
+    prompt += [vocabulary.size + 1] * data.draw(st.integers(0, 3))  # no text
+    whole = vocabulary.tokenizer.decode(prompt + ids, skip_special_tokens=True)
+    before = vocabulary.tokenizer.decode(prompt, skip_special_tokens=True)
+    parts = split(ids, data.draw(st.lists(st.integers(0, 60), max_size=8)))
+    assert before + "".join(stream(vocabulary, parts, prompt=prompt)) == whole
+
+
+def test_a_completion_keeps_its_leading_space() -> None:
+    """A stop string may begin with it."""
+    vocabulary = VOCABULARIES["byte_fallback"]
+    hello, world = vocabulary.tokens["▁Hello"], vocabulary.tokens["▁world"]
+    assert stream(vocabulary, [[hello], [world]]) == ["Hello", " world", ""]
+    assert stream(vocabulary, [[hello], [world]], prompt=[1, world]) == [" Hello", " world", ""]
+    assert stream(vocabulary, [[world], [hello]], (" Hello",), [hello, 2]) == [" world", "", ""]
+    assert stream(vocabulary, [[hello]], prompt=[hello, *vocabulary.tokenizer.encode("é").ids[-2:]]) == [" Hello", ""]
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])

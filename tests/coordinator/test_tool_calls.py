@@ -96,7 +96,9 @@ def test_arguments_are_emitted_while_they_are_generated() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    form=st.sampled_from([*FORMATS]), text=st.text(alphabet='{}[]"\\:;,<>/|name tool_call think', max_size=60), cut=st.data()
+    form=st.sampled_from([*FORMATS]),
+    text=st.text(alphabet='{}[]"\\:;,<>/|name tool_call think', max_size=60),
+    cut=st.data(),
 )
 def test_any_text_parses_the_same_in_any_split_and_never_fails(form: str, text: str, cut: st.DataObject) -> None:
     at = cut.draw(st.integers(0, len(text)))

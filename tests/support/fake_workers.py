@@ -161,11 +161,13 @@ class FakeWorker:
 class Bench:
     """A cluster, its pipeline, and its fake workers."""
 
-    def __init__(self, lease_s: float, max_requests: int, token: str, hold_s: float) -> None:
+    def __init__(
+        self, lease_s: float, max_requests: int, token: str, hold_s: float, vocabulary: Vocabulary | None = None
+    ) -> None:
         self.cluster = Cluster(lease_s, max_requests, 1000, token=token, hold_s=hold_s)
         self.requests = self.cluster.requests
         self.dispatcher = self.cluster.requests.dispatcher
-        self.pipeline = Pipeline(self.cluster, Vocabulary(byte_level()))
+        self.pipeline = Pipeline(self.cluster, vocabulary or Vocabulary(byte_level()))
         self.workers: list[FakeWorker] = []
         self.port = 0
         self.tick: asyncio.Task[None]
@@ -265,10 +267,15 @@ class Reader:
 
 @contextlib.asynccontextmanager
 async def bench(
-    *names: str, lease_s: float = 3.0, max_requests: int = 100, token: str = "", hold_s: float = 30.0
+    *names: str,
+    lease_s: float = 3.0,
+    max_requests: int = 100,
+    token: str = "",
+    hold_s: float = 30.0,
+    vocabulary: Vocabulary | None = None,
 ) -> AsyncIterator[Bench]:
     """A cluster with these workers; afterwards checks that no request remains in any table."""
-    made = Bench(lease_s, max_requests, token, hold_s)
+    made = Bench(lease_s, max_requests, token, hold_s, vocabulary)
     server, made.port = await serve_control(made.cluster, "127.0.0.1", 0)
     made.tick = asyncio.create_task(made.cluster.tick(), name="tick")
     try:
