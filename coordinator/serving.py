@@ -188,8 +188,8 @@ def _responses(config: CoordinatorConfig) -> Responses:
 
 
 def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:
-    if config.tool_parser != "auto" and not text.template_has_tools:
-        log.warning("the chat template does not mention tools, so prompts do not contain them")
+    if config.tool_parser not in ("auto", "hermes") and text.has_chat and not text.template_has_tools:
+        log.warning("the chat template has no tools: calls are in the form of hermes, and --tool-parser is ignored")
     if text.template_has_tools and text.tool_format is None:
         log.warning("the chat template writes tool calls in an unknown format: they are not parsed; see --tool-parser")
     if text.ignored_defaults:

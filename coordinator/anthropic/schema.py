@@ -32,7 +32,8 @@ from coordinator.openai.tools import (
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted, validate
 from coordinator.structured_output import Constraint
-from coordinator.text.chat import ChatMessage, Rendering
+from coordinator.text.chat import Rendering
+from coordinator.text.messages import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options
 
 CLAUDE = "claude-"
@@ -516,8 +517,9 @@ def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
     text = _joined([block for block in blocks if isinstance(block, _Passage)])
     if turn.role == "assistant":
         calls = [template_call(_short_id(b.id), b.name, b.input) for b in blocks if isinstance(b, ToolUseBlock)]
+        reasoning = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
         if text or calls:
-            yield ChatMessage("assistant", text, tool_calls=tuple(calls))
+            yield ChatMessage("assistant", text, tool_calls=tuple(calls), reasoning=reasoning)
         return
     for block in blocks:
         if isinstance(block, ToolResultBlock):
@@ -530,7 +532,8 @@ def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
 
 def _merged(first: ChatMessage, then: ChatMessage) -> ChatMessage:
     content = "\n".join(filter(None, (first.content, then.content)))
-    return replace(first, content=content, tool_calls=first.tool_calls + then.tool_calls)
+    reasoning = "\n".join(filter(None, (first.reasoning, then.reasoning)))
+    return replace(first, content=content, tool_calls=first.tool_calls + then.tool_calls, reasoning=reasoning)
 
 
 def _short_id(name: str) -> str:

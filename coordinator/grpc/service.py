@@ -47,7 +47,7 @@ from coordinator.policy.quotas import Client
 from coordinator.recent import SPACE
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
-from coordinator.text.chat import ChatMessage
+from coordinator.text.messages import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
 
 log = logging.getLogger("baton.grpc")

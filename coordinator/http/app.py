@@ -59,7 +59,7 @@ from coordinator.openai.validation import ModelBody, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Submission
-from coordinator.text.chat import ChatMessage
+from coordinator.text.messages import ChatMessage
 from coordinator.text.model import TextModel, tokens_json
 from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages

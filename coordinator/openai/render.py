@@ -277,7 +277,7 @@ class ChatRender(Render):
             case Text(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return {"reasoning": text, "reasoning_content": text}
             case CallBegun(index, name):
                 self._called.add(choice)
                 function = {"name": name, "arguments": ""}
@@ -302,7 +302,7 @@ class ChatRender(Render):
             if isinstance(begun, CallBegun)
         ]
         found: dict[str, Any] = {"content": text if text.strip() or not calls else None}
-        found |= {"reasoning_content": reasoning} if reasoning else {}
+        found |= {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
         return found | ({"tool_calls": calls} if calls else {})
 
     def _finish(self, delta: Delta, *, calls: bool) -> str | None:

@@ -17,10 +17,10 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from coordinator.openai.responses_tools import INPUT, internal_name
-from coordinator.openai.tools import Arguments, Name, template_call
+from coordinator.openai.tools import Arguments, CalledName, template_call
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, counted, validate
-from coordinator.text.chat import ChatMessage
+from coordinator.text.messages import ChatMessage
 from coordinator.translate import MAX_MESSAGES, ROLES
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
@@ -51,7 +51,7 @@ class Message(_Item):
 class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
-    name: Name
+    name: CalledName
     arguments: Arguments
     namespace: str | None = None
 
@@ -63,7 +63,7 @@ class FunctionCall(_Item):
 class CustomToolCall(_Item):
     type: Literal["custom_tool_call"]
     call_id: str
-    name: Name
+    name: CalledName
     input: str
     namespace: str | None = None
 

@@ -38,7 +38,8 @@ from coordinator.openai.structured import (
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, limit_values
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted
-from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
+from coordinator.text.chat import RESERVED_VARIABLES, Rendering
+from coordinator.text.messages import ChatMessage
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
 MAX_PARTS = 1_024
@@ -263,6 +264,15 @@ class CompletionBody(GenerationBody):
         return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt))
 
 
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+_Reasoning = Annotated[str | None, PlainValidator(_text_or_none, json_schema_input_type=str)]
+"""Reasoning that comes back in the history, under either name. Objects of other servers under these names are not
+text."""
+
+
 class MessageBody(RequestObject):
     neutral = MESSAGE
     place = "messages"
@@ -273,6 +283,8 @@ class MessageBody(RequestObject):
     name: _Name | None = None
     tool_call_id: _Label | None = None
     tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
+    reasoning: _Reasoning | None = None
+    reasoning_content: _Reasoning | None = None
 
     @classmethod
     def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -281,7 +293,8 @@ class MessageBody(RequestObject):
 
     def message(self) -> ChatMessage:
         calls = tuple(call.as_template_value() for call in self.tool_calls or ())
-        return ChatMessage(self.role, self.content, self.name, self.tool_call_id, calls)
+        reasoning = (self.reasoning or self.reasoning_content or "") if self.role == "assistant" else ""
+        return ChatMessage(self.role, self.content, self.name, self.tool_call_id, calls, reasoning)
 
 
 _Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]

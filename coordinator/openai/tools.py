@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -13,7 +15,6 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
-from coordinator.openai.json_body import check_strings
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, count_values
 from coordinator.structured_output import Constraint, json_text, lark_string
@@ -81,27 +82,34 @@ def limit_values(param: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _arguments(value: Any) -> dict[str, Any]:
-    with contextlib.suppress(orjson.JSONDecodeError):
-        found = orjson.loads(value or "{}") if isinstance(value, str) else None
-        if isinstance(found, dict):
-            try:
-                check_strings(found if r"\u0000" in value else None)
-            except InvalidRequest:
-                raise PydanticCustomError("arguments", "contains NUL") from None
+def _arguments(value: Any) -> dict[str, Any] | str:
+    """Returns the arguments as an object if that is what they are: a model may have written anything, or have been cut
+    off, and its own output is never refused."""
+    if not isinstance(value, str):
+        raise PydanticCustomError("arguments", "must be a JSON object as a string")
+    with contextlib.suppress(ValueError, RecursionError):
+        found = orjson.loads(value or "{}")
+        if _LONG_NUMBER.search(value):  # orjson reads an integer over 64 bits as a float
+            found = json.loads(value)
+        if isinstance(found, dict) and r"\u0000" not in value:
             return found
-    raise PydanticCustomError("arguments", "must be a JSON object as a string")
+    return value
 
 
-Arguments = Annotated[dict[str, Any], PlainValidator(_arguments, json_schema_input_type=str)]
+_LONG_NUMBER = re.compile(r"[0-9]{19}")
+Arguments = Annotated[dict[str, Any] | str, PlainValidator(_arguments, json_schema_input_type=str)]
 """The arguments of a call in the history, parsed with the body: a million values would block the event loop."""
+
+
+CalledName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+"""The name of a call in the history: whatever the model wrote, which parsers limit to this length."""
 
 
 class CalledFunction(RequestObject):
     place = "messages.tool_calls.function"
     history = True
 
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    name: CalledName
     arguments: Arguments
 
 
@@ -120,8 +128,8 @@ class ToolCall(RequestObject):
         return template_call(self.id, self.function.name, self.function.arguments)
 
 
-def template_call(name: str, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns a call as chat templates expect it: the arguments as an object."""
+def template_call(name: str, function: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
+    """Returns a call as chat templates expect it: the arguments as an object, or as text if they are something else."""
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
 
 
@@ -209,7 +217,7 @@ def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[s
     lines = ["start: calls", f"calls: {begin} call {more} {end}"]
     lines.append(f"call: {before} ({' | '.join(f'call_{i}' for i in range(len(functions)))}) {after}")
     for number, function in enumerate(functions):
-        schema = _schema(function.parameters or _NO_ARGUMENTS, Constraint("json_schema", "", "", not function.strict))
+        schema = _schema(_object_schema(function), Constraint("json_schema", "", "", not function.strict))
         if form == "harmony":
             head = f"{marker('<|channel|>')} {lark_string(f'commentary to=functions.{function.name} ')}"
             head += f' {marker("<|constrain|>")} "json" {marker("<|message|>")}'
@@ -219,6 +227,21 @@ def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[s
             lines.append(f'call_{number}: {head} arguments_{number} "}}"')
         lines.append(f"arguments_{number}: %json {schema}")
     return lines
+
+
+def _object_schema(function: Function) -> dict[str, Any]:
+    """Returns the schema of a function's arguments, which are an object.
+
+    Raises:
+        InvalidRequest: the schema allows none.
+    """
+    schema = function.parameters or _NO_ARGUMENTS
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise InvalidRequest(
+            f"the parameters of {function.name} must have 'type': 'object', not {str(kinds)[:50]}", param="tools"
+        )
+    return schema | {"type": "object"}
 
 
 def _schema(schema: dict[str, Any], how: Constraint) -> str:

@@ -19,6 +19,8 @@ import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
+from coordinator.text.generic_tools import as_plain_messages
+from coordinator.text.messages import ChatMessage
 from coordinator.text.template import ChatTemplate
 
 _ALIAS = "\ufdd0"
@@ -33,19 +35,6 @@ SCHEMA_WORDS = frozenset(
         *("object", "array", "string", "number", "integer", "boolean", "null", "required", "enum", "anyOf", "default"),
     ]
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message, its content as one text. `role` is system, developer, user, assistant or tool; `tool_calls` are as
-    chat templates expect them; `reasoning` comes before the content."""
-
-    role: str
-    content: str
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: tuple[Mapping[str, Any], ...] = ()
-    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +53,38 @@ PLAIN = Rendering()
 RESERVED_VARIABLES = frozenset(["add_generation_prompt", "documents", "messages", "tools"])
 
 
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What a template does with messages, found by rendering some. `parts` are the roles whose content it reads only as
+    a list of parts; `system`: it takes system messages; `text_arguments`: it takes the arguments of a call as text."""
+
+    parts: frozenset[str]
+    system: bool
+    text_arguments: bool
+
+
+_PROBE = "Probe7"
+
+
 class ChatEncoder:
     """A chat template with its tokenizer. Control tokens are the special tokens and the added tokens that the template
-    can write. `parts` is the tokenizer's parsed JSON, if the caller has it."""
+    can write. `parts` is the tokenizer's parsed JSON, if the caller has it. State: what the template does with
+    messages, once it has been tried."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, parts: Mapping[str, Any] | None = None) -> None:
         self.template = template
+        self.has_tools = "tools" in template.source
         self._maps_developer = "developer" not in template.source
+        self._traits: _Traits | None = None
         literals = template.literals()
         added = tokenizer.get_added_tokens_decoder().values()
         controls = [t.content for t in added if t.special or t.content in literals]
         self._controls = ControlTokens(tokenizer, parts or orjson.loads(tokenizer.to_str()), controls)
+
+    def check(self) -> None:
+        """Raises StartupError if the template does not compile; tries what it does with messages."""
+        self.template.check()
+        self._traits = self._tried()
 
     def render(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN, *, guard: bool = False) -> str:
         """Returns the prompt as text; with `guard`, text that spells control tokens is marked.
@@ -83,39 +93,91 @@ class ChatEncoder:
             InvalidRequest: the template refused the messages, or the last message cannot be continued.
         """
         clean = self._controls.guard if guard else str
+        traits = self._traits = self._traits or self._tried()
+        tools = how.tools
+        if not self.has_tools:
+            messages, tools = as_plain_messages(messages, tools, system=traits.system), ()
         values: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             role = "system" if message.role == "developer" and self._maps_developer else message.role
-            value: dict[str, Any] = {"role": role, "content": message.content}
-            value |= {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
-            if message.tool_calls:
-                value["tool_calls"] = list(message.tool_calls)
-            if message.reasoning:
-                value["reasoning_content"] = message.reasoning
-            values.append(
-                {
-                    key: text if key == "role" else _cleaned(text, clean, f"messages[{index}].{key}")
-                    for key, text in value.items()
-                }
-            )
+            value = _template_value(message, traits)
+            values.append({k: _cleaned(v, clean, f"messages[{index}].{k}") for k, v in value.items()} | {"role": role})
+        final: str = values[-1]["content"]
+        for value in values:
+            if value["role"] in traits.parts:
+                value["content"] = [{"type": "text", "text": value["content"]}]
         rendered = self.template.render(
             values,
-            tools=_cleaned(list(how.tools), clean, "tools") or None,
+            tools=_cleaned(list(tools), clean, "tools") or None,
             add_generation_prompt=how.add_generation_prompt,
             variables=_cleaned(how.variables, clean, "chat_template_kwargs"),
         )
         if not how.continue_final_message:
             return rendered
-        final = values[-1]["content"].strip()
-        behind = rendered[::-1].find(final[::-1])  # reversed: `rfind` may take the product of the lengths
-        if not final or behind < 0:
+        core = final.strip()
+        behind = rendered[::-1].find(core[::-1])  # reversed: `rfind` may take the product of the lengths
+        if not core or behind < 0:
             what = "continue_final_message: the chat template does not render the last message unchanged"
             raise InvalidRequest(what, param="continue_final_message")
-        return rendered[: len(rendered) - behind]
+        return rendered[: len(rendered) - behind] + final[len(final.rstrip()) :]
+
+    def _tried(self) -> _Traits:
+        parts: set[str] = set()
+
+        def content(role: str, text: str) -> Any:
+            return [{"type": "text", "text": text}] if role in parts else text
+
+        def shows(role: str) -> bool:
+            messages = [{"role": role, "content": content(role, _PROBE)}]
+            if role != "user":
+                messages.insert(int(role == "system"), {"role": "user", "content": content("user", "Hi")})
+            return self._shows(messages)
+
+        shown = set[str]()
+        for role in ("user", "system", "assistant", "tool"):
+            if shows(role):
+                shown.add(role)
+                continue
+            parts.add(role)
+            if shows(role):
+                shown.add(role)
+            else:
+                parts.discard(role)
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": _PROBE}}
+        calling = {"role": "assistant", "content": content("assistant", ""), "tool_calls": [call]}
+        text_arguments = self._shows([{"role": "user", "content": content("user", "Hi")}, calling])
+        return _Traits(frozenset(parts), "system" in shown, text_arguments)
+
+    def _shows(self, messages: list[dict[str, Any]]) -> bool:
+        try:
+            return _PROBE in self.template.render(messages)
+        except InvalidRequest:
+            return False
 
     def encode_rendered(self, guarded: str) -> list[int]:
         """Returns the ids of a text that `render` made with `guard`. Blocks: call it from a thread."""
         return self._controls.encode(guarded)
+
+
+def _template_value(message: ChatMessage, traits: _Traits) -> dict[str, Any]:
+    """Returns a message under the names that templates use."""
+    value: dict[str, Any] = {"content": message.content}
+    value |= {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
+    if message.tool_calls:
+        value["tool_calls"] = [_template_call(call, traits) for call in message.tool_calls]
+    if message.reasoning:
+        value |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+        if not (message.content and message.tool_calls):  # gpt-oss's refuses both together with calls
+            value["thinking"] = message.reasoning
+    return value
+
+
+def _template_call(call: Mapping[str, Any], traits: _Traits) -> Mapping[str, Any]:
+    """Returns a call; arguments that are not an object become one for a template that does not take text."""
+    function = call["function"]
+    if traits.text_arguments or not isinstance(function["arguments"], str):
+        return call
+    return {**call, "function": {**function, "arguments": {"arguments": function["arguments"]}}}
 
 
 def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0) -> Any:

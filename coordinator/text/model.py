@@ -29,8 +29,9 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError, Unavailable
 from baton.core.request import SamplingParams
-from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, ChatMessage, Rendering
+from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, Rendering
 from coordinator.text.files import TextFiles, read_text_files
+from coordinator.text.messages import ChatMessage
 from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format
 
@@ -51,7 +52,7 @@ _T = TypeVar("_T")
 
 class TextModel:
     """The text side of a model. Immutable after construction, except for its threads and the work that waits for them.
-    `tool_format` is the form of its tool calls, None if its template has no tools; `thinks`: its output may begin with
+    `tool_format` is the form of its tool calls, None if it is unknown; `thinks`: its output may begin with
     reasoning; `marker_ids` are the added tokens that mark calls and reasoning."""
 
     def __init__(self, files: TextFiles, *, max_model_len: int | None = None, tool_parser: str = "auto") -> None:
@@ -72,8 +73,10 @@ class TextModel:
         )
         template = "" if files.chat_template is None else files.chat_template.source
         self.chat_template = template or None
-        self.tool_format = detect_format(template) if tool_parser == "auto" else tool_parser
         self.template_has_tools = "tools" in template
+        self.tool_format = detect_format(template) if tool_parser == "auto" else tool_parser
+        if template and not self.template_has_tools:
+            self.tool_format = "hermes"  # as generic_tools.py describes
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _marker_ids(files.tokenizer, self.tool_format, self.thinks)
         self._threads = ThreadPoolExecutor(max_workers=LONG_AT_ONCE + 1, thread_name_prefix="tokenize")
@@ -127,6 +130,7 @@ class TextModel:
             ContextLengthExceeded, Unavailable: as `encode_async`.
         """
         size = sum(_utf8_length(message.content) for message in messages)
+        size += sum(_utf8_length(message.reasoning) for message in messages)
         size += await _text_bytes([message.tool_calls for message in messages if message.tool_calls])
         self._check_bytes(size, param="messages")
         for param, given in (("tools", how.tools), ("chat_template_kwargs", how.variables)):
@@ -195,7 +199,7 @@ class TextModel:
     def check(self) -> None:
         """Raises StartupError if the chat template does not compile. Blocks, longest right after `start`."""
         if self._chat is not None:
-            self._chat.template.check()
+            self._chat.check()
 
     def close(self) -> None:
         for threads in (self._threads, self._rendering):

@@ -8,8 +8,9 @@ a prefix of it, and all of it after `finish()`. There are two decoders:
 - byte-level (GPT-2, Llama 3, Qwen): a token is a string of bytes; an incremental UTF-8 decoder returns exactly the same
   text as decoding everything together, and holds back at most three bytes of an incomplete code point.
 - any other: the tokenizer decodes each group of tokens together with the previous one, at first the prompt's last
-  tokens, so that rules about the start of a text apply once: in SentencePiece's it loses its space. A group ends where later tokens cannot change it. With byte fallback (Llama 2) a run of `<0x..>`
-  tokens is decoded as a whole and one bad byte corrupts all of it, so its text is emitted when the run has ended.
+  tokens, so that rules about the start of a text apply once: in SentencePiece's it loses its space. A group ends where
+  later tokens cannot change it. With byte fallback (Llama 2) a run of `<0x..>` tokens is decoded as a whole and one bad
+  byte corrupts all of it, so its text is emitted when the run has ended.
 
 The result does not depend on how the ids were split over calls, and each token is decoded a bounded number of times.
 """

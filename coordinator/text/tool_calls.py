@@ -494,8 +494,8 @@ class HarmonyParser(Parser):
 
 
 class ThinkParser(Parser):
-    """Separates the reasoning, and passes the remaining text to another parser. State: content that may be the beginning
-    of an end tag, and whether one was just dropped."""
+    """Separates the reasoning, and passes the remaining text to another parser. State: content that may be the
+    beginning of an end tag, and whether one was just dropped."""
 
     def __init__(self, behind: Parser | None, thinking: bool) -> None:
         super().__init__()

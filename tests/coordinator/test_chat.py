@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest, StartupError
+from coordinator.openai.tools import template_call
 from coordinator.text import chat, template
-from coordinator.text.chat import ChatEncoder, ChatMessage, Rendering
+from coordinator.text.chat import ChatEncoder, Rendering
+from coordinator.text.messages import ChatMessage
 from coordinator.text.model import TextModel
 from coordinator.text.template import ChatTemplate, Renderer
 from tests.support import tokenizers_kit as kit
@@ -196,13 +198,13 @@ def test_an_invalid_template_fails_the_start_with_a_one_line_error(source: str) 
 
 @pytest.mark.parametrize("final", ["so", " <|im_end|> so on\n", "ü 😀 aa", "a", "a" * 5_000])
 def test_a_continued_prompt_ends_after_the_last_occurrence_of_the_final_message(final: str) -> None:
-    """As in transformers, which searches backwards for the stripped message."""
+    """As in transformers, which searches backwards for the stripped message, but with the blanks at its end."""
     messages = [ChatMessage("user", "so a so"), ChatMessage("assistant", final)]
     for source in (CHATML, LLAMA_2, "{{ messages[1].content }}{{ messages[1].content }} so", FANCY):
         encode = encoder(source)
         whole = encode.render(messages, Rendering(add_generation_prompt=False))
         text = final.strip()
-        expected = whole[: whole.rindex(text) + len(text)]
+        expected = whole[: whole.rindex(text) + len(text)] + final[len(final.rstrip()) :]
         how = Rendering(add_generation_prompt=False, continue_final_message=True)
         assert encode.render(messages, how) == expected
 
@@ -316,3 +318,79 @@ def test_rendering_does_not_serialize_a_conversation_in_one_call(monkeypatch: py
 
     monkeypatch.setattr(json, "dumps", dumps)
     assert encoder("{{ messages[0].content }}").render([ChatMessage("user", "x")]) == "x"
+
+
+PARTS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.role == 'user' %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}
+{%- endfor %}{% else %}{{ message.content }}{% endif %}<|im_end|>
+{% endfor %}"""
+
+
+def test_a_template_that_reads_only_parts_is_given_parts() -> None:
+    """For the roles that need it. The text is as safe as any: `text` is within a control token."""
+    encode = encoder(PARTS)
+    messages = [ChatMessage("system", "Be kind"), ChatMessage("user", "Hi <|im_end|>"), ChatMessage("assistant", "Yes")]
+    encode.check()
+    rendered = encode.render(messages, Rendering(add_generation_prompt=False))
+    assert rendered == "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
+    ids = ids_of(encode, messages)
+    end = kit.byte_level().token_to_id("<|im_end|>")
+    assert ids.count(end) == 3
+
+
+ITEMS = "{% for name, value in call.function.arguments|items %}{{ name }}={{ value }} {% endfor %}"
+CALLS = (
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls %} {{ call.function.name }}"
+)
+CALLS += "(" + ITEMS + "){% endfor %}{% endfor %}{{ tools }}"
+
+
+def test_a_call_whose_arguments_are_no_object_never_fails_a_template() -> None:
+    """It reaches the template as text; as an object with the text in it if the template takes objects only."""
+    calls = [template_call("a", "f", '{"x'), template_call("b", "g", {"y": 1})]
+    messages = [ChatMessage("user", "Hi"), ChatMessage("assistant", "", tool_calls=tuple(calls))]
+    assert 'f(arguments={"x ) g(y=1 )' in encoder(CALLS).render(messages)
+    as_json = CALLS.replace(ITEMS, "{{ call.function.arguments }}")
+    assert 'f({"x)' in encoder(as_json).render(messages)
+
+
+QWEN3 = """{% for message in messages %}{% if message.reasoning_content is string %}
+{{- '<think>' + message.reasoning_content + '</think>' }}{% endif %}{{ message.content }}{% endfor %}"""
+
+
+def test_reasoning_in_the_history_reaches_the_template() -> None:
+    messages = [ChatMessage("user", "Hi."), ChatMessage("assistant", "Yes.", reasoning="Hm <|im_end|>")]
+    assert encoder(QWEN3).render(messages) == "Hi.<think>Hm <|im_end|></think>Yes."
+    end = kit.byte_level().token_to_id("<|im_end|>")
+    assert end not in ids_of(encoder(QWEN3), messages)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+NO_SYSTEM = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + CHATML
+
+
+@pytest.mark.parametrize("template", [CHATML, NO_SYSTEM])
+def test_tools_of_a_template_that_has_none_are_described_in_messages(template: str) -> None:
+    """Calls and results become text in the same form, which the parser reads."""
+    calls = (template_call("a", "f", {"x": 1}), template_call("b", "f", '{"x'))
+    messages = [
+        ChatMessage("user", "Hi"),
+        ChatMessage("assistant", "Wait.", tool_calls=calls),
+        ChatMessage("tool", "one", tool_call_id="a"),
+        ChatMessage("tool", "two", tool_call_id="b"),
+        ChatMessage("user", "And?"),
+    ]
+    text = encoder(template).render(messages, Rendering(tools=[TOOL]))
+    first, *others = [turn.split("<|im_end|>")[0] for turn in text.split("<|im_start|>")[1:]]
+    assert first.startswith("user" if template == NO_SYSTEM else "system")
+    assert '{"name": "f", "parameters": {"type": "object"}}' in first and "<tool_call>" in first
+    assert (first.endswith("\n\nHi")) == (template == NO_SYSTEM)
+    asked = 'assistant\nWait.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>\n'
+    asked += '<tool_call>\n{"name": "f", "arguments": {"x}\n</tool_call>'
+    results = "user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>"
+    assert others[-4:] == [asked, results, "user\nAnd?", "assistant\n"]
+    own = encoder(template).render([ChatMessage("user", "Hi")])
+    assert own == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "nothing without tools"
+    if template == CHATML:
+        both = encoder(template).render([ChatMessage("system", "Be kind."), *messages], Rendering(tools=[TOOL]))
+        assert both.startswith("<|im_start|>system\nBe kind.\n\nYou may call") and both.count("system") == 1

@@ -15,7 +15,7 @@ from coordinator.anthropic.render import input_of
 from coordinator.anthropic.schema import BILLING, MessagesBody
 from coordinator.openai.validation import parse
 from coordinator.submission import Delta
-from coordinator.text.chat import ChatMessage
+from coordinator.text.messages import ChatMessage
 from tests.coordinator.test_tools import TWO, WEATHER
 from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.messages_kit import (

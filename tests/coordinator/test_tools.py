@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from baton.core.errors import InvalidRequest
 from baton.engine.grammar_automaton import load_tokenizer
 from baton.model_source import builtin_directory
 from coordinator import structured_output
@@ -87,13 +86,13 @@ async def whole(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 async def streamed(client: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, Any], str]:
     """Returns the message, assembled as clients do it, and the finish reason."""
     answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL, NOW], "stream": True} | fields)
-    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    message: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "tool_calls": []}
     finish = ""
     for event in events(answer):
         fits("CreateChatCompletionStreamResponse", event)
         (choice,) = event["choices"]
         finish = choice["finish_reason"] or finish
-        for name in ("content", "reasoning_content"):
+        for name in ("content", "reasoning", "reasoning_content"):
             message[name] += choice["delta"].get(name) or ""
         for part in choice["delta"].get("tool_calls", ()):
             if part["index"] == len(message["tool_calls"]):
@@ -344,24 +343,80 @@ async def test_reasoning_is_returned_separately_from_the_content(tmp_path: Path,
     generator.script = reply("Hm", "m.</thi", "nk>\n\n", "Yes.")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         message = (await whole(client))["message"]
-        assert (message["reasoning_content"], message["content"]) == ("Hmm.", "Yes.")
+        assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hmm.", "Hmm.", "Yes.")
         found, _ = await streamed(client)
-        assert (found["reasoning_content"], found["content"]) == ("Hmm.", "Yes.")
+        assert (found["reasoning_content"], found["reasoning"], found["content"]) == ("Hmm.", "Hmm.", "Yes.")
 
 
-async def test_tools_are_refused_if_the_template_does_not_support_them(
-    generator: FakeGenerator, text_model: TextModel
+async def test_tools_of_a_template_without_tools_are_called_in_the_generic_form(
+    client: httpx.AsyncClient, generator: FakeGenerator, tmp_path: Path, app: FastAPI
 ) -> None:
-    app = create_app(generator, text_model, HttpSettings("tiny", created=1))
+    model = TextModel.load(text_dir(tmp_path / "none", config={"max_position_embeddings": 4096}))
+    app = create_app(generator, model, HttpSettings("tiny", created=1))
+    generator.script = reply(*TWO)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
-        answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL]})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-        assert (await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL], "tool_choice": "none"})).status_code == 200
-    assert not generator.submissions[:-1]
+        for choice in ("auto", "required", {"type": "function", "function": {"name": "get_weather"}}):
+            message = (await whole(client, tool_choice=choice))["message"]
+            assert message["content"] == "Let me see.\n" and len(message["tool_calls"]) == 2
+            assert "get_weather" in model.decode(generator.submissions[-1].prompt)
+        assert [bool(s.sampling.grammar) for s in generator.submissions] == [False, True, True]
+        await whole(client, tool_choice="none")
+        assert "get_weather" not in model.decode(generator.submissions[-1].prompt)
 
 
-def test_arguments_in_the_history_must_be_an_object() -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "3"}}
+@pytest.mark.parametrize("arguments", ["{", "3", '"a"', "[1]", "nonsense", '{"a": "\\u0000"}', '{"a": "\\ud800"}', ""])
+async def test_a_call_that_the_model_wrote_is_accepted_in_the_history(
+    client: httpx.AsyncClient, generator: FakeGenerator, model: TextModel, arguments: str
+) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history = [*GOOD[CHAT]["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    await whole(client, messages=history)
+    shown = json.dumps(arguments, ensure_ascii=False) if arguments else "{}"
+    assert f'"arguments": {shown}' in model.decode(generator.submissions[-1].prompt)
+    item = {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
+    answer = await client.post("/v1/responses", json={"input": [{"role": "user", "content": "Hello"}, item]})
+    assert answer.status_code == 200
+    assert f'"arguments": {shown}' in model.decode(generator.submissions[-1].prompt)
+
+
+def test_integers_of_any_size_in_the_history_keep_their_digits() -> None:
+    number = 123456789012345678901234567890
+    call = {"id": "a", "function": {"name": "f", "arguments": json.dumps({"a": number, "b": [-number, 1.5]})}}
     body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
-    with pytest.raises(InvalidRequest, match="JSON object"):
-        parse(ChatBody, json.dumps(body).encode()).chat()
+    (found,) = parse(ChatBody, json.dumps(body).encode()).chat()[1].tool_calls
+    assert found["function"]["arguments"] == {"a": number, "b": [-number, 1.5]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, True),
+        ({"description": "any"}, True),
+        ({"type": ["object", "null"]}, True),
+        ({"anyOf": [{"type": "object"}, {"type": "string"}]}, True),
+        ({"type": "array"}, False),
+        ({"type": "string"}, False),
+        ({"enum": [1]}, False),
+    ],
+)
+async def test_forced_arguments_are_an_object_or_the_tool_is_refused(
+    client: httpx.AsyncClient, generator: FakeGenerator, schema: dict[str, Any], allowed: bool
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    fields = {"tools": [tool], "tool_choice": "required"}
+    if not allowed:
+        answer = await client.post(CHAT, json=GOOD[CHAT] | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        return
+    await whole(client, **fields)
+    tokenizer, grammar = load_tokenizer(builtin_directory("target"), 4096), generator.submissions[-1].sampling.grammar
+    for arguments, accepted in (
+        ('{"a": 1}', True),
+        ('"a"', False),
+        ("[1]", False),
+        ("Infinity", False),
+        ("null", False),
+    ):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        tokens = tokenizer.tokenize_str(text)
+        assert accepted == (LLMatcher(tokenizer, grammar).validate_tokens(tokens) == len(tokens)), text
