@@ -115,9 +115,9 @@ def flush_stdout(end: str = "") -> OSError | None:
     return None
 
 
-def error_line(error: BatonError) -> str:
-    """Returns `error: ...`, always a single line."""
-    return "error: " + " ".join(error.message.split())
+def error_line(error: BatonError, where: str = "") -> str:
+    """Returns `error: ...`, always a single line; `where` precedes the message."""
+    return "error: " + where + " ".join(error.message.split())
 
 
 def read_config_file(path: str | None) -> Mapping[str, object]:

@@ -27,6 +27,9 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 BEAT_VARIABLE = "BATON_BEAT_FD"
 """Names the pipe to which a rank writes each second while it runs Python."""
 
+FORWARD_VARIABLE = "BATON_FORWARDS_SIGNALS"
+"""Set by `launch.torchrun`, which signals the ranks itself, so that torchrun does not end at the signal."""
+
 SWITCH_INTERVAL_S = 0.0005
 """How long another thread may keep the event loop from running. Python's default is 5 ms, and a hand-over needs a
 handful of such switches (decision 0005)."""
@@ -48,13 +51,24 @@ def die_with_parent(parent: int | None = None) -> None:
     named = os.environ.pop(PARENT_VARIABLE, "")
     if parent is None and named.isdigit():
         parent = int(named)
-    if parent is None and _TORCHRUN_VARIABLE in os.environ:
+    if parent is None and under_torchrun():
         parent = os.getppid()
     if parent is None or sys.platform != "linux":
         return
     set_death_signal()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, not the agent, started this rank; then the ranks of all nodes start together."""
+    return _TORCHRUN_VARIABLE in os.environ
+
+
+def drain_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals at which a rank drains: SIGTERM, and under torchrun all that it forwards to its ranks."""
+    forwarded = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT) if under_torchrun() else ()
+    return (signal.SIGTERM, *forwarded)
 
 
 def allow_open_files(wanted: int) -> None:
@@ -91,7 +105,7 @@ def record_error(message: str) -> None:
     path = os.environ.get(ERROR_FILE_VARIABLE, "")
     if not path or (os.path.exists(path) and os.path.getsize(path)):
         return
-    extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+    extra = {"rank": os.environ.get("RANK", "0"), "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 

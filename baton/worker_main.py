@@ -32,6 +32,7 @@ from baton.process import (
     allow_open_files,
     beat_to_agent,
     die_with_parent,
+    drain_signals,
     lasting_imports,
     limit_name_lookups,
     record_error,
@@ -41,10 +42,12 @@ from baton.token_file import read_token
 if TYPE_CHECKING:
     from baton.engine.options import EngineOptions
     from baton.rpc.worker_loop import WorkerLoop
+    from baton.worker_ranks import Crew
 
 log = logging.getLogger("baton.worker")
 
 STALL_S = 1.0  # a third of the default lease
+_OWN_SIGNAL = "signal"
 OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared memory
 
 
@@ -98,7 +101,9 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
                 error = StartupError(f"{config.worker_id}: the coordinator refused this worker: {error.message}{own}")
             record_error(error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}")
             if isinstance(error, StartupError | RankLost):  # without delay: the other ranks wait for this exit
-                print(error_line(error), file=sys.stderr, flush=True)
+                who = f"{config.worker_id}, rank {ranks.rank} of {ranks.size} on {socket.gethostname()}: "
+                line = error_line(error, who if ranks.size > 1 else "")
+                print(line, file=sys.stderr, flush=True)
                 os._exit(EXIT_STARTUP_ERROR if isinstance(error, StartupError) else EXIT_RANK_LOST)
             log.critical("%s: fatal error, exiting (restart required): %s", config.worker_id, error, exc_info=e)
             logging.shutdown()
@@ -112,24 +117,32 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
 
 def _take_signals() -> None:
     """Ignores SIGINT: Ctrl-C reaches every process of a terminal, but only the launcher handles it, and drains its
-    workers. SIGTERM ends a worker that is still loading: it has nothing to drain."""
+    workers; torchrun forwards it. A signal to drain ends a worker that is still loading: it has nothing to drain."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    for number in drain_signals():
+        signal.signal(number, lambda number, frame: os._exit(0))
 
 
-def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
-    """Drains the worker on the first SIGTERM and ends the process on the second."""
-    asked = False
+def _drain_on_signal(worker: Worker, crew: Crew, timeout_s: float) -> set[str]:
+    """Drains the worker on the first signal, to this rank or another, and ends the process on the second to this one.
+    Returns the set to which the sources of signals are added."""
+    loop, received = asyncio.get_running_loop(), set[str]()
 
-    def on_sigterm() -> None:
-        nonlocal asked
-        if asked:
-            os._exit(128 + signal.SIGTERM)
-        asked = True
-        log.info("SIGTERM: draining for at most %g s", timeout_s)
-        worker.main_loop.leave(timeout_s)
+    def drain(source: str) -> None:
+        if not received:
+            log.info("%s: draining for at most %g s", source, timeout_s)
+            worker.main_loop.leave(timeout_s)
+        received.add(source)
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
+    def on_signal(number: signal.Signals) -> None:
+        if _OWN_SIGNAL in received:
+            os._exit(128 + number)
+        drain(_OWN_SIGNAL)
+
+    for number in drain_signals():
+        loop.add_signal_handler(number, on_signal, number)
+    crew.on_leave(lambda rank: loop.call_soon_threadsafe(drain, f"signal at rank {rank}"))
+    return received
 
 
 async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWorker]) -> None:
@@ -139,7 +152,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         make = load()
         from baton.engine.device import choose_device, gpu_uuids
         from baton.rpc.health import serving_health
-        from baton.worker_ranks import lead
+        from baton.worker_ranks import lead, leave_torchrun
     imported = len(sys.modules) - before
     beat_to_agent()  # not before: loading libraries from a cold file system blocks the interpreter for long
 
@@ -183,7 +196,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 config.quantize,
                 runner.parameter_bytes / (1 << 20),
             )
-        _drain_on_sigterm(worker, config.drain_timeout_s)
+        signals = _drain_on_signal(worker, crew, config.drain_timeout_s)
         stalls = asyncio.create_task(LoopWatch(STALL_S).run(), name="loop watch")
         try:
             async with contextlib.AsyncExitStack() as beside:
@@ -196,6 +209,8 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 await worker.run()
         finally:
             stalls.cancel()
+    if _OWN_SIGNAL in signals:
+        leave_torchrun(ranks)
 
 
 def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:

@@ -11,8 +11,9 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +26,11 @@ from baton.engine.device import choose_device
 from baton.engine.loading import OnStage, load_runner
 from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
 from baton.engine.options import EngineOptions
-from baton.engine.parallel import open_store
+from baton.engine.parallel import leave_exit_barrier, open_store
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
 from baton.engine.runner import Runner
 from baton.options import error_line
-from baton.process import EXIT_RANK_LOST, record_error
+from baton.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
 from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.nccl import configure_nccl, local_gpus
@@ -48,11 +49,12 @@ LAST_MESSAGE_S = 2.0
 @dataclass(frozen=True, slots=True)
 class Crew:
     """What a leader has: its runner, whose steps the followers replay, the pids of all ranks, and the ends of edges at
-    all of them."""
+    all of them. `on_leave` sets what is called, from any thread, with the rank of a follower that received SIGTERM."""
 
     runner: Runner
     pids: tuple[int, ...]
     ends: MakeEnd
+    on_leave: Callable[[Callable[[int], object]], None] = lambda handler: None
 
 
 @contextmanager
@@ -65,14 +67,15 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
         yield Crew(runner, (os.getpid(),), _local_ends(runner, options, ranks))
         return
     store = open_store(os.environ)
-    limit_s = CONNECT_TIMEOUT_S if ranks.on_one_node else MEET_TIMEOUT_S
+    limit_s = CONNECT_TIMEOUT_S if _start_together(ranks) else MEET_TIMEOUT_S
     channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error), limit_s)
     with _reporting_errors(channel):
         _know_streams(options, ranks)
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
         runner.lead(channel.send)
-        yield Crew(runner, channel.pids, WorkerEnds(_local_ends(runner, options, ranks), channel))
+        ends = WorkerEnds(_local_ends(runner, options, ranks), channel)
+        yield Crew(runner, channel.pids, ends, channel.set_leave_handler)
     channel.stop("drained")
 
 
@@ -86,18 +89,47 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report, partial(_end_by_bug, channel))
         channel.set_order_handler(ends.obey)
         channel.serving()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and reports when all is done
+        signalled = _ask_leader_to_drain(channel)
         log.info("rank %d of %d: following the leader", ranks.rank, ranks.size)
         reason = channel.follow(runner.step)
         ends.close()
     channel.close()
+    if signalled:
+        leave_torchrun(ranks)
     log.info("rank %d exits: %s", ranks.rank, reason)
+
+
+def leave_torchrun(ranks: Ranks) -> None:
+    """Called at the end of a rank that drained at a signal: without it, the torchruns of other nodes would wait."""
+    if not ranks.on_one_node and ranks.local_rank == 0 and under_torchrun() and FORWARD_VARIABLE not in os.environ:
+        leave_exit_barrier(os.environ)
+
+
+def _ask_leader_to_drain(channel: FollowerChannel) -> list[int]:
+    """Makes this follower ask its leader to drain at the first signal, and end at the second; it goes on until the
+    leader has drained. Returns the list to which received signals are appended."""
+    received: list[int] = []
+
+    def on_signal(number: int, frame: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(128 + number)
+        threading.Thread(target=channel.leave, name="leave", daemon=True).start()  # sending may wait
+
+    for number in drain_signals():
+        signal.signal(number, on_signal)
+    return received
+
+
+def _start_together(ranks: Ranks) -> bool:
+    """Whether one launcher starts all ranks, so that none waits long for another."""
+    return ranks.on_one_node or under_torchrun()
 
 
 def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
     """Connects to the leader. A leader on another node may start later, or the leader of the rank that this one
     replaces may not have exited yet."""
-    deadline = time.monotonic() + (0.0 if ranks.on_one_node else MEET_TIMEOUT_S)
+    deadline = time.monotonic() + (0.0 if _start_together(ranks) else MEET_TIMEOUT_S)
     logged = False
     while True:
         try:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
@@ -66,6 +66,12 @@ class Job:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
 
+    @property
+    def worker_id(self) -> str:
+        options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        options.add_argument("--worker-id", nargs="?")
+        return options.parse_known_args(self.arguments)[0].worker_id or self.module
+
     def environment(self, local_rank: int, port: int) -> dict[str, str]:
         """The environment variables that torchrun sets for a rank."""
         rank, size = self.node_rank * self.ranks + local_rank, self.nodes * self.ranks
@@ -77,13 +83,13 @@ class Job:
         return found | ({"MASTER_ADDR": self.master_addr} if size > 1 else {})
 
 
-def parse_job(argv: Sequence[str]) -> Job:
+def parse_job(argv: Sequence[str], program: str = "launch.agent") -> Job:
     """Parses the flags; exits with code 2 and a message if they are invalid."""
-    words, program = list(argv), []
+    words, module = list(argv), []
     if "-m" in words:
         at = words.index("-m")
-        words, program = words[:at], words[at + 1 :]
-    parser = argparse.ArgumentParser(prog="launch.agent", usage="%(prog)s [flags] -m module ...", allow_abbrev=False)
+        words, module = words[:at], words[at + 1 :]
+    parser = argparse.ArgumentParser(prog=program, usage="%(prog)s [flags] -m module ...", allow_abbrev=False)
 
     def flag(name: str, variable: str, least: int, default: int, what: str) -> None:
         def number(text: str) -> int:
@@ -104,7 +110,7 @@ def parse_job(argv: Sequence[str]) -> Job:
     found, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"{' '.join(unknown)}: unsupported; for other torchrun flags use torchrun itself")
-    if not program or program[0].startswith("-"):
+    if not module or module[0].startswith("-"):
         parser.error("-m must name the program of the ranks, prefill or decode")
     if found.node_rank >= found.nnodes:
         last = found.nnodes - 1
@@ -112,7 +118,7 @@ def parse_job(argv: Sequence[str]) -> Job:
     if found.nnodes > 1 and not found.master_port:
         parser.error("a job over several nodes needs --master-addr and --master-port of node 0")
     meet = (found.master_addr.strip("[]"), found.master_port)
-    return Job(program[0], tuple(program[1:]), found.nnodes, found.node_rank, found.nproc_per_node, *meet)
+    return Job(module[0], tuple(module[1:]), found.nnodes, found.node_rank, found.nproc_per_node, *meet)
 
 
 class Rank:
@@ -196,7 +202,7 @@ def run(job: Job) -> int:
     ranks: list[Rank] = []
     meets_here = job.nodes * job.ranks > 1 and job.node_rank == 0
     with Signals() as signals:
-        with _listen(job) if meets_here else contextlib.nullcontext() as store:
+        with bind(job, backlog=128) if meets_here else contextlib.nullcontext() as store:
             port = store.getsockname()[1] if store else job.master_port
             for local_rank in range(job.ranks):
                 ranks.append(Rank(job, local_rank, port, store if local_rank == 0 else None))
@@ -244,38 +250,37 @@ def first_failure(failed: Sequence[Rank]) -> Rank:
 
 def _report(job: Job, rank: Rank) -> int:
     """Prints the box about one rank; returns the exit code to pass on."""
-    code = rank.code or 0
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--worker-id", nargs="?")
-    who = options.parse_known_args(job.arguments)[0].worker_id or job.module
     where = f"{job.module}, rank {rank.number} of {job.nodes * job.ranks}, pid {rank.pid}"
     reason = rank.reason or "no reason recorded; see the log above this box"
-    print(
-        "\n".join(box(Failure(who, where, socket.gethostname(), code, reason, by_agent=bool(rank.hung)))),
-        file=sys.stderr,
-        flush=True,
-    )
-    return code if code > 0 else 128 - code
+    return report(Failure(job.worker_id, where, socket.gethostname(), rank.code or 0, reason, by_agent=bool(rank.hung)))
 
 
-def _listen(job: Job) -> socket.socket:
-    """Opens the listening socket of the ranks' store, on the given address only. Raises OSError."""
+def report(failure: Failure) -> int:
+    """Prints the box; returns the exit code to pass on."""
+    print("\n".join(box(failure)), file=sys.stderr, flush=True)
+    return failure.code if failure.code > 0 else 128 - failure.code
+
+
+def bind(job: Job, backlog: int = 0) -> socket.socket:
+    """Binds a socket to the address of the ranks' store only, and listens if `backlog` is set. Raises OSError."""
     family = socket.AF_INET6 if ":" in job.master_addr else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((job.master_addr, job.master_port))
-        listener.listen(128)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((job.master_addr, job.master_port))
+        if backlog:
+            bound.listen(backlog)
+        return bound
     except OSError as error:
-        listener.close()
+        bound.close()
         where = f"{job.master_addr} port {job.master_port} (MASTER_ADDR, MASTER_PORT)"
         raise OSError(f"the ranks cannot rendezvous at {where}: {error.strerror or error}") from None
-    return listener
 
 
-def main() -> NoReturn:
+def main(program: str = "launch.agent", run: Callable[[Job], int] = run) -> NoReturn:
+    """Runs the job of the command line. `launch.torchrun` has its own `run`."""
     die_with_parent()
-    job = parse_job(sys.argv[1:])
+    job = parse_job(sys.argv[1:], program)
     os.environ |= {PARENT_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
     if job.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank sets its own threads

@@ -1,8 +1,8 @@
 """The plan of a topology as scripts: one for each node, or one for Slurm. Pure: the text is returned.
 
-They start the same commands as `baton up`, but do not supervise: a member that dies is reported, not restarted. A
-SIGTERM goes to the coordinator, which drains every worker; on a node without one, or after its death, to the workers'
-agents.
+They start the same commands as `baton up`, but with torchrun in place of the agent (unless LAUNCHER=agent), and do not
+supervise: a member that dies is reported, not restarted. A SIGTERM goes to the coordinator, which drains every worker;
+on a node without one, or after its death, to the launchers of the workers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from launch.plan import COORDINATOR, Part, Plan, make_plan, with_addresses
 from launch.topology import Node
 
 _PYTHON = "@PYTHON@"
+_LAUNCHER = "launch.@LAUNCHER@"
 _HOST = re.compile(r"@(\d+)@")
-_PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.agent"))
+_PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", _LAUNCHER))
 
 
 def emit_shell(plan: Plan, node: Node) -> str:
@@ -33,6 +34,7 @@ def emit_shell(plan: Plan, node: Node) -> str:
         "#!/usr/bin/env bash",
         f"# Node {node.name} ({node.address}): {', '.join(members)}. From `baton emit shell`.",
         "# PYTHON names the interpreter baton is installed in, LOGS the directory for logs.",
+        "# LAUNCHER=agent starts the ranks without torchrun.",
         _shared("members.sh"),
         "export BATON_PARENT_PID=$$  # kill -9 of this script ends its members too",
         "",
@@ -64,6 +66,7 @@ def emit_slurm(plan: Plan) -> str:
         "# From `baton emit slurm`. Partition, account and time are for sbatch's command line.",
         "# To drain before the end: scancel --signal=TERM --batch JOB.",
         "# PYTHON names the interpreter baton is installed in, LOGS a directory that all nodes share.",
+        "# LAUNCHER=agent starts the ranks without torchrun.",
         _shared("members.sh"),
         _shared("slurm.sh"),
         "# The i-th node of the topology is the i-th host of the allocation.",
@@ -109,9 +112,11 @@ def _words(command: Sequence[str]) -> str:
 
 
 def _word(word: str) -> str:
-    """Quotes a word for a shell; `@PYTHON@` and `@0@` become shell variables."""
+    """Quotes a word for a shell; `@PYTHON@`, `@LAUNCHER@` and `@0@` become shell variables."""
     if word == _PYTHON:
         return '"$PYTHON"'
+    if word == _LAUNCHER:
+        return '"launch.$LAUNCHER"'
     if shlex.quote(word) != word:
         return shlex.quote(word)
     filled = _HOST.sub(r"${ADDRESS[\1]}", word)

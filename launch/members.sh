@@ -1,7 +1,14 @@
 set -euo pipefail
 PYTHON="${PYTHON:-python3}" LOGS="${LOGS:-logs}"
 mkdir -p "$LOGS"
-export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+case "${LAUNCHER:=torchrun}" in
+  torchrun | agent) ;;
+  *)
+    echo "error: LAUNCHER is $LAUNCHER; it must be torchrun or agent" >&2
+    exit 2
+    ;;
+esac
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 LAUNCHER LOGS
 
 # The members that this script has started.
 pids=() names=() front=""

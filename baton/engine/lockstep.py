@@ -26,7 +26,7 @@ from baton.core.errors import RankLost
 from baton.core.listening import ListeningClock
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, Peer, Store, dial_leader, gather_followers
-from baton.rpc.frames import Failed, Heartbeat, Hello, Stop, encode
+from baton.rpc.frames import Failed, Heartbeat, Hello, Leave, Lost, Stop, encode
 
 log = logging.getLogger("baton.lockstep")
 HEARTBEAT_S = 1.0
@@ -102,8 +102,12 @@ class Channel:
             if self._ended.is_set() or self.lost is not None:
                 return
             self.lost = error
+        self.report_loss(error)
         if self._on_lost is not None:
             self._on_lost(error)
+
+    def report_loss(self, error: RankLost) -> None:
+        """Called before `on_lost`, on the same thread."""
 
     def _control(self) -> None:
         try:
@@ -144,6 +148,8 @@ class Channel:
     def _take(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Failed):
             raise RankLost(f"{peer.name}: {frame.message}", code=RANK_FAILED)
+        if isinstance(frame, Lost):
+            raise RankLost(f"{peer.name}: {frame.message}")
         if not isinstance(frame, Heartbeat):
             self.handle(peer, frame)
 
@@ -154,12 +160,15 @@ class Channel:
 
 
 class LeaderChannel(Channel):
-    """Rank 0's end. `pids` has one entry per rank, its own first. `on_report(rank, frame)` receives reports."""
+    """Rank 0's end. `pids` has one entry per rank, its own first. `on_report(rank, frame)` receives reports; see also
+    `set_leave_handler`."""
 
     def __init__(self, peers: list[Peer], pids: tuple[int, ...], on_lost: OnLost | None) -> None:
         super().__init__(peers, on_lost)
         self.pids = pids
         self.on_report: Callable[[int, Any], None] | None = None
+        self._on_leave: Callable[[int], object] | None = None
+        self._leaving: int | None = None
         self._thread.start()
 
     @classmethod
@@ -178,15 +187,32 @@ class LeaderChannel(Channel):
         """Sends a frame to one follower, after all frames sent before. Raises RankLost."""
         self._send([peer for peer in self._peers if peer.rank == rank], frame)
 
+    def set_leave_handler(self, on_leave: Callable[[int], object]) -> None:
+        """Sets what is called with the rank of a follower that received SIGTERM, from any thread and perhaps more than
+        once; immediately if that was already reported."""
+        self._on_leave = on_leave
+        if self._leaving is not None:
+            on_leave(self._leaving)
+
     def stop(self, reason: str) -> None:
         """Stops the followers without an error, and closes the channel."""
         self._send_final(Stop(reason))
         self.close()
 
+    def report_loss(self, error: RankLost) -> None:
+        """Reports to the other ranks which one was lost: they would only detect that this process ends."""
+        data = encode(Failed(error.message) if error.code == RANK_FAILED else Lost(error.message))
+        for peer in self._peers:
+            peer.send_last(data)
+
     def handle(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Hello | Stop | StepPlan):
             raise RankLost(f"{peer.name} sent an unexpected {type(frame).__name__} to the leader")
-        if self.on_report is not None:
+        if isinstance(frame, Leave):
+            self._leaving = peer.rank
+            if self._on_leave is not None:
+                self._on_leave(peer.rank)
+        elif self.on_report is not None:
             self.on_report(peer.rank, frame)
 
 
@@ -220,6 +246,11 @@ class FollowerChannel(Channel):
     def report(self, frame: object) -> None:
         """Sends a frame to the leader, from any thread. Raises RankLost."""
         self._send(self._peers, frame)
+
+    def leave(self) -> None:
+        """Asks the leader to drain the worker, from any thread; without effect if the leader is lost or has drained."""
+        with contextlib.suppress(RankLost):
+            self._send(self._peers, Leave())
 
     def follow(self, step: Callable[[StepPlan], StepOutcome]) -> str:
         """Computes the leader's plans on the calling thread until the leader sends Stop; returns its reason. Raises

@@ -14,6 +14,7 @@ orders streams, and the lockstep channel detects a lost or stuck peer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -36,6 +37,8 @@ OPERATION_TIMEOUT_S = 20.0
 _LARGE_SUM = 1 << 16  # elements from which saved bytes outweigh a second exchange
 LOAD_TIMEOUT_S = 600.0
 """How long a rank may be behind the others while all are loading."""
+
+_EXIT_BARRIER = "torchelastic/agent/terminal_state"
 
 
 class TPGroup:
@@ -173,6 +176,18 @@ def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> 
     except (RuntimeError, OSError) as error:
         raise StartupError(f"cannot connect to the store at {host}:{port}: {str(error).splitlines()[0]}") from None
     return PrefixStore(f"baton/tp/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", made)
+
+
+def leave_exit_barrier(env: Mapping[str, str]) -> None:
+    """Takes this node's part in torchrun's exit barrier. A torchrun that receives a signal ends without it, and those
+    of the other nodes would wait for it for 300 s. Key and count: torch/distributed/elastic/utils/store.py."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    with contextlib.suppress(RuntimeError):  # the store has ended with its torchrun, and nobody waits
+        made = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timedelta(seconds=1), False)
+        store = PrefixStore(env["TORCHELASTIC_RUN_ID"], made)
+        if store.add(_EXIT_BARRIER + "/num_members", 1) == int(env["GROUP_WORLD_SIZE"]):
+            store.set(_EXIT_BARRIER + "/last_member", "")
 
 
 def connect(store: Any, ranks: Ranks, device: torch.device, host: str) -> TPGroup:

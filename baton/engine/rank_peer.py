@@ -71,6 +71,15 @@ class Peer:
         except OSError as error:
             raise RankLost(f"lost the connection to {self.name}: {error.strerror or error}") from None
 
+    def send_last(self, data: bytes) -> None:
+        """Sends if that is possible immediately: the peer may be the rank that no longer reads."""
+        if self._sending.acquire(blocking=False):
+            try:
+                with contextlib.suppress(OSError):
+                    self._socket.send(data, socket.MSG_DONTWAIT)
+            finally:
+                self._sending.release()
+
     def receive(self, now: float) -> list[Any]:
         """Receives frames; `last_received_at` becomes `now`. Raises RankLost, within the socket's timeout."""
         try:

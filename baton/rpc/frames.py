@@ -71,6 +71,18 @@ class Failed:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The leader exits because it lost another rank."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A follower received SIGTERM: the leader is to drain the worker."""
+
+
 KINDS: dict[int, type[Any]] = {
     1: Hello,
     2: Heartbeat,
@@ -88,6 +100,8 @@ KINDS: dict[int, type[Any]] = {
     14: DropEdge,  # 15 was used and must not be reused
     16: MaskRequest,
     17: MasksComputed,
+    18: Leave,
+    19: Lost,
 }
 
 

@@ -224,6 +224,35 @@ def test_closed_follower_connection_is_detected_within_half_a_second(connect: Ca
     assert len(made.lost[0]) == 1
 
 
+def test_other_followers_receive_the_name_of_the_rank_that_the_leader_lost(connect: Callable[..., Channels]) -> None:
+    made = connect(3)
+    made.followers[1]._peers[0].hang_up()
+    assert made.await_lost(0, HANG_S) == "lost the connection to rank 2: closed by the peer"
+    assert made.await_lost(1, HANG_S) == "the leader: lost the connection to rank 2: closed by the peer"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_signal_at_a_follower_reaches_the_leader(connect: Callable[..., Channels], early: bool) -> None:
+    """`early`: while the leader still loads."""
+    made, leaving = connect(3), threading.Event()
+    ranks: list[int] = []
+
+    def on_leave(rank: int) -> None:
+        ranks.append(rank)
+        leaving.set()
+
+    if early:
+        made.followers[1].leave()
+        deadline = time.monotonic() + HANG_S
+        while made.leader._leaving is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+    made.leader.set_leave_handler(on_leave)
+    if not early:
+        made.followers[1].leave()
+    assert leaving.wait(HANG_S) and ranks == [2]
+    assert not any(made.lost.values())
+
+
 def test_closed_leader_connection_ends_its_followers(connect: Callable[..., Channels]) -> None:
     made, log = connect(), []  # type: ignore[var-annotated]
     thread = run_follower(made.followers[0], log)

@@ -17,9 +17,9 @@ import pytest
 
 from baton.process import children
 from launch.agent import KILL_DELAY_S, Job, first_failure, parse_job
-from launch.failure import find_box
 from launch.plan import local_topology, make_plan
 from launch.up_config import UpConfig
+from tests.support.launchers import Launcher
 from tests.support.processes import wait_until_exited
 
 ROOT = Path(__file__).parents[2]
@@ -96,48 +96,12 @@ def test_failure_box_is_about_the_rank_that_caused_the_failure(ends: list[Any], 
     assert first_failure(ends).number == first
 
 
-class Agent:
-    """A real agent that runs a program written by the test."""
-
-    def __init__(self, where: Path, code: str, ranks: int, flags: tuple[str, ...] = (), **variables: str) -> None:
-        (where / "the_rank.py").write_text(f"import os, sys, time, signal\nimport baton.process as p\n{code}")
-        self.where, self.log = where, where / f"log-{len(list(where.glob('log-*')))}"
-        (where / "tmp").mkdir(exist_ok=True)
-        words = ["-m", "launch.agent", "--nproc-per-node", str(ranks), *flags, "-m", "the_rank", "--worker-id", "w-0"]
-        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{where}", "TMPDIR": str(where / "tmp"), **variables}
-        with self.log.open("wb") as log:
-            options: dict[str, Any] = {"stdout": log, "stderr": log, "env": environment, "cwd": where}
-            before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is inherited
-            self.process = subprocess.Popen([sys.executable, "-P", *words], **options)
-            signal.signal(signal.SIGHUP, before)
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.output
-            time.sleep(0.02)
-
-    def ends(self) -> int:
-        code = self.process.wait(60)
-        assert not list((self.where / "tmp").iterdir()), "it left something behind"
-        return code
-
-    @property
-    def box(self) -> str:
-        return " ".join(" ".join(find_box(self.output.splitlines())).replace("│", " ").split())
-
-
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
-    made: list[Agent] = []
+def agent(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    made: list[Launcher] = []
 
-    def start(code: str, ranks: int = 1, *flags: str, **variables: str) -> Agent:
-        made.append(Agent(tmp_path, code, ranks, flags, **variables))
+    def start(code: str, ranks: int = 1, *flags: str, **variables: str) -> Launcher:
+        made.append(Launcher(tmp_path, code, ranks, flags, **variables))
         return made[-1]
 
     yield start

@@ -172,17 +172,25 @@ def test_the_emitted_slurm_script_serves_a_request(tmp_path: Path, scripts: Scri
 
 @pytest.mark.cluster
 @pytest.mark.long
+@pytest.mark.parametrize(("launcher", "nodes_per_worker"), [("torchrun", 1), ("torchrun", 2), ("agent", 1)])
 def test_the_slurm_script_beside_the_package_serves_a_request(
-    tmp_path: Path, scripts: Scripts, slurm: dict[str, str]
+    launcher: str, nodes_per_worker: int, tmp_path: Path, scripts: Scripts, slurm: dict[str, str]
 ) -> None:
     script = Path(launch.agent.__file__).parent / "slurm.sbatch"
+    hosts = "".join(f"127.0.0.{n}\\n" for n in range(1, 1 + 2 * nodes_per_worker))
+    (tmp_path / "bin" / "scontrol").write_text(f"#!/bin/bash\nprintf '{hosts}'\n")
     model, port = make_checkpoint(tmp_path / "m", "llama"), free_ports(1)[0]
-    options = "--dtype float32 --device cpu"
-    job = scripts.start(script, **slurm, MODEL=str(model), PORT=str(port), OPTIONS=options)
+    set_by_hand = {"MODEL": str(model), "PORT": str(port), "OPTIONS": "--dtype float32 --device cpu"}
+    set_by_hand |= {"LAUNCHER": launcher, "NODES_PER_WORKER": str(nodes_per_worker)}
+    job = scripts.start(script, **slurm, **set_by_hand)
     answer = scripts.answer(port)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+    by_rank = list((tmp_path / "logs").glob("decode-0*/*/attempt_0/0/stderr.log"))
+    assert len(by_rank) == (nodes_per_worker if launcher == "torchrun" else 0)
     job.send_signal(signal.SIGTERM)
     assert job.wait(40) == 0, scripts.logs()
+    if nodes_per_worker > 1:
+        return
     wrong = scripts.start(script, **slurm, MODEL=str(model), PORT=str(port), PREFILL="3")
     assert wrong.wait(20) == 3 and "need --nodes=4, not 2" in scripts.logs()
 
@@ -216,6 +224,7 @@ node = "a"
 node = "a"
 """
 EMITTED = ["shell", "slurm", "slurm.sbatch"]
+SCRIPTS = [*EMITTED, "prefill.sh", "decode.sh"]
 
 
 @pytest.fixture
@@ -230,7 +239,7 @@ def start_emitted(tmp_path: Path, slurm: dict[str, str], scripts: Scripts) -> Ca
     plan = make_plan(parse_topology(tomllib.loads(TOPOLOGY)), "/models/m", "m")
     texts = {"shell": emit_shell(plan, plan.topology.node("a")), "slurm": emit_slurm(plan)}
 
-    def start(which: str, code: int = 0) -> subprocess.Popen[bytes]:
+    def start(which: str, code: int = 0, **variables: str) -> subprocess.Popen[bytes]:
         package, script = tmp_path / "package", tmp_path / which
         shutil.copytree(Path(launch.agent.__file__).parent, package, ignore=shutil.ignore_patterns("*.py"))
         script.write_text(texts[which] if which in texts else (package / which).read_text())
@@ -240,9 +249,18 @@ def start_emitted(tmp_path: Path, slurm: dict[str, str], scripts: Scripts) -> Ca
             path.write_text(text.replace("? 0 : 10", "? 0 : 600"))
         assert changed == 1 + (which in texts)
         played = {"PYTHON": str(tmp_path / "bin" / "python"), "FAKE_CODE": str(code), "BATON": str(package)}
-        return scripts.start(script, **slurm, **played, MODEL="/models/m")
+        return scripts.start(script, **slurm, **played, MODEL="/models/m", **variables)
 
     return start
+
+
+@pytest.mark.parametrize("which", SCRIPTS)
+def test_unknown_launcher_is_refused(
+    which: str, tmp_path: Path, start_emitted: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    script = start_emitted(which, LAUNCHER="slurm")
+    assert script.wait(30) == 2
+    assert (tmp_path / f"{which}.out").read_text() == "error: LAUNCHER is slurm; it must be torchrun or agent\n"
 
 
 @pytest.mark.parametrize("which", EMITTED)

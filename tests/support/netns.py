@@ -49,8 +49,8 @@ def missing() -> str:
 class Node:
     """A namespace, its address, and the cable `eth0`, whose other end is connected to the switch."""
 
-    def __init__(self, prefix: str, name: str, number: int) -> None:
-        self.name, self.namespace, self.address = name, f"{prefix}{number}", f"10.77.0.{number}"
+    def __init__(self, prefix: str, name: str, number: int, network: str) -> None:
+        self.name, self.namespace, self.address = name, f"{prefix}{number}", f"{network}.{number}"
         self._switch, self._port = f"{prefix}0", f"port{number}"
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -100,9 +100,9 @@ class Node:
 
 
 @contextlib.contextmanager
-def nodes(*names: str) -> Iterator[dict[str, Node]]:
+def nodes(*names: str, network: str = "10.77.0") -> Iterator[dict[str, Node]]:
     prefix = f"bt{os.getpid()}n{next(_numbers)}x"
-    made = {name: Node(prefix, name, number) for number, name in enumerate(names, 1)}
+    made = {name: Node(prefix, name, number, network) for number, name in enumerate(names, 1)}
     namespaces = [f"{prefix}{number}" for number in range(len(names) + 1)]
     try:
         _ip("netns", "add", namespaces[0])
