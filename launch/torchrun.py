@@ -111,7 +111,7 @@ class Torchrun(subprocess.Popen[bytes]):
 
 
 def _handles_sigterm(pid: int) -> bool:
-    """Whether a process has installed a handler (SigCgt in proc(5)); before that, SIGTERM would count as its failure."""
+    """Whether a process has installed a handler (SigCgt in proc(5)); before that, SIGTERM makes it fail."""
     with contextlib.suppress(OSError, StopIteration):
         with open(f"/proc/{pid}/status", encoding="utf-8") as status:
             line = next(line for line in status if line.startswith("SigCgt:"))
