@@ -23,11 +23,18 @@ from baton.rpc.worker_loop import WorkerLoop
 from baton.tls_files import read_cluster_tls
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
+from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import StagingRoom
 from prefill.scheduler import PrefillScheduler
 from prefill.sender import Sender
 
-MIN_CHUNK_TOKENS = 512  # while the edges are busy, chunks are merged up to this size, or step_tokens if larger
+MIN_CHUNK_TOKENS = 512  # while the edges are busy, chunks are merged up to this size, or larger ones (`chunk_tokens`)
+
+
+def chunk_tokens(step_tokens: int, staging_bytes: int, bytes_per_token: int) -> int:
+    """Returns the most tokens of a chunk: those of a step, as far as its staging buffer is kept for the next chunk. A
+    larger one would be allocated for every chunk, and over IPC exported and mapped each time."""
+    return max(min(step_tokens, kept_limit(staging_bytes, 1) // bytes_per_token), MIN_CHUNK_TOKENS)
 
 
 class PrefillWorker:
@@ -53,14 +60,15 @@ class PrefillWorker:
         )
         self.events = EventLog(config.worker_id)
         tls = read_cluster_tls(config.cluster_tls_dir, "prefill")
+        staging_bytes = round(config.staging_mib * (1 << 20))
         self.outgoing = Sender(
             self,
             runner.layout,
             make_end,
-            StagingRoom(round(config.staging_mib * (1 << 20)), runner.layout),
+            StagingRoom(staging_bytes, runner.layout),
             self._hello,
             self.events,
-            max_chunk_tokens=max(config.step_tokens, MIN_CHUNK_TOKENS),
+            max_chunk_tokens=chunk_tokens(config.step_tokens, staging_bytes, runner.layout.bytes_per_token),
             edge_timeout_s=config.edge_timeout_s,
             connect_timeout_s=config.connect_timeout_s,
             tls=tls,

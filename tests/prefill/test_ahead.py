@@ -6,6 +6,8 @@ from typing import Any
 
 from baton.core.request import SequenceId
 from baton.core.step import StepPlan
+from baton.transfer.staging_buffers import StagingBuffers, kept_limit
+from prefill.worker import chunk_tokens
 from tests.support.builders import make_outcome, make_prefill, make_request
 from tests.support.fake_runner import FakeRunner
 from tests.support.nodes import PrefillNode, pair, until
@@ -103,3 +105,19 @@ async def test_only_kv_of_finished_steps_is_sent() -> None:
         assert max(step for _, step in claimed) == 3 and max(computed for computed, _ in claimed) == 12
         await until(lambda: source.posted.handed_over, what="the hand-over")
         target.compute()
+
+
+def test_chunks_of_long_steps_fit_into_a_staging_buffer_that_is_kept() -> None:
+    of_8b = 32 * 2 * 8 * 128 * 2
+    for step_tokens, bytes_per_token, expected in (
+        (4096, of_8b, 512),  # 64 MiB, a quarter of the staging memory
+        (4096, of_8b // 4, 2048),
+        (4096, 1024, 4096),
+        (512, of_8b, 512),
+        (8, 1024, 512),
+    ):
+        found = chunk_tokens(step_tokens, 256 << 20, bytes_per_token)
+        assert found == expected
+        kept = StagingBuffers(kept_limit(256 << 20, 1))
+        kept.give_back(kept.take(found * bytes_per_token))
+        assert len(kept) == 1
