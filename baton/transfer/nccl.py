@@ -89,6 +89,7 @@ class NcclEdge:
         self._meeting = Meeting(spec)
         self._dead = False
         self._ended = threading.Event()  # the communicator has ended, or was never created
+        self._ending = threading.Lock()  # held while it is being ended
         self._streams: list[int] = []  # of the group
 
     def connect(self) -> None:
@@ -150,10 +151,11 @@ class NcclEdge:
 
     def _launch(self, name: str, buf: Tensor) -> Any:
         """Queues one operation after the work already on the thread's stream. Raises HandoffError."""
-        if self._dead or self._group is None or self._meeting.aborted:
+        group = self._group  # another thread may end it
+        if self._dead or group is None or self._meeting.aborted:
             raise self.spec.error(f"{name} on an edge that has ended")
         try:
-            return getattr(self._group, name)([buf], self.spec.peer_rank, 0)
+            return getattr(group, name)([buf], self.spec.peer_rank, 0)
         except RuntimeError as e:
             raise self._failed(name, buf.numel(), 0.0, str(e)) from e
 
@@ -189,11 +191,14 @@ class NcclEdge:
             self._end()
 
     def _end(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):  # it may have ended already
-                group.abort()
-        self._ended.set()
+        """Returns when the communicator has ended, whichever thread ends it: until then its operations may still read
+        and write their buffers."""
+        with self._ending:
+            group, self._group = self._group, None
+            if group is not None:
+                with contextlib.suppress(RuntimeError):  # it may have ended already
+                    group.abort()
+            self._ended.set()
 
 
 def edge_options(nccl: Any) -> Any:

@@ -134,10 +134,22 @@ class Sim:
                     sim.sleep(0.01)
                 return self.on
 
+        class Lock:
+            def __init__(self) -> None:
+                self.held = False
+
+            def __enter__(self) -> None:
+                while self.held:
+                    sim.sleep(0.001)
+                self.held = True
+
+            def __exit__(self, *_: object) -> None:
+                self.held = False
+
         def thread(target: Callable[[], None], name: str, daemon: bool) -> Any:
             return SimpleNamespace(start=lambda: sim.actor(name, target, sim.current and sim.current.process))
 
-        return SimpleNamespace(Event=Event, Thread=thread)
+        return SimpleNamespace(Event=Event, Lock=Lock, Thread=thread)
 
 
 class Process:
@@ -164,6 +176,7 @@ class Work:
     def is_completed(self) -> bool:
         if self.group.aborting:
             raise Broken("an operation was polled while its group was aborted: that waits for a lock with the GIL held")
+        self.group.may_be_stuck()
         return self.done or self.group.failed
 
     def wait(self) -> bool:
@@ -203,6 +216,11 @@ class Group:
     def in_use(self, buf: Tensor) -> bool:
         """Whether an operation on the memory of `buf` may still move bytes."""
         return any(work.buf.untyped_storage().data_ptr() == buf.untyped_storage().data_ptr() for _, work in self.posted)
+
+    def may_be_stuck(self) -> None:
+        """A poll seldom waits for a lock of NCCL's, for longer than an edge gives its thread after an abort."""
+        if self._sim.dice.random() < 0.1:
+            self._sim.sleep(0.3)
 
     @property
     def now(self) -> float:

@@ -140,7 +140,7 @@ class World:
                     self.stopped = group.process.name
                     group.process.stopped = True
 
-            self.sim.actor(f"trouble {number}", strike)
+            self.sim.actor(f"trouble {number}", strike, group.process if what == "abort" else None)
 
 
 def play(
@@ -208,6 +208,18 @@ def _aborts_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NcclEdge, "abort", abort)
 
 
+def _does_not_wait_for_an_abort_elsewhere(patch: pytest.MonkeyPatch) -> None:
+    """The edge's thread goes on while another thread still aborts its group."""
+
+    def end(self: NcclEdge) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+        self._ended.set()
+
+    patch.setattr(NcclEdge, "_end", end)
+
+
 @pytest.mark.parametrize(
     ("plant", "error"),
     [
@@ -216,8 +228,9 @@ def _aborts_at_once(patch: pytest.MonkeyPatch) -> None:
         (_does_not_wait, "its bytes are others|a buffer is reused"),
         (_shares_streams, "behind something else"),
         (_aborts_at_once, "polled while its group was aborted"),
+        (_does_not_wait_for_an_abort_elsewhere, "a buffer is reused while its operation may still be posted"),
     ],
 )
 def test_planted_faults_are_found(plant: Callable[[pytest.MonkeyPatch], None], error: str) -> None:
-    found = play(range(60), plant, error)
+    found = play(range(400), plant, error)
     assert any(re.search(error, message) for _, message in found.broken), found.broken[:3]
