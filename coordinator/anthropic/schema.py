@@ -242,19 +242,20 @@ def _blocks(value: Any, known: Mapping[str, type[Block]], param: str, ignored: I
         if not isinstance(given, dict):
             raise InvalidRequest(f"'{place}': must be an object", param=place)
         kind = given.get("type")
-        if kind not in known and isinstance(kind, str) and _runs_at_anthropic(kind):
+        if not isinstance(kind, str):
+            raise _unknown_block("", known, place)
+        if kind not in known and _runs_at_anthropic(kind):
             ignored.add("messages.content", kind)
             continue
         if kind == "redacted_thinking":
             ignored.add("messages.content", kind)
-        model = known.get(kind) if isinstance(kind, str) else None
-        if model is None:
+        if (model := known.get(kind)) is None:
             raise _unknown_block(kind, known, place)
         found.append(validate(model, _with_blocks(given, place, ignored), ignored, path=place))
     return found
 
 
-def _unknown_block(kind: Any, known: Mapping[str, type[Block]], place: str) -> InvalidRequest:
+def _unknown_block(kind: str, known: Mapping[str, type[Block]], place: str) -> InvalidRequest:
     if kind in ("image", "document", "container_upload"):
         return InvalidRequest(f"'{place}': {kind} blocks are not supported here: text only", param=place)
     what = f"'{place}.type': must be one of {', '.join(known)}"
@@ -288,7 +289,7 @@ def _turns(value: Any, info: ValidationInfo[IgnoredFields]) -> list[Turn]:
         if not isinstance(given, dict):
             raise InvalidRequest(f"'{place}': must be an object", param=place)
         role = given.get("role")
-        if role not in _BLOCKS:
+        if not isinstance(role, str) or role not in _BLOCKS:
             what = f"'{place}.role': must be one of {', '.join(_BLOCKS)}; use 'system' for a system prompt"
             raise InvalidRequest(what, param=f"{place}.role")
         content = given.get("content")

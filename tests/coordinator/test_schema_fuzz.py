@@ -64,14 +64,16 @@ BLOCKS = st.recursive(
         st.lists(inner, max_size=3),
         st.builds(
             lambda kind, given: {"type": kind} | given,
-            st.sampled_from(KINDS),
+            st.one_of(st.sampled_from(KINDS), inner),
             st.dictionaries(st.sampled_from(BLOCK_FIELDS), inner, max_size=5),
         ),
     ),
     max_leaves=12,
 )
 TURNS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "x"]), "content": BLOCKS}),
+    st.fixed_dictionaries(
+        {"role": st.one_of(st.sampled_from(["user", "assistant", "system"]), JSON), "content": BLOCKS}
+    ),
     max_size=4,
 )
 MESSAGES_BODIES = st.builds(
