@@ -18,6 +18,7 @@ from pydantic_core import from_json
 from baton.core.errors import InvariantError
 from coordinator.anthropic import errors
 from coordinator.anthropic.schema import MessagesBody
+from coordinator.anthropic.signatures import signature
 from coordinator.openai.render import Head, json_line
 from coordinator.submission import Delta, Usage
 from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, Text
@@ -148,8 +149,8 @@ class MessagesRender:
         elif block["type"] == "tool_use":
             block = block | {"input": input_of(text)}
         else:
-            shown = text if self._body.shows_thinking else ""
-            block = block | {"thinking": shown, "signature": signature(text)}
+            shown, hidden = (text, "") if self._body.shows_thinking else ("", text)
+            block = block | {"thinking": shown, "signature": signature(hidden)}
             delta = {"type": "signature_delta", "signature": block["signature"]}
             events = _event("content_block_delta", index=index, delta=delta)
         self._content.append(block)
@@ -194,11 +195,6 @@ def input_of(arguments: str) -> dict[str, Any]:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": arguments}
-
-
-def signature(thinking: str) -> str:
-    """Returns the signature of a block of reasoning. Baton accepts any: clients send reasoning back only with one."""
-    return xxhash.xxh3_128_hexdigest(thinking.encode())
 
 
 def usage_object(usage: Usage) -> dict[str, int]:

@@ -15,6 +15,7 @@ from pydantic import Field, PlainValidator, StringConstraints, ValidationInfo, m
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from coordinator.anthropic.signatures import thinking_in
 from coordinator.openai.fields import Neutral
 from coordinator.openai.schema import MAX_PARTS
 from coordinator.openai.structured import of_json
@@ -71,6 +72,11 @@ class ThinkingBlock(_Block):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Returns the reasoning, also if the client did not want to see it."""
+        return self.thinking or thinking_in(self.signature or "")
 
 
 class CompactionBlock(_Block):
@@ -518,7 +524,7 @@ def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
     text = _joined([block for block in blocks if isinstance(block, _Passage)])
     if turn.role == "assistant":
         calls = [template_call(_short_id(b.id), b.name, b.input) for b in blocks if isinstance(b, ToolUseBlock)]
-        reasoning = "\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        reasoning = _joined([block for block in blocks if isinstance(block, ThinkingBlock)])
         if text or calls:
             yield ChatMessage("assistant", text, tool_calls=tuple(calls), reasoning=reasoning)
         return

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from baton.core.errors import DeadlineExceeded, InvariantError, QuotaExceeded, Unavailable, WorkerLost
 from coordinator.anthropic.render import input_of
 from coordinator.anthropic.schema import BILLING, MessagesBody
+from coordinator.anthropic.signatures import MAX_CHARS, signature, thinking_in
 from coordinator.openai.validation import parse
 from coordinator.submission import Delta
 from coordinator.text.messages import ChatMessage
@@ -162,6 +163,19 @@ async def test_omitted_thinking_has_only_a_signature(client: httpx.AsyncClient, 
     assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
     assert answer["content"][0]["thinking"] == "" and answer["content"][0]["signature"]
     assert built(await streamed(client, **how))["content"] == answer["content"]
+    (back,) = chat({"role": "assistant", "content": answer["content"]})
+    assert (back.reasoning, back.content) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize("made", ["", "c2lnbmF0dXJl", "baton1.", "baton1.?", "baton1.YWJj"])
+def test_a_signature_of_another_server_has_no_text(made: str) -> None:
+    assert thinking_in(made) == ""
+    block = {"type": "thinking", "thinking": "Hm.", "signature": made}
+    assert chat({"role": "assistant", "content": [block, text("Yes.")]})[0].reasoning == "Hm."
+
+
+def test_the_text_of_a_signature_is_bounded() -> None:
+    assert len(thinking_in(signature("a" * (MAX_CHARS + 9)))) == MAX_CHARS
 
 
 @pytest.mark.parametrize(
