@@ -434,7 +434,7 @@ class _Front:
             raise NotFound(f"the model '{printable(name, 100)}' does not exist", code="model_not_found", param="model")
 
     def _anthropic_model(self) -> dict[str, Any]:
-        return model_object(self._settings.model_name, self._settings.created, self._text.max_model_len)
+        return model_object(self._settings.model_name, self._settings.created, self.translator.max_model_len())
 
     def _model(self) -> dict[str, Any]:
         return {

@@ -206,6 +206,8 @@ async def test_limits_are_what_the_pools_hold(client: httpx.AsyncClient, generat
     for path in ("/v1/models/tiny", "/server_info", "/get_model_info"):
         assert (await client.get(path)).json()["max_model_len"] == 50
     assert (await client.post("/tokenize", json={"prompt": "Hello"})).json()["max_model_len"] == 50
+    anthropic = await client.get("/v1/models/tiny", headers={"anthropic-version": "2023-06-01"})
+    assert anthropic.json()["max_tokens"] == 50
     for path, body in (
         ("/v1/chat/completions", CHAT),
         ("/v1/responses", {"input": "hi"}),
