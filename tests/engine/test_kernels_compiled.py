@@ -58,3 +58,11 @@ def test_kernels_of_every_model_compile_with_few_spills(arch: int) -> None:
     found = compiled(arch)
     check_limits(found)
     assert "_sum_ranks" in {variant["kernel"] for variant in found}
+
+
+def test_search_of_the_sampler_computes_nothing_in_float64() -> None:
+    command = [sys.executable, "-m", "tests.engine.sampler_parts"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert ran.stdout.count(".visible .entry") == 2 and "ex2.approx" in ran.stdout and "f64" not in ran.stdout
