@@ -101,28 +101,30 @@ class ChoiceReader:
         piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is not part of its text
         tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
         logprobs = tuple(journal.logprobs[read : read + len(tokens)]) if journal.logprobs else ()
-        delta = Delta(piece.text, tokens, logprobs=logprobs)
+        delta = Delta(piece.text, tokens, logprobs=logprobs, events=piece.events if text.parses else None)
         if not read:
             delta = delta._replace(prompt_logprobs=journal.prompt_logprobs, cached_tokens=_cached_tokens(request))
         self._read += len(tokens)
         if piece.stopped is not None:
             self.done = True
-            return _last(request, delta, self._read, piece.stopped)
+            return _last(request, delta, self._read, text)
         if journal.finish is not None and self._read == journal.next_index:
             self.done = True
-            delta = delta._replace(text=piece.text + text.finish())
-            return _last(request, delta, self._read, text.stopped)
+            end = text.finish()
+            events = piece.events + end.events if text.parses else None
+            return _last(request, delta._replace(text=piece.text + end.text, events=events), self._read, text)
         return delta
 
 
-def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
-    """Returns the last delta of a choice of `total` tokens; `stopped` is the stop string that ended it, if one did."""
+def _last(r: Request, delta: Delta, total: int, text: TextStream) -> Delta:
+    """Returns the last delta of a choice of `total` tokens."""
+    stopped = text.stopped
     finish = r.journal.finish if stopped is None else "stop"
     reason: str | int | None = stopped
     last = r.journal.tokens[-1]
     if stopped is None and finish == "stop" and last in r.request.sampling.stop_token_ids:
         reason = last
-    usage = Usage(len(r.request.prompt), total, _cached_tokens(r), r.speculation)
+    usage = Usage(len(r.request.prompt), total, _cached_tokens(r), r.speculation, text.reasoning_tokens)
     return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=timeline(r, time.monotonic()))
 
 

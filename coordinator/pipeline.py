@@ -148,7 +148,8 @@ class Pipeline:
         observe: Callable[[Delta], None] = lambda delta: None,
     ) -> AsyncGenerator[Delta, None]:
         s, request, reason = submission, in_flight.request, "the client disconnected"
-        text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop, s.prompt)
+        shown = s.shown_token_ids, s.include_stop
+        text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, *shown, s.prompt, s.new_parser())
         reader = ChoiceReader(in_flight, text, sink, observe)
         # One timer for the whole choice, not one for each wait: there is a wait for every step.
         timer = asyncio.get_running_loop().call_later(request.deadline_at - time.monotonic(), in_flight.expire)

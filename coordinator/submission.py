@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ from baton.core.request import FinishReason, SamplingParams, TokenLogprob
 from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.timeline import Timeline
 from coordinator.structured_output import Constraint
+from coordinator.text.tool_calls import Event, Parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,8 @@ class Submission:
     text; with `include_stop` the text ends with its stop string. Lower `priority` goes first in every queue.
     `traceparent` is the client's span (W3C Trace Context), if it sent one. The output has to match `constraint`; until
     that is compiled, `sampling` has no grammar. `admitted`: it is one of several prompts of a request that counts
-    against its client's quota as a whole.
+    against its client's quota as a whole. `new_parser` makes a parser of tool calls and reasoning for the text of one
+    choice.
     """
 
     request_id: str
@@ -41,6 +44,7 @@ class Submission:
     traceparent: str = ""
     constraint: Constraint | None = None
     admitted: bool = False
+    new_parser: Callable[[], Parser | None] = field(default=lambda: None, compare=False)
 
     def of(self, client: Client) -> Submission:
         """Returns the submission as this client's, with a priority no more urgent than the client's own."""
@@ -53,14 +57,16 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     speculation: SpeculationCounters | None = None
+    reasoning_tokens: int = 0
 
 
 class Delta(NamedTuple):
-    """New text and the new token ids it came from. Text may lag behind ids (half a code point, a possible stop
-    string). `logprobs` has one entry per id where they are asked for; `prompt_logprobs` comes with the first delta, one
-    entry per prompt token after the first, as does `cached_tokens`, how many of the prompt's tokens were cached.
-    `stop_reason` is the stop string or the stop token that ended the text. The
-    last delta of a choice, and only it, has `finish_reason`, `usage` (of this choice) and `timeline`."""
+    """New text and the new token ids it came from; if the submission has a parser, `events` instead of the text. Text
+    may lag behind ids (half a code point, a possible stop string). `logprobs` has one entry per id where they are asked
+    for; `prompt_logprobs` comes with the first delta, one entry per prompt token after the first, as does
+    `cached_tokens`, how many of the prompt's tokens were cached. `stop_reason` is the stop string or the stop token
+    that ended the text. The last delta of a choice, and only it, has `finish_reason`, `usage` (of this choice) and
+    `timeline`."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -71,6 +77,7 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     choice: int = 0
+    events: tuple[Event, ...] | None = None
     cached_tokens: int = 0
 
 

@@ -46,7 +46,6 @@ class MessagesRender:
     def __init__(self, head: Head, body: MessagesBody, max_tokens: int) -> None:
         self._head, self._body, self._max_tokens = head, body, max_tokens
         self._one_call = not body.tooling().parallel
-        self._parser = head.new_parser()
         self._content: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._pieces: list[str] = []
@@ -55,7 +54,7 @@ class MessagesRender:
         self._last = Delta("")
 
     def needs_event(self, delta: Delta) -> bool:
-        return bool(delta.text)
+        return bool(delta.text or delta.events)
 
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
         (answer,) = answers
@@ -69,14 +68,12 @@ class MessagesRender:
         return _event("message_start", message=self._message(counted))
 
     def text(self, delta: Delta, usage: Usage) -> bytes:
-        if self._parser is None:
+        if delta.events is None:
             return self._take([Text(delta.text)] if delta.text else [])
-        return self._take(self._parser.push(delta.text))
+        return self._take(delta.events)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
         events = self.text(delta, usage)
-        if self._parser is not None:
-            events += self._take(self._parser.finish())
         if (blank := self._blank) and not self._content and self._open is None:
             events += self._begin({"type": "text", "text": ""}) + self._add(blank)
         self._last = delta

@@ -59,9 +59,10 @@ from coordinator.openai.validation import ModelBody, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Submission
+from coordinator.text.chat import Rendering
 from coordinator.text.messages import ChatMessage
 from coordinator.text.model import TextModel, tokens_json
-from coordinator.text.tool_calls import make_parser
+from coordinator.text.tool_calls import THINK, make_parser
 from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=ModelBody)
@@ -261,13 +262,14 @@ class _Front:
         body: schema.ChatBody | ResponsesBody | MessagesBody,
         messages: Sequence[ChatMessage] | None = None,
     ) -> tuple[Submission, dict[str, Any]]:
-        """Returns the submission, and the arguments of `Head` for calls and reasoning in its text."""
+        """Returns the submission, and the arguments of `Head` about its tools."""
         text, tools, options = self._text, body.tooling(), body.options()
         if tools.may_be_called:
             constraint = tools.constraint(self._tool_format(), text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
-        submission = await self.translator.from_messages(request_id, messages or body.chat(), options, how=how)
+        messages = messages or body.chat()
+        submission = await self.translator.from_messages(request_id, messages, options, how=how)
         submission = owned(submission, request)
         free = options.constraint is None  # output that must match a grammar has no reasoning before it
         new_parser = partial(
@@ -275,12 +277,12 @@ class _Front:
             text.tool_format,
             tools.functions,
             thinks=free and text.thinks,
-            thinking=free and text.prompt_ends_in_reasoning(submission.prompt),
+            thinking=free and (text.prompt_ends_in_reasoning(submission.prompt) or _continues_reasoning(messages, how)),
         )
         if new_parser() is not None:
             shown = submission.shown_token_ids.union(text.vocabulary.special_ids.intersection(text.marker_ids.values()))
-            submission = replace(submission, shown_token_ids=shown)
-        return submission, {"new_parser": new_parser, "named_tool": bool(tools.named)}
+            submission = replace(submission, shown_token_ids=shown, new_parser=new_parser)
+        return submission, {"named_tool": bool(tools.named)}
 
     async def models(self, request: Request) -> Response:
         if is_for_anthropic(request.scope):
@@ -483,6 +485,7 @@ class _Front:
             vocabulary=self._text.vocabulary,
             prompts=tuple(each.prompt for each in submissions),
             n=submissions[0].n,
+            shown_ids=submissions[0].shown_token_ids,
             **more,
         )
 
@@ -496,3 +499,9 @@ def _unique_id(request: Request) -> str:
     the first try is still ending."""
     name: str = request.scope[REQUEST_ID]
     return f"{name}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else name
+
+
+def _continues_reasoning(messages: Sequence[ChatMessage], how: Rendering) -> bool:
+    """Returns whether the model continues a message within its reasoning."""
+    begin, end = (messages[-1].content.rfind(tag) for tag in THINK)
+    return how.continue_final_message and begin > end

@@ -38,6 +38,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Sink, Submission, Usage
+from coordinator.text.tool_calls import Event
 
 Renderer = Render | ResponsesRender | MessagesRender | InferRender
 MAX_TRACEPARENT = 64
@@ -71,7 +72,7 @@ class EchoOnly:
                 usage = None if delta.usage is None else replace(delta.usage, completion_tokens=0)
                 finish = delta.finish_reason and "length"
                 yield delta._replace(
-                    text="", token_ids=(), logprobs=(), finish_reason=finish, stop_reason=None, usage=usage
+                    text="", token_ids=(), logprobs=(), events=None, finish_reason=finish, stop_reason=None, usage=usage
                 )
 
 
@@ -84,6 +85,7 @@ class _Counted:
         self._completion: Counter[int] = Counter()
         self._prompts, self._cached = [len(submission.prompt) for submission in submissions], 0
         self._speculation: SpeculationCounters | None = None
+        self._reasoning = 0
 
     def add(self, delta: Delta) -> bool:
         """Counts a delta; returns whether more are to come."""
@@ -93,6 +95,7 @@ class _Counted:
             self._prompts[delta.choice // self._n] = delta.usage.prompt_tokens
             if delta.choice % self._n == 0:
                 self._cached += delta.usage.cached_tokens
+            self._reasoning += delta.usage.reasoning_tokens
             if (drafted := delta.usage.speculation) is not None:
                 self._speculation = drafted if self._speculation is None else self._speculation + drafted
         self._left -= delta.finish_reason is not None
@@ -100,7 +103,7 @@ class _Counted:
 
     @property
     def usage(self) -> Usage:
-        return Usage(sum(self._prompts), self._completion.total(), self._cached, self._speculation)
+        return Usage(sum(self._prompts), self._completion.total(), self._cached, self._speculation, self._reasoning)
 
 
 class _Whole:
@@ -110,6 +113,7 @@ class _Whole:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._events: list[Event] = []
         self._first: Delta | None = None
         self._last = Delta("", ())
 
@@ -117,11 +121,13 @@ class _Whole:
         self._texts.append(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
+        self._events += delta.events or ()
         self._first, self._last = self._first or delta, delta
 
     def delta(self) -> Delta:
         return self._last._replace(
             text="".join(self._texts),
+            events=None if self._last.events is None else tuple(self._events),
             token_ids=tuple(self._token_ids),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=self._first and self._first.prompt_logprobs,

@@ -169,6 +169,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if len(self._cycles) > 1:
             self.flow.resume_reading()  # otherwise a disconnect would not be detected
         cast(dict[str, Any], self.scope)[WRITER] = ChunkWriter(self.cycle)
+        if self.scope["http_version"] == "1.0":  # it has no chunks: the end of the connection ends a stream
+            self.cycle.chunked_encoding, self.cycle.keep_alive = False, False
+            self.cycle.expected_content_length = _AnyLength()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -243,6 +246,16 @@ class GuardedProtocol(HttpToolsProtocol):
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[http] + head.encode() + body)
         self._close()
+
+
+class _AnyLength(int):
+    """A remaining length of the body that any body fits."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _AnyLength:
+        return self
 
 
 def _without_upgrade(headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -6,8 +6,8 @@ building and serializing an object per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
@@ -18,8 +18,8 @@ from baton.rpc import status
 from coordinator.off_loop import is_large
 from coordinator.policy.timeline import Timeline
 from coordinator.submission import Delta, Usage
-from coordinator.text.stream import Vocabulary
-from coordinator.text.tool_calls import Arguments, CallBegun, Event, Parser, Reasoning, Text
+from coordinator.text.stream import Decoder, Vocabulary
+from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, Text
 
 DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u2028", "\u2029")}
@@ -30,8 +30,7 @@ class Head:
     """The values common to all parts of one answer. `request_id` may be the client's, `unique_id` is unique.
     `logprobs`, `prompt_logprobs`, `token_ids` and `timeline`: the client requests them. `prompts` has the ids of each
     prompt, each with `n` choices, in order; `echos` their texts if the client wants them before the output.
-    `new_parser` makes a parser of tool calls and reasoning for the text of one choice; `named_tool`: the client chose
-    the tool."""
+    `named_tool`: the client chose the tool. `shown_ids` are the special tokens that are in the text."""
 
     request_id: str
     unique_id: str
@@ -48,8 +47,8 @@ class Head:
     logprobs: bool = False
     prompt_logprobs: bool = False
     echos: tuple[str, ...] | None = None
-    new_parser: Callable[[], Parser | None] = field(default=lambda: None)
     named_tool: bool = False
+    shown_ids: frozenset[int] = frozenset()
 
 
 class Render:
@@ -74,7 +73,9 @@ class Render:
 
     def needs_event(self, delta: Delta) -> bool:
         """Returns whether a delta needs an event; without text only if the client requested token ids or logprobs."""
-        return bool(delta.text) or ((self._head.token_ids or self._head.logprobs) and bool(delta.token_ids))
+        return bool(delta.text or delta.events) or (
+            (self._head.token_ids or self._head.logprobs) and bool(delta.token_ids)
+        )
 
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
         """Returns the object of an answer that is not streamed. `answers` has one merged delta per choice; the first
@@ -183,8 +184,8 @@ class CompletionRender(Render):
     def _echoed(self, delta: Delta) -> dict[str, Any]:
         scores, number = self._scores_of(delta), delta.choice // self._head.n
         if number not in self._prompts:  # only the first choice's delta has them; the same for all choices
-            found = scores.of_prompt(self._head.prompts[number], delta.prompt_logprobs or ())
-            self._prompts[number] = found, scores.offset
+            found = scores.of_prompt(delta.prompt_logprobs or ())
+            self._prompts[number] = found, len((self._head.echos or ())[number])
             self.has_large_opening = self.has_large_opening or is_large([delta])
         found, scores.offset = self._prompts[number]
         return found
@@ -193,7 +194,11 @@ class CompletionRender(Render):
         return self._scores_of(delta).of_output(delta.logprobs)
 
     def _scores_of(self, delta: Delta) -> CompletionLogprobs:
-        return self._scored.setdefault(delta.choice, CompletionLogprobs(self._head.vocabulary))
+        if delta.choice not in self._scored:
+            prompt = self._head.prompts[delta.choice // self._head.n]
+            scores = CompletionLogprobs(self._head.vocabulary, prompt, self._head.shown_ids)
+            self._scored[delta.choice] = scores
+        return self._scored[delta.choice]
 
     def _whole_choice(self, answer: Delta) -> dict[str, Any]:
         echo, scores = "", None
@@ -206,7 +211,7 @@ class CompletionRender(Render):
 
 
 class ChatRender(Render):
-    """State: the parser of each choice, and the choices that have called a tool."""
+    """State: the choices that have called a tool."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -217,7 +222,6 @@ class ChatRender(Render):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
-        self._parsers: dict[int, Parser | None] = {}
         self._called: set[int] = set()
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
@@ -231,36 +235,25 @@ class ChatRender(Render):
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         scores = self._logprobs(answer) if self._head.logprobs else None
         choice = {"index": answer.choice, "message": message, "logprobs": scores}
-        parser = self._head.new_parser()
-        if parser is None:
+        if answer.events is None:
             return choice
-        events = parser.push(answer.text) + parser.finish()
-        message |= self._message_of(events, answer.choice)
+        message |= self._message_of(answer.events, answer.choice)
         return choice | {"finish_reason": self._finish(answer, calls="tool_calls" in message)}
 
-    # With a parser: text becomes content, reasoning and calls.
+    # Parsed: content, reasoning and calls.
 
     def text(self, delta: Delta, usage: Usage) -> bytes:
-        parser = self._parser(delta.choice)
-        if parser is None:
-            return super().text(delta, usage)
-        return self._parsed(delta, parser.push(delta.text), usage)
+        return super().text(delta, usage) if delta.events is None else self._parsed(delta, delta.events, usage)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
-        parser = self._parser(delta.choice)
-        if parser is None:
+        if delta.events is None:
             return super().last(delta, usage)
-        found = self._parsed(delta, parser.push(delta.text) + parser.finish(), usage)
+        found = self._parsed(delta, delta.events, usage)
         end = self._end(delta) | {"finish_reason": self._finish(delta, calls=delta.choice in self._called)}
         choice = b'{"index":%d,"delta":{},"logprobs":null,' % delta.choice + json_line(end)[1:]
         return found + self._prefix + choice + self._tail(usage)
 
-    def _parser(self, choice: int) -> Parser | None:
-        if choice not in self._parsers:
-            self._parsers[choice] = self._head.new_parser()
-        return self._parsers[choice]
-
-    def _parsed(self, delta: Delta, events: list[Event], usage: Usage) -> bytes:
+    def _parsed(self, delta: Delta, events: Sequence[Event], usage: Usage) -> bytes:
         """Returns the stream events for one delta; the first of them carries its token ids and log-probabilities."""
         parts = [self._part(event, delta.choice) for event in events]
         if not parts and delta.token_ids and (self._head.token_ids or self._head.logprobs):
@@ -286,7 +279,7 @@ class ChatRender(Render):
             case Arguments(index, text):
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
-    def _message_of(self, events: list[Event], choice: int) -> dict[str, Any]:
+    def _message_of(self, events: Sequence[Event], choice: int) -> dict[str, Any]:
         text = "".join(event.text for event in events if isinstance(event, Text))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = [
@@ -317,17 +310,22 @@ class ChatRender(Render):
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
+    details: dict[str, Any] = {"reasoning_tokens": usage.reasoning_tokens} if usage.reasoning_tokens else {}
     drafted: dict[str, Any] = {}
     if (s := usage.speculation) is not None:
         wrong = s.drafted_tokens - s.accepted_tokens
-        details = {"accepted_prediction_tokens": s.accepted_tokens, "rejected_prediction_tokens": wrong}
-        drafted = {"completion_tokens_details": details, "speculation": asdict(s)}
-    return drafted | {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
+        details |= {"accepted_prediction_tokens": s.accepted_tokens, "rejected_prediction_tokens": wrong}
+        drafted = {"speculation": asdict(s)}
+    return (
+        ({"completion_tokens_details": details} if details else {})
+        | drafted
+        | {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
+    )
 
 
 def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -343,28 +341,32 @@ def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> di
 
 
 class CompletionLogprobs:
-    """State: `offset`, where the next token begins in the text. Tokens that are not part of the text have no width."""
+    """State: `offset`, where the text of the next token begins, and the decoder of the output. Tokens that are not part
+    of the text have no width; of those that are a character together, all but the last have none."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(
+        self, vocabulary: Vocabulary, prompt: Sequence[int] = (), shown_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._vocabulary, self._prompt = vocabulary, prompt
+        self._decoder = vocabulary.decoder(prompt, vocabulary.spellings(shown_ids))
         self.offset = 0
 
     def of_output(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return self._object([(entry.token_id, entry) for entry in entries])
+        return self._object([(entry.token_id, entry) for entry in entries], self._decoder)
 
-    def of_prompt(self, prompt: Sequence[int], entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def of_prompt(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """The first token of a prompt follows nothing and has no probability."""
-        return self._object([(prompt[0], None), *((entry.token_id, entry) for entry in entries)])
+        tokens = [(self._prompt[0], None), *((entry.token_id, entry) for entry in entries)]
+        return self._object(tokens, self._vocabulary.decoder())
 
-    def _object(self, tokens: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+    def _object(self, tokens: Sequence[tuple[int, TokenLogprob | None]], decoder: Decoder) -> dict[str, Any]:
         spell = self._vocabulary.spelling
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in tokens:
             text = spell(token_id)[0]
             found["tokens"].append(text)
             found["text_offset"].append(self.offset)
-            if self._vocabulary.token(token_id) is not None:
-                self.offset += len(text)
+            self.offset += len(decoder.push(token_id))
             if entry is None:
                 found["token_logprobs"].append(None)
                 found["top_logprobs"].append(None)

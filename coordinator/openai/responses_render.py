@@ -41,7 +41,6 @@ class ResponsesRender:
         self._scores: list[Any] = []
         self._item_scores: list[Any] = []
         self._passed_on = 0
-        self._parser = head.new_parser()
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -49,7 +48,7 @@ class ResponsesRender:
         self._finish: str | None = None
 
     def needs_event(self, delta: Delta) -> bool:
-        return bool(delta.text) or bool(delta.logprobs)
+        return bool(delta.text or delta.events or delta.logprobs)
 
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
         (answer,) = answers
@@ -65,14 +64,12 @@ class ResponsesRender:
     def text(self, delta: Delta, usage: Usage) -> bytes:
         if delta.logprobs:
             self._scores += chat_logprobs(self._head.vocabulary, delta.logprobs)["content"]
-        if self._parser is None:
+        if delta.events is None:
             return self._take([Text(delta.text)] if delta.text else [])
-        return self._take(self._parser.push(delta.text))
+        return self._take(delta.events)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
         found = self.text(delta, usage)
-        if self._parser is not None:
-            found += self._take(self._parser.finish())
         self._finish = delta.finish_reason
         return found + self._close()
 
@@ -246,6 +243,6 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -20,9 +20,12 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
+
+from coordinator.text.tool_calls import CallBegun, Event, Parser, Reasoning, Text
 
 _REPLACEMENT = "\ufffd"
 _MAX_UNSETTLED = 16
@@ -85,24 +88,31 @@ class Vocabulary:
             raw = token.replace("▁", " ").encode()
         return raw.decode(errors="replace"), raw
 
-    def decoder(self, before: Sequence[int] = ()) -> Decoder:
-        """Returns a decoder of text that follows the tokens `before`."""
-        return _ByteLevel(self) if self.byte_level else _Grouped(self, before)
+    def decoder(self, before: Sequence[int] = (), spelled: Mapping[int, str] | None = None) -> Decoder:
+        """Returns a decoder of text that follows the tokens `before`; it writes special tokens as in `spelled`."""
+        decoder = _ByteLevel(self) if self.byte_level else _Grouped(self, before)
+        return _Showing(decoder, spelled) if spelled else decoder
+
+    def spellings(self, ids: Iterable[int]) -> dict[int, str]:
+        return {i: self.spelling(i)[0] for i in ids}
 
 
 class TextPiece(NamedTuple):
     """`stopped` is the stop string that ended the text; `consumed` counts the ids of this push up to the one that
-    completed it, all of them otherwise."""
+    completed it, all of them otherwise. With a parser the text is in `events`."""
 
     text: str
     stopped: str | None = None
     consumed: int = 0
+    events: tuple[Event, ...] = ()
 
 
 class TextStream:
     """The text of one choice, modified by `push` and `finish`; after a stop string it accepts no more ids. The text of
     the first `min_tokens` ids is not searched for stop strings. Special tokens are omitted, except `shown_ids`, and so
-    is the stop string, unless `include_stop` is set."""
+    is the stop string, unless `include_stop` is set; a stop string may have special tokens in it all the same. With a
+    `parser` stop strings apply to the content only, not to calls and reasoning, and `reasoning_tokens` counts the ids
+    whose text is reasoning."""
 
     def __init__(
         self,
@@ -112,54 +122,132 @@ class TextStream:
         shown_ids: frozenset[int] = frozenset(),
         include_stop: bool = False,
         prompt: Sequence[int] = (),
+        parser: Parser | None = None,
     ) -> None:
-        decoder = vocabulary.decoder(prompt)
-        self._decoder: Decoder = _Showing(vocabulary, decoder, shown_ids) if shown_ids else decoder
+        stop = tuple(dict.fromkeys(stop))
+        hidden = _stand_ins(vocabulary, stop, shown_ids)
+        self._decoder = vocabulary.decoder(prompt, vocabulary.spellings(shown_ids) | hidden)
         self._unchecked = min_tokens
-        self._stop = tuple(dict.fromkeys(stop))
-        self._include_stop = include_stop
-        self._held = ""
-        self.stopped: str | None = None
+        self._parser = parser
+        self._search = _StopSearch(vocabulary, stop, hidden, include_stop)
+        self.reasoning_tokens = 0
+
+    @property
+    def parses(self) -> bool:
+        return self._parser is not None
+
+    @property
+    def stopped(self) -> str | None:
+        return self._search.stopped
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Returns the text that these ids complete, up to a stop string."""
         if self.stopped is not None:
             return TextPiece("", self.stopped, 0)
         push = self._decoder.push
-        if not self._stop:
+        if not self._search and self._parser is None:
             return TextPiece("".join([push(i) for i in token_ids]), None, len(token_ids))
         out: list[str] = []
+        events: list[Event] = []
         for count, token_id in enumerate(token_ids, 1):
-            fresh = push(token_id)
-            if self._unchecked > 0:
-                self._unchecked -= 1
-                out.append(fresh)
-            elif fresh:
-                out.append(self._release(fresh))
-                if self.stopped is not None:
-                    return TextPiece("".join(out), self.stopped, count)
-        return TextPiece("".join(out), None, len(token_ids))
+            self._take(push(token_id), out, events)
+            self._unchecked -= 1
+            if self.stopped is not None:
+                return TextPiece("".join(out), self.stopped, count, tuple(events))
+        return TextPiece("".join(out), None, len(token_ids), tuple(events))
 
-    def finish(self) -> str:
-        """Returns the text held back, after the last id. It may still complete a stop string: see `stopped`."""
+    def finish(self) -> TextPiece:
+        """Returns the text held back, after the last id. It may still complete a stop string."""
         if self.stopped is not None:
-            return ""
-        rest = self._release(self._decoder.flush())
-        if self.stopped is None:
-            rest, self._held = rest + self._held, ""
-        return rest
+            return TextPiece("", self.stopped)
+        out: list[str] = []
+        events: list[Event] = []
+        self._take(self._decoder.flush(), out, events)
+        if self._parser is not None and self.stopped is None:
+            self._content(self._parser.finish(), events)
+        remaining = self._search.flush()
+        if self._parser is None:
+            out.append(remaining)
+        elif remaining:
+            events.append(Text(remaining))
+        return TextPiece("".join(out), self.stopped, 0, tuple(events))
 
-    def _release(self, fresh: str) -> str:
+    def _take(self, fresh: str, out: list[str], events: list[Event]) -> None:
+        """Appends the text of one id, or what it is parsed to."""
+        if self._parser is None:
+            out.append(self._search.push(fresh, checked=self._unchecked <= 0))
+            return
+        parsed = self._parser.push(fresh)
+        self.reasoning_tokens += self._parser.reasoning or any(isinstance(event, Reasoning) for event in parsed)
+        self._content(parsed, events)
+
+    def _content(self, parsed: Iterable[Event], events: list[Event]) -> None:
+        for event in parsed:
+            if isinstance(event, Text):
+                text = self._search.push(event.text, checked=self._unchecked <= 0)
+                events += [Text(text)] if text else []
+                if self.stopped is not None:
+                    return
+                continue
+            if before := self._search.flush():
+                events.append(Text(before))
+            events.append(self._search.without_stand_ins(event))
+
+
+class _StopSearch:
+    """Searches a text for stop strings, and holds back what may be the beginning of one. False without any."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, stop: tuple[str, ...], hidden: Mapping[int, str], include_stop: bool
+    ) -> None:
+        self._stops = {text: text for text in stop}
+        for token, stand_in in hidden.items():
+            spelled = vocabulary.spelling(token)[0]
+            self._stops |= {text.replace(spelled, stand_in): named for text, named in self._stops.items()}
+        self._patterns = tuple(self._stops)
+        self._hidden = dict.fromkeys(map(ord, hidden.values()))
+        self._include_stop = include_stop
+        self._held = ""
+        self.stopped: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def push(self, fresh: str, *, checked: bool = True) -> str:
         """Appends text and returns what can be emitted: up to a stop string, else all but a tail that may begin one."""
+        if not checked or not fresh:
+            return self._shown(fresh)
         text = self._held + fresh
-        found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at, -len(stop), stop) for stop in self._patterns if (at := text.find(stop)) >= 0]
         if found:
-            at, _, self.stopped = min(found)
+            at, _, pattern = min(found)
+            self.stopped = self._stops[pattern]
             self._held = ""
-            return text[: at + len(self.stopped) * self._include_stop]
-        keep = _longest_tail(text, self._stop)
+            return self._shown(text[:at]) + self.stopped * self._include_stop
+        keep = _longest_tail(text, self._patterns)
         self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        return self._shown(text[: len(text) - keep])
+
+    def flush(self) -> str:
+        """Returns the text held back, which no stop string follows."""
+        held, self._held = self._held, ""
+        return self._shown(held)
+
+    def without_stand_ins(self, event: Event) -> Event:
+        return (
+            event if not self._hidden or isinstance(event, CallBegun) else replace(event, text=self._shown(event.text))
+        )
+
+    def _shown(self, text: str) -> str:
+        return text.translate(self._hidden) if self._hidden else text
+
+
+def _stand_ins(vocabulary: Vocabulary, stop: tuple[str, ...], shown: frozenset[int]) -> dict[int, str]:
+    """Returns a character for each omitted special token that occurs in a stop string: a lone surrogate, which no
+    decoded text has, takes its place in the text that is searched."""
+    names = ((i, vocabulary.spelling(i)[0]) for i in sorted(vocabulary.special_ids - shown)) if stop else ()
+    found = [i for i, name in names if name and any(name in text for text in stop)]
+    return {i: chr(0xD800 + number) for number, i in enumerate(found[:2048])}
 
 
 def _longest_tail(text: str, stops: tuple[str, ...]) -> int:
@@ -174,14 +262,14 @@ def _longest_tail(text: str, stops: tuple[str, ...]) -> int:
 
 
 class _Showing:
-    """Wraps a decoder and spells out some special tokens."""
+    """Wraps a decoder and writes some special tokens as `spelled` says."""
 
-    def __init__(self, vocabulary: Vocabulary, decoder: Decoder, shown_ids: frozenset[int]) -> None:
-        self._vocabulary, self._decoder, self._shown_ids = vocabulary, decoder, shown_ids
+    def __init__(self, decoder: Decoder, spelled: Mapping[int, str]) -> None:
+        self._decoder, self._spelled = decoder, spelled
 
     def push(self, token_id: int) -> str:
-        if token_id in self._shown_ids:
-            return self._decoder.flush() + self._vocabulary.spelling(token_id)[0]
+        if (text := self._spelled.get(token_id)) is not None:
+            return self._decoder.flush() + text
         return self._decoder.push(token_id)
 
     def flush(self) -> str:

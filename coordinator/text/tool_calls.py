@@ -208,6 +208,11 @@ class Parser:
         self._index = -1
         self._state: Callable[[], bool] = self._as_text
 
+    @property
+    def reasoning(self) -> bool:
+        """Whether the text at this place is reasoning."""
+        return False
+
     def push(self, text: str) -> list[Event]:
         self._pending += text
         while self._state():
@@ -453,6 +458,10 @@ class HarmonyParser(Parser):
         self._give: Callable[[str], None] = self._emit_text
         self._state = self._begin
 
+    @property
+    def reasoning(self) -> bool:
+        return self._state == self._body and self._give == self._emit_reasoning
+
     def _begin(self) -> bool:
         """Detects messages, or text that a grammar forced."""
         if not self._pending:
@@ -502,6 +511,10 @@ class ThinkParser(Parser):
         self._parser = behind
         self._content, self._blank = "", False
         self._state = self._thinks if thinking else self._begin
+
+    @property
+    def reasoning(self) -> bool:
+        return self._state == self._thinks
 
     def _begin(self) -> bool:
         text = self._pending.lstrip()

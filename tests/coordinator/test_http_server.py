@@ -121,6 +121,25 @@ async def test_client_that_reads_slowly_but_steadily_is_not_disconnected(
     assert answer.count(b"x") >= 1_000_000 and time.monotonic() - began > 0.8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_client_gets_no_chunks_and_the_end_of_the_connection(
+    app: FastAPI, generator: FakeGenerator, stream: bool
+) -> None:
+    generator.script = reply("Hel", "lo", " world")
+    raw = json.dumps(TEXT | {"stream": stream}).encode()
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
+        await client.send(head.encode() + raw)
+        async with asyncio.timeout(30):
+            answer = await client.reader.read(-1)  # up to the end of the connection
+        start, _, body = answer.partition(b"\r\n\r\n")
+        assert b" 200 OK" in start and b"connection: close" in start and b"transfer-encoding" not in start
+        assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
+        assert body.startswith(b"data: {" if stream else b"{")
+        assert stream or b"content-length: %d" % len(body) in start
+
+
 async def test_stop_lets_running_requests_finish(app: FastAPI, generator: FakeGenerator) -> None:
     generator.script = [Delta("a", (1,)), 0.3, *reply("b")]
     async with running(app) as server:

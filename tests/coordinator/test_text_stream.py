@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from coordinator.text.stream import TextStream, Vocabulary
+from coordinator.text.tool_calls import Arguments, Reasoning, Text, make_parser
 from tests.support import tokenizers_kit as kit
 
 KINDS = {"byte_level": kit.byte_level, "byte_fallback": kit.byte_fallback, "metaspace": kit.metaspace}
@@ -27,7 +28,7 @@ def stream(
     vocabulary: Vocabulary, parts: list[list[int]], stop: tuple[str, ...] = (), prompt: Sequence[int] = ()
 ) -> list[str]:
     text = TextStream(vocabulary, stop, prompt=prompt)
-    return [*(text.push(part).text for part in parts), text.finish()]
+    return [*(text.push(part).text for part in parts), text.finish().text]
 
 
 def ids_for(name: str) -> st.SearchStrategy[list[int]]:
@@ -92,7 +93,7 @@ def test_emoji_is_emitted_as_soon_as_its_bytes_are_complete() -> None:
     ids = [table[bytes([b])] for b in "😀".encode()]
     text = TextStream(vocabulary)
     assert [text.push([i]).text for i in ids] == ["", "", "", "😀"]
-    assert text.finish() == ""
+    assert text.finish().text == ""
 
 
 def test_incomplete_code_point_is_emitted_only_at_the_end() -> None:
@@ -100,7 +101,7 @@ def test_incomplete_code_point_is_emitted_only_at_the_end() -> None:
     table = {vocabulary.token_bytes(i): i for i in range(vocabulary.size)}
     text = TextStream(vocabulary)
     assert text.push([table[b"\xf0"], table[b"\x9f"]]).text == ""
-    assert text.finish() == "\ufffd"
+    assert text.finish().text == "\ufffd"
 
 
 def test_special_and_out_of_vocabulary_ids_decode_to_nothing() -> None:
@@ -131,14 +132,14 @@ def test_a_stop_string_is_found_across_tokens_and_calls(size: int) -> None:
     assert (shown, text.stopped) == ("Hello world", "\n\nUser")
     assert "\n\nUser" in vocabulary.tokenizer.decode(ids[:consumed])
     assert "\n\nUser" not in vocabulary.tokenizer.decode(ids[: consumed - 1])
-    assert text.push(ids).text == "" and text.finish() == ""
+    assert text.push(ids).text == "" and text.finish().text == ""
 
 
 def test_partial_stop_string_is_emitted_at_the_end() -> None:
     vocabulary = VOCABULARIES["byte_level"]
     text = TextStream(vocabulary, ("STOP",))
     assert text.push(byte_ids(vocabulary, "a ST")).text == "a "
-    assert text.finish() == "ST"
+    assert text.finish().text == "ST"
     assert text.stopped is None
 
 
@@ -159,7 +160,7 @@ def test_a_stop_string_in_the_last_run_of_bytes_is_found_by_finish() -> None:
     vocabulary = VOCABULARIES["byte_fallback"]
     text = TextStream(vocabulary, ("é",))
     assert text.push(byte_ids(vocabulary, "oé")).stopped is None
-    assert (text.finish(), text.stopped) == ("", "é")
+    assert (text.finish().text, text.stopped) == ("", "é")
 
 
 @settings(max_examples=150, deadline=None)
@@ -172,8 +173,8 @@ def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], cu
     vocabulary = VOCABULARIES["byte_level"]
     ids = byte_ids(vocabulary, text)
     one_by_one, in_parts = (TextStream(vocabulary, stops) for _ in range(2))
-    first = "".join(one_by_one.push([i]).text for i in ids) + one_by_one.finish()
-    second = "".join(in_parts.push(part).text for part in split(ids, cuts)) + in_parts.finish()
+    first = "".join(one_by_one.push([i]).text for i in ids) + one_by_one.finish().text
+    second = "".join(in_parts.push(part).text for part in split(ids, cuts)) + in_parts.finish().text
     assert (first, one_by_one.stopped) == (second, in_parts.stopped)
     if not any(stop in text for stop in stops):
         assert first == text
@@ -237,3 +238,65 @@ def test_special_token_has_a_spelling_but_no_text() -> None:
     special = next(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
     assert vocabulary.spelling(special)[0] == tokenizer.id_to_token(special)
     assert vocabulary.token(special) is None
+
+
+END = VOCABULARIES["byte_level"].tokens["<|im_end|>"]
+
+
+@pytest.mark.parametrize(("stop", "text"), [("<|im_end|>", "one two"), ("two<|im_end|>t", "one "), ("e two<|im", "on")])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_contain_special_tokens(stop: str, text: str, include: bool) -> None:
+    """As a token, which the text does not show, or spelled."""
+    vocabulary = VOCABULARIES["byte_level"]
+    before, after = byte_ids(vocabulary, "one two"), byte_ids(vocabulary, "three")
+    spelled = byte_ids(vocabulary, "<|im_end|>")
+    for middle in ([END], spelled):
+        if middle == [END] and stop.endswith("<|im"):
+            continue
+        reader = TextStream(vocabulary, [stop], include_stop=include)
+        pieces = [reader.push([i]) for i in [*before, *middle, *after]]
+        assert "".join(piece.text for piece in pieces) + reader.finish().text == text + stop * include
+        assert reader.stopped == stop
+
+
+def test_special_tokens_of_a_stop_string_that_does_not_match_are_not_shown() -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    ids = [*byte_ids(vocabulary, "one"), END, *byte_ids(vocabulary, "two")]
+    assert "".join(stream(vocabulary, [[i] for i in ids], ("<|im_end|>x",))) == "onetwo"
+    assert "".join(stream(vocabulary, [[i] for i in ids], ("eight<|im_end|>",))) == "onetwo"
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "STOP"}}\n</tool_call>'
+
+
+@settings(max_examples=100, deadline=None)
+@given(cuts=st.lists(st.integers(0, 200), max_size=6))
+def test_stop_strings_apply_to_the_content_only(cuts: list[int]) -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    ids = byte_ids(vocabulary, f"<think>STOP it</think>\nYes. {CALL} then STOP here")
+    for parts in ([ids], [[i] for i in ids], split(ids, cuts)):
+        parser = make_parser("hermes", frozenset("f"), thinks=True)
+        reader = TextStream(vocabulary, ["STOP"], parser=parser)
+        events = [event for part in parts for event in reader.push(part).events] + [*reader.finish().events]
+        texts = {
+            kind: "".join(event.text for event in events if isinstance(event, kind))  # type: ignore[attr-defined]
+            for kind in (Text, Reasoning, Arguments)
+        }
+        assert texts == {Text: "Yes. then ", Reasoning: "STOP it", Arguments: '{"a": "STOP"}'}
+        assert reader.stopped == "STOP"
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_tokens_of_reasoning_are_counted(thinking: bool) -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    begin, end = "<think>" * (not thinking), "</think>"
+    ids = byte_ids(vocabulary, f"{begin}hmm{end}yes")
+    ends = list(accumulate(len(vocabulary.spelling(i)[0]) for i in ids))
+    expected = sum(len(begin) <= at < len(f"{begin}hmm{end}") for at in ends)
+    readers = []
+    for parts in ([ids], [[i] for i in ids]):
+        reader = TextStream(vocabulary, parser=make_parser(None, frozenset(), thinks=True, thinking=thinking))
+        for part in parts:
+            reader.push(part)
+        readers.append(reader.reasoning_tokens)
+    assert readers == [expected, expected]

@@ -56,7 +56,7 @@ TWO = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n<
 
 
 def model_of(form: str, directory: Path, special: Sequence[str] = ()) -> TextModel:
-    tokenizer = tokenizers_kit.byte_level()
+    tokenizer = tokenizers_kit.renamed(tokenizers_kit.byte_level())
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     return TextModel.load(
         text_dir(directory, tokenizer, template=TEMPLATES[form], config={"max_position_embeddings": 4096})
@@ -346,6 +346,18 @@ async def test_reasoning_is_returned_separately_from_the_content(tmp_path: Path,
         assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hmm.", "Hmm.", "Yes.")
         found, _ = await streamed(client)
         assert (found["reasoning_content"], found["reasoning"], found["content"]) == ("Hmm.", "Hmm.", "Yes.")
+
+
+async def test_reasoning_that_is_continued_has_no_tag_in_the_content(tmp_path: Path, generator: FakeGenerator) -> None:
+    template = TEMPLATES["hermes"] + "{# <think> </think> #}"
+    directory = text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096})
+    app = create_app(generator, TextModel.load(directory), HttpSettings("tiny", created=1))
+    generator.script = reply("nd so", "</think>\n\nYes.")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        for begun, expected in (("<think>A", ("nd so", "Yes.")), ("<think>A</think> B", (None, "nd soYes."))):
+            messages = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": begun}]
+            message = (await whole(client, messages=messages, continue_final_message=True))["message"]
+            assert (message.get("reasoning"), message["content"]) == expected
 
 
 async def test_tools_of_a_template_without_tools_are_called_in_the_generic_form(

@@ -42,7 +42,7 @@ async def test_prompts_with_and_without_a_generation_prompt(
     assert shown(closed).endswith("<|im_end|>\n") and usual[: len(closed)] == closed
     talk = [*GOOD[CHAT]["messages"], {"role": "assistant", "content": "Well <|im_end|>, "}]
     opened = await prompt_of(client, generator, messages=talk, continue_final_message=True)
-    assert shown(opened).endswith("<|im_start|>assistant\nWell <|im_end|>,")
+    assert shown(opened).endswith("<|im_start|>assistant\nWell <|im_end|>, ")
     end = text_model.tokenizer.token_to_id("<|im_end|>")
     assert opened.count(end) == 1, "what the client wrote is no control token"
 

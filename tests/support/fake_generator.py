@@ -13,6 +13,7 @@ from coordinator.policy.quotas import Client, Quotas
 from coordinator.recent import Record
 from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
+from coordinator.text.tool_calls import Parser
 
 Step = Delta | BaseException | float | asyncio.Event
 
@@ -58,13 +59,14 @@ class FakeGenerator:
         submission = await with_grammar(submission, self.grammars)
         self.submissions.append(submission)
         self._note()
+        parsers = [submission.new_parser() for _ in range(submission.n)]
         try:
             while True:
                 for step in self.script:
                     if isinstance(step, Delta):
                         await asyncio.sleep(0)
                         self.yielded += 1
-                        yield step
+                        yield _parsed(step, parsers)
                     elif isinstance(step, BaseException):
                         raise step
                     elif isinstance(step, asyncio.Event):
@@ -119,3 +121,11 @@ class FakeGenerator:
 
     def answered(self, status: int) -> None:
         self.statuses.append(status)
+
+
+def _parsed(delta: Delta, parsers: Sequence[Parser | None]) -> Delta:
+    """Returns a delta as a pipeline does whose submission has a parser."""
+    if (parser := parsers[min(delta.choice, len(parsers) - 1)]) is None:
+        return delta
+    events = parser.push(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+    return delta._replace(text="", events=tuple(events))
