@@ -199,7 +199,7 @@ async def test_requests_are_answered_while_a_large_body_is_parsed(
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def parse(model: type, body: bytes) -> None:
+    def parse(model: type, body: bytes, *, strict: bool) -> None:
         begun.set()
         if not go.wait(HANG_S):
             raise AssertionError("the event loop stood still")
