@@ -11,7 +11,6 @@ On GPUs memory is exported by CUDA's IPC handles. When KV is in host memory, sha
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from baton.core.errors import HandoffError
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, Word, cut_buffer
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.shared_buffers import export, host_identity, map_exported
-from baton.transfer.streams import finish
+from baton.transfer.streams import HELD, current_stream, finish
 
 _RECORD = 1024  # bytes: the length of a buffer's handle, then the handle
 _IDENTITY = 512
@@ -104,9 +103,11 @@ class IpcEdge:
         self._control.abort()
 
     def close(self) -> None:
-        with contextlib.suppress(HandoffError):
-            finish(self._device, _CLOSE_S)  # a copy may still read the mapped buffer
-        self._mapped.clear()
+        mapped, self._mapped = self._mapped, {}
+        try:
+            finish(self._device, _CLOSE_S)
+        except (HandoffError, RuntimeError):  # a queued copy still reads a mapped buffer
+            HELD.keep(mapped, current_stream(self._device))
         self._control.close()
 
     def _source(self, record: Tensor, num_bytes: int) -> Tensor:

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from baton.core.errors import HandoffError
-from baton.transfer import ipc, shared_buffers
+from baton.transfer import ipc, shared_buffers, streams
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import make_buffers
 from baton.transfer.ipc import IpcEdge
@@ -109,6 +111,31 @@ def test_buffers_that_a_sender_uses_in_turn_stay_mapped(connected: Connected, mo
     assert len(mapped) == ipc.MOST_MAPPED + 1
     move(0)
     assert len(mapped) == ipc.MOST_MAPPED + 2 and len(decode._mapped) == ipc.MOST_MAPPED
+
+
+def test_buffers_that_a_queued_copy_reads_stay_mapped_after_the_edge_is_closed(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = connected(kind=IpcEdge)
+    sent, got = filled(64), torch.zeros(64, dtype=torch.uint8)
+    assert in_threads(lambda: prefill.send(sent, HANG_S), lambda: decode.recv(got, HANG_S)) == [None, None]
+    held = streams.Held()
+    done: list[bool] = []
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: bool(done))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(ipc, "HELD", held)
+
+    def hang(device: torch.device, timeout_s: float) -> None:
+        raise HandoffError("cuda:0 did not finish")
+
+    monkeypatch.setattr(ipc, "finish", hang)
+    (mapped,) = map(weakref.ref, decode._mapped.values())
+    decode.close()
+    held.release()
+    assert mapped() is not None and len(held) == 1
+    done.append(True)
+    held.release()
+    assert mapped() is None
 
 
 async def test_a_part_is_copied_between_blocks_and_a_damaged_section_is_detected(
