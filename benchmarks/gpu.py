@@ -106,15 +106,20 @@ PARTS = (
         quiet=True,
         bars=("decode step, batch 64, in 1.4 of its floor", "prefill of 8,192 at 60 % of matrix rate"),
     ),
-    Part("8b-profile", "8 B: the kernels of a decode step and of a prefill", 40),
     Part("8b-http", "8 B over HTTP: prefill and decode workers on the device", 75, bars=("8 B over HTTP",)),
     Part(
+        "edges-nccl",
+        "NCCL alone: bytes, a piece of KV, a peer killed, stopped, aborted",
+        40,
+        nccl=True,
+        bars=("NCCL peer lost: freed within 5 s",),
+    ),
+    Part(
         "edges-ipc",
-        "IPC alone: bytes, a piece of KV, a peer killed, stopped, aborted",
+        "the same over IPC",
         30,
         bars=("IPC peer lost: freed within 5 s",),
     ),
-    Part("edges-nccl", "the same over NCCL", 40, nccl=True, bars=("NCCL peer lost: freed within 5 s",)),
     Part(
         "cluster",
         "tokens through a hand-over, ITL beside hand-overs",
@@ -135,6 +140,7 @@ PARTS = (
     ),
     Part("engine", "the engine's tests on the device (tests/gpu)", 60),
     Part("tp2", "tensor parallelism: tokens of 2 decode ranks", 40, nccl=True, bars=("tokens of 2 decode ranks",)),
+    Part("8b-profile", "8 B: the kernels of a decode step and of a prefill", 40),
     Part("transformers", "the same 8 B work with transformers", 40),
 )
 FIRST = 4

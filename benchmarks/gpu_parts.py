@@ -829,7 +829,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     if name == "compile":
         return compile_kernels()
-    assert [part.name for part in PARTS] == list(FUNCTIONS)
+    assert {part.name for part in PARTS} == set(FUNCTIONS)
     plant(name)
     checks = Checks()
     FUNCTIONS[name](checks)

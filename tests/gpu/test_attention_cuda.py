@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -72,6 +74,32 @@ def test_sums_over_ranks_have_the_bits_of_the_plain_ones(dtype: torch.dtype, ran
 
     partials = torch.randn(ranks, 64, 4096).to(dtype)
     assert torch.equal(sum_by_rank(partials.to(DEVICE)).cpu(), _sum_by_rank(partials))
+
+
+@pytest.mark.skipif(
+    REHEARSAL or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1",
+    reason="two kernels that wait for each other must overlap",
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_sums_in_one_kernel_have_the_bits_of_the_plain_ones(shared: bool) -> None:
+    """Two ranks on two streams of one GPU, in place of two GPUs that reach each other."""
+    from baton.engine.kernels.symmetric_sum import SymmetricMemory, flag_bytes, symmetric_sum
+    from baton.engine.parallel import _sum_by_rank
+
+    half_bytes, ranks = 1 << 20, range(2)
+    blocks = [torch.zeros(flag_bytes(2) + 2 * half_bytes, dtype=torch.uint8, device=DEVICE) for _ in ranks]
+    addresses = torch.tensor([block.data_ptr() for block in blocks], device=DEVICE)
+    memories = [SymmetricMemory(r, addresses, torch.zeros(2).long().to(DEVICE), half_bytes, blocks) for r in ranks]
+    streams = [torch.cuda.Stream() for _ in ranks]  # type: ignore[no-untyped-call]
+    for rows in (1, 64, 1000, 3, 64):  # of one piece and of several
+        partials = torch.randn(2, rows, 4096).bfloat16()
+        given, found = [part.to(DEVICE) for part in partials], []
+        torch.cuda.synchronize()
+        for rank in ranks:
+            with torch.cuda.stream(streams[rank]):
+                found.append(symmetric_sum(given[rank], memories[rank], shared))
+        torch.cuda.synchronize()
+        assert all(torch.equal(total.cpu(), _sum_by_rank(partials)) for total in found)
 
 
 @pytest.mark.parametrize("num_bytes", [4, 100_000, 4 << 20])
