@@ -42,8 +42,9 @@ ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 class Options:
     """What a client may choose; None stands for the model's default. `bad_words` are texts, `bad_word_ids` the same as
     token ids; completions repeat the prompt's log-probabilities in each choice. `prompts` is the number of prompts,
-    with `n` choices each. `max_tokens` that do not fit are refused, unless `fit_max_tokens` is set. The fields that end
-    in `_param` are the client's names, for error messages."""
+    with `n` choices each. The output fills the gap between the prompt and `suffix`. `max_tokens` that do not fit are
+    refused, unless `fit_max_tokens` is set. The fields that end in `_param` are the client's names, for error
+    messages."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -73,6 +74,7 @@ class Options:
     truncate_prompt_tokens: int | None = None
     each_choice_has_prompt: bool = False
     prompts: int = 1
+    suffix: str | None = None
     fit_max_tokens: bool = False
     max_tokens_param: str = "max_tokens"
     stop_param: str = "stop"
@@ -115,11 +117,17 @@ class Translator:
     ) -> Submission:
         """Builds a completion of text. `params` is the result of `checked` for these options, if already known."""
         params = params or self.checked(options)
-        if not prompt:
+        if not prompt and options.suffix is None:
             raise InvalidRequest("the prompt is empty", param="prompt")
         check_text(prompt, "prompt")
-        ids = await self.text.encode_async(prompt)
-        return self._submission(request_id, ids, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        if options.suffix is None:
+            ids = await self.text.encode_async(prompt)
+            return self._submission(request_id, ids, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        check_text(options.suffix, "suffix")
+        ids = await self.text.encode_infill_async(prompt, options.suffix)
+        filled = self._submission(request_id, ids, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        ends = () if options.ignore_eos or self.text.infill is None else self.text.infill.ends
+        return replace(filled, eos_token_ids=tuple(dict.fromkeys((*filled.eos_token_ids, *ends))))
 
     async def from_token_ids(
         self,
@@ -132,6 +140,8 @@ class Translator:
     ) -> Submission:
         """Builds a completion of token ids, used as given: nothing is prepended."""
         params = params or self.checked(options)
+        if options.suffix is not None:
+            raise InvalidRequest("suffix needs a prompt of text, not token ids", param="suffix")
         if options.truncate_prompt_tokens is not None:
             prompt = prompt[-options.truncate_prompt_tokens :]
         self._check_room(len(prompt), "prompt")  # before any id is read: there may be a million

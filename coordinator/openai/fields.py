@@ -60,7 +60,7 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
 }
-COMPLETION: Neutral = _BOTH | {"add_special_tokens": (True,), "suffix": ()}
+COMPLETION: Neutral = _BOTH | {"add_special_tokens": (True,)}
 CHAT: Neutral = _BOTH | {
     "add_special_tokens": (False,),
     "audio": (),

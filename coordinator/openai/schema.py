@@ -242,11 +242,14 @@ class CompletionBody(GenerationBody):
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
     @model_validator(mode="after")
     def _best_of_all(self) -> Self:
         if self.best_of not in (None, 1 if self.n is None else self.n):
             raise InvalidRequest("best_of must equal n (best_of sampling is not supported)", param="best_of")
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise InvalidRequest("suffix cannot be combined with echo or truncate_prompt_tokens", param="suffix")
         return self
 
     @property
@@ -261,7 +264,7 @@ class CompletionBody(GenerationBody):
             options = replace(options, prompt_logprobs=self.logprobs, prompt_logprobs_param="logprobs")
         if self.echo_only:
             options = replace(options, max_tokens=1)
-        return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt))
+        return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt), suffix=self.suffix or None)
 
 
 def _text_or_none(value: Any) -> str | None:

@@ -31,6 +31,7 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupErro
 from baton.core.request import SamplingParams
 from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, Rendering
 from coordinator.text.files import TextFiles, read_text_files
+from coordinator.text.infill import infill_tokens
 from coordinator.text.messages import ChatMessage
 from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format
@@ -79,6 +80,7 @@ class TextModel:
             self.tool_format = "hermes"  # as generic_tools.py describes
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _marker_ids(files.tokenizer, self.tool_format, self.thinks)
+        self.infill = infill_tokens(files.tokenizer)
         self._threads = ThreadPoolExecutor(max_workers=LONG_AT_ONCE + 1, thread_name_prefix="tokenize")
         self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")  # there is one child
         self._long = {self._threads: asyncio.Semaphore(LONG_AT_ONCE), self._rendering: asyncio.Semaphore(1)}
@@ -121,6 +123,24 @@ class TextModel:
         with self._waiting(size):
             work = partial(self.encode, text, add_special_tokens=add_special_tokens)
             return await self._in_turn(self._threads, size, work)
+
+    async def encode_infill_async(self, prefix: str, suffix: str) -> list[int]:
+        """Returns a prompt whose output fills the gap between two texts.
+
+        Raises:
+            InvalidRequest: the model has no tokens for that.
+            ContextLengthExceeded, Unavailable: as `encode_async`.
+        """
+        if (tokens := self.infill) is None:
+            what = "this model's tokenizer has no tokens to fill in the middle: suffix is not supported"
+            raise InvalidRequest(what, code="unsupported_parameter", param="suffix")
+        before = await self.encode_async(prefix, add_special_tokens=False)
+        lead = [] if self.vocabulary.byte_level else self.encode("\n", add_special_tokens=False)
+        after = await self.encode_async("\n" + suffix if lead else suffix, add_special_tokens=False)
+        if after[: len(lead)] == lead:  # SentencePiece puts a space before a text, but not within one
+            after = after[len(lead) :]
+        begin = [i for i in self.encode("")[:1] if i == self.bos_token_id]
+        return [*begin, tokens.prefix, *before, tokens.suffix, *after, tokens.middle]
 
     async def encode_chat_async(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """Returns the ids of a conversation, rendered by the model's template, without blocking the event loop.

@@ -183,7 +183,7 @@ TABLE: list[Bad] = [
     *(
         Bad(f"B-14 {path} {name}={value!r}", {name: value}, name, code="unsupported_parameter", path=path)
         for path, fields in (
-            (COMPLETIONS, {"suffix": ["", "x"]}),
+            (COMPLETIONS, {"suffix": ["x"]}),
             (
                 CHAT,
                 {
