@@ -235,7 +235,7 @@ def test_followers_receive_draft_tokens_that_their_plans_lack(
     """The leader's draft model makes them, as on a GPU: plans never contain them."""
     some, model_dir = requests("looking back", 12, vocab_size=320, length=16), checkpoint("llama")
     draft = tiny_runner(model_dir, kernels="torch")
-    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, torch.device("cpu"), decide)
+    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, torch.device("cpu"), decide, draft._tables)
     drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
     with pool.load(model_dir, 2, exact=True, kernels=kernels, on_device=on_device) as ranks:
         expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]

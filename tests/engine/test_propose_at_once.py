@@ -69,7 +69,7 @@ def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> tup
     model_dir = checkpoint("llama", dtype=dtype)
     fast, slow = (tiny_runner(model_dir, dtype=dtype, kernels=kernels) for _ in range(2))
     if on_gpu:
-        fast._propose = DeviceDraftTokens(fast._compute, fast._limits, torch.device("cpu"), decide)
+        fast._propose = DeviceDraftTokens(fast._compute, fast._limits, torch.device("cpu"), decide, fast._tables)
     if not fast.can_propose:
         pytest.skip(f"{fast.kernels} computes {request.param}")
     slow._propose = None
