@@ -201,7 +201,7 @@ FAULTS = (
     Fault(
         "decode/scheduler.py", "groups = [others, *alone] if", "groups = [running] if", "tests/decode/test_scheduler.py"
     ),
-    Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),
+    Fault(REQUESTS, "if ran and not drained and", "if ran and", T_REQUESTS),
     Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_stamps.append(r.stamps)\n", "", T_REQUESTS),
