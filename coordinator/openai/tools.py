@@ -18,6 +18,7 @@ from baton.core.sampling_limits import check_count
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, count_values
 from coordinator.structured_output import Constraint, json_text, lark_string
+from coordinator.text.chat import MAX_DEPTH
 
 MAX_TOOLS = 128
 MAX_VALUES = 20_000  # of tools, and of additional template variables
@@ -91,9 +92,23 @@ def _arguments(value: Any) -> dict[str, Any] | str:
         found = orjson.loads(value or "{}")
         if _LONG_NUMBER.search(value):  # orjson reads an integer over 64 bits as a float
             found = json.loads(value)
-        if isinstance(found, dict) and r"\u0000" not in value:
+        if isinstance(found, dict) and r"\u0000" not in value and _is_shallow(found):
             return found
     return value
+
+
+def _is_shallow(value: Any) -> bool:
+    """Returns whether a value may be given to a template as it is: `ChatEncoder` limits how deeply it is nested."""
+    level = [value]
+    for _ in range(MAX_DEPTH - _DEPTH_OF_ARGUMENTS):
+        containers = [each for each in level if isinstance(each, dict | list)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return True
+    return False
+
+
+_DEPTH_OF_ARGUMENTS = 5  # in the calls of a message
 
 
 _LONG_NUMBER = re.compile(r"[0-9]{19}")

@@ -51,6 +51,7 @@ TOOL: dict[str, Any] = {
     },
 }
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+DEEP = '{"a": ' * 120 + "1" + "}" * 120
 ONE = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 TWO = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 
@@ -376,7 +377,9 @@ async def test_tools_of_a_template_without_tools_are_called_in_the_generic_form(
         assert "get_weather" not in model.decode(generator.submissions[-1].prompt)
 
 
-@pytest.mark.parametrize("arguments", ["{", "3", '"a"', "[1]", "nonsense", '{"a": "\\u0000"}', '{"a": "\\ud800"}', ""])
+@pytest.mark.parametrize(
+    "arguments", [DEEP, "{", "3", '"a"', "[1]", "nonsense", '{"a": "\\u0000"}', '{"a": "\\ud800"}', ""]
+)
 async def test_a_call_that_the_model_wrote_is_accepted_in_the_history(
     client: httpx.AsyncClient, generator: FakeGenerator, model: TextModel, arguments: str
 ) -> None:
