@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.core.cluster_token import FLAG, check_token
+from baton.core.codes import ErrorCode
 from baton.core.commands import (
     Assign,
     Command,
@@ -157,7 +158,7 @@ class Cluster:
                 message = f"{described} refused: token: this cluster has no token; remove {FLAG}"
                 raise JoinRefused(message, param="token")
             if self.requests.draining and known != join.incarnation:
-                raise Unavailable(f"{worker} cannot join: the cluster is draining", code="draining")
+                raise Unavailable(f"{worker} cannot join: the cluster is draining", code=ErrorCode.DRAINING)
             joined = self.workers.join(replace(join, token=""), self.lease_now())
         except JoinRefused as e:
             self.refused(e, peer)

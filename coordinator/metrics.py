@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError
 from coordinator.openai.fields import as_header
 from coordinator.policy.pool import LOAD_COLUMNS
@@ -242,7 +243,7 @@ class Observed:
 def _code(error: BaseException) -> str:
     if isinstance(error, BatonError):
         return error.code
-    return "internal_error" if isinstance(error, Exception) else "cancelled"
+    return ErrorCode.INTERNAL_ERROR if isinstance(error, Exception) else "cancelled"
 
 
 class _State(Collector):

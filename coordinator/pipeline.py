@@ -23,6 +23,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
 from baton.loop_watch import LoopWatch
@@ -147,7 +148,8 @@ class Pipeline:
         sink: Sink | None = None,
         observe: Callable[[Delta], None] = lambda delta: None,
     ) -> AsyncGenerator[Delta, None]:
-        s, request, reason = submission, in_flight.request, "the client disconnected"
+        s, request = submission, in_flight.request
+        reason: str = "the client disconnected"
         shown = s.shown_token_ids, s.include_stop
         text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, *shown, s.prompt, s.new_parser())
         reader = ChoiceReader(in_flight, text, sink, observe)
@@ -162,10 +164,10 @@ class Pipeline:
                     self._cluster.end(in_flight, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
         except DeadlineExceeded:
-            reason = "deadline"
+            reason = ErrorCode.DEADLINE_EXCEEDED
             raise
         except Exception:
-            reason = "internal_error"
+            reason = ErrorCode.INTERNAL_ERROR
             raise
         finally:
             timer.cancel()
@@ -266,4 +268,4 @@ def _outcome(request: Request, reason: str) -> str:
         return request.error.code
     if reason == "done":
         return request.journal.finish or "stop"
-    return "deadline_exceeded" if reason == "deadline" else reason
+    return reason

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from baton.core.codes import ErrorCode
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.edge_orders import Part, part_of
 from baton.core.errors import BatonError, HandoffError, StaleHandle, Unavailable
@@ -181,7 +182,7 @@ class HandOvers:
         try:
             blocks = self.reserve(peer, offer, admission, now)
         except BatonError as e:
-            return Refuse(sequence, e.code, e.message)
+            return Refuse(sequence, e.tier_code, e.message)
         # Drops the sequences that have ended.
         self._sources = {s: source for s, source in self._sources.items() if self.scheduler.has_sequence(s)}
         self._sources[sequence] = (peer.worker_id, peer.incarnation)
@@ -209,9 +210,9 @@ class HandOvers:
             self.handles_refused += 1
             raise
         if self.tombstones.covers(sequence, now):
-            raise Unavailable("the sequence was aborted", code="aborted")
+            raise Unavailable("the sequence was aborted", code=ErrorCode.ABORTED)
         if admission.draining:
-            raise Unavailable("this decode worker is draining", code="draining")
+            raise Unavailable("this decode worker is draining", code=ErrorCode.DRAINING)
         if offer.num_tokens != request.num_prefill_tokens:
             raise Unavailable(f"the offer has {offer.num_tokens} tokens, its request {request.num_prefill_tokens}")
         check_tokens(request, self.vocab_size)
@@ -261,7 +262,7 @@ class HandOvers:
         for sequence in list(peer.transfers):
             if self.scheduler.receiving(sequence):
                 lost = f"{self.worker_id} lost its KV source: {reason}"
-                actions.append(Ended(SequenceEnded(sequence, "error", "worker_lost", lost)))
+                actions.append(Ended(SequenceEnded(sequence, "error", ErrorCode.WORKER_LOST, lost)))
             actions += self._give_up(peer, sequence, reason, now)
         return actions
 
@@ -328,7 +329,7 @@ class HandOvers:
         peer.transfers.pop(sequence, None)
         if self.scheduler.generating(sequence):  # prefill missed the last Ack, and may fail before it reports the end
             message = f"{self.worker_id} ended the sequence: {reason}"
-            actions.append(Ended(SequenceEnded(sequence, "error", "abandoned", message)))
+            actions.append(Ended(SequenceEnded(sequence, "error", ErrorCode.ABANDONED, message)))
         self.deadlines.forget(sequence)
         if not self.scheduler.abort(sequence, in_flight=sequence in self.writing) and tombstone_s > 0:
             self.tombstones.add(sequence, now, tombstone_s)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import HandoffError, InvariantError
 from baton.core.events import SequenceEnded
 from baton.core.handover import (
@@ -195,7 +196,8 @@ class ReceivingLink:
             raise
         except Exception:  # an unforeseen error fails this offer only, not the others on this link
             log.exception("offer of %s failed", offer.request.sequence_id)
-            await self._send(Refuse(offer.request.sequence_id, "internal_error", "internal error handling an offer"))
+            message = "internal error handling an offer"
+            await self._send(Refuse(offer.request.sequence_id, ErrorCode.INTERNAL_ERROR, message))
 
     async def _open_edge(self, message: EdgeOpen) -> None:
         key, error = (message.prefill_rank, message.decode_rank), ""

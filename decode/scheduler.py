@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder
+from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
@@ -142,7 +143,7 @@ class DecodeScheduler:
         most, total = self.layout.blocks_for(request.max_kv_tokens), self.blocks.num_blocks
         if most > total:
             what = f"KV of {request.max_kv_tokens} tokens needs {most} blocks; this decode worker has {total}"
-            raise Unavailable(what, code="exceeds_pool")
+            raise Unavailable(what, code=ErrorCode.EXCEEDS_POOL)
         waiting, here = self.num_preempted, len(self._entries)
         sequence = Sequence(request, State.RECEIVING, now)
         prefix = PrefixUse(self.cache, sequence)
@@ -151,7 +152,7 @@ class DecodeScheduler:
         holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
         if waiting or not prefix.claim(needed, *holders, leave=here):
             what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
-            raise Unavailable(f"{needed} KV blocks needed, {what}", code="no_free_blocks")
+            raise Unavailable(f"{needed} KV blocks needed, {what}", code=ErrorCode.NO_FREE_BLOCKS)
         self._entries[sequence_id] = entry
         self._next_number += 1
         self.tokens_reused += prefix.cached

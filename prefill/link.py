@@ -14,6 +14,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError, HandoffError, InvalidRequest, LayoutMismatch, StartupError
 from baton.core.handover import (
     AbortTransfer,
@@ -245,7 +246,8 @@ class Link:
             case Ping(nonce=n):
                 self._answer(("ping", n), message)
             case AbortTransfer(sequence=s, reason=r):
-                error = HandoffError(f"{self.decode_worker} ended the hand-over of {s}: {r}", code="peer_aborted")
+                message = f"{self.decode_worker} ended the hand-over of {s}: {r}"
+                error = HandoffError(message, code=ErrorCode.PEER_ABORTED)
                 for key in [k for k in self._waiting if len(k) > 1 and k[1] == s]:
                     self._fail(key, error)
 

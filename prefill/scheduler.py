@@ -26,7 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockTable, Holder
-from baton.core.errors import DuplicateRequest, HandoffError, InvalidRequest, InvariantError, Unavailable
+from baton.core.codes import ErrorCode
+from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, StageStamps, grammar_failed
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_cache import PrefixCache, PrefixUse
@@ -148,7 +149,7 @@ class PrefillScheduler:
             raise Unavailable(
                 f"a prompt of {request.num_prefill_tokens} tokens needs {needed} KV blocks;"
                 f" this prefill worker has {self.blocks.num_blocks}",
-                code="prompt_exceeds_pool",
+                code=ErrorCode.PROMPT_EXCEEDS_POOL,
             )
         self._submitted += 1
         sequence = Sequence(request, State.WAITING, now)
@@ -308,7 +309,7 @@ class PrefillScheduler:
             else:
                 message = "the hand-over was given up before the sequence ended"
                 stamps = self.stamps(sequence.id)
-                ended.append(SequenceEnded(sequence.id, "error", HandoffError.code, message, stamps))
+                ended.append(SequenceEnded(sequence.id, "error", ErrorCode.HANDOFF_FAILED, message, stamps))
                 self._leave(entry)
         return PrefillResult(tuple(progress), tuple(ended))
 

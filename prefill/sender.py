@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Target
 from baton.core.edge_orders import part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError
@@ -381,7 +382,7 @@ class Sender:
             await packing  # until it ends, even if the peer refuses meanwhile
             await sending
         except BaseException as e:
-            if not (isinstance(e, HandoffError) and e.code == "peer_aborted"):
+            if not (isinstance(e, HandoffError) and e.code is ErrorCode.PEER_ABORTED):
                 end.abort(str(e) or type(e).__name__)  # the peer may have posted a receive, which must not wait forever
             end.drop()
             raise

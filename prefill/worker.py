@@ -7,6 +7,7 @@ import contextlib
 import time
 from dataclasses import replace
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, Target, WorkerFacts
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, InvariantError, StaleHandle
@@ -198,7 +199,7 @@ class PrefillWorker:
                 elif not self.outgoing.assign(sequence, targets, attempt):
                     self.end(sequence, "new targets were assigned to KV that is not parked")
                     lost = sequence._replace(attempt=attempt)
-                    self.main_loop.report_ended(lost, "handoff_failed", "the parked KV no longer exists")
+                    self.main_loop.report_ended(lost, ErrorCode.HANDOFF_FAILED, "the parked KV no longer exists")
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
         origin = self.outgoing.find(sequence) or sequence
@@ -222,7 +223,7 @@ class PrefillWorker:
         if self.main_loop.is_tombstoned(request.sequence_id):
             return
         if self.main_loop.draining:
-            self.main_loop.report_ended(request.sequence_id, "draining", "this prefill worker is draining")
+            self.main_loop.report_ended(request.sequence_id, ErrorCode.DRAINING, "this prefill worker is draining")
             return
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
@@ -232,7 +233,7 @@ class PrefillWorker:
             hand_over = bool(command.targets)
             self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
         except BatonError as e:
-            self.main_loop.report_ended(request.sequence_id, e.code, e.message)
+            self.main_loop.report_ended(request.sequence_id, e.tier_code, e.message)
             return
         self.main_loop.track_deadline(request)
         if hand_over:
@@ -254,7 +255,7 @@ class PrefillWorker:
                 )
         except StaleHandle as e:
             self.handles_refused += 1
-            self.main_loop.report_ended(sequence, e.code, e.message)
+            self.main_loop.report_ended(sequence, e.tier_code, e.message)
             return False
         return True
 
@@ -291,7 +292,7 @@ class PrefillWorker:
         self.main_loop.wake()
 
     def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
-        self.main_loop.report_ended(self.outgoing.current_id(sequence), error.code, error.message)
+        self.main_loop.report_ended(self.outgoing.current_id(sequence), error.tier_code, error.message)
         self.scheduler.mark_kv_suspect(sequence)
         self.scheduler.abort(sequence)
 

@@ -27,11 +27,14 @@ InvariantError            a bug: an invariant of this process is violated; the p
 
 from __future__ import annotations
 
+from baton.core.codes import ErrorCode
+
 
 class BatonError(Exception):
-    """`code` is the machine-readable string, `param` the field at fault, `retry_after_s` when to try again."""
+    """`code` is the machine-readable string, an `ErrorCode` if it crosses tiers; `param` the field at fault,
+    `retry_after_s` when to try again."""
 
-    code = "internal_error"
+    code: str = ErrorCode.INTERNAL_ERROR
 
     def __init__(
         self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float | None = None
@@ -42,9 +45,14 @@ class BatonError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
 
+    @property
+    def tier_code(self) -> ErrorCode:
+        """The code as another process of the cluster receives it: INTERNAL_ERROR if only clients receive `code`."""
+        return self.code if isinstance(self.code, ErrorCode) else ErrorCode.INTERNAL_ERROR
+
 
 class InvalidRequest(BatonError):
-    code = "invalid_value"
+    code: str = ErrorCode.INVALID_VALUE
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -75,7 +83,7 @@ class NotFound(BatonError):
 
 
 class DuplicateRequest(BatonError):
-    code = "duplicate_request"
+    code = ErrorCode.DUPLICATE_REQUEST
 
 
 class QuotaExceeded(BatonError):
@@ -83,35 +91,35 @@ class QuotaExceeded(BatonError):
 
 
 class Unavailable(BatonError):
-    code = "overloaded"
+    code: str = ErrorCode.OVERLOADED
 
 
 class WorkerLost(Unavailable):
-    code = "worker_lost"
+    code = ErrorCode.WORKER_LOST
 
 
 class HandoffError(BatonError):
-    code = "handoff_failed"
+    code: str = ErrorCode.HANDOFF_FAILED
 
 
 class LayoutMismatch(HandoffError):
-    code = "layout_mismatch"
+    code = ErrorCode.LAYOUT_MISMATCH
 
 
 class StaleHandle(HandoffError):
-    code = "stale_handle"
+    code = ErrorCode.STALE_HANDLE
 
 
 class GrammarLimit(BatonError):
-    code = "grammar_limit"
+    code = ErrorCode.GRAMMAR_LIMIT
 
 
 class KVCorrupt(BatonError):
-    code = "kv_corrupt"
+    code = ErrorCode.KV_CORRUPT
 
 
 class DeadlineExceeded(BatonError):
-    code = "deadline_exceeded"
+    code = ErrorCode.DEADLINE_EXCEEDED
 
 
 class Cancelled(BatonError):

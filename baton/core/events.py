@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, field
 from operator import add
 from typing import NamedTuple
 
+from baton.core.codes import ErrorCode
 from baton.core.request import SequenceId, TokenLogprob
 from baton.core.step import GrammarFailure
 
@@ -77,14 +78,14 @@ class SequenceEnded:
 
     sequence: SequenceId
     reason: str
-    code: str = ""
+    code: ErrorCode | None = None
     message: str = ""
     stamps: StageStamps = field(default_factory=StageStamps)
 
 
 def grammar_failed(sequence: SequenceId, failure: GrammarFailure, stamps: StageStamps) -> SequenceEnded:
     message = f"generation cannot continue under the requested grammar: {failure.reason}"
-    code = "grammar_limit" if failure.exceeds_limit else "grammar_failed"
+    code = ErrorCode.GRAMMAR_LIMIT if failure.exceeds_limit else ErrorCode.GRAMMAR_FAILED
     return SequenceEnded(sequence, "error", code, message, stamps)
 
 

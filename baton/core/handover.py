@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 
+from baton.core.codes import ErrorCode
 from baton.core.handles import Handle
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
@@ -86,7 +87,7 @@ class Accept:
 @dataclass(frozen=True, slots=True)
 class Refuse:
     sequence: SequenceId
-    code: str
+    code: ErrorCode
     message: str
 
 

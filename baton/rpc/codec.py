@@ -16,10 +16,14 @@ from typing import Any
 from google.protobuf.message import Message
 
 from baton.core import commands, events, handles, handover, kv_layout, request
+from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
 _ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+
+_CODES = {code: types_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}
+_CODE_OF = {number: code for code, number in _CODES.items()}
 
 _FILES = (types_pb2, worker_pb2, kv_pb2)
 _MODULES = (commands, events, handles, handover, kv_layout, request)
@@ -109,6 +113,8 @@ def _field_writer(name: str, field: Any) -> tuple[str, bool, Callable[[Any], Any
         return name.removesuffix("_s") + "_ms", False, _milliseconds
     if name == "role":
         return name, False, _ROLES.__getitem__
+    if field.enum_type is not None:
+        return name, False, _CODES.__getitem__
     if field.message_type is not None:
         write = _writer(_CORE[field.message_type])
         return (
@@ -145,6 +151,8 @@ def _field_reader(name: str, field: Any, default: Any) -> Callable[[Any], Any]:
     get = attrgetter(name)
     if name == "role":
         return lambda message: _role(get(message))
+    if field.enum_type is not None:
+        return lambda message: _code(get(message), default)
     if field.message_type is None:
         if field.is_repeated:  # a slice: iterating costs four times as much
             return lambda message: tuple(get(message)[:])
@@ -168,6 +176,11 @@ def _role(number: int) -> str:
         if known == number:
             return role
     raise InvalidRequest(f"unknown role {number}", param="role")
+
+
+def _code(number: int, default: Any) -> ErrorCode | None:
+    """Returns the code of a number; an unset one is the core's default, if it has one."""
+    return None if not number and default is None else _CODE_OF.get(number, ErrorCode.INTERNAL_ERROR)
 
 
 def _plain_fields(core: type) -> dict[str, Any]:

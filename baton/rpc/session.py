@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import (
     Abort,
     Assign,
@@ -137,12 +138,12 @@ class WorkerSession:
                     if (now := self._clock()) - logged_at >= LOG_EVERY_S:
                         log.info("coordinator unreachable for %.0f s, retrying: %s", now - alone_since, e.message)
                         logged_at = now
+                except JoinRefused:
+                    if not self._empty:
+                        raise
+                    self._left.set()
+                    return
                 except BatonError as e:
-                    if e.code == "join_refused":
-                        if not self._empty:
-                            raise JoinRefused(e.message) from e
-                        self._left.set()
-                        return
                     log.warning("session with %s failed: %s", self._address, e.message)
                 if self._clock() - started > 2.0:
                     delay = 0.1
@@ -218,7 +219,7 @@ class WorkerSession:
         again = self.log.since((*welcome.tracked, *(TrackedSequence(sequence, 0) for sequence in sorted(new))))
         here = set(self._owner.sequence_ids())
         lost = tuple(
-            SequenceEnded(f.sequence, "error", "unknown_sequence", "this worker has no such sequence")
+            SequenceEnded(f.sequence, "error", ErrorCode.UNKNOWN_SEQUENCE, "this worker has no such sequence")
             for f in welcome.tracked
             if f.here and f.sequence not in here and not self.log.done(f.sequence)
         )

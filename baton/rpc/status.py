@@ -75,7 +75,7 @@ def public_message(error: BaseException) -> str:
 
 
 def public_code(error: BaseException) -> str:
-    return error.code if isinstance(error, BatonError) else BatonError.code
+    return str(error.code if isinstance(error, BatonError) else BatonError.code)
 
 
 def retry_after_s(error: BaseException) -> float | None:

@@ -17,7 +17,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from baton.core.errors import BatonError, InvalidRequest, Unavailable
+from baton.core.codes import ErrorCode
+from baton.core.errors import BatonError, InvalidRequest, JoinRefused, Unavailable
 from baton.rpc import codec
 from baton.rpc.tls import ClusterTls, explained, peer_role
 
@@ -57,7 +58,7 @@ SERVER_OPTIONS = [
 
 
 class LinkLost(Unavailable):
-    code = "link_lost"
+    code = ErrorCode.LINK_LOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ async def dial(
 
     Raises:
         LinkLost: no reply in time.
-        BatonError: the peer refused with a status; the code and text are the peer's.
+        JoinRefused: the peer refused; the text is the peer's.
     """
     if tls is None:
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -206,7 +207,7 @@ async def dial(
             if answer is None:
                 code = await call.code()
                 if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
-                    raise BatonError(await call.details(), code="join_refused")
+                    raise JoinRefused(await call.details())
                 raise LinkLost(f"dialled {address}: {explained(str(stream.ended))}")
     except TimeoutError as e:
         connected = channel.get_state() is grpc.ChannelConnectivity.READY

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Protocol
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, Command, Drain, Join, Welcome
 from baton.core.config import WorkerConfig
 from baton.core.deadlines import Deadlines, Tombstones
@@ -143,7 +144,7 @@ class WorkerLoop:
         """Whether an abort of this sequence arrived before the sequence."""
         return self.tombstones.covers(sequence, time.monotonic())
 
-    def report_ended(self, sequence: SequenceId, code: str, message: str) -> None:
+    def report_ended(self, sequence: SequenceId, code: ErrorCode, message: str) -> None:
         self.deadlines.forget(sequence)
         self.session.post(StepEvents(ended=(SequenceEnded(sequence, "error", code, message),)))
 
@@ -194,7 +195,7 @@ class WorkerLoop:
         if sequences:
             log.warning("ending %d sequences: %s", len(sequences), reason)
         for sequence in sequences:
-            code = "worker_lost" if self._tier.receiving(sequence) else "abandoned"
+            code = ErrorCode.WORKER_LOST if self._tier.receiving(sequence) else ErrorCode.ABANDONED
             self._tier.end(sequence, reason)
             self.report_ended(sequence, code, f"ended by the worker: {reason}")
         self.wake()
@@ -231,7 +232,8 @@ class WorkerLoop:
             compute.watch(now)
             for sequence in self.deadlines.expire(now):
                 if self._tier.end(sequence, "deadline"):
-                    self.report_ended(sequence, "deadline_exceeded", f"deadline passed at {self.config.worker_id}")
+                    message = f"deadline passed at {self.config.worker_id}"
+                    self.report_ended(sequence, ErrorCode.DEADLINE_EXCEEDED, message)
             if not self._tier.sequence_ids():
                 self._tier.check_idle()  # a leak is a failure
             if now >= sweep_at:

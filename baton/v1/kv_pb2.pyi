@@ -138,14 +138,14 @@ class Accept(_message.Message):
     def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class Refuse(_message.Message):
-    __slots__ = ("sequence", "code", "message")
+    __slots__ = ("sequence", "message", "code")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
-    code: str
     message: str
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    code: _types_pb2.ErrorCode
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., message: _Optional[str] = ..., code: _Optional[_Union[_types_pb2.ErrorCode, str]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("sequence", "index", "start_token", "end_token", "start_layer", "end_layer", "num_bytes", "edge_generation", "prefill_rank", "decode_rank", "first_token", "last", "first_logprob", "cached_tokens")

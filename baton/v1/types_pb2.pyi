@@ -1,10 +1,58 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_CODE_UNSPECIFIED: _ClassVar[ErrorCode]
+    ERROR_CODE_INTERNAL_ERROR: _ClassVar[ErrorCode]
+    ERROR_CODE_UNKNOWN_SEQUENCE: _ClassVar[ErrorCode]
+    ERROR_CODE_ABANDONED: _ClassVar[ErrorCode]
+    ERROR_CODE_DRAINING: _ClassVar[ErrorCode]
+    ERROR_CODE_WORKER_LOST: _ClassVar[ErrorCode]
+    ERROR_CODE_HANDOFF_FAILED: _ClassVar[ErrorCode]
+    ERROR_CODE_KV_CORRUPT: _ClassVar[ErrorCode]
+    ERROR_CODE_LAYOUT_MISMATCH: _ClassVar[ErrorCode]
+    ERROR_CODE_LINK_LOST: _ClassVar[ErrorCode]
+    ERROR_CODE_PEER_ABORTED: _ClassVar[ErrorCode]
+    ERROR_CODE_STALE_HANDLE: _ClassVar[ErrorCode]
+    ERROR_CODE_ABORTED: _ClassVar[ErrorCode]
+    ERROR_CODE_DUPLICATE_REQUEST: _ClassVar[ErrorCode]
+    ERROR_CODE_EXCEEDS_POOL: _ClassVar[ErrorCode]
+    ERROR_CODE_NO_FREE_BLOCKS: _ClassVar[ErrorCode]
+    ERROR_CODE_OVERLOADED: _ClassVar[ErrorCode]
+    ERROR_CODE_DEADLINE_EXCEEDED: _ClassVar[ErrorCode]
+    ERROR_CODE_GRAMMAR_FAILED: _ClassVar[ErrorCode]
+    ERROR_CODE_GRAMMAR_LIMIT: _ClassVar[ErrorCode]
+    ERROR_CODE_INVALID_VALUE: _ClassVar[ErrorCode]
+    ERROR_CODE_PROMPT_EXCEEDS_POOL: _ClassVar[ErrorCode]
+ERROR_CODE_UNSPECIFIED: ErrorCode
+ERROR_CODE_INTERNAL_ERROR: ErrorCode
+ERROR_CODE_UNKNOWN_SEQUENCE: ErrorCode
+ERROR_CODE_ABANDONED: ErrorCode
+ERROR_CODE_DRAINING: ErrorCode
+ERROR_CODE_WORKER_LOST: ErrorCode
+ERROR_CODE_HANDOFF_FAILED: ErrorCode
+ERROR_CODE_KV_CORRUPT: ErrorCode
+ERROR_CODE_LAYOUT_MISMATCH: ErrorCode
+ERROR_CODE_LINK_LOST: ErrorCode
+ERROR_CODE_PEER_ABORTED: ErrorCode
+ERROR_CODE_STALE_HANDLE: ErrorCode
+ERROR_CODE_ABORTED: ErrorCode
+ERROR_CODE_DUPLICATE_REQUEST: ErrorCode
+ERROR_CODE_EXCEEDS_POOL: ErrorCode
+ERROR_CODE_NO_FREE_BLOCKS: ErrorCode
+ERROR_CODE_OVERLOADED: ErrorCode
+ERROR_CODE_DEADLINE_EXCEEDED: ErrorCode
+ERROR_CODE_GRAMMAR_FAILED: ErrorCode
+ERROR_CODE_GRAMMAR_LIMIT: ErrorCode
+ERROR_CODE_INVALID_VALUE: ErrorCode
+ERROR_CODE_PROMPT_EXCEEDS_POOL: ErrorCode
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "logit_bias", "min_tokens", "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "grammar")

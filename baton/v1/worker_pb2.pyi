@@ -332,20 +332,20 @@ class TokenEvent(_message.Message):
     def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceEnded(_message.Message):
-    __slots__ = ("sequence", "reason", "code", "message", "stamps", "speculation")
+    __slots__ = ("sequence", "reason", "message", "stamps", "speculation", "code")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     STAMPS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     reason: str
-    code: str
     message: str
     stamps: _types_pb2.StageStamps
     speculation: _types_pb2.SpeculationCounters
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ...) -> None: ...
+    code: _types_pb2.ErrorCode
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., code: _Optional[_Union[_types_pb2.ErrorCode, str]] = ...) -> None: ...
 
 class Parked(_message.Message):
     __slots__ = ("sequence", "reason")

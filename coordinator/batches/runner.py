@@ -22,6 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import NotFound, Unavailable
 from coordinator.api_keys import MAX_PRIORITY
 from coordinator.batches.store import FLAG, BatchStore, Line, read_line, read_lines
@@ -144,7 +145,7 @@ class BatchRunner:
                 message = "its input file was deleted" if isinstance(error, NotFound) else "the batch could not be run"
                 if not isinstance(error, NotFound):
                     log.exception("%s failed", batch["id"])
-                await self._fail(batch["id"], "internal_error", message)
+                await self._fail(batch["id"], ErrorCode.INTERNAL_ERROR, message)
         except StorageFailed:
             await asyncio.sleep(DISK_PAUSE_S)
 

@@ -369,11 +369,11 @@ def read_line(text: bytes, number: int, batch_id: str, endpoint: str, strict: bo
     if not isinstance(body, dict):
         return _error(number, "missing_required_parameter", "body must be an object", "body")
     if body.get("stream"):
-        return _error(number, "invalid_value", "streaming is not supported in a batch", "body.stream")
+        return _error(number, InvalidRequest.code, "streaming is not supported in a batch", "body.stream")
     try:
         return Line(batch_id, number, custom_id, orjson.dumps(body), as_header(ignored.names))
     except TypeError:  # orjson writes less nesting than it reads, and only 64-bit integers
-        return _error(number, "invalid_value", "body is nested too deeply, or has too large a number", "body")
+        return _error(number, InvalidRequest.code, "body is nested too deeply, or has too large a number", "body")
 
 
 def _error(line: int, code: str, message: str, param: str | None) -> dict[str, Any]:

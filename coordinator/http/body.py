@@ -55,7 +55,7 @@ class BodyReader:
                         raise _too_large(self._max_bytes)
                     # Small bodies are bounded by the number of connections: large bodies never block them.
                     if size > SMALL_BYTES and size < self._reading > MAX_READING_BYTES:
-                        raise Unavailable("too many bodies are being read", code="overloaded", retry_after_s=1)
+                        raise Unavailable("too many bodies are being read", retry_after_s=1)
                     pieces.append(piece)
         except TimeoutError:
             took = f"the body took more than {self._timeout_s:g} s"

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError
 from baton.rpc import status
 from coordinator.anthropic import errors as anthropic_errors
@@ -63,7 +64,7 @@ def error_response(error: BaseException, scope: Scope) -> Response:
     if isinstance(error, HttpProblem):
         return _problem(error.http, error.code, error.message, error.param, error.headers, scope)
     if isinstance(error, HTTPException):
-        code, message = _REASONS.get(error.status_code, ("invalid_value", "bad request"))
+        code, message = _REASONS.get(error.status_code, (ErrorCode.INVALID_VALUE, "bad request"))
         return _problem(error.status_code, code, message, None, error.headers, scope)
     note(error)
     http, headers = status.http_status(error), status.http_headers(error)

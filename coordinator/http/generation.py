@@ -167,7 +167,7 @@ class _LargeAnswers:
             size = 0
         elif self._bytes and self._bytes + size > MAX_LARGE_BYTES:
             what = f"{self._bytes >> 20} MiB of large responses are already being sent"
-            size, response = 0, error_response(Unavailable(what, code="overloaded", retry_after_s=5), scope)
+            size, response = 0, error_response(Unavailable(what, retry_after_s=5), scope)
         self._bytes += size
         try:
             yield response

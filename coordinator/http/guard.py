@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from baton.core.codes import ErrorCode
 from coordinator.api_keys import ApiKeys
 from coordinator.http.errors import REQUEST_ID, HttpProblem, error_response, is_for_anthropic
 from coordinator.openai.fields import as_header
@@ -94,7 +95,7 @@ class Guard:
             if given and not named:
                 raise HttpProblem(
                     400,
-                    "invalid_value",
+                    ErrorCode.INVALID_VALUE,
                     f"x-request-id must be 1 to {MAX_ID_CHARS} printable ASCII characters without spaces",
                     param="x-request-id",
                 )

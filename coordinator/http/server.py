@@ -27,6 +27,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import StartupError, Unavailable
 from baton.rpc.status import error_body
 from coordinator.connections import ConnectionLimit
@@ -57,7 +58,7 @@ _Refusal = tuple[int, str, str]
 _NOT_HTTP: _Refusal = (400, "invalid_http", "this is not an HTTP/1.1 request")
 _HEAD_TOO_LARGE: _Refusal = (431, "headers_too_large", "the head of the request is too large")
 _HEAD_TOO_SLOW: _Refusal = (408, "request_timeout", "the head of the request took too long")
-_FULL: _Refusal = (503, "overloaded", "too many connections")
+_FULL: _Refusal = (503, Unavailable.code, "too many connections")
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -395,6 +396,6 @@ class _ShutdownMiddleware:
             await self._app(scope, receive, watched)
         except asyncio.CancelledError:
             if not started:
-                await error_response(Unavailable("the server is stopping", code="draining"), scope)(
+                await error_response(Unavailable("the server is stopping", code=ErrorCode.DRAINING), scope)(
                     scope, receive, send
                 )

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
 from baton.core.request import ChoiceId
@@ -180,7 +181,6 @@ class Dispatcher:
         if full or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
             raise Unavailable(
                 f"{len(self._queue)} requests with {self._queued_tokens} prompt tokens are already waiting",
-                code="overloaded",
                 retry_after_s=self._drain_estimate_s(),
             )
         unservable = self.unservable(ticket, self.capacity())
@@ -351,7 +351,7 @@ class Dispatcher:
             if tokens > most:
                 return (
                     f"the request needs KV for {tokens} tokens; the largest {role} worker holds {most}",
-                    "exceeds_pool",
+                    ErrorCode.EXCEEDS_POOL,
                 )
         return None
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, Command, ReleaseRecords, TrackedSequence
 from baton.core.errors import (
     BatonError,
@@ -87,16 +88,16 @@ AT_PREFILL = (Stage.PREFILL, Stage.HANDOVER, Stage.PARKED)
 WAITING = (Stage.QUEUED, Stage.PARKED)
 
 # The error that a client receives for an error code of a worker; any other code is a bug of this project.
-_WORKER_ERRORS: dict[str, type[BatonError]] = {
-    "deadline_exceeded": DeadlineExceeded,
-    "kv_corrupt": KVCorrupt,
-    "worker_lost": WorkerLost,
-    "handoff_failed": HandoffError,
-    "stale_handle": HandoffError,
-    "draining": Unavailable,
-    "grammar_failed": InvalidRequest,
-    GrammarLimit.code: GrammarLimit,
-    "prompt_exceeds_pool": Unavailable,
+_WORKER_ERRORS: dict[ErrorCode, type[BatonError]] = {
+    ErrorCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    ErrorCode.KV_CORRUPT: KVCorrupt,
+    ErrorCode.WORKER_LOST: WorkerLost,
+    ErrorCode.HANDOFF_FAILED: HandoffError,
+    ErrorCode.STALE_HANDLE: HandoffError,
+    ErrorCode.DRAINING: Unavailable,
+    ErrorCode.GRAMMAR_FAILED: InvalidRequest,
+    ErrorCode.GRAMMAR_LIMIT: GrammarLimit,
+    ErrorCode.PROMPT_EXCEEDS_POOL: Unavailable,
 }
 
 
@@ -296,7 +297,7 @@ class Requests:
             BatonError: the request is refused, and was not queued.
         """
         if self.draining and not (request.choice and ChoiceId(request.request_id) in self._requests):
-            raise Unavailable("the cluster is draining", code="draining", retry_after_s=5)
+            raise Unavailable("the cluster is draining", code=ErrorCode.DRAINING, retry_after_s=5)
         if request.choice_id in self._requests:  # it may have ended with output still unread
             raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
         first = self._requests.get(ChoiceId(request.request_id)) if request.choice else None
@@ -418,7 +419,7 @@ class Requests:
 
     def drain(self, now: float) -> list[Action]:
         """Fails the requests that have not finished by the end of a drain."""
-        error = Unavailable("the cluster is draining and the request did not finish in time", code="draining")
+        error = Unavailable("the cluster is draining and the request did not finish in time", code=ErrorCode.DRAINING)
         return [action for r in list(self._requests.values()) for action in self._fail(r, error, now)]
 
     def check(self) -> None:
@@ -541,17 +542,19 @@ class Requests:
             r.deaths.append(f"{worker} (ended the request: {ended.reason})")
             return self._reschedule(r, f"{worker} ended the sequence early: {ended.reason}", now)
         targets_unchanged = all(self.workers.incarnation(t.worker) == t.incarnation for t in r.targets)
-        if ended.code == "unknown_sequence" and here and r.stage is Stage.PREFILL and targets_unchanged:
+        unknown = ended.code is ErrorCode.UNKNOWN_SEQUENCE
+        if unknown and here and r.stage is Stage.PREFILL and targets_unchanged:
             return [self._start(r, now)]  # its session broke before the command arrived
-        if ended.code in ("draining", "abandoned") or (ended.code == "unknown_sequence" and here):
+        if ended.code in (ErrorCode.DRAINING, ErrorCode.ABANDONED) or (unknown and here):
             return self._reschedule(r, ended.message, now)
-        if ended.code in (KVCorrupt.code, HandoffError.code) and not r.recomputed:
+        if ended.code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED) and not r.recomputed:
             r.recomputed = True
             return self._reschedule(r, ended.message, now)  # recomputed once; a second failure ends the request
-        if not here and ended.code in ("unknown_sequence", "worker_lost"):
+        if not here and (unknown or ended.code is ErrorCode.WORKER_LOST):
             return []  # the prefill worker has the KV and parks it; if it is lost too, `on_worker_lost` follows
-        kind = _WORKER_ERRORS.get(ended.code, BatonError)
-        return self._fail(r, kind(f"{ended.message} (stage {r.stage.value})", code=ended.code), now)
+        code = ended.code or ErrorCode.INTERNAL_ERROR
+        kind = _WORKER_ERRORS.get(code, BatonError)
+        return self._fail(r, kind(f"{ended.message} (stage {r.stage.value})", code=code), now)
 
     def _find(self, sequence: SequenceId) -> Request | None:
         """Returns the request of a worker's event; None if it is unknown or the event is of an earlier attempt."""

@@ -184,7 +184,7 @@ class TextModel:
     def _waiting(self, size: int) -> Iterator[None]:
         """Counts a prompt of `size` bytes as waiting. Raises Unavailable if a long one would exceed the limit."""
         if size > SMALL_BYTES and self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
-            raise Unavailable("too many long prompts are waiting to be encoded", code="overloaded", retry_after_s=1)
+            raise Unavailable("too many long prompts are waiting to be encoded", retry_after_s=1)
         self._waiting_bytes += size
         try:
             yield

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.core.commands import Abort, Assign, Prefill
-from baton.core.errors import DeadlineExceeded, InvariantError, ProtocolError
+from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
 from baton.core.events import KVCacheEvents, StepEvents
 from baton.core.handles import verify
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
@@ -121,7 +121,7 @@ async def test_a_one_token_request_needs_no_decode_worker() -> None:
     ("code", "kind"),
     [
         ("deadline_exceeded", DeadlineExceeded),
-        ("nonsense", Exception),
+        ("internal_error", BatonError),
     ],
 )
 async def test_a_workers_error_reaches_the_client_with_its_stage(code: str, kind: type[Exception]) -> None:

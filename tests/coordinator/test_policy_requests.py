@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, ReleaseRecords, TrackedSequence
 from baton.core.errors import BatonError, HandoffError, InvariantError, ProtocolError, Unavailable, WorkerLost
 from baton.core.events import (
@@ -102,7 +103,8 @@ class Drive:
         self.events(worker, StepEvents(parked=(Parked(sequence, "all refused"),)))
 
     def ended(self, worker: str, sequence: SequenceId, code: str = "", reason: str = "error") -> None:
-        self.events(worker, StepEvents(ended=(SequenceEnded(sequence, reason, code, "so it is"),)))
+        ended = SequenceEnded(sequence, reason, ErrorCode(code) if code else None, "so it is")
+        self.events(worker, StepEvents(ended=(ended,)))
 
     def tick(self, after: float = 0.1) -> None:
         self.now += after
@@ -591,9 +593,10 @@ def test_a_sequence_that_a_worker_ends_early_is_rescheduled_up_to_the_limit() ->
 def test_other_worker_errors_reach_the_client_with_their_stage() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PREFILL)
-    d.ended("p0", s, "nonsense")
+    d.ended("p0", s, "internal_error")
     error = d.error(r)
-    assert (error.code, error.message) == ("nonsense", "so it is (stage prefill)")
+    assert (type(error), error.code) == (BatonError, "internal_error")
+    assert error.message == "so it is (stage prefill)"
 
 
 def test_conflicting_repeat_of_a_token_ends_the_request() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import InvariantError
 from baton.core.handover import AbortTransfer, Accept, Offer, Posted, Refuse
 from baton.core.request import SequenceId
@@ -47,7 +48,7 @@ async def test_unexpected_error_at_an_offer_refuses_only_that_offer(
         with monkeypatch.context() as changed:
             changed.setattr(p.decode.worker.scheduler, "reserve", fail)
             answer = await p.request(p.offer("s"))
-        assert answer == Refuse(SequenceId("s"), "internal_error", "internal error handling an offer")
+        assert answer == Refuse(SequenceId("s"), ErrorCode.INTERNAL_ERROR, "internal error handling an offer")
         assert "unheard of" in caplog.text
         await p.open_edge(1)
         assert (await p.send(*p.chunk())).complete

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Target
 from baton.core.errors import HandoffError, InvariantError, KVCorrupt
 from baton.core.handles import Handle
@@ -62,13 +63,13 @@ def test_targets_receive_offers_in_order_until_one_accepts() -> None:
     over = hand_over("d0", "d1", "d2")
     assert over.begin((1,)) == OfferTo(over.targets[0])
     assert over.offer(20.0).request.deadline_s == 40.0
-    assert over.answered(Refuse(R, "no_free_blocks", "full"), Wire(PLANS, LAYOUT, 1 << 20), 21.0) == OfferTo(
+    assert over.answered(Refuse(R, ErrorCode.NO_FREE_BLOCKS, "full"), Wire(PLANS, LAYOUT, 1 << 20), 21.0) == OfferTo(
         over.targets[1]
     )
     message, action = over.target_failed(HandoffError("nobody answers"), 22.0)
     assert (message.sequence, message.reason, message.tombstone_s) == (R, "d1: nobody answers", 38.0)
     assert action == OfferTo(over.targets[2])
-    action = over.answered(Refuse(R, "draining", "it drains"), Wire(PLANS, LAYOUT, 1 << 20), 23.0)
+    action = over.answered(Refuse(R, ErrorCode.DRAINING, "it drains"), Wire(PLANS, LAYOUT, 1 << 20), 23.0)
     assert isinstance(action, Park) and action.event.reason == "d2 refused: it drains"
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core import commands, handles, handover, kv_layout, request
+from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
 from baton.rpc import codec
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
@@ -62,6 +63,8 @@ def field(hint: Any, on_wire: Any) -> st.SearchStrategy[Any]:
         return st.none() | field(Union[tuple(a for a in arguments if a is not type(None))], on_wire)  # noqa: UP007
     if hint in WIRE:
         return values(hint)
+    if hint is ErrorCode:
+        return st.sampled_from(ErrorCode)
     if hint is float:
         return SECONDS if on_wire is None else FINITE
     if hint is int:
@@ -162,6 +165,8 @@ def _least(core: Any) -> Any:
             parts[f.name] = request.SequenceId("r")
         elif hint is request.GenerateRequest:
             parts[f.name] = make_request()
+        elif hint is ErrorCode:
+            parts[f.name] = ErrorCode.INTERNAL_ERROR
         elif is_dataclass(hint):
             parts[f.name] = _least(hint)
         elif get_origin(hint) is Literal:
@@ -212,6 +217,27 @@ def test_an_unknown_role_is_refused() -> None:
     join.role = 7
     with pytest.raises(InvalidRequest, match="role 7"):
         codec.from_message(join)
+
+
+def test_every_error_code_is_on_the_wire_under_its_name() -> None:
+    on_wire = {name.removeprefix("ERROR_CODE_") for name in types_pb2.ErrorCode.DESCRIPTOR.values_by_name}
+    assert on_wire == {code.name for code in ErrorCode} | {"UNSPECIFIED"}
+
+
+@pytest.mark.parametrize("number", [999, -1])
+def test_an_error_code_of_a_newer_peer_is_an_internal_error(number: int) -> None:
+    sequence = types_pb2.SequenceId(request_id="r")
+    ended = worker_pb2.SequenceEnded(sequence=sequence, reason="error", code=number)  # type: ignore[arg-type]
+    refused = kv_pb2.Refuse(sequence=sequence, code=number)  # type: ignore[arg-type]
+    for message in (ended, refused):
+        again = type(message).FromString(message.SerializeToString())
+        assert codec.from_message(again).code is ErrorCode.INTERNAL_ERROR
+
+
+def test_an_unset_error_code_is_none_or_an_internal_error() -> None:
+    sequence = types_pb2.SequenceId(request_id="r")
+    assert codec.from_message(worker_pb2.SequenceEnded(sequence=sequence, reason="stop")).code is None
+    assert codec.from_message(kv_pb2.Refuse(sequence=sequence)).code is ErrorCode.INTERNAL_ERROR
 
 
 @settings(max_examples=40)

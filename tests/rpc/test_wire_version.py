@@ -9,7 +9,7 @@ from baton.core.commands import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (12, "<8sQQQQ", "<Q", "704218b5a6caaf5e")
+WIRE = (13, "<8sQQQQ", "<Q", "774afb0bd91ff0bd")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, Command, Target
 from baton.core.errors import BatonError, Unavailable
 from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
@@ -293,7 +294,7 @@ class ClusterSim:
         if not worker.sender.assign(action.sequence, targets, action.attempt):
             self._abort(worker, action.sequence)
             lost = action.sequence._replace(attempt=action.attempt)
-            self._post(worker, StepEvents(ended=(SequenceEnded(lost, "error", "handoff_failed", "not here"),)))
+            self._post(worker, StepEvents(ended=(SequenceEnded(lost, "error", ErrorCode.HANDOFF_FAILED, "not here"),)))
 
     def _wake(self, worker: Worker) -> None:
         if worker.busy or not worker.alive:
@@ -361,5 +362,5 @@ class ClusterSim:
     def _failed(self, worker: Worker, sequence: SequenceId, error: BatonError) -> None:
         assert worker.prefill is not None and worker.sender is not None
         run = worker.sender.find(sequence)
-        self._post(worker, StepEvents(ended=(SequenceEnded(sequence, "error", error.code, error.message),)))
+        self._post(worker, StepEvents(ended=(SequenceEnded(sequence, "error", error.tier_code, error.message),)))
         worker.prefill.abort(sequence if run is None else run.origin)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Collection
 from typing import Any, TypeVar
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, Command, Join, Prefill, Role, Welcome
 from baton.core.errors import BatonError
 from baton.core.events import HandedOver, Load, Parked, SequenceEnded, StepEvents, TokenEvent
@@ -145,7 +146,7 @@ class FakeWorker:
         self.session.post(StepEvents(tokens=(TokenEvent(sequence, first, tokens),) * bool(tokens), ended=ends))
 
     def fail(self, sequence: SequenceId, code: str, message: str = "said so") -> None:
-        self.session.post(StepEvents(ended=(SequenceEnded(sequence, "error", code, message),)))
+        self.session.post(StepEvents(ended=(SequenceEnded(sequence, "error", ErrorCode(code), message),)))
 
     def park(self, sequence: SequenceId, reason: str = "all refused") -> None:
         self.here.add(sequence)

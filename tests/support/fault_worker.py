@@ -32,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from baton.core.codes import ErrorCode
 from baton.core.errors import Unavailable
 from baton.core.handover import Chunk
 from baton.core.step import StepPlan
@@ -162,7 +163,7 @@ def _refuse(faults: Faults, worker: Any) -> None:
 
     def refusing(*args: Any) -> Any:
         if faults.path("refuse").exists():
-            raise Unavailable("no KV blocks, says the test", code="no_free_blocks")
+            raise Unavailable("no KV blocks, says the test", code=ErrorCode.NO_FREE_BLOCKS)
         return reserve(*args)
 
     if reserve is not None:

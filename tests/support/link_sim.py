@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import Target
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, HandoffError
@@ -215,7 +216,7 @@ class Sender:
             case Accept() | Refuse() if offering:
                 self._execute(run, run.over.answered(message, link.wire, self._world.now))
             case AbortTransfer(reason=reason) if offering or (sending and not run.waits_for_step):
-                self._target_failed(run, HandoffError(f"ended by its peer: {reason}", code="peer_aborted"))
+                self._target_failed(run, HandoffError(f"ended by its peer: {reason}", code=ErrorCode.PEER_ABORTED))
             case Ack(index=index, prefill_rank=p, decode_rank=d) if sending and index == run.over.num_chunks:
                 run.intact[p, d] = message.ok
                 run.unacknowledged.discard((p, d))
