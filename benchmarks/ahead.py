@@ -34,11 +34,11 @@ from baton.core.model_config import parse_model_config
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepPlan
 from baton.engine.batch import Limits
+from baton.engine.draw import Draw
 from baton.engine.kv_pool import KVPool
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
-from baton.engine.processors import Draw
 from baton.engine.runner import Computing, Runner
 from baton.rpc.step_thread import StepThread
 from benchmarks.kit import parser, table

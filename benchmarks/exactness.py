@@ -26,9 +26,9 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.request import SamplingParams
+from baton.engine.draw import Draw
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
-from baton.engine.processors import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler import noised_logits
 from benchmarks.kit import RESULTS, ROOT, parser, report, table

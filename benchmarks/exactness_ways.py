@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.request import GenerateRequest
 from baton.core.step import History, Row, StepPlan
+from baton.engine.draw import Draw
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
-from baton.engine.processors import Draw, process
+from baton.engine.processors import process
 from baton.engine.runner import Runner
 from baton.engine.sampler import noised_logits
 from baton.model_source import builtin_directory

@@ -36,6 +36,7 @@ from baton.core.model_config import ModelConfig, parse_model_config
 from baton.core.request import SamplingParams
 from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan
 from baton.engine.batch import Span
+from baton.engine.draw import Draw
 from baton.engine.kernels import fused
 from baton.engine.kernels.masks import mask_rows
 from baton.engine.kernels.paged_attention import Tiles, paged_attention
@@ -43,7 +44,6 @@ from baton.engine.kernels.rank_sum import sum_by_rank
 from baton.engine.kernels.sampling import decide
 from baton.engine.kernels.symmetric_sum import SymmetricMemory, symmetric_sum
 from baton.engine.layers import Rotary
-from baton.engine.processors import Draw
 from baton.transfer.checksum import SPLITMIX
 from baton.transfer.device_kernels import add_mixed_words
 from benchmarks.kit import RESULTS, parser, report, table

@@ -20,7 +20,7 @@ from baton.core.errors import InvariantError
 from baton.core.step import Row, StepPlan
 from baton.engine.block_tables import LINES, BlockTables
 from baton.engine.device_stream import to_device
-from baton.engine.processors import Draw
+from baton.engine.draw import Draw
 
 Ints = NDArray[np.int64]
 

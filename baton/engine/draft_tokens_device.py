@@ -19,7 +19,8 @@ from baton.core.step import Row, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.block_tables import BlockTables
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device
-from baton.engine.processors import Drafted, Draw, SeenTables, process
+from baton.engine.draw import Draw
+from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import Decide
 
 

@@ -16,15 +16,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotReady
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import GrammarFailure
+from baton.engine.draw import Draw
 from baton.engine.grammar_automaton import Bits, GrammarError, GrammarTooComplex, Masks, check_tokenizer
 from baton.engine.mask_processes import Automaton, MaskJob, MaskProcesses
-
-if TYPE_CHECKING:
-    from baton.engine.processors import Draw
 
 log = logging.getLogger("baton.grammars")
 

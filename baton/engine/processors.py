@@ -28,6 +28,7 @@ from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row
 from baton.engine.device_stream import to_device
+from baton.engine.draw import Draw
 from baton.engine.grammar_automaton import Bits
 from baton.engine.grammars import Grammars
 
@@ -40,19 +41,6 @@ _MAX_TABLES = 1024
 # Byte of a mask -> what it adds to the logits of its eight tokens: takes a quarter of the time of a boolean mask.
 _BIASES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
 _BIASES = _BIASES.astype(np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What determines one token besides its logits. `history` is the row's; `drafts` are the draft tokens between it
-    and this draw, which count as output here. `sequence_id` only selects the table of seen tokens to reuse."""
-
-    sampling: SamplingParams
-    choice: int
-    output_index: int
-    history: History | None = None
-    drafts: tuple[int, ...] = ()
-    sequence_id: SequenceId | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.request import SamplingParams
-from baton.engine.processors import Draw
+from baton.engine.draw import Draw
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]

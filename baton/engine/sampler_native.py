@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from baton.engine.draw import Draw
 from baton.engine.grammar_automaton import Bits
 from baton.engine.kernels.native import Kernels
-from baton.engine.processors import ApplyMasks, Draw
+from baton.engine.processors import ApplyMasks
 from baton.engine.sampler import Choose, numbers
 
 _DRAW = struct.Struct("dddqIIII")  # Draw of sampling.h; filling a ctypes struct by names takes four times as long

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row, StepPlan
+from baton.engine.draw import Draw
 from baton.engine.kernels.build import processor_levels
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
-from baton.engine.processors import Draw, SeenTables
+from baton.engine.processors import SeenTables
 from baton.engine.runner import Runner
 from tests.engine.sampler_cases import sample
 

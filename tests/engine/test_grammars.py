@@ -25,6 +25,7 @@ from baton.core.errors import InvariantError
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, finish_reason
 from baton.core.step import DraftRow, GrammarFailure, History, Row, StepPlan
 from baton.engine import grammar_automaton, grammars
+from baton.engine.draw import Draw
 from baton.engine.grammar_automaton import (
     COMPILED,
     Automaton,
@@ -35,7 +36,7 @@ from baton.engine.grammar_automaton import (
 )
 from baton.engine.grammars import Grammars
 from baton.engine.mask_processes import MaskJob, MaskProcesses
-from baton.engine.processors import Drafted, Draw, SeenTables, process
+from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
 from coordinator.structured_output import Constraint, to_grammar

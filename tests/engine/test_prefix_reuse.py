@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton.core.request import GenerateRequest
 from baton.core.step import StepOutcome
+from baton.engine.draw import Draw
 from baton.engine.runner import Runner
-from baton.engine.sampler import Draw
 from prefill.scheduler import PrefillScheduler
 from tests.engine.driver import random_tokens, tiny_runner
 from tests.engine.sampler_cases import sample

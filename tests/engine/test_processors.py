@@ -18,7 +18,8 @@ from transformers.generation import logits_process as hf
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History
-from baton.engine.processors import Drafted, Draw, SeenTables, process
+from baton.engine.draw import Draw
+from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import survivors
 from tests.engine.sampler_cases import sample
 from tests.support.plain_sampler import plain_process, plain_sample

@@ -14,7 +14,7 @@ from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
-from baton.engine.processors import Draw
+from baton.engine.draw import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler_native import wanted
 from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass

@@ -19,9 +19,9 @@ from baton.core.step import Row, StepPlan
 from baton.engine import device as device_module
 from baton.engine.batch import Span
 from baton.engine.device import choose_dtype
+from baton.engine.draw import Draw
 from baton.engine.kernels import build
 from baton.engine.loading import largest_step, load_kernels
-from baton.engine.processors import Draw
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import sample
 

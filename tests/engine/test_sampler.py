@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from baton.core.request import SamplingParams, TokenBias
 from baton.core.step import History
-from baton.engine.processors import Draw, process
+from baton.engine.draw import Draw
+from baton.engine.processors import process
 from baton.engine.sampler import gumbel, noised_logits, survivors
 from tests.engine.sampler_cases import sample
 from tests.support.plain_sampler import plain_process, plain_sample, plain_survivors

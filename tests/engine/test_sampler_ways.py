@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from baton.core.request import SamplingParams
+from baton.engine.draw import Draw
 from baton.engine.kernels import native
-from baton.engine.processors import ApplyMasks, Draw, apply_masks
+from baton.engine.processors import ApplyMasks, apply_masks
 from baton.engine.sampler import Choose
 from baton.engine.sampler_native import chooser, masker
 from tests.engine.driver import float32_levels

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.core.request import SamplingParams
-from baton.engine.processors import Draw
+from baton.engine.draw import Draw
 from decode.speculation.engine import SpeculativeEngine
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import PARAMS, plain, rows

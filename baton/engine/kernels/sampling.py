@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.device_stream import to_device
-from baton.engine.processors import Draw
+from baton.engine.draw import Draw
 from baton.engine.sampler import numbers
 
 _BLOCK = 2048
