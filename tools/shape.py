@@ -1,5 +1,6 @@
-"""The shape of the code in figures: files, lines, longest function, imports of the widest file, import cycles, clock
-reads in policies and `baton/core`.
+"""The shape of the code in figures: files, lines, code lines (neither blank nor comment nor docstring), longest
+function, imports of the widest file, import cycles, class names defined twice, error codes as bare strings, clock reads
+in policies and `baton/core`, decision records, benchmark files.
 
     python tools/shape.py [--json]
 
@@ -9,14 +10,24 @@ Product code is `baton` without generated files, the tiers and `launch`.
 from __future__ import annotations
 
 import ast
+import io
 import json
 import sys
+import tokenize
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from baton.core.codes import ErrorCode
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch")
+WORKERS = ("baton/", "prefill/", "decode/")
 GENERATED = "baton/v1/"
+LONG = 600
+CODES_FILE = "baton/core/codes.py"
+CODES = {code.value for code in ErrorCode}
+OTHER_MEANINGS = {"draining", "aborted"}  # a worker's state and a finish reason, which mypy checks as literals
 CLOCKS = ("time.monotonic", "time.time", "time.time_ns", "time.monotonic_ns", "time.perf_counter")
 
 
@@ -32,16 +43,8 @@ def module_of(path: str) -> str:
 
 
 def imports(tree: ast.Module) -> Iterator[str]:
-    """Modules that a file imports; `from a import b` yields a.b and a. Imports for types alone do not count."""
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+    """Modules that a file imports, for types alone too; `from a import b` yields a.b and a."""
     for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -86,10 +89,54 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
+    """Strings that are statements: docstrings of modules, classes, functions, and of the constants above them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node
+
+
+def code_lines(source: str) -> int:
+    """Number of lines with code: neither blank, nor only a comment, nor of a docstring."""
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {line for t in tokens if t.type not in layout for line in range(t.start[0], t.end[0] + 1)}
+    return len(lines.difference(*(range(d.lineno, (d.end_lineno or 0) + 1) for d in docstrings(ast.parse(source)))))
+
+
+def bare_codes(path: str, tree: ast.Module) -> list[int]:
+    """Lines of a file with an error code between tiers as a string instead of a member of `ErrorCode`: any string that
+    equals one, except words with other meanings; one that is compared with a `code`; and in the workers every `code=`,
+    where mypy would accept a misspelt one."""
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and any(_is_code(side) for side in (node.left, *node.comparators)):
+            lines |= {inner.lineno for inner in ast.walk(node) if _text(inner) is not None}  # type: ignore[attr-defined]
+        elif isinstance(node, ast.keyword) and node.arg == "code" and (text := _text(node.value)) is not None:
+            lines |= {node.value.lineno} if text in CODES or path.startswith(WORKERS) else set()
+        elif _text(node) in CODES - OTHER_MEANINGS:
+            lines.add(node.lineno)  # type: ignore[attr-defined]
+    return sorted(lines)
+
+
+def _is_code(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Attribute | ast.Name) and (getattr(node, "attr", "") or getattr(node, "id", "")) == "code"
+    )
+
+
+def _text(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
 def figures() -> dict[str, object]:
     files = product_files()
     graph = dependencies(files)
-    lines = {path: len((ROOT / path).read_text().splitlines()) for path in files}
+    sources = {path: (ROOT / path).read_text() for path in files}
+    lines = {path: len(source.splitlines()) for path, source in sources.items()}
+    code = {path: code_lines(source) for path, source in sources.items()}
+    classes = Counter(n.name for tree in files.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    codes = [f"{path}:{n}" for path, tree in files.items() if path != CODES_FILE for n in bare_codes(path, tree)]
     functions = {
         f"{path}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path, tree in files.items()
@@ -106,16 +153,27 @@ def figures() -> dict[str, object]:
     return {
         "files": len(files),
         "lines": sum(lines.values()),
-        "lines by package": {p: sum(n for path, n in lines.items() if path.startswith(f"{p}/")) for p in PACKAGES},
+        "lines by package": by_package(lines),
+        "code lines": sum(code.values()),
+        "code lines by package": by_package(code),
         "lines of tests": sum(len(path.read_text().splitlines()) for path in tests),
         "median file": sorted(lines.values())[len(lines) // 2],
         "longest file": max(lines, key=lambda p: lines[p]) + f" ({max(lines.values())})",
+        f"files over {LONG} lines": {path: n for path, n in lines.items() if n > LONG},
         "longest function": f"{longest} ({functions[longest]})",
         "widest file": f"{widest} ({len(graph[widest])} product modules)",
         "import cycles": cycles(graph),
+        "classes of one name": {name: n for name, n in sorted(classes.items()) if n > 1},
+        "bare codes": len(codes),
         "files that read a clock": len(clocks),
         "clock reads in policy": {p: n for p, n in clocks.items() if "/policy/" in p or p.startswith("baton/core/")},
+        "decision records": len(list((ROOT / "docs/decisions").glob("[0-9]*.md"))),
+        "benchmark files": len(list((ROOT / "benchmarks").glob("*.py"))),
     }
+
+
+def by_package(lines: Mapping[str, int]) -> dict[str, int]:
+    return {p: sum(n for path, n in lines.items() if path.startswith(f"{p}/")) for p in PACKAGES}
 
 
 def main() -> None:

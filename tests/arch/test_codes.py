@@ -1,0 +1,39 @@
+"""Error codes between tiers are members of `ErrorCode`: a misspelt one is seen by mypy, not by the recovery."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tools.shape import CODES_FILE, bare_codes, product_files
+
+
+def test_no_product_file_has_an_error_code_as_a_bare_string() -> None:
+    files = product_files()
+    used = sum("ErrorCode." in ast.unparse(tree) for tree in files.values())
+    assert len(files) > 200 and used > 10
+    bare = [(path, lines) for path, tree in files.items() if path != CODES_FILE and (lines := bare_codes(path, tree))]
+    assert bare == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("coordinator/a.py", 'ended.code == "unknown_sequnce"'),
+        ("coordinator/a.py", 'ended.code in ("abandonned", x)'),
+        ("coordinator/a.py", 'code != "draining"'),
+        ("coordinator/a.py", 'Unavailable("x", code="draining")'),
+        ("coordinator/a.py", '{"kv_corrupt": KVCorrupt}'),
+        ("decode/a.py", 'Unavailable("x", code="no_fre_blocks")'),
+    ],
+)
+def test_a_bare_error_code_is_detected(path: str, line: str) -> None:
+    assert bare_codes(path, ast.parse(line)) == [1]
+
+
+@pytest.mark.parametrize(
+    "line", ['NotFound("x", code="model_not_found")', 'worker.state == "draining"', "code == ErrorCode.DRAINING"]
+)
+def test_other_strings_are_not_error_codes(line: str) -> None:
+    assert bare_codes("coordinator/a.py", ast.parse(line)) == []
