@@ -273,7 +273,7 @@ class Cluster:
         """Refuses new requests, fails those still running after `timeout_s`, then drains the workers."""
         self.requests.draining = True
         deadline = time.monotonic() + timeout_s
-        log.info("draining: %d requests in flight", len(self.requests))
+        log.info("draining: %d requests in flight", self.requests.counts().requests)
         while len(self.requests) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         self._execute(self.requests.drain(time.monotonic()))

@@ -34,8 +34,8 @@ WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 6
 STAGES = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
 
 VLLM: dict[str, tuple[str, ...]] = {
-    "baton_requests_running": ("vllm:num_requests_running",),
-    "baton_requests_queued": ("vllm:num_requests_waiting",),
+    "baton_choices_running": ("vllm:num_requests_running",),
+    "baton_choices_queued": ("vllm:num_requests_waiting",),
     "baton_kv_usage": ("vllm:kv_cache_usage_perc",),
     "baton_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
     "baton_generated_tokens": ("vllm:generation_tokens",),
@@ -256,9 +256,13 @@ class _State(Collector):
         known = self._cluster
         own, workers = known["coordinator"], known["workers"]
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        queued, running = own["queued"], own["requests"] - own["queued"]
-        yield gauge("baton_requests_running", "choices that run on a worker", value=running)
-        yield gauge("baton_requests_queued", "choices that wait for a worker", value=queued)
+        running = "requests of which a choice has started"
+        yield gauge("baton_requests_running", running, value=own["requests"] - own["queued"])
+        waiting = "requests of which all choices wait for a worker"
+        yield gauge("baton_requests_queued", waiting, value=own["queued"])
+        running = "choices that run on a worker, or have ended while others of their request run"
+        yield gauge("baton_choices_running", running, value=own["choices"] - own["queued_choices"])
+        yield gauge("baton_choices_queued", "choices that wait for a worker", value=own["queued_choices"])
         oldest = "how long the oldest queued choice has waited"
         yield gauge("baton_oldest_queued_seconds", oldest, value=own["oldest_queued_s"])
         yield counter("baton_loop_stalls", "times the event loop was blocked for over 50 ms", value=own["loop_stalls"])

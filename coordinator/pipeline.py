@@ -224,8 +224,7 @@ class Pipeline:
             "joins_refused": dict(cluster.joins_refused),
         }
         counts = {
-            "requests": len(cluster.requests),
-            "queued": cluster.requests.dispatcher.num_queued,
+            **cluster.requests.counts()._asdict(),
             "oldest_queued_s": round(cluster.requests.oldest_queued_s(time.monotonic()), 3),
             "rescheduled": cluster.requests.rescheduled,
             "reassigned": cluster.requests.reassigned,

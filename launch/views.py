@@ -55,8 +55,10 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
     parts: list[str | Table] = []
     counts = cluster.document.get("coordinator")
     if isinstance(counts, Mapping):
-        oldest = f" (the oldest for {counts.get('oldest_queued_s', '?')} s)" if counts.get("queued") else ""
-        parts.append(f"{counts.get('requests', '?')} requests, {counts.get('queued', '?')} queued{oldest}")
+        names = ("requests", "queued", "choices", "queued_choices", "oldest_queued_s")
+        requests, queued, choices, queued_choices, oldest_s = (counts.get(name, "?") for name in names)
+        oldest = f" (the oldest for {oldest_s} s)" if counts.get("queued_choices") else ""
+        parts.append(f"{requests} requests, {queued} queued; {choices} choices, {queued_choices} queued{oldest}")
     if not cluster.workers:
         return [*parts, "no workers have joined"]
     earlier = {_start(row): row for row in before.workers} if before is not None else {}

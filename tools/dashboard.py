@@ -65,7 +65,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Queue and running",
             "short",
             "Choices that wait for a worker, and that one has.",
-            {"queued": "baton_requests_queued", "running": "baton_requests_running"},
+            {"queued": "baton_choices_queued", "running": "baton_choices_running"},
         ),
         Panel("Oldest in the queue", "s", "Rises while nothing is placed.", {"age": "baton_oldest_queued_seconds"}),
         Panel(

@@ -152,7 +152,7 @@ class CoordinatorOptions:
     grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
     control_port: int = option(8101, "port workers dial; 0: any free one", low=0, high=65535)
     max_model_len: int = option(0, "maximum prompt + output in tokens; 0: the model's own limit", low=0)
-    max_queued_requests: int = option(1024, "maximum requests in the queue; further ones get 503", low=1)
+    max_queued_requests: int = option(1024, "maximum choices of requests in the queue; further requests get 503", low=1)
     max_queued_tokens: int = option(1 << 20, "maximum prompt tokens in the queue; further requests get 503", low=1)
     request_timeout_s: float = option(600.0, "total time limit of a request", low=0.1)
     lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)

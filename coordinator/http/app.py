@@ -377,6 +377,7 @@ class _Front:
             "num_reqs": own["requests"],
             "num_running_reqs": own["requests"] - own["queued"],
             "num_waiting_reqs": own["queued"],
+            "num_choices": own["choices"],
             "token_usage": round(used / total, 4) if total else 0.0,
         }
         return json_response([load])

@@ -225,7 +225,10 @@ SCHEMAS: dict[str, Schema] = {
         workers=_object(prefill=WHOLE, decode=WHOLE),
     ),
     "Loads": _list(
-        _object(**_each(WHOLE, "dp_rank", "num_reqs", "num_running_reqs", "num_waiting_reqs"), token_usage=NUMBER)
+        _object(
+            **_each(WHOLE, "dp_rank", "num_reqs", "num_running_reqs", "num_waiting_reqs", "num_choices"),
+            token_usage=NUMBER,
+        )
     ),
     "Live": _object(status=_const("ok")),
     "Ready": _object(ready=FLAG, reason_=TEXT),

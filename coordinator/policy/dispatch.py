@@ -180,7 +180,7 @@ class Dispatcher:
         full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
             raise Unavailable(
-                f"{len(self._queue)} requests with {self._queued_tokens} prompt tokens are already waiting",
+                f"{len(self._queue)} choices with {self._queued_tokens} prompt tokens are already waiting",
                 retry_after_s=self._drain_estimate_s(),
             )
         unservable = self.unservable(ticket, self.capacity())

@@ -246,6 +246,15 @@ class Request:
         return sum(self.earlier_stamps, self.stamps)
 
 
+class InFlightCounts(NamedTuple):
+    """Requests and choices in flight, and how many of each are queued: a request is while all its choices are."""
+
+    requests: int
+    queued: int
+    choices: int
+    queued_choices: int
+
+
 class Requests:
     """Complete state: the requests by choice; those that wait for a worker; a time before which no deadline of any
     request passes; the request that each worker computes alone now; the dispatcher and its worker table; the last
@@ -283,6 +292,11 @@ class Requests:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
+
+    def counts(self) -> InFlightCounts:
+        started = {r.name.request_id for r in self._requests.values() if r.stage is not Stage.QUEUED}
+        names = {r.name.request_id for r in self._requests.values()}
+        return InFlightCounts(len(names), len(names) - len(started), len(self._requests), self.dispatcher.num_queued)
 
     def get(self, name: ChoiceId) -> Request | None:
         return self._requests.get(name)

@@ -315,6 +315,7 @@ async def test_gateway_and_load_tool_endpoints(client: httpx.AsyncClient) -> Non
     assert info["version"] == "1.2" and info["model"] == "tiny" and info["workers"] == {"prefill": 1, "decode": 1}
     (load,) = (await client.get("/loads")).json()
     assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (3, 2, 0.6)
+    assert (load["num_reqs"], load["num_choices"]) == (5, 9)
     model = (await client.get("/get_model_info")).json()
     assert model["model_path"] == "tiny" and model["is_generation"] is True
     tokenizer = (await client.get("/tokenizer_info")).json()

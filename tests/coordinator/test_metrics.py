@@ -29,6 +29,8 @@ CLUSTER: dict[str, Any] = {
     "coordinator": {
         "requests": 7,
         "queued": 3,
+        "choices": 16,
+        "queued_choices": 5,
         "oldest_queued_s": 1.5,
         "rescheduled": 2,
         "reassigned": 1,
@@ -129,6 +131,7 @@ def test_closing_after_the_last_delta_does_not_count_as_cancelled(clock: Clock) 
 def test_cluster_metrics_match_the_workers_report() -> None:
     metrics = Metrics()
     assert value(metrics, "baton_requests_running") == 4 and value(metrics, "baton_requests_queued") == 3
+    assert value(metrics, "baton_choices_running") == 11 and value(metrics, "baton_choices_queued") == 5
     assert value(metrics, "baton_oldest_queued_seconds") == 1.5
     assert value(metrics, "baton_loop_stalls_total") == 4
     assert value(metrics, "baton_loop_longest_stall_seconds") == 0.25
@@ -155,7 +158,7 @@ def test_vllm_metric_names(clock: Clock) -> None:
     found = {name for name, _ in samples(metrics) if name.startswith("vllm:")}
     for name in (name for names in VLLM.values() for name in names):
         assert found & {name, f"{name}_total", f"{name}_bucket"}, name
-    assert value(metrics, "vllm:num_requests_waiting", model_name="m") == 3
+    assert value(metrics, "vllm:num_requests_waiting", model_name="m") == 5
     assert value(metrics, "vllm:request_success_total", model_name="m", finished_reason="length") == 1
     assert value(metrics, "vllm:time_to_first_token_seconds_bucket", model_name="m", le="0.3") == 1
 

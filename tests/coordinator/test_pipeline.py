@@ -163,6 +163,23 @@ async def test_prompts_admitted_as_one_request_are_charged_for_their_tokens_alon
         assert account.running == 0
 
 
+async def test_a_request_with_four_choices_counts_as_one_request() -> None:
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        deltas = b.pipeline.generate(Submission("r", (1, 2, 3), 4, n=4))
+        read = asyncio.create_task(anext(deltas))
+        s = (await p.received(Prefill)).request.sequence_id
+        p.report(s, 0, 5)
+        p.hand_over(s, "d0")
+        d.report(s, 1, 6)
+        for number in range(2, 5):
+            await p.received(Prefill, number)
+        counts = b.pipeline.workers()["coordinator"]
+        assert (counts["requests"], counts["queued"], counts["choices"], counts["queued_choices"]) == (1, 0, 4, 0)
+        await read
+        await deltas.aclose()
+
+
 async def test_deadline_is_enforced_even_if_the_client_does_not_read() -> None:
     async with bench("p0", "d0") as b:
         p, d = b.workers

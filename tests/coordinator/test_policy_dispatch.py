@@ -261,7 +261,7 @@ def test_placements_on_a_decode_worker_are_limited_to_slightly_more_than_it_can_
 def test_queue_limit_counts_all_choices_of_a_request() -> None:
     d = dispatcher(requests=10)
     d.submit(Ticket("a", 4, 8))
-    with pytest.raises(Unavailable, match="1 requests with 4 prompt tokens are already waiting"):
+    with pytest.raises(Unavailable, match="1 choices with 4 prompt tokens are already waiting"):
         d.submit(Ticket("b", 4, 8), choices=10)
     d.submit(Ticket("b", 4, 8), choices=9)
     d.check()

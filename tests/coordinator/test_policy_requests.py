@@ -27,6 +27,7 @@ from coordinator.policy.requests import (
     MAX_TIMES_PARKED,
     Action,
     AssignTargets,
+    InFlightCounts,
     Notify,
     Request,
     Requests,
@@ -661,8 +662,10 @@ def test_choices_share_the_age_and_queue_position_of_their_request() -> None:
     later = d.submit("later", prompt=(1,) * 16)
     other = d.submit("r", prompt=(1,) * 16, choice=1)
     assert first.age == other.age < later.age
+    assert d.requests.counts() == InFlightCounts(requests=2, queued=1, choices=3, queued_choices=2)
     d.tokens("p0", first.sequence, 0, 5)
     assert (other.stage, later.stage) == (Stage.PREFILL, Stage.QUEUED)
+    assert d.requests.counts() == InFlightCounts(requests=2, queued=1, choices=3, queued_choices=1)
 
 
 def test_redialled_worker_receives_the_sequences_expected_of_it() -> None:

@@ -63,7 +63,7 @@ ENDPOINTS = {
     "GET /workers": "the table of workers, see [operations](operations.md)",
     "GET /version": "the version of Baton",
     "GET /server_info": "model, version, and how many workers of each role there are",
-    "GET /loads": "requests that run and wait, as SGLang has it",
+    "GET /loads": "requests that run and wait, as SGLang has it, and their choices (`num_choices`)",
     "GET /get_model_info": "the model, as SGLang has it",
     "GET /tokenizer_info": "special tokens and chat template, as vLLM has it",
     "GET /v2": "name, version and extensions of the server, see [Open Inference Protocol](#open-inference-protocol)",
@@ -280,7 +280,16 @@ def message_fields() -> str:
 
 def metrics() -> str:
     row = {"id": "w", "role": "decode", "state": "ready"} | dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0)
-    names = ("requests", "queued", "oldest_queued_s", "rescheduled", "reassigned", "loop_stalls")
+    names = (
+        "requests",
+        "queued",
+        "choices",
+        "queued_choices",
+        "oldest_queued_s",
+        "rescheduled",
+        "reassigned",
+        "loop_stalls",
+    )
     own = dict.fromkeys((*names, "loop_longest_stall_ms"), 0)
     made = Metrics().everything({"workers": [row], "joins_refused": {}, "coordinator": own})
     rows = []

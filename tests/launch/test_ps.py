@@ -49,9 +49,10 @@ def test_each_worker_has_one_line() -> None:
 
 
 def test_queue_is_shown_above_the_workers() -> None:
-    assert shown(view({"requests": 3, "queued": 0, "oldest_queued_s": 0.0}))[0] == "3 requests, 0 queued"
-    first = shown(view({"requests": 9, "queued": 4, "oldest_queued_s": 1.25}))[0]
-    assert first == "9 requests, 4 queued (the oldest for 1.25 s)"
+    idle = {"requests": 3, "queued": 0, "choices": 3, "queued_choices": 0, "oldest_queued_s": 0.0}
+    assert shown(view(idle))[0] == "3 requests, 0 queued; 3 choices, 0 queued"
+    busy = {"requests": 9, "queued": 4, "choices": 12, "queued_choices": 6, "oldest_queued_s": 1.25}
+    assert shown(view(busy))[0] == "9 requests, 4 queued; 12 choices, 6 queued (the oldest for 1.25 s)"
 
 
 def test_rates_cover_the_last_interval_of_the_same_incarnation() -> None:

@@ -95,7 +95,8 @@ class FakeGenerator:
 
     def workers(self) -> dict[str, object]:
         row = {"id": "prefill-0", "role": "prefill", "state": "ready", "blocks_total": 10, "blocks_free": 4}
-        return {"workers": [row, row | {"id": "d", "role": "decode"}], "coordinator": {"requests": 5, "queued": 2}}
+        own = {"requests": 5, "queued": 2, "choices": 9, "queued_choices": 3}
+        return {"workers": [row, row | {"id": "d", "role": "decode"}], "coordinator": own}
 
     async def until(self, *, submitted: int = 0, finished: int = 0, timeout_s: float = 30.0) -> None:
         """Waits until `submitted` submissions have been received and `finished` have ended."""
