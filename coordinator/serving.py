@@ -35,9 +35,9 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import HttpServer, bind
 from coordinator.inference.served import ServedModel
 from coordinator.metrics import Metrics
-from coordinator.openai.responses_store import DatabaseResponses, MemoryResponses, Responses
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
+from coordinator.responses_store import DatabaseResponses, MemoryResponses, Responses
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.model import TextModel
 from coordinator.tracing import Tracing
@@ -184,7 +184,7 @@ def _responses(config: CoordinatorConfig) -> Responses:
         return MemoryResponses(max_bytes)
     if not config.data_dir:
         raise StartupError("--store needs --data-dir")
-    return DatabaseResponses(Path(config.data_dir) / "responses.sqlite", max_bytes)
+    return DatabaseResponses(Path(config.data_dir).expanduser() / "responses.sqlite", max_bytes)
 
 
 def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -27,6 +25,7 @@ from baton.core.errors import NotFound, Unavailable
 from coordinator.api_keys import MAX_PRIORITY
 from coordinator.batches.store import FLAG, BatchStore, Line, read_line, read_lines
 from coordinator.child import Child, start_child
+from coordinator.disk import PAUSE_S, DiskThread, StorageFailed
 from coordinator.policy.quotas import Client
 
 log = logging.getLogger("baton.batches")
@@ -43,9 +42,6 @@ RETRIED = (408, 429, 500, 502, 503)
 MAX_FAILURES = 5
 """Tries of a line that fail with a cluster error; refusals for lack of room are retried until the batch ends."""
 POLL_S = 1.0
-DISK_PAUSE_S = 5.0
-DISK_LIMIT_S = 120.0
-"""For one transaction: all lines of the largest file are checked and written in one."""
 _T = TypeVar("_T")
 
 
@@ -63,10 +59,6 @@ Ask = Callable[[str, bytes, Client], Awaitable[Answer]]
 """Path, body and client."""
 
 
-class StorageFailed(Unavailable):
-    code = "storage_failed"
-
-
 class BatchRunner:
     """Complete state: the store and its thread, the child that parses long lines (started by the first one), the event
     that wakes the loop, the task of each batch, and the semaphore of running requests. `client_of` returns the client
@@ -76,7 +68,7 @@ class BatchRunner:
         self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None], *, strict_fields: bool = False
     ) -> None:
         self._store, self._ask, self._client_of, self._strict = store, ask, client_of, strict_fields
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._disk = DiskThread(FLAG, "files and batches")
         self._child = Child(lambda: start_child())
         self._closing = False
         self._wake = asyncio.Event()
@@ -85,15 +77,7 @@ class BatchRunner:
 
     async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
         """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""
-        try:
-            async with asyncio.timeout(DISK_LIMIT_S):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, call, *what)
-        except TimeoutError:
-            message = f"{FLAG}: the disk did not respond within {DISK_LIMIT_S:g} s"
-            raise StorageFailed(message, retry_after_s=DISK_PAUSE_S) from None
-        except (OSError, sqlite3.Error) as error:
-            log.error("%s: %s", FLAG, error)
-            raise StorageFailed("files and batches cannot be read or written", retry_after_s=DISK_PAUSE_S) from None
+        return await self._disk.run(call, *what)
 
     def wake(self) -> None:
         """Wakes the loop: there is a new batch, or one to be cancelled."""
@@ -110,7 +94,7 @@ class BatchRunner:
                     wanted = len(self._tasks) + MAX_BATCHES
                     self._start(await self.on_disk(self._store.unfinished, wanted))
                 except StorageFailed:
-                    await asyncio.sleep(DISK_PAUSE_S)
+                    await asyncio.sleep(PAUSE_S)
                     continue
                 await self._wake.wait()
         finally:
@@ -130,7 +114,7 @@ class BatchRunner:
         """Called after `run` has ended. The next coordinator restarts a validation that this interrupts."""
         self._closing = True
         self._child.close()  # the store's thread may wait for it
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._disk.close(drop_pending=True)
         self._child.close()  # that thread may just have started another one
         self._store.close()
 
@@ -147,7 +131,7 @@ class BatchRunner:
                     log.exception("%s failed", batch["id"])
                 await self._fail(batch["id"], ErrorCode.INTERNAL_ERROR, message)
         except StorageFailed:
-            await asyncio.sleep(DISK_PAUSE_S)
+            await asyncio.sleep(PAUSE_S)
 
     async def _fail(self, batch_id: str, code: str, message: str) -> None:
         """Ends a batch with this error, and with the responses that it has."""

@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
+from coordinator.disk import create_private
 from coordinator.openai.fields import as_header
 from coordinator.openai.json_body import parse_object
 from coordinator.openai.unknown_fields import IgnoredFields
@@ -87,9 +88,7 @@ class BatchStore:
             self._files.mkdir(exist_ok=True, mode=0o700)
             self._lock = os.open(root / "baton.lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It holds prompts and responses. SQLite gives its side files the mode of the database.
-            os.close(os.open(root / "baton.db", os.O_RDWR | os.O_CREAT, 0o600))
-            (root / "baton.db").chmod(0o600)
+            create_private(root / "baton.db")  # it holds prompts and responses
             self._db = sqlite3.connect(root / "baton.db", check_same_thread=False, isolation_level=None)
             self._db.executescript("pragma journal_mode=wal; pragma synchronous=normal; pragma busy_timeout=5000;")
             self._db.executescript(_SCHEMA)

@@ -54,10 +54,10 @@ from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_items import Item
 from coordinator.openai.responses_render import ResponsesRender
-from coordinator.openai.responses_store import MemoryResponses, Responses
 from coordinator.openai.validation import ModelBody, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
+from coordinator.responses_store import MemoryResponses, Responses
 from coordinator.submission import Submission
 from coordinator.text.chat import Rendering
 from coordinator.text.messages import ChatMessage

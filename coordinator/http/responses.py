@@ -17,9 +17,9 @@ from coordinator.http.errors import json_response
 from coordinator.http.guard import CLIENT
 from coordinator.openai.responses_items import Item, parsed_items, shown_items, stored_form
 from coordinator.openai.responses_render import Keep
-from coordinator.openai.responses_store import Responses, Stored
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.policy.quotas import Client
+from coordinator.responses_store import Responses, Stored
 
 MAX_ID_CHARS = 256
 LARGE_BYTES = 64 * 1024

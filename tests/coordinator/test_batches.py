@@ -480,7 +480,7 @@ async def test_storage_failures_delay_a_batch_but_lose_no_result(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runner pauses between two tries, clients get 503, and every line has a result in the end."""
-    monkeypatch.setattr(batch_runner, "DISK_PAUSE_S", 0.05)
+    monkeypatch.setattr(batch_runner, "PAUSE_S", 0.05)
     async with served(tmp_path, Echo(), text_model) as (client, app):
         store, tries = app.state.batches._store, 0
         answered, unfinished = store.answered, store.unfinished
@@ -911,7 +911,7 @@ async def test_shutdown_does_not_wait_for_a_line_that_is_being_parsed(
     store = BatchStore(str(tmp_path), 1 << 20)
     store.add_batch("", "", COMPLETIONS, store_file(store, jsonl(line("a"), padded(line("b"))))["id"], {})
     runner = BatchRunner(store, partial(http_batches.ask, FastAPI()), lambda _: None)
-    checked = runner._thread.submit(runner._validate, store.unfinished()[0])
+    checked = runner._disk._thread.submit(runner._validate, store.unfinished()[0])
     async with asyncio.timeout(30):
         while not set(multiprocessing.active_children()) - set(before):
             await asyncio.sleep(0.01)

@@ -16,12 +16,13 @@ from pydantic import TypeAdapter
 
 from baton.core.request import TokenLogprob
 from coordinator.api_keys import read_api_keys
+from coordinator.disk import StorageFailed
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_items import decoded, encoded
-from coordinator.openai.responses_store import DatabaseResponses, MemoryResponses, Stored
 from coordinator.openai.responses_tools import internal_name
 from coordinator.openai.validation import parse
+from coordinator.responses_store import DatabaseResponses, MemoryResponses, Stored
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, reply
@@ -277,6 +278,30 @@ async def test_the_store_is_bounded_and_drops_the_oldest(kind: str, tmp_path: Pa
     assert await store.get("t", "large") is None
     store.put("t", "r9", Stored(b"1", b"2", b"3"))
     assert not await store.delete("u", "r9") and await store.delete("t", "r9") and not await store.delete("t", "r9")
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "database"])
+async def test_a_tenant_that_stores_much_drops_only_its_own_answers(kind: str, tmp_path: Path) -> None:
+    store = MemoryResponses(100) if kind == "memory" else DatabaseResponses(tmp_path / "r.sqlite", 100)
+    store.put("small", "kept", Stored(b"a" * 20, b"", b""))
+    for number in range(4):
+        store.put("large", f"r{number}", Stored(b"a" * 40, b"", b""))
+    store.put("large", "beyond all room", Stored(b"a" * 200, b"", b""))
+    assert await store.get("small", "kept") is not None
+    assert [await store.get("large", f"r{n}") is not None for n in range(4)] == [False, False, True, True]
+    store.close()
+
+
+async def test_a_failing_database_is_reported_and_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "r.sqlite"
+    store = DatabaseResponses(path, 100)
+    assert path.stat().st_mode & 0o777 == 0o600
+    store._database.execute("DROP TABLE responses")
+    store.put("t", "r", Stored(b"1", b"2", b"3"))
+    with pytest.raises(StorageFailed, match="stored responses cannot be read"):
+        await store.get("t", "r")
+    assert [record.message for record in caplog.records] == ["--store: no such table: responses"] * 2
     store.close()
 
 
