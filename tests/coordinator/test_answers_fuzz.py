@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from baton.core.errors import WorkerLost
 from baton.core.request import TokenLogprob
+from coordinator.anthropic.render import input_of
 from coordinator.submission import Delta
 from tests.coordinator.test_schema_openai import fits
 from tests.support import messages_kit
@@ -91,6 +92,10 @@ def request(chance: random.Random) -> tuple[str, dict[str, Any], bool]:
     return path, body | ({"stream": True} if stream else {}), scored
 
 
+def without_stream(body: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+
+
 def events_of(text: str) -> Iterator[dict[str, Any]]:
     for line in text.split("\n"):
         if line.startswith("data: ") and line != "data: [DONE]":
@@ -121,6 +126,70 @@ def check_whole(path: str, answer: dict[str, Any]) -> None:
         Message.model_validate(answer, strict=True)
 
 
+def of_whole(path: str, answer: dict[str, Any]) -> tuple[str, str, list[Any]]:
+    """Returns the text, the reasoning and the calls (name and arguments) of a whole answer."""
+    if path == COMPLETIONS:
+        return answer["choices"][0]["text"], "", []
+    if path == CHAT:
+        message = answer["choices"][0]["message"]
+        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+        return message["content"] or "", message.get("reasoning") or "", calls
+    items = answer["output" if path == RESPONSES else "content"]
+    texts, reasons, calls = [], [], []
+    for item in items:
+        match item["type"]:
+            case "message":
+                texts += [part["text"] for part in item["content"]]
+            case "reasoning":
+                reasons += [part["text"] for part in item["content"]]
+            case "function_call":
+                calls.append((item["name"], item["arguments"]))
+            case "text":
+                texts.append(item["text"])
+            case "thinking":
+                reasons.append(item["thinking"])
+            case "custom_tool_call" | "tool_use":
+                calls.append((item["name"], item["input"]))
+    return "".join(texts), "".join(reasons), calls
+
+
+def of_stream(path: str, text: str) -> tuple[str, str, list[Any]]:
+    """Returns the same of a stream, built up from its deltas only."""
+    content, reasoning, calls = "", "", list[list[str]]()
+    for event in events_of(text):
+        if path in (CHAT, COMPLETIONS):
+            for choice in event["choices"]:
+                delta = choice.get("delta", {"content": choice.get("text")})
+                content += delta.get("content") or ""
+                reasoning += delta.get("reasoning") or ""
+                for call in delta.get("tool_calls", ()):
+                    if call["index"] == len(calls):
+                        calls.append([call["function"]["name"], ""])
+                    calls[call["index"]][1] += call["function"].get("arguments") or ""
+            continue
+        delta = event.get("delta")
+        match event["type"]:
+            case "response.output_text.delta":
+                content += delta
+            case "response.reasoning_text.delta":
+                reasoning += delta
+            case "response.output_item.added" if "name" in event["item"]:
+                calls.append([event["item"]["name"], ""])
+            case "response.function_call_arguments.delta" | "response.custom_tool_call_input.delta":
+                calls[-1][1] += delta
+            case "content_block_start" if "name" in event["content_block"]:
+                calls.append([event["content_block"]["name"], ""])
+            case "content_block_delta":
+                content += delta.get("text", "")
+                reasoning += delta.get("thinking", "")
+                if "partial_json" in delta:
+                    calls[-1][1] += delta["partial_json"]
+    if path == CHAT and calls and not content.strip():
+        content = ""  # a whole chat with calls has no blank content
+    as_input = input_of if path == MESSAGES else str
+    return content, reasoning, [(name, as_input(arguments)) for name, arguments in calls]
+
+
 async def fuzz(app: FastAPI, generator: FakeGenerator, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
@@ -131,7 +200,12 @@ async def fuzz(app: FastAPI, generator: FakeGenerator, seeds: range) -> Counter[
             answer = await client.post(path, json=body)
             assert answer.status_code == 200, (seed, body, answer.text)
             try:
-                check_stream(path, answer.text) if body.get("stream") else check_whole(path, answer.json())
+                if body.get("stream"):
+                    check_stream(path, answer.text)
+                    again = (await client.post(path, json=without_stream(body))).json()
+                    assert of_stream(path, answer.text) == of_whole(path, again), again
+                else:
+                    check_whole(path, answer.json())
             except Exception as error:
                 raise AssertionError(f"seed {seed}: {path} {body}\n{answer.text[:2000]}\n{error}") from error
             seen[path + (" stream" if body.get("stream") else "")] += 1
