@@ -16,11 +16,10 @@ from pydantic import PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
-from coordinator.openai.tools import ChosenFunction, ChosenTool, Function, Name, Tool, Tools
+from coordinator.openai.tools import MAX_TOOLS, ChosenFunction, ChosenTool, Function, Name, Tool, Tools
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, counted, validate
 
-MAX_TOOLS = 128
 MAX_NAME_CHARS = 64
 INPUT = "input"
 """The only argument of the function that stands for a custom tool."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster, cluster
-from tests.support.scripted import make_scripted
+from tests.support.packages import npm_install
+from tests.support.scripted import SELECTORS_ONLY, make_scripted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(500)]
 CODEX, QWEN = "@openai/codex@0.171.0", "@qwen-code/qwen-code@0.15.10"
-TEMPLATE = (
-    "{# tools <tool_call> #}{% for m in messages %}{% if m.content and '[[' in m.content %}<|im_start|>{{ m.role }}\n"
-    "[[{{ m.content.split('[[')[-1].split(']]')[0] }}]]<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+PROGRAMS = Path("npm") / "node_modules" / ".bin"
 ANSWER = "All is well."
 
 
@@ -41,22 +37,11 @@ SCRIPTS = {
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = make_scripted(tmp_path_factory.mktemp("model"), SCRIPTS, template=TEMPLATE)
+    model = make_scripted(tmp_path_factory.mktemp("model"), SCRIPTS, template=SELECTORS_ONLY)
     config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1 << 17}
     (model / "config.json").write_text(json.dumps(config))  # agents' messages are long before they are rendered
     with cluster(model, dtype="float32", served_model_name="scripted") as started:
         yield started
-
-
-def installed(package: str, program: str, directory: Path) -> Path:
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if not node or not npm:
-        pytest.skip("no node and npm (Debian's packages nodejs and npm)")
-    install = [npm, "install", "--no-audit", "--no-fund", "--no-package-lock", "--prefix", str(directory), package]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=200)
-    if done.returncode:
-        pytest.skip(f"npm cannot install {package}: {done.stderr.strip()[-200:]}")
-    return directory / "node_modules" / ".bin" / program
 
 
 def run(program: Path, arguments: list[str], home: Path, **environment: str) -> str:
@@ -78,7 +63,7 @@ def run(program: Path, arguments: list[str], home: Path, **environment: str) -> 
 
 
 def test_codex_runs_a_command_and_answers(running: Cluster, tmp_path: Path) -> None:
-    program = installed(CODEX, "codex", tmp_path / "npm")
+    npm_install(tmp_path / "npm", CODEX)
     home = tmp_path / "home"
     (home / ".codex").mkdir(parents=True)
     (home / ".codex" / "config.toml").write_text(
@@ -86,7 +71,9 @@ def test_codex_runs_a_command_and_answers(running: Cluster, tmp_path: Path) -> N
         f'base_url = "{running.url}/v1"\nwire_api = "responses"\n'
     )
     flags = ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "--json"]
-    events = [json.loads(line) for line in run(program, [*flags, "Please [[codex]]"], home).splitlines()]
+    events = [
+        json.loads(line) for line in run(tmp_path / PROGRAMS / "codex", [*flags, "Please [[codex]]"], home).splitlines()
+    ]
     items = [event["item"] for event in events if event["type"] == "item.completed"]
     (command,) = [item for item in items if item["type"] == "command_execution"]
     assert command["exit_code"] == 0 and command["aggregated_output"] == "[[done]]\n"
@@ -94,7 +81,7 @@ def test_codex_runs_a_command_and_answers(running: Cluster, tmp_path: Path) -> N
 
 
 def test_qwen_code_runs_a_command_and_answers(running: Cluster, tmp_path: Path) -> None:
-    program = installed(QWEN, "qwen", tmp_path / "npm")
+    npm_install(tmp_path / "npm", QWEN)
     base = {"OPENAI_API_KEY": "unused", "OPENAI_BASE_URL": f"{running.url}/v1", "OPENAI_MODEL": "scripted"}
     flags = ["--yolo", "--auth-type", "openai", "-p", "Please [[qwen]]"]
-    assert ANSWER in run(program, flags, tmp_path / "home", **base)
+    assert ANSWER in run(tmp_path / PROGRAMS / "qwen", flags, tmp_path / "home", **base)

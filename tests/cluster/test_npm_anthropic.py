@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.support.agent_model import ANSWER, agent_model
 from tests.support.cluster import Cluster, cluster
+from tests.support.packages import npm_install
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
 SDK = "@anthropic-ai/sdk@1.14.0"
@@ -28,20 +28,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-def installed(package: str, folder: Path) -> str:
-    """Installs a package into `folder` and returns the path of node; skips the test if it cannot."""
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if not node or not npm:
-        pytest.skip("no node and npm (Debian's packages nodejs and npm)")
-    install = [npm, "install", "--no-audit", "--no-fund", "--no-package-lock", "--prefix", str(folder), package]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=240)
-    if done.returncode:
-        pytest.skip(f"npm cannot install {package}: {done.stderr.strip()[-200:]}")
-    return node
-
-
 def test_the_npm_package_passes_every_check(running: Cluster, tmp_path: Path) -> None:
-    node = installed(SDK, tmp_path)
+    node = npm_install(tmp_path, SDK)
     ran = subprocess.run([node, str(SCRIPT), running.url, str(tmp_path)], capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.split() == [word for name in CHECKS for word in ("ok", name)]
@@ -49,7 +37,7 @@ def test_the_npm_package_passes_every_check(running: Cluster, tmp_path: Path) ->
 
 
 def test_claude_code_calls_a_tool_and_answers(running: Cluster, tmp_path: Path) -> None:
-    installed(CLAUDE_CODE, tmp_path)
+    npm_install(tmp_path, CLAUDE_CODE)
     programs = sorted(tmp_path.glob("node_modules/@anthropic-ai/claude-code-linux-*/claude"))
     if not programs:
         pytest.skip("Claude Code has no program for this machine")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import cluster
+from tests.support.packages import npm_install
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(300)]
 PACKAGE = "openai@7.57.0"
@@ -22,13 +23,7 @@ CHECKS = ("models", "completion", "chat", "tools", "schema", "responses", "batch
 
 
 def test_the_npm_openai_package_passes_every_check(tmp_path: Path) -> None:
-    node, npm = shutil.which("node"), shutil.which("npm")
-    if not node or not npm:
-        pytest.skip("no node and npm (Debian's packages nodejs and npm)")
-    install = [npm, "install", "--no-audit", "--no-fund", "--no-package-lock", "--prefix", str(tmp_path), PACKAGE]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        pytest.skip(f"npm cannot install {PACKAGE}: {done.stderr.strip()[-200:]}")
+    node = npm_install(tmp_path, PACKAGE)
     model = tmp_path / "model"
     shutil.copytree(TARGET, model)
     (model / "chat_template.jinja").write_text(TEMPLATE)  # the built-in model's own template does not support tools

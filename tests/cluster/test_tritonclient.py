@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import cluster
+from tests.support.packages import pip_install
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(400)]
 PACKAGE = "tritonclient[grpc,http]==2.73.0"
@@ -16,12 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "triton_client.py"
 
 
 def test_triton_s_client_infers_streams_and_reads_metadata(tmp_path: Path) -> None:
-    python = tmp_path / "env" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True, timeout=60)
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", PACKAGE]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=180)
-    if done.returncode:
-        pytest.skip(f"pip cannot install {PACKAGE}: {done.stderr.strip()[-200:]}")
+    python = pip_install(tmp_path / "env", PACKAGE)
     with cluster("builtin", exact=True) as running:
         addresses = [running.url.removeprefix("http://"), running.grpc, "builtin"]
         ran = subprocess.run([python, SCRIPT, *addresses], capture_output=True, text=True, timeout=200)

@@ -74,6 +74,12 @@ def make_scripted(
     return path
 
 
+SELECTORS_ONLY = (
+    "{# tools <tool_call> #}{% for m in messages %}{% if m.content and '[[' in m.content %}<|im_start|>{{ m.role }}\n"
+    "[[{{ m.content.split('[[')[-1].split(']]')[0] }}]]<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A template with tools that renders nothing of the messages but their last selectors: agents' prompts are long."""
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
