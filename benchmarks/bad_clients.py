@@ -289,9 +289,9 @@ class Found:
     left: list[str] = field(default_factory=list)
 
     def ratios(self, other: list[list[float]]) -> list[float]:
-        """ITL p99 beside the bad clients / in `other`, of each round, sorted."""
+        """ITL p99 beside the bad clients / in `other`, of each round in which `other` had any, sorted."""
         pairs = zip(self.beside, other, strict=True)
-        return sorted(percentile(sorted(bad), 99) / percentile(sorted(gaps), 99) for bad, gaps in pairs)
+        return sorted(percentile(sorted(bad), 99) / percentile(sorted(gaps), 99) for bad, gaps in pairs if gaps)
 
 
 async def good_streams(url: str, seconds: float, seed: int, failed: list[str]) -> list[float]:

@@ -45,7 +45,7 @@ COMMON = frozenset(
             "model",
         ),
         *("name", "output", "parameters", "priority", "prompt", "role", "schema", "status", "stream", "strict"),
-        *("text", "tools", "type", "user"),
+        *("reasoning", "text", "tools", "type", "user"),
     }
 )
 """Names with a meaning of their own in many objects: known at one place, they may be another server's at another."""

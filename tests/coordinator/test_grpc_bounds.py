@@ -83,7 +83,7 @@ async def test_entries_are_counted_before_they_are_read(
         case {"sampling": sampling}:
             values = {"sampling": OverriddenMessage(request.sampling, **sampling)}
     with pytest.raises(InvalidRequest) as refused:
-        await serving._submission(OverriddenMessage(request, **values), None)  # type: ignore[arg-type]
+        await serving._submission("r", OverriddenMessage(request, **values), None)  # type: ignore[arg-type]
     assert message in refused.value.message and refused.value.param == param
 
 

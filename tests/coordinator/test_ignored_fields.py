@@ -31,8 +31,8 @@ ACCEPTED: list[tuple[str, dict[str, Any], str | None]] = [
     (CHAT, {"messages": [USER, {"role": "assistant"}, USER]}, None),
     (
         CHAT,
-        {"messages": [USER, {"role": "assistant", "content": "a", "reasoning_content": "b", "refusal": None}, USER]},
-        "messages.reasoning_content",
+        {"messages": [USER, {"role": "assistant", "content": "a", "audio_id": "b", "refusal": None}, USER]},
+        "messages.audio_id",
     ),
     ("/tokenize", {"prompt": None, "messages": [USER | {"id": "m1"}]}, "messages.id"),
 ]

@@ -12,7 +12,16 @@ _FOLDER = "BATON_TEST_AUDIT"
 _SITE = """
 import os, sys, sysconfig, time
 
-_fd = os.open(f"{os.environ['BATON_TEST_AUDIT']}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+_folder = os.environ["BATON_TEST_AUDIT"]
+
+
+def _begin():
+    global _fd
+    _fd = os.open(f"{_folder}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)
 _WATCHED = {"pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.bind",
             "socket.connect", "open"}
 _OWN = tuple({*sysconfig.get_paths().values(), sys.base_prefix})
