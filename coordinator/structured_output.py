@@ -10,13 +10,14 @@ that passed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ CHILD_BYTES = 4 << 30
 KEPT_CHARS = 16 << 20
 _TRIAL_TOKENS = 16
 _TRIAL_S = 0.25  # of CPU time for one mask
-_WHITESPACE = "[ \\t\\r\\n]{1,32}"
-"""Between the parts of JSON: any whitespace, but of bounded length."""
+WHITESPACE = r" |\n(?: {0,32}|\t{0,8})"
+"""Between the parts of JSON: what compact or indented JSON needs. A model could go on with more until `max_tokens`."""
 
 Verdict = str | InvalidRequest
 """A grammar in llguidance's serialised form, or the error that refuses it."""
@@ -60,7 +61,7 @@ class Constraint:
     value: str
     param: str
     lenient: bool = False
-    whitespace: str = _WHITESPACE
+    whitespace: str = WHITESPACE
 
     def json_options(self) -> dict[str, Any]:
         """Returns the options of llguidance's JSON schema compiler."""
@@ -232,6 +233,7 @@ def compile_here(constraint: Constraint) -> str:
 
     def run() -> None:
         try:
+            _check_patterns(constraint)
             _try_out(grammar)
         except BaseException as error:
             errors.append(error)
@@ -296,6 +298,53 @@ def _try_out(grammar: str) -> None:
         if matcher.is_stopped():
             return
         matcher.consume_token(_one_of(mask, chosen))
+
+
+def _check_patterns(constraint: Constraint) -> None:
+    """Refuses objects whose only other names are those of patterns, of which none is left beside `properties`:
+    llguidance would allow a comma after the last property, and then nothing. Only llguidance can tell: its compiler is
+    used for an object of this kind, whose output is followed to that comma."""
+    zero: dict[str, Any] = {"const": 0}
+    for node in _closed_with_patterns(constraint):
+        names, patterns = list(node["properties"]), node["patternProperties"]
+        probe: dict[str, Any] = {"type": "object", "additionalProperties": False, "required": names}
+        probe |= {"properties": dict.fromkeys(names, zero), "patternProperties": dict.fromkeys(patterns, zero)}
+        grammar = to_grammar(Constraint("json_schema", json_text(probe, ""), "", whitespace=""))
+        try:
+            matcher = compile_grammar(_tokenizer, grammar)
+        except GrammarError:
+            continue  # the schema itself has the same error
+        prefix = orjson.dumps(dict.fromkeys(names, 0)).decode()[:-1] + ","
+        if matcher.consume_tokens(_tokenizer.tokenize_str(prefix)) and not _allows_any(matcher):
+            listed = ", ".join(patterns)
+            raise GrammarError(f"patternProperties ({listed}) match only names in properties: leave them out")
+
+
+def _allows_any(matcher: Any) -> bool:
+    return any(matcher.compute_bitmask()) and not matcher.is_error()
+
+
+def _closed_with_patterns(constraint: Constraint) -> Iterator[dict[str, Any]]:
+    """The objects with no other names than those of `properties` and `patternProperties`, in a JSON schema or in those
+    of a Lark grammar."""
+    if "patternProperties" not in constraint.value or constraint.kind not in ("json_schema", "lark"):
+        return
+    texts = [constraint.value]
+    if constraint.kind == "lark":
+        texts = [line.partition("%json ")[2] for line in constraint.value.splitlines()]
+    stack: list[Any] = []
+    for text in texts:
+        with contextlib.suppress(orjson.JSONDecodeError):
+            stack.append(orjson.loads(text))
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            parts = [node.get(keyword) for keyword in ("properties", "patternProperties")]
+            if node.get("additionalProperties") is False and all(isinstance(part, dict) and part for part in parts):
+                yield node
+            stack += node.values()
+        elif isinstance(node, list):
+            stack += node
 
 
 def _one_of(mask: int, chosen: random.Random) -> int:

@@ -69,6 +69,7 @@ class Options:
     cache_salt: str | None = None
     priority: int = 0
     constraint: Constraint | None = None
+    json_whitespace: str | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None

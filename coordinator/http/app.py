@@ -265,7 +265,9 @@ class _Front:
         """Returns the submission, and the arguments of `Head` about its tools."""
         text, tools, options = self._text, body.tooling(), body.options()
         if tools.may_be_called:
-            constraint = tools.constraint(self._tool_format(), text.marker_ids, options.constraint)
+            constraint = tools.constraint(
+                self._tool_format(), text.marker_ids, options.constraint, options.json_whitespace
+            )
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
         messages = messages or body.chat()

@@ -113,7 +113,8 @@ class ResponsesBody(ModelBody):
         if wanted is not None and wanted.type == "json_schema":
             if wanted.schema_ is None:
                 raise InvalidRequest("'text.format.schema' is required", param="text.format.schema")
-            constraint = of_json(wanted.schema_, "text.format.schema", lenient=not wanted.strict)
+            strict = bool(wanted.strict)
+            constraint = of_json(wanted.schema_, "text.format.schema", lenient=not strict, strict=strict)
         elif wanted is not None and wanted.type == "json_object":
             constraint = of_json(ANY_OBJECT, "text.format")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}

@@ -34,6 +34,7 @@ from coordinator.openai.structured import (
     StructuredOutputs,
     Whitespace,
     constraint_of,
+    whitespace_of,
 )
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, limit_values
 from coordinator.openai.unknown_fields import IgnoredFields
@@ -215,6 +216,7 @@ class GenerationBody(ModelBody):
             constraint=constraint_of(
                 self.response_format, self.structured_outputs, self._guided(), self.guided_whitespace_pattern
             ),
+            json_whitespace=whitespace_of(self.structured_outputs),
         )
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@ specifies what the output must match, and a request may have at most one."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -12,9 +13,11 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS, check_count
+from coordinator.openai.json_schema import prepared
 from coordinator.openai.validation import RequestObject, at_most
 from coordinator.structured_output import Constraint, json_text
 
+_WHITESPACE = ("whitespace_pattern", "disable_any_whitespace")
 MAX_ALTERNATIVES = 4_096
 MAX_WHITESPACE_CHARS = 1_024
 ANY_OBJECT = '{"type":"object"}'
@@ -71,21 +74,20 @@ def constraint_of(
     """Returns the constraint of a request; `guided` are its fields with vLLM's older names that are not None.
 
     Raises:
-        InvalidRequest: two constraints, `structured_outputs` without one, or a whitespace pattern without `guided`.
+        InvalidRequest: two constraints, an empty `structured_outputs`, or a whitespace pattern without `guided`.
     """
     found: list[Constraint] = []
+    pattern = whitespace_of(structured)
     if response_format is not None and (wanted := _of_response_format(response_format)) is not None:
-        found.append(wanted)
+        found.append(_with_whitespace(wanted, pattern))
     if structured is not None:
-        named = {name: value for name, value in structured if value is not None}
-        pattern = named.pop("whitespace_pattern", None)
-        compact = bool(named.pop("disable_any_whitespace", False))
+        named = {name: value for name, value in structured if value is not None and name not in _WHITESPACE}
         asked = (_of_vllm(name.rstrip("_"), value, "structured_outputs.") for name, value in named.items())
         mine = [constraint for constraint in asked if constraint is not None]
-        if not mine:
+        if not mine and pattern is None:
             what = "structured_outputs needs one of json, json_object, regex, choice and grammar"
             raise InvalidRequest(what, param="structured_outputs")
-        found += [_with_whitespace(constraint, "" if compact else pattern) for constraint in mine]
+        found += [_with_whitespace(constraint, pattern) for constraint in mine]
     for name, value in guided.items():
         if (wanted := _of_vllm(name.removeprefix("guided_"), value, "guided_")) is not None:
             found.append(_with_whitespace(wanted, whitespace_pattern))
@@ -97,14 +99,21 @@ def constraint_of(
     return found[0] if found else None
 
 
+def whitespace_of(structured: StructuredOutputs | None) -> str | None:
+    """Returns the pattern of the whitespace in any JSON that the output must match; None if it is not set."""
+    if structured is None:
+        return None
+    return "" if structured.disable_any_whitespace else structured.whitespace_pattern
+
+
 def _of_response_format(wanted: ResponseFormat) -> Constraint | None:
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
         goes = "is required with" if wanted.json_schema is None else "is allowed only with"
         what = f"response_format.json_schema {goes} 'type': 'json_schema'"
         raise InvalidRequest(what, param="response_format.json_schema")
     if wanted.json_schema is not None:
-        schema, lenient = wanted.json_schema.schema_, not wanted.json_schema.strict
-        return of_json(schema, "response_format.json_schema.schema", lenient=lenient)
+        schema, strict = wanted.json_schema.schema_, bool(wanted.json_schema.strict)
+        return of_json(schema, "response_format.json_schema.schema", lenient=not strict, strict=strict)
     return None if wanted.type == "text" else of_json(ANY_OBJECT, "response_format")
 
 
@@ -119,24 +128,27 @@ def _of_vllm(name: str, value: Any, prefix: str) -> Constraint | None:
     return _measured(Constraint("regex" if name == "regex" else "lark", value, param))
 
 
-def of_json(schema: _Schema | str, param: str, *, lenient: bool = False) -> Constraint:
-    text = schema if isinstance(schema, str) else json_text(schema, param)
-    constraint = _measured(Constraint("json_schema", text, param, lenient=lenient))
+def of_json(schema: _Schema | str, param: str, *, lenient: bool = False, strict: bool = False) -> Constraint:
+    """Returns the constraint of a JSON schema; `strict` as in `prepared`."""
     if isinstance(schema, str):
-        try:
-            found = orjson.loads(schema)
-        except orjson.JSONDecodeError:
-            found = None
-        if not isinstance(found, dict):
+        _check_length(param, schema)
+        with contextlib.suppress(orjson.JSONDecodeError):
+            schema = orjson.loads(schema)
+        if not isinstance(schema, dict):
             raise InvalidRequest(f"'{param}': must be a JSON schema: an object", param=param)
-    return constraint
+    text = json_text(prepared(schema, param, strict=strict), param)
+    return _measured(Constraint("json_schema", text, param, lenient=lenient))
 
 
 def _measured(constraint: Constraint) -> Constraint:
-    check_count(constraint.param, len(constraint.value), MAX_GRAMMAR_CHARS, "characters")
+    _check_length(constraint.param, constraint.value)
     if constraint.value in ("", "[]"):
         raise InvalidRequest(f"{constraint.param} is empty", param=constraint.param)
     return constraint
+
+
+def _check_length(param: str, value: str) -> None:
+    check_count(param, len(value), MAX_GRAMMAR_CHARS, "characters")
 
 
 def _with_whitespace(constraint: Constraint, pattern: str | None) -> Constraint:

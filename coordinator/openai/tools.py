@@ -15,9 +15,10 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
+from coordinator.openai.json_schema import prepared
 from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, count_values
-from coordinator.structured_output import Constraint, json_text, lark_string
+from coordinator.structured_output import WHITESPACE, Constraint, json_text, lark_string
 from coordinator.text.chat import MAX_DEPTH
 
 MAX_TOOLS = 128
@@ -192,20 +193,24 @@ class Tools:
     def may_be_called(self) -> bool:
         return bool(self.tools) and self.choice != "none"
 
-    def constraint(self, form: str, token_ids: Mapping[str, int], output: Constraint | None) -> Constraint | None:
-        """Returns what the output must match: `output`, the forced calls, or either of them. `token_ids` are the form's
-        markers that are added tokens.
+    def constraint(
+        self, form: str, token_ids: Mapping[str, int], output: Constraint | None, whitespace: str | None = None
+    ) -> Constraint | None:
+        """Returns what the output must match: forced calls, else `output` or calls. `token_ids` are the form's markers
+        that are added tokens; `whitespace` is the pattern of the whitespace in arguments.
 
         Raises:
-            InvalidRequest: the request has forced calls and an `output`, or one that cannot be combined with calls.
+            InvalidRequest: `output` cannot be combined with calls.
         """
         if not self.may_be_called or (output is None and not self.forced):
             return output
-        if output is not None and (self.forced or output.kind != "json_schema"):
+        if self.forced:
+            output = None
+        if output is not None and output.kind != "json_schema":
             raise InvalidRequest(f"{output.param} cannot be combined with tool calls", param=output.param)
         functions = self.forced or [tool.function for tool in self.tools]
         one = bool(self.named) or not self.parallel
-        lines = calls_grammar(form, functions, token_ids, 1 if one else MAX_CALLS)
+        lines = calls_grammar(form, functions, token_ids, 1 if one else MAX_CALLS, whitespace)
         if output is None:
             return Constraint("lark", "\n".join(lines), "tools")
         schema = _schema(orjson.loads(output.value), output)
@@ -214,7 +219,9 @@ class Tools:
         )
 
 
-def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[str, int], most: int) -> list[str]:
+def calls_grammar(
+    form: str, functions: Sequence[Function], token_ids: Mapping[str, int], most: int, whitespace: str | None = None
+) -> list[str]:
     """Returns the lines of a Lark grammar of 1 to `most` calls, beginning with the start rule."""
 
     def marker(text: str) -> str:
@@ -232,7 +239,9 @@ def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[s
     lines = ["start: calls", f"calls: {begin} call {more} {end}"]
     lines.append(f"call: {before} ({' | '.join(f'call_{i}' for i in range(len(functions)))}) {after}")
     for number, function in enumerate(functions):
-        schema = _schema(_object_schema(function), Constraint("json_schema", "", "", not function.strict))
+        strict = bool(function.strict)
+        how = Constraint("json_schema", "", "", not strict, WHITESPACE if whitespace is None else whitespace)
+        schema = _schema(prepared(_object_schema(function), "tools", strict=strict), how)
         if form == "harmony":
             head = f"{marker('<|channel|>')} {lark_string(f'commentary to=functions.{function.name} ')}"
             head += f' {marker("<|constrain|>")} "json" {marker("<|message|>")}'

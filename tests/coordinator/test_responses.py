@@ -148,6 +148,12 @@ async def test_text_format_and_tool_choice_set_the_grammar(client: httpx.AsyncCl
     chosen = {"type": "function", "name": "get_weather"}
     answer = (await client.post(PATH, json={"input": "Hi", "tools": [TOOL], "tool_choice": chosen})).json()
     assert answer["tool_choice"] == chosen and "get_weather" in generator.submissions[-1].sampling.grammar
+    forced = generator.submissions[-1].sampling.grammar
+    fields = {"input": "Hi", "tools": [TOOL], "text": wanted}
+    answer = (await client.post(PATH, json=fields | {"tool_choice": chosen})).json()
+    assert generator.submissions[-1].sampling.grammar == forced, "a forced call goes before the format"
+    await client.post(PATH, json=fields)
+    assert "calls | content" in generator.submissions[-1].sampling.grammar
 
 
 def deep(levels: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ async def compiler(model_dir: Path) -> AsyncIterator[GrammarCompiler]:
 SAME: list[tuple[dict[str, Any], Constraint]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
-        Constraint("json_schema", TEXT, "response_format.json_schema.schema"),
+        Constraint("json_schema", TEXT[:-1] + ',"additionalProperties":false}', "response_format.json_schema.schema"),
     ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": None}}},
@@ -75,6 +75,10 @@ SAME: list[tuple[dict[str, Any], Constraint]] = [
     (
         {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?", "guided_decoding_backend": "x"},
         Constraint("json_schema", TEXT, "guided_json", whitespace=" ?"),
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"whitespace_pattern": " *"}},
+        Constraint("json_schema", '{"type":"object"}', "response_format", whitespace=" *"),
     ),
     ({"guided_regex": "a+"}, Constraint("regex", "a+", "guided_regex")),
     ({"guided_choice": ["a"]}, Constraint("choice", '["a"]', "guided_choice")),

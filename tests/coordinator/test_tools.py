@@ -225,23 +225,49 @@ async def test_forced_calls_have_a_grammar(client: httpx.AsyncClient, generator:
     assert (await whole(client, tool_choice=named))["finish_reason"] == "stop"
     assert (await whole(client, tool_choice="required", parallel_tool_calls=False))["message"]["tool_calls"]
     auto, required, chosen, single = (submission.sampling.grammar for submission in generator.submissions)
-    assert auto == "" and "now" in required and "get_weather" in required and "{0,15}" in required
-    assert "get_weather" in chosen and "now" not in chosen and "{0," not in chosen + single
+    assert auto == "" and "now" in required and "get_weather" in required and "call){0,15}" in required
+    assert "get_weather" in chosen and "now" not in chosen and "call){0," not in chosen + single
 
 
-async def test_output_format_is_allowed_only_with_optional_tool_calls(
+async def test_forced_call_goes_before_an_output_format(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = reply(ONE)
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}}
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for forced in ("required", named):
+        for output in ({}, {"response_format": wanted}, {"structured_outputs": {"regex": "a"}}):
+            assert (await whole(client, tool_choice=forced, **output))["message"]["tool_calls"]
+        grammars = {submission.sampling.grammar for submission in generator.submissions}
+        assert len(grammars) == 1 and "content" not in grammars.pop()
+        generator.submissions.clear()
+
+
+async def test_strict_functions_and_whitespace_apply_to_arguments(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = reply(ONE)
+
+    async def grammar(strict: bool, **fields: object) -> str:
+        schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+        function = {"name": "get_weather", "parameters": schema, "strict": strict}
+        tools = [{"type": "function", "function": function}]
+        answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": tools, "tool_choice": "required"} | fields)
+        assert answer.status_code == 200, answer.text
+        return generator.submissions[-1].sampling.grammar
+
+    closed, loose = '"additionalProperties":false', {"structured_outputs": {"whitespace_pattern": "[ z]*"}}
+    assert closed in await grammar(True) and closed not in await grammar(False)
+    assert "[ z]*" in await grammar(True, **loose) and "[ z]*" not in await grammar(True)
+
+
+async def test_output_format_is_allowed_with_optional_tool_calls(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
     generator.script = reply('{"a": 1}')
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER, "strict": True}}
     assert (await whole(client, response_format=wanted))["message"]["content"] == '{"a": 1}'
     assert "calls | content" in generator.submissions[0].sampling.grammar
-    for fields in (
-        {"response_format": wanted, "tool_choice": "required"},
-        {"structured_outputs": {"regex": "a"}},
-    ):
-        answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL]} | fields)
-        assert (answer.status_code, "cannot be combined with tool calls" in answer.text) == (400, True)
+    answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL], "structured_outputs": {"regex": "a"}})
+    assert (answer.status_code, "cannot be combined with tool calls" in answer.text) == (400, True)
 
 
 async def test_invalid_tool_schema_is_refused_only_when_it_is_needed(client: httpx.AsyncClient) -> None:
