@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from baton.core.liveness import AGENT_HEARTBEAT_S
+
 PARENT_VARIABLE = "BATON_PARENT_PID"
 """Holds the pid of a child's parent, by which the child detects that the parent died before the child could check."""
 
@@ -34,7 +36,6 @@ SWITCH_INTERVAL_S = 0.0005
 """How long another thread may keep the event loop from running. Python's default is 5 ms, and a hand-over needs a
 handful of such switches (decision 0005)."""
 
-BEAT_S = 1.0
 NAME_LOOKUP_S = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
@@ -123,7 +124,7 @@ def beat_to_agent() -> None:
         with contextlib.suppress(OSError):  # the agent has ended, and this process is about to
             while True:
                 os.write(pipe, b".")
-                time.sleep(BEAT_S)
+                time.sleep(AGENT_HEARTBEAT_S)
 
     threading.Thread(target=beat, name="beat", daemon=True).start()
 

@@ -21,6 +21,7 @@ from baton.core.cluster_token import check_listening
 from baton.core.commands import Role, WorkerFacts
 from baton.core.config import WorkerConfig, with_step_tokens
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
+from baton.core.liveness import LOOP_STALL_S
 from baton.core.names import name_error
 from baton.core.ranks import Ranks
 from baton.loop_watch import LoopWatch
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.worker")
 
-STALL_S = 1.0  # a third of the default lease
 _OWN_SIGNAL = "signal"
 OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared memory
 
@@ -197,7 +197,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 runner.parameter_bytes / (1 << 20),
             )
         signals = _drain_on_signal(worker, crew, config.drain_timeout_s)
-        stalls = asyncio.create_task(LoopWatch(STALL_S).run(), name="loop watch")
+        stalls = asyncio.create_task(LoopWatch(LOOP_STALL_S).run(), name="loop watch")
         try:
             async with contextlib.AsyncExitStack() as beside:
                 health = serving_health(config.host, config.health_port, lambda: worker.main_loop.takes_work)

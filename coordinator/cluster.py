@@ -33,6 +33,7 @@ from baton.core.errors import InvariantError, JoinRefused, ProtocolError, Unavai
 from baton.core.events import StepEvents
 from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
+from baton.core.liveness import MAX_LEASE_GAP_S
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
@@ -41,7 +42,6 @@ from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
-MAX_LEASE_GAP_S = 0.2  # leases advance by this per tick at most: when ticks are late, messages wait unread (0031, 0055)
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster have to report it
 ToWorker = Welcome | Command | HeartbeatAck
 

@@ -1,8 +1,8 @@
 """Anti-starvation: which sequences continue while blocks are short, and which preempted ones resume: pure.
 
 A preempted sequence has to be recomputed before it generates another token. For each waiting sequence to emit a token
-every SILENCE_S, all of them have to be recomputed within that time; RECOMPUTE_SHARE of all time may be spent on it. The
-cost of recomputing a token then determines both rules:
+every TOKEN_GAP_S, all of them have to be recomputed within that time; RECOMPUTE_SHARE of all time may be spent on it.
+The cost of recomputing a token then determines both rules:
 
 - Boost. In each priority one sequence at a time may take the blocks of others to resume: the one whose last token is
   the oldest. It is boosted as late as all waiting sequences can still be served in time, and no sooner than
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from baton.core.request import SequenceId
 from decode.entry import Entry
 
-SILENCE_S = 1.5  # gap between two tokens of a stream that boosts aim for; the actual gap is slightly longer
+TOKEN_GAP_S = 1.5  # gap between two tokens of a stream that boosts aim for; the actual gap is slightly longer
 RECOMPUTE_SHARE = 0.3  # of all time, for recomputing boosted sequences
 BOOST_TOKENS = 4  # a boost ends after this many more tokens of its sequence
 THROTTLED_INTERVAL_S = 0.4  # between two tokens of a throttled sequence
@@ -47,7 +47,7 @@ class AntiStarvation:
             priority = entry.sequence.request.priority
             first = longest.setdefault(priority, entry)
             ahead_s += _boost_s(entry, token_s)
-            if priority not in self._boosted and now - entry.last_token_at + ahead_s >= SILENCE_S:
+            if priority not in self._boosted and now - entry.last_token_at + ahead_s >= TOKEN_GAP_S:
                 first.boosted = True
                 self._boosted[priority] = first, len(first.sequence.output)
                 self._next_at = now + _boost_s(first, token_s)
@@ -62,7 +62,7 @@ def _boost_s(entry: Entry, token_s: float) -> float:
 def num_unthrottled(here: Sequence[Entry], token_s: float) -> int:
     """Returns how many of the sequences `here` run at full rate while blocks are short: at least one."""
     tokens = sum(entry.sequence.num_tokens for entry in here) / max(len(here), 1)
-    served = int(RECOMPUTE_SHARE * SILENCE_S / max(tokens * token_s, 1e-9))
+    served = int(RECOMPUTE_SHARE * TOKEN_GAP_S / max(tokens * token_s, 1e-9))
     return max(served, len(here) // _LEAST_SHARE, 1)
 
 

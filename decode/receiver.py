@@ -30,6 +30,7 @@ from baton.core.handover import (
     Refuse,
 )
 from baton.core.kv_layout import KVLayout
+from baton.core.liveness import LINK_SILENCE_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.event_log import EventLog
@@ -41,7 +42,6 @@ from baton.transfer.staging_room import StagingRoom
 from decode.handover import Action, Admission, Dropped, Ended, HandOvers, Peer, Ready, Receive, Reply
 
 log = logging.getLogger("baton.incoming")
-SILENCE_S = 4.0
 STAGING_WAIT_SHARE = 0.8  # of the peer's timeout for `posted`: the refusal arrives before the peer gives up its edge
 
 
@@ -154,7 +154,7 @@ class ReceivingLink:
         except LinkLost as e:
             reason = e.message
         except TimeoutError:
-            self._stream.end(reason := f"{self._hello.prefill_worker} was silent for {SILENCE_S:g} s")
+            self._stream.end(reason := f"{self._hello.prefill_worker} was silent for {LINK_SILENCE_S:g} s")
         finally:
             for end in self._edges.values():
                 end.abort(reason)
@@ -164,8 +164,8 @@ class ReceivingLink:
             await self.close_edges()
 
     async def _receive(self) -> object | None:
-        """Returns the next message. Times out after SILENCE_S: a live prefill worker pings every second."""
-        async with asyncio.timeout(SILENCE_S):
+        """Returns the next message. Times out after LINK_SILENCE_S: a live prefill worker pings every second."""
+        async with asyncio.timeout(LINK_SILENCE_S):
             return await self._stream.receive()
 
     async def close_edges(self) -> None:

@@ -8,7 +8,7 @@ store on it. Plain torchrun works in its place; decision 0050 explains the advan
 - It exits with the code of the rank that failed first, and the last thing it prints is one box about that rank.
 - It dies with its parent, and its ranks with it, even under `kill -9`. A user's `decode.py` does not shadow Baton's.
 - The first SIGTERM, SIGINT or SIGHUP drains the worker, a second one kills it.
-- A rank that outlives a failed one by KILL_DELAY_S, or sends no heartbeat for HANG_S, is killed.
+- A rank that outlives a failed one by KILL_DELAY_S, or sends no heartbeat for AGENT_SILENCE_S, is killed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, NoReturn
 
+from baton.core.liveness import AGENT_SILENCE_S, KILL_DELAY_S
 from baton.core.ranks import STORE_VARIABLE
 from baton.options import EXIT_STARTUP_ERROR
 from baton.process import (
@@ -42,14 +43,6 @@ from launch.signals import Signals
 
 SECONDARY_EXIT_CODES = (EXIT_RANK_LOST, -signal.SIGTERM)
 """Exit codes of a rank that ended because another rank did: by itself, or at a SIGTERM."""
-
-KILL_DELAY_S = 5.0
-"""Time from the exit of a failed rank until the agent kills the ranks that still run. A healthy rank detects the loss
-within 4.5 s (`baton.worker_ranks`)."""
-
-HANG_S = 60.0
-"""A rank that has imported its libraries sends a heartbeat to its agent each second, from a thread of its own. A rank
-that is silent for HANG_S counts as hung: its interpreter is blocked or stopped."""
 
 TICK_S = 0.5
 
@@ -182,8 +175,8 @@ class Rank:
             if self.code != 0:  # its own children, such as a compiler, end with it
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGTERM)
-        elif self._last_beat is not None and now - self._last_beat >= HANG_S:
-            self.kill(f"hung: no heartbeat for {HANG_S:g} s; its agent killed it")
+        elif self._last_beat is not None and now - self._last_beat >= AGENT_SILENCE_S:
+            self.kill(f"hung: no heartbeat for {AGENT_SILENCE_S:g} s; its agent killed it")
 
     def terminate(self) -> None:
         if self.code is None:

@@ -29,6 +29,7 @@ from baton.core.handover import (
     Posted,
     Refuse,
 )
+from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.rpc.link import DialledLink, dial_link
@@ -41,8 +42,6 @@ from prefill.handover import Wire
 
 log = logging.getLogger("baton.link")
 T = TypeVar("T")
-PING_EVERY_S = 1.0
-PING_LIMIT_S = 3.0
 
 # Counted per process: a redialled link must not find keys of an earlier link in the decode worker's store.
 _generations = itertools.count(1)

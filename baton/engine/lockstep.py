@@ -24,16 +24,12 @@ from typing import Any
 
 from baton.core.errors import RankLost
 from baton.core.listening import ListeningClock
+from baton.core.liveness import LOADING_SILENCE_S, MAX_RANK_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, Peer, Store, dial_leader, gather_followers
 from baton.rpc.frames import Failed, Heartbeat, Hello, Leave, Lost, Stop, encode
 
 log = logging.getLogger("baton.lockstep")
-HEARTBEAT_S = 1.0
-SILENCE_S = 4.0
-MAX_GAP_S = 1.5  # a gap between reads counts as at most so much silence: heartbeats may wait unread (0031)
-LOADING_SILENCE_S = 60.0
-"""While a model is loaded, the control thread may be blocked for a while: one large tensor is read in one call."""
 
 RANK_FAILED = "rank_failed"
 """The code of a RankLost whose rank reported why it ends."""
@@ -52,15 +48,15 @@ class Channel:
         self._peers = peers
         self._on_lost = on_lost
         self._silence_s = LOADING_SILENCE_S
-        self._clock = ListeningClock(time.monotonic(), MAX_GAP_S)
+        self._clock = ListeningClock(time.monotonic(), MAX_RANK_GAP_S)
         self._ended = threading.Event()
         self._losing = threading.Lock()
         self._order = threading.Lock()
         self._thread = threading.Thread(target=self._control, name="lockstep", daemon=True)
 
     def serving(self) -> None:
-        """Applies the silence limit SILENCE_S, when all ranks have loaded."""
-        self._silence_s = SILENCE_S
+        """Applies the silence limit RANK_SILENCE_S, when all ranks have loaded."""
+        self._silence_s = RANK_SILENCE_S
 
     def fail(self, message: str) -> None:
         """Sends the peers the reason why this process ends, and closes the channel."""
@@ -118,7 +114,7 @@ class Channel:
             self.lose(RankLost(f"lockstep failed: {type(error).__name__}: {error}"))
 
     def _exchange(self) -> None:
-        number, due, last_beats = 0, 0.0, int(_GOODBYE_S / HEARTBEAT_S)
+        number, due, last_beats = 0, 0.0, int(_GOODBYE_S / RANK_HEARTBEAT_S)
         with selectors.DefaultSelector() as selector:
             for peer in self._peers:
                 selector.register(peer, selectors.EVENT_READ, peer)
@@ -134,7 +130,7 @@ class Channel:
                 self._clock.advance(now)
                 if now < due:
                     continue
-                number, due = number + 1, now + HEARTBEAT_S
+                number, due = number + 1, now + RANK_HEARTBEAT_S
                 if self._ended.is_set():
                     last_beats -= 1
                     if last_beats == 0:

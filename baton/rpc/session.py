@@ -38,6 +38,7 @@ from baton.core.commands import (
 )
 from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
 from baton.core.events import GpuUsage, Load, SequenceEnded, StepEvents
+from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId
 from baton.rpc.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
@@ -45,8 +46,6 @@ from baton.rpc.tls import ClusterTls
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger("baton.session")
-LEASE_CHECK_S = 0.2
-KEEP_SEQUENCES_S = 30.0
 LOG_EVERY_S = 30.0
 """Between two log lines while no coordinator replies."""
 

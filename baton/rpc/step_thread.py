@@ -21,9 +21,8 @@ from functools import partial
 from typing import Protocol
 
 from baton.core.errors import InvariantError
+from baton.core.liveness import STEP_LIMIT_S
 from baton.core.step import StepOutcome, StepPlan
-
-STEP_LIMIT_S = 300.0  # a step that takes longer hangs: the process exits and its supervisor starts another
 
 _Out = asyncio.Future[StepOutcome]
 Step = Callable[[StepPlan], StepOutcome]

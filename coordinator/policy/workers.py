@@ -22,13 +22,11 @@ from typing import NamedTuple
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import InvariantError, NotFound
 from baton.core.events import GpuUsage, Load
+from baton.core.liveness import REDIAL_S
 from coordinator.policy.joining import OwnModel, check_join, refused
 from coordinator.policy.pool import Pool, Worker
 
 KEEP_LOST_S = 300.0
-REDIAL_S = 1.5
-"""A live worker whose session broke redials within this time: it is longer than its longest pause between two dials. A
-dead worker's connections close immediately, so its requests need not wait for the whole lease."""
 
 
 class Joined(NamedTuple):

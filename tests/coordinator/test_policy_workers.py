@@ -10,10 +10,11 @@ from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
 from baton.core.kv_layout import KVLayout, LayerKV
+from baton.core.liveness import REDIAL_S
 from baton.core.model_config import parse_model_config
 from baton.engine.memory import plan_blocks
 from coordinator.policy.joining import OwnModel
-from coordinator.policy.workers import KEEP_LOST_S, REDIAL_S, WorkerTable
+from coordinator.policy.workers import KEEP_LOST_S, WorkerTable
 from tests.support.builders import make_facts, make_join, make_layout
 from tests.support.model_dirs import model_config
 

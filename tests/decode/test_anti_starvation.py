@@ -14,8 +14,8 @@ from baton.core.sequence import Sequence, State
 from decode.anti_starvation import (
     BOOST_TOKENS,
     RECOMPUTE_SHARE,
-    SILENCE_S,
     THROTTLED_INTERVAL_S,
+    TOKEN_GAP_S,
     AntiStarvation,
     num_unthrottled,
     throttled,
@@ -98,7 +98,7 @@ def test_all_streams_end_and_wait_at_most_one_round_of_boosts_in_any_pool(
     token_s = StepModel(costs, budget_s=0.05).recompute_token_s()
     round_s = sum((s.prompt + s.output) * token_s / RECOMPUTE_SHARE for s in streams)
     assert list(found.tokens.values()).count(0) == 0 and len(found.ended_at) == len(streams)
-    assert found.longest_silence_s < SILENCE_S + THROTTLED_INTERVAL_S + 0.7 * round_s
+    assert found.longest_silence_s < TOKEN_GAP_S + THROTTLED_INTERVAL_S + 0.7 * round_s
 
 
 def waiting(name: str, tokens: int, last_token_at: float, priority: int = 0) -> Entry:
@@ -150,7 +150,7 @@ def test_ended_sequence_releases_its_boost_and_each_priority_has_its_own() -> No
 def test_unthrottled_count_follows_the_recompute_cost_but_is_at_least_a_quarter() -> None:
     entries = [waiting(f"s{index}", 100, 0.0) for index in range(32)]
     assert num_unthrottled(entries, 1e-3) == 8
-    assert num_unthrottled(entries, RECOMPUTE_SHARE * SILENCE_S / 100 / 20.5) == 20
+    assert num_unthrottled(entries, RECOMPUTE_SHARE * TOKEN_GAP_S / 100 / 20.5) == 20
     assert num_unthrottled(entries[:1], 1.0) == 1
 
 

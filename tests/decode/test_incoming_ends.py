@@ -82,7 +82,7 @@ async def test_generating_sequence_aborted_by_its_prefill_worker_is_reported() -
 
 async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may stop at any point; its connection stays open, and there may be no chunk in flight that could time out."""
-    monkeypatch.setattr(receiver, "SILENCE_S", 0.3)
+    monkeypatch.setattr(receiver, "LINK_SILENCE_S", 0.3)
     async with peer() as p:
         await p.request(p.offer())
         for nonce in range(4):

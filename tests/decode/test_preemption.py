@@ -7,7 +7,7 @@ import pytest
 from baton.core.errors import Unavailable
 from baton.core.request import SequenceId
 from baton.core.step import StepPlan
-from decode.anti_starvation import BOOST_TOKENS, SILENCE_S
+from decode.anti_starvation import BOOST_TOKENS, TOKEN_GAP_S
 from decode.scheduler import DecodeScheduler
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
@@ -106,12 +106,12 @@ def test_sequence_that_waited_too_long_is_boosted_for_some_tokens() -> None:
     ready(scheduler, "a", max_tokens=60)
     ready(scheduler, "b", max_tokens=60)
     until_preempted(scheduler)
-    plan = step(scheduler, SILENCE_S)
+    plan = step(scheduler, TOKEN_GAP_S)
     assert names(plan) == ["b"], "it came back, and the blocks it needs are those of who ran until now"
     for _ in range(BOOST_TOKENS - 2):
-        assert names(step(scheduler, 3 * SILENCE_S)) == ["b"]
-    step(scheduler, 3 * SILENCE_S)
-    assert names(step(scheduler, 3 * SILENCE_S)) == ["a"]
+        assert names(step(scheduler, 3 * TOKEN_GAP_S)) == ["b"]
+    step(scheduler, 3 * TOKEN_GAP_S)
+    assert names(step(scheduler, 3 * TOKEN_GAP_S)) == ["a"]
 
 
 def test_recomputation_is_cut_into_chunks_that_fit_the_budget() -> None:

@@ -13,6 +13,7 @@ from baton.core.config import CoordinatorConfig, WorkerConfig
 from coordinator.http.app import HttpSettings
 from launch.up_config import UpConfig
 from tests.docs.generate import PAGES, PARTS, ROOT, fresh, names
+from tools.shape import product_files
 
 CONFIGS = {c.__name__: c for c in (CoordinatorConfig, WorkerConfig, UpConfig, HttpSettings)}
 
@@ -44,6 +45,26 @@ def test_wait_equals_the_value_on_the_page(name: str, seconds: float) -> None:
     found = value_of(name)
     if found is not None:
         assert found == seconds
+
+
+LIVENESS = "baton/core/liveness.py"
+
+
+def constants(tree: ast.Module) -> list[str]:
+    targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def test_each_limit_of_liveness_is_in_the_tables_once_with_its_value() -> None:
+    defined = constants(product_files()[LIVENESS])
+    compared = [name.split()[1] for name, _ in waits() if name.startswith(f"{LIVENESS} ")]
+    assert len(compared) > 10 and sorted(compared) == sorted(defined)
+
+
+def test_no_other_file_defines_a_limit_of_liveness() -> None:
+    files = product_files()
+    limits = set(constants(files.pop(LIVENESS)))
+    assert {path: again for path, tree in files.items() if (again := limits.intersection(constants(tree)))} == {}
 
 
 def test_files_and_names_in_the_tables_exist() -> None:

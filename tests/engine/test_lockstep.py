@@ -168,8 +168,8 @@ def test_reports_reach_the_leader_with_their_rank(connect: Callable[..., Channel
 def test_heartbeats_keep_an_idle_channel_alive(
     connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(lockstep, "SILENCE_S", 0.6)
+    monkeypatch.setattr(lockstep, "RANK_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lockstep, "RANK_SILENCE_S", 0.6)
     made = connect(3)
     for channel in (made.leader, *made.followers):
         channel.serving()
@@ -178,8 +178,8 @@ def test_heartbeats_keep_an_idle_channel_alive(
 
 
 def test_a_silent_peer_is_lost(connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(lockstep, "SILENCE_S", 0.3)
+    monkeypatch.setattr(lockstep, "RANK_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lockstep, "RANK_SILENCE_S", 0.3)
     made = connect()
     monkeypatch.setattr(made.followers[0], "_beat", lambda number: None)
     with Stall() as stall:
@@ -202,9 +202,9 @@ def test_a_pause_of_the_whole_machine_does_not_count_as_silence(
 ) -> None:
     paused = PausingTime()
     monkeypatch.setattr(lockstep, "time", paused)
-    monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(lockstep, "MAX_GAP_S", 0.1)
-    monkeypatch.setattr(lockstep, "SILENCE_S", 1.0)
+    monkeypatch.setattr(lockstep, "RANK_HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lockstep, "MAX_RANK_GAP_S", 0.1)
+    monkeypatch.setattr(lockstep, "RANK_SILENCE_S", 1.0)
     made = connect(3)
     for channel in (made.leader, *made.followers):
         channel.serving()
