@@ -250,9 +250,18 @@ FAULTS = (
     Fault(REQUESTS, "and targets_unchanged:", "and True:", T_REQUESTS),
     Fault(
         REQUESTS,
-        "code in (KVCorrupt.code, HandoffError.code) and not r.recomputed:",
-        "code in (KVCorrupt.code, HandoffError.code):",
+        "code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED) and not r.recomputed:",
+        "code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED):",
         T_REQUESTS,
+    ),
+    Fault(REQUESTS, "(ErrorCode.DRAINING, ErrorCode.ABANDONED) or", "(ErrorCode.DRAINING,) or", T_REQUESTS),
+    Fault(REQUESTS, "if unknown and here and", "if here and", T_REQUESTS),
+    Fault(REQUESTS, "len(names) - len(started)", "len(names)", T_REQUESTS),
+    Fault(
+        "baton/rpc/codec.py",
+        "_CODE_OF.get(number, ErrorCode.INTERNAL_ERROR)",
+        "_CODE_OF[number]",
+        "tests/rpc/test_codec.py",
     ),
     Fault(
         REQUESTS,
