@@ -7,7 +7,7 @@ import contextlib
 import logging
 import operator
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import grpc.aio
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from baton.core.errors import BatonError, InvalidRequest, Unauthenticated
+from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Unauthenticated
 from baton.rpc import status
 from baton.rpc.first_message import parsed
 from baton.rpc.unknown_fields import unknown_fields
@@ -41,6 +41,8 @@ log = logging.getLogger("baton.grpc")
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 OPEN = ("ServerLive", "ServerReady", "ModelReady")
 """Methods that need no key: they are for probes."""
+IDLE_S = 300.0
+"""How long a stream without a running request may send no further message."""
 MAX_STREAMED = 64
 """Requests of one stream that run at the same time; the next is read when one of them has ended."""
 MAX_INPUTS = 64
@@ -131,14 +133,16 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
                 await write(context, message)
 
         try:
-            async for content in contents:
-                if len(running) >= MAX_STREAMED:
-                    _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                running.add(asyncio.create_task(self._streamed(client, content, context, send)))
-                running = {task for task in running if not task.done()}
+            async with aclosing(_messages(contents, running)) as messages:
+                async for content in messages:
+                    if len(running) >= MAX_STREAMED:
+                        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    task = asyncio.create_task(self._streamed(client, content, context, send))
+                    running.add(task)
+                    task.add_done_callback(running.discard)
             if running:
                 await asyncio.wait(running)
-        except InvalidRequest as error:  # bytes that are no message
+        except (InvalidRequest, DeadlineExceeded) as error:  # bytes that are no message; silence
             await abort(error, context)
         finally:
             for task in running:
@@ -201,6 +205,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         names = ignored | unknown_fields(request)
         if names:
             self._generator.ignored(f"/{SERVICE}", names)
+            names |= set(filter(None, sent_value(context.trailing_metadata(), "x-ignored-fields").split(", ")))
             with contextlib.suppress(grpc.aio.UsageError):  # a stream has sent its metadata
                 context.set_trailing_metadata((("x-ignored-fields", as_header(names)),))
         return [replace(each.of(client), traceparent=traceparent[:64]) for each in submissions]
@@ -268,6 +273,24 @@ _UNARY: dict[str, tuple[type[Message], Callable[[Inference, Any], Message]]] = {
 
 async def _immediately(make: Callable[[Any], Message], request: Any, context: grpc.aio.ServicerContext) -> Message:
     return make(request)
+
+
+async def _messages(
+    contents: AsyncIterator[bytes], running: Collection[asyncio.Task[None]]
+) -> AsyncGenerator[bytes, None]:
+    """Yields the messages of a stream. Raises DeadlineExceeded if none arrives for IDLE_S while no request runs."""
+    while True:
+        # Not cancelled after the limit: gRPC has begun to read, and stops with the call.
+        reading = asyncio.ensure_future(anext(contents, None))
+        while not reading.done():
+            ended, _ = await asyncio.wait((reading, *running), timeout=IDLE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not ended and not running:
+                reading.add_done_callback(lambda read: read.cancelled() or read.exception())
+                raise DeadlineExceeded(f"no message of the stream arrived within {IDLE_S:g} s")
+        content = reading.result()
+        if content is None:
+            return
+        yield content
 
 
 async def _whole(deltas: AsyncGenerator[Delta, None], submissions: list[Submission]) -> list[Delta]:

@@ -13,6 +13,7 @@ from baton.core.errors import Unavailable
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from coordinator.api_keys import read_api_keys
+from coordinator.grpc import inference
 from coordinator.inference.tensors import Tensor, packed, unpacked
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, reply
@@ -107,6 +108,27 @@ async def test_a_client_that_leaves_a_stream_ends_its_requests(text_model: TextM
         await generator.until(finished=1)
 
 
+async def test_only_running_requests_keep_a_silent_stream_open(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "IDLE_S", 0.1)
+    proceed = asyncio.Event()
+    generator = FakeGenerator([proceed, *reply(" y")])
+    async with served(generator, text_model) as client:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(client.channel)
+        call = stub.ModelStreamInfer(timeout=30)
+        await call.write(asked(text("a"), Tensor("stream", "BOOL", (1,), (True,))))
+        await generator.until(submitted=1)
+        await asyncio.sleep(0.5)
+        proceed.set()
+        answers = []
+        with pytest.raises(grpc.aio.AioRpcError, match="no message of the stream arrived within") as refused:
+            async for answer in call:
+                answers.append(answer)
+        assert refused.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert answers[-1].infer_response.parameters["triton_final_response"].bool_param
+
+
 @pytest.mark.parametrize(
     ("request_", "code", "message"),
     [
@@ -191,3 +213,9 @@ async def test_ignored_fields_are_in_the_trailing_metadata(text_model: TextModel
         call = stub.ModelInfer(request, timeout=30)
         await call
         assert dict(await call.trailing_metadata())["x-ignored-fields"] == "beam_width"
+        other = asked(text("a"))
+        other.parameters["early_stopping"].bool_param = True
+        stream = stub.ModelStreamInfer(iter((request, other, asked(text("a")))), timeout=30)
+        assert len([answer async for answer in stream]) >= 3
+        named = [value for name, value in await stream.trailing_metadata() if name == "x-ignored-fields"]
+        assert named == ["beam_width, early_stopping"]
