@@ -264,7 +264,7 @@ class _Front:
     ) -> tuple[Submission, dict[str, Any]]:
         """Returns the submission, and the arguments of `Head` about its tools."""
         text, tools, options = self._text, body.tooling(), body.options()
-        if tools.may_be_called:
+        if tools.may_be_called and (tools.forced or text.tool_format):
             constraint = tools.constraint(
                 self._tool_format(), text.marker_ids, options.constraint, options.json_whitespace
             )
@@ -303,8 +303,6 @@ class _Front:
         if body.prompt is not None:
             ids = await self._text.encode_async(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
-            if body.tools:
-                self._tool_format()
             messages = body.chat()
             check_messages(messages)
             ids = await self._text.encode_chat_async(messages, body.rendering())
@@ -428,9 +426,10 @@ class _Front:
         return body
 
     def _tool_format(self) -> str:
-        """Returns the format of tool calls. Raises InvalidRequest if the chat template has no tools."""
+        """Returns the format of tool calls. Raises InvalidRequest if it is unknown."""
         if self._text.tool_format is None:
-            raise InvalidRequest("this model's chat template does not support tools", param="tools")
+            what = "calls cannot be forced: their format in this model's chat template is unknown"
+            raise InvalidRequest(what, param="tool_choice")
         return self._text.tool_format
 
     def _check_model(self, name: str | None) -> None:

@@ -403,6 +403,34 @@ async def test_tools_of_a_template_without_tools_are_called_in_the_generic_form(
         assert "get_weather" not in model.decode(generator.submissions[-1].prompt)
 
 
+async def test_calls_in_an_unknown_format_stay_text_and_cannot_be_forced(
+    generator: FakeGenerator, tmp_path: Path
+) -> None:
+    template = TEMPLATES["hermes"] + "{# <arg_key> #}"
+    model = TextModel.load(text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096}))
+    assert model.tool_format is None
+    app = create_app(generator, model, HttpSettings("tiny", created=1))
+    generator.script = reply(*TWO)
+    message = {"role": "user", "content": "Hello"}
+    forms: list[tuple[str, dict[str, Any], Any]] = [
+        (CHAT, GOOD[CHAT] | {"tools": [TOOL]}, "required"),
+        ("/v1/responses", {"input": "Hello", "tools": [{"type": "function", "name": "get_weather"}]}, "required"),
+        (
+            "/v1/messages",
+            {"messages": [message], "max_tokens": 9, "tools": [{"name": "get_weather", "input_schema": WEATHER}]},
+            {"type": "any"},
+        ),
+    ]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        for path, body, forced in forms:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 200 and "<tool_call>" in answer.text, answer.text
+            assert "get_weather" in model.decode(generator.submissions[-1].prompt)
+            refused = await client.post(path, json=body | {"tool_choice": forced})
+            assert (refused.status_code, "calls cannot be forced" in refused.text) == (400, True), refused.text
+        assert (await client.post("/tokenize", json={"messages": [message], "tools": [TOOL]})).status_code == 200
+
+
 @pytest.mark.parametrize(
     "arguments", [DEEP, "{", "3", '"a"', "[1]", "nonsense", '{"a": "\\u0000"}', '{"a": "\\ud800"}', ""]
 )
