@@ -248,7 +248,7 @@ class Translator:
         check_count("allowed_token_ids", len(options.allowed_token_ids or ()), self.text.vocab_size)
         given = {name: value for name in _AS_GIVEN if (value := getattr(options, name)) is not None}
         params = replace(self.text.defaults, **given)
-        if params.top_p == 0:  # no token but the most likely one; workers know no such top_p
+        if params.top_p == 0:  # no token but the most likely one; workers accept no such top_p
             params = replace(params, top_k=1, top_p=1.0)
         biases = options.logit_bias or {}
         for bias in biases.values():

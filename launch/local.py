@@ -257,7 +257,7 @@ class LocalCluster:
 
 
 def _example(model: str) -> dict[str, Any]:
-    """Returns a request that suits the model: the built-in one knows only Python, and a base model no chats."""
+    """Returns a request that suits the model: the built-in one was trained on Python, a base model has no chats."""
     with contextlib.suppress(StartupError):
         directory = resolve_model(model)
         if directory == resolve_model("builtin"):

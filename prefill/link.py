@@ -150,7 +150,7 @@ class Link:
                 raise error
 
     async def _open_edge(self, plan: EdgePlan) -> None:
-        if self.lost is not None:  # before the end exists, which `_end` would have aborted: its peer knows of none
+        if self.lost is not None:  # before the end exists, which `_end` would have aborted: its peer has none
             raise self._lost_error()
         generation, welcome = next(_generations), self._dialled.welcome
         mine = f"{self._hello.prefill_worker}@{self._hello.prefill_incarnation}"

@@ -183,7 +183,7 @@ def leave_exit_barrier(env: Mapping[str, str]) -> None:
     of the other nodes would wait for it for 300 s. Key and count: torch/distributed/elastic/utils/store.py."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    with contextlib.suppress(RuntimeError):  # the store has ended with its torchrun, and nobody waits
+    with contextlib.suppress(RuntimeError):  # the store has ended with its torchrun, and no rank waits
         made = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), None, False, timedelta(seconds=1), False)
         store = PrefixStore(env["TORCHELASTIC_RUN_ID"], made)
         if store.add(_EXIT_BARRIER + "/num_members", 1) == int(env["GROUP_WORLD_SIZE"]):

@@ -1,5 +1,5 @@
 """Fields of a protobuf message whose numbers this version does not define: a newer client may send them. The parser
-keeps them, but knows neither their names nor their types."""
+keeps them, but has neither their names nor their types."""
 
 from __future__ import annotations
 

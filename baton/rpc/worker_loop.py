@@ -28,7 +28,7 @@ from baton.rpc.tls import ClusterTls
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
-ALONE_REPORT_S = 1.0  # how long a step waits until the coordinator has been told which request it computes alone
+ALONE_REPORT_S = 1.0  # how long a step waits until the coordinator has the report which request it computes alone
 SWEEP_S = 30.0  # between two removals of expired tombstones
 DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 

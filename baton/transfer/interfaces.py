@@ -1,4 +1,4 @@
-"""Which network interface has an address: NCCL is told interfaces, not addresses."""
+"""Which network interface has an address: NCCL accepts interfaces, not addresses."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """An edge over NCCL: the same contract on GPU memory.
 
-Differences from Gloo: all work is queued on the stream of the edge's thread and on the group's own stream, which nobody
-else uses (stream_pool.py), so neither the engine nor another edge waits for a peer. All sections of a buffer and one
-message with their checksums are queued together; the host polls for the end of the last one, so no thread is ever in a
-wait that cannot be interrupted. There is no size header (it would cost a device round trip): both ends take the sizes
-from the plan, and a mismatch times out.
+Differences from Gloo: all work is queued on the stream of the edge's thread and on the group's own stream, which no
+other work uses (stream_pool.py), so neither the engine nor another edge waits for a peer. All sections of a buffer and
+one message with their checksums are queued together; the host polls for the end of the last one, so no thread is ever
+in a wait that cannot be interrupted. There is no size header (it would cost a device round trip): both ends take the
+sizes from the plan, and a mismatch times out.
 
 PyTorch's NCCL watchdog can end the process on an error or a timeout; even when that is disabled, it sleeps for a minute
 with its lock held. `configure_nccl` disables what can be disabled and must run before CUDA is used in the process;
@@ -66,7 +66,7 @@ def configure_nccl(host: str) -> None:
 def local_gpus(local_size: int) -> tuple[str, ...]:
     """Returns, for each rank of a worker on this machine, its GPU as NCCL identifies it: two ranks with the same one
     cannot connect. NCCL compares the host and the GPU's address on the PCI bus, which all MIG instances of a GPU share.
-    Empty if NCCL is told to allow it."""
+    Empty if a variable of NCCL allows it."""
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"):
         return ()
     host = os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()}, boot {boot_id()}"

@@ -24,7 +24,7 @@ _POLL_MIN_S, _POLL_MAX_S = 0.00002, 0.001
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Queues the calling thread's work for `device` on a stream that nobody else uses, of high priority: its kernels
+    """Queues the calling thread's work for `device` on a stream without another user, of high priority: its kernels
     are short and do not wait behind all blocks of the engine's."""
     if device.type != "cuda":
         yield

@@ -59,7 +59,7 @@ class Guard:
             return
         head_only = scope["method"] == "HEAD"
         if head_only:
-            scope = {**scope, "method": "GET"}  # a copy: the server has to know that no body follows
+            scope = {**scope, "method": "GET"}  # a copy: the server has to see that no body follows
         given = [value for name, value in scope["headers"] if name == b"x-request-id"]
         named = len(given) == 1 and _ID.fullmatch(given[0]) is not None
         request_id = given[0] if named else b"req-" + uuid.uuid4().hex.encode()

@@ -107,7 +107,7 @@ def served_names(model: type[RequestObject]) -> frozenset[str]:
 
 @cache
 def known_names(model: type[RequestObject]) -> frozenset[str]:
-    """Returns the names of all fields that Baton knows at this place."""
+    """Returns the names of all fields that are known at this place."""
     return served_names(model).union(model.neutral, model.inert)
 
 

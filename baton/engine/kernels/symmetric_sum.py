@@ -3,14 +3,14 @@ float32, rounded once, like the reference implementation in parallel.py. Under T
 processes that share host memory.
 
 Each rank has a block of memory that all can reach: flags, then two halves for partial sums. A program copies its tiles
-of the partial result into its rank's memory, tells all other ranks, waits until they have told it, and adds up the same
-tiles of all ranks. Large sums are divided: each rank adds up its share, tells the others, and copies their shares, so
+of the partial result into its rank's memory, signals all other ranks, waits for their signals, and adds up the same
+tiles of all ranks. Large sums are divided: each rank adds up its share, signals the others, and copies their shares, so
 that it reads the partial results of one share only. Programs wait only for programs of the same number, which have the
 same tiles, so no wait needs more than one program of a rank at a time.
 
 Work is cut into pieces that fit into a half; halves are used in turn. A flag holds a number that rises with every piece
 of every sum, so nothing is ever reset, and a captured launch may be repeated any number of times: the numbers come from
-`state`, on the device. A half is written again two pieces later. By then all ranks have told of the piece in between,
+`state`, on the device. A half is written again two pieces later. By then all ranks have signalled the piece in between,
 which they begin when they have read the half.
 """
 
