@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 from baton.core.codes import ErrorCode
 from baton.core.errors import NotFound, Unavailable
 from coordinator.api_keys import MAX_PRIORITY
-from coordinator.batches.store import FLAG, BatchStore, Line, read_line, read_lines
+from coordinator.batches.store import FLAG, MAX_UNFINISHED, WINDOW_S, BatchStore, Line, read_line, read_lines
 from coordinator.child import Child, start_child
 from coordinator.disk import PAUSE_S, DiskThread, StorageFailed
+from coordinator.policy.expiry import Expiry
 from coordinator.policy.quotas import Client
 
 log = logging.getLogger("baton.batches")
@@ -61,8 +62,8 @@ Ask = Callable[[str, bytes, Client], Awaitable[Answer]]
 
 class BatchRunner:
     """Complete state: the store and its thread, the child that parses long lines (started by the first one), the event
-    that wakes the loop, the task of each batch, and the semaphore of running requests. `client_of` returns the client
-    of a key by its name, None if that key no longer exists."""
+    that wakes the loop, the task of each batch, when each expires, and the semaphore of running requests. `client_of`
+    returns the client of a key by its name, None if that key no longer exists."""
 
     def __init__(
         self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None], *, strict_fields: bool = False
@@ -73,26 +74,35 @@ class BatchRunner:
         self._closing = False
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._expiry = Expiry(WINDOW_S)
         self._room = asyncio.Semaphore(MAX_RUNNING)
 
     async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
         """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""
         return await self._disk.run(call, *what)
 
+    def add(self, batch: dict[str, Any]) -> None:
+        """Notes when a new batch expires, and wakes the loop."""
+        self._note_expiry(batch)
+        self.wake()
+
     def wake(self) -> None:
-        """Wakes the loop: there is a new batch, or one to be cancelled."""
+        """Wakes the loop: there is a batch to be started or cancelled."""
         self._wake.set()
+
+    def _note_expiry(self, batch: dict[str, Any]) -> None:
+        self._expiry.add(batch["id"], batch["expires_at"], time.time(), asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Runs until cancelled. Retries a failing disk after a pause: batches resume where they were."""
+        most = MAX_UNFINISHED  # of an earlier run: when each of them expires is noted now
         try:
             while True:
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
                 try:
-                    # The running batches and MAX_BATCHES others; those to be cancelled come first.
-                    wanted = len(self._tasks) + MAX_BATCHES
-                    self._start(await self.on_disk(self._store.unfinished, wanted))
+                    self._start(await self.on_disk(self._store.unfinished, most or len(self._tasks) + MAX_BATCHES))
+                    most = 0  # from now on the running batches and MAX_BATCHES others; those to be cancelled come first
                 except StorageFailed:
                     await asyncio.sleep(PAUSE_S)
                     continue
@@ -105,6 +115,7 @@ class BatchRunner:
     def _start(self, unfinished: list[dict[str, Any]]) -> None:
         """Starts batches that are not running, up to MAX_BATCHES; those to be cancelled are always started."""
         for batch in unfinished:
+            self._note_expiry(batch)
             room = len(self._tasks) < MAX_BATCHES or batch["status"] == "cancelling"
             if room and batch["id"] not in self._tasks:
                 self._tasks[batch["id"]] = task = asyncio.create_task(self._guarded(batch))
@@ -136,7 +147,11 @@ class BatchRunner:
     async def _fail(self, batch_id: str, code: str, message: str) -> None:
         """Ends a batch with this error, and with the responses that it has."""
         error = {"code": code, "line": None, "message": message, "param": None}
-        await self.on_disk(self._store.end, batch_id, "failed", [error])
+        await self._end(batch_id, "failed", [error])
+
+    async def _end(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
+        await self.on_disk(self._store.end, batch_id, status, errors)
+        self._expiry.forget(batch_id)
 
     async def _run_batch(self, batch: dict[str, Any]) -> None:
         store, batch_id, status = self._store, batch["id"], "completed"
@@ -147,12 +162,13 @@ class BatchRunner:
             await self._fail(batch_id, "invalid_api_key", "the API key that created the batch no longer exists")
             return
         elif batch["status"] == "validating" and not await self.on_disk(self._validate, batch):
+            self._expiry.forget(batch_id)
             return
         elif batch["status"] != "finalizing":
             status = await self._answer_all(batch_id, batch, replace(client, priority=MAX_PRIORITY))
         if status == "completed":
             await self.on_disk(store.set_status, batch_id, "finalizing")
-        await self.on_disk(store.end, batch_id, status)
+        await self._end(batch_id, status)
         log.info("%s %s", batch_id, status)
 
     def _validate(self, batch: dict[str, Any]) -> bool:
@@ -198,7 +214,7 @@ class BatchRunner:
         last, more = 0, True
         try:
             while more or running:
-                if time.time() > batch["expires_at"]:
+                if self._expiry.has_expired(batch_id, asyncio.get_running_loop().time()):
                     return "expired"
                 if (await self.on_disk(self._store.batch, batch["owner"], batch_id))["status"] == "cancelling":
                     return "cancelled"

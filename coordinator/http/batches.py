@@ -195,7 +195,7 @@ class BatchRoutes:
         client: Client = request.scope[CLIENT]
         wanted = (client.tenant, client.key, body.endpoint, body.input_file_id, body.metadata or {})
         batch = await self.runner.on_disk(self._store.add_batch, *wanted)
-        self.runner.wake()
+        self.runner.add(batch)
         return json_response(batch)
 
     async def batches(self, request: Request) -> Response:

@@ -111,7 +111,12 @@ async def submit(client: openai.AsyncOpenAI, *lines: Any, endpoint: Any = COMPLE
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
     async with asyncio.timeout(10):
-        while (batch := await client.batches.retrieve(batch_id)).status not in ("completed", "failed", "cancelled"):
+        while (batch := await client.batches.retrieve(batch_id)).status not in (
+            "completed",
+            "failed",
+            "cancelled",
+            "expired",
+        ):
             await asyncio.sleep(0.01)
     return batch
 
