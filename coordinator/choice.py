@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from coordinator.cluster import InFlight
-from coordinator.policy.requests import Request
+from coordinator.policy.in_flight import Request
 from coordinator.policy.timeline import timeline
 from coordinator.submission import Delta, Sink, Usage
 from coordinator.text.stream import TextStream

@@ -35,9 +35,10 @@ from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
 from baton.core.liveness import MAX_LEASE_GAP_S
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
+from coordinator.policy.in_flight import Action, AssignTargets, Log, Notify, Request, Send, StartPrefill
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
-from coordinator.policy.requests import Action, AssignTargets, Log, Notify, Request, Requests, Send, StartPrefill
+from coordinator.policy.requests import Requests
 from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")

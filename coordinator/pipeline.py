@@ -31,8 +31,8 @@ from coordinator.choice import ChoiceReader
 from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
+from coordinator.policy.in_flight import Request, Stage
 from coordinator.policy.quotas import Client, Quotas
-from coordinator.policy.requests import Request, Stage
 from coordinator.recent import RecentRequests, Record
 from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from coordinator.policy.requests import Request, Stage
+from coordinator.policy.in_flight import Request, Stage
 from coordinator.policy.timeline import Timeline, timeline
 
 KEPT = 1_000

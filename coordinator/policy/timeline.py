@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from baton.core.events import StageStamps
-from coordinator.policy.requests import Entered, Request, Stage
+from coordinator.policy.in_flight import Entered, Request, Stage
 
 SPANS = (
     *("queue", "prefill_queue", "prefill", "reserve", "transfer", "parked"),

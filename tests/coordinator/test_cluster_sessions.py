@@ -14,7 +14,7 @@ from baton.core.events import GpuUsage, StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
 from baton.rpc import codec
 from baton.rpc.streams import LARGE_BYTES
-from coordinator.policy.requests import Stage
+from coordinator.policy.in_flight import Stage
 from coordinator.submission import Submission
 from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until

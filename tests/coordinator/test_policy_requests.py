@@ -22,19 +22,8 @@ from baton.core.events import (
 )
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
 from coordinator.policy.dispatch import START_TOKENS
-from coordinator.policy.requests import (
-    LEGAL_MOVES,
-    MAX_TIMES_PARKED,
-    Action,
-    AssignTargets,
-    InFlightCounts,
-    Notify,
-    Request,
-    Requests,
-    Send,
-    Stage,
-    StartPrefill,
-)
+from coordinator.policy.in_flight import LEGAL_MOVES, Action, AssignTargets, Notify, Request, Send, Stage, StartPrefill
+from coordinator.policy.requests import MAX_TIMES_PARKED, InFlightCounts, Requests
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import make_join, make_request
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from baton.core.events import SequenceEnded, StageStamps, StepEvents
-from coordinator.policy.requests import Request, Stage
+from coordinator.policy.in_flight import Request, Stage
 from coordinator.policy.timeline import SPANS, Span, spans
 from tests.coordinator.test_policy_cluster import NAMES, make_requests
 from tests.coordinator.test_policy_requests import Drive

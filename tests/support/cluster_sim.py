@@ -21,7 +21,8 @@ from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, Token
 from baton.core.handles import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId, finish_reason
 from baton.core.step import Row, StepOutcome, StepPlan
-from coordinator.policy.requests import Action, AssignTargets, Request, Requests, Send, StartPrefill
+from coordinator.policy.in_flight import Action, AssignTargets, Request, Send, StartPrefill
+from coordinator.policy.requests import Requests
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
 from prefill.handover import FirstLayers

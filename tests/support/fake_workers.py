@@ -20,7 +20,7 @@ from baton.rpc.session import WorkerSession
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.pipeline import Pipeline
-from coordinator.policy.requests import Request
+from coordinator.policy.in_flight import Request
 from coordinator.submission import Delta, Submission
 from coordinator.text.stream import Vocabulary
 from tests.support.builders import make_facts
