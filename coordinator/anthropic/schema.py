@@ -6,18 +6,31 @@ ignored fields: tools that Anthropic's servers run, their calls and results in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 import xxhash
-from pydantic import Field, PlainValidator, StringConstraints, ValidationInfo, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
-from coordinator.anthropic.signatures import thinking_in
+from coordinator.anthropic.blocks import (
+    GivenTurn,
+    Passage,
+    SystemBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolChangeBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+    joined,
+    parsed_system,
+    parsed_turns,
+)
 from coordinator.openai.fields import Neutral
-from coordinator.openai.schema import MAX_PARTS
 from coordinator.openai.structured import of_json
 from coordinator.openai.tools import (
     MAX_TOOLS,
@@ -35,13 +48,10 @@ from coordinator.openai.validation import ModelBody, RequestObject, at_most, cou
 from coordinator.structured_output import Constraint
 from coordinator.text.chat import Rendering
 from coordinator.text.messages import ChatMessage
-from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options
+from coordinator.translate import MAX_STOPS, Options
 
 CLAUDE = "claude-"
 """Models of this prefix are served by the one model: clients such as Claude Code request several of them."""
-BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with a block of this text. It is for Anthropic's accounting and may differ in
-each request, so that no prefix of the prompt would be cached."""
 INERT = frozenset(
     {
         *("betas", "billing_policy", "cache_control", "container", "context_management", "diagnostics"),
@@ -50,276 +60,6 @@ INERT = frozenset(
     }
 )
 NEUTRAL: Neutral = {"compaction": ()}
-_MARKED = frozenset({"cache_control"})
-
-
-class _Block(RequestObject):
-    inert = _MARKED
-    place = "messages.content"
-    history = True
-
-
-class TextBlock(_Block):
-    type: Literal["text"]
-    text: str
-
-
-class SystemBlock(TextBlock):
-    place = "system"
-
-
-class ThinkingBlock(_Block):
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Returns the reasoning, also if the client did not want to see it."""
-        return self.thinking or thinking_in(self.signature or "")
-
-
-class CompactionBlock(_Block):
-    """A summary, by another server, of the conversation before it; empty if it failed."""
-
-    type: Literal["compaction"]
-    content: str = ""
-
-    @property
-    def text(self) -> str:
-        return self.content
-
-
-class RedactedThinkingBlock(_Block):
-    type: Literal["redacted_thinking"]
-    data: str
-
-
-class ToolUseBlock(_Block):
-    type: Literal["tool_use"]
-    id: str
-    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    input: dict[str, Any] = Field(default_factory=dict)
-
-
-class TextSource(RequestObject):
-    place = "messages.content.source"
-
-    type: Literal["text"]
-    data: str
-    media_type: str | None = None
-
-
-class ContentSource(RequestObject):
-    place = "messages.content.source"
-
-    type: Literal["content"]
-    content: list[TextBlock]
-
-
-class DocumentBlock(_Block):
-    type: Literal["document"]
-    source: TextSource | ContentSource
-    title: str | None = None
-    context: str | None = None
-
-    @property
-    def text(self) -> str:
-        source = self.source
-        body = source.data if isinstance(source, TextSource) else _joined(source.content)
-        return "\n".join(filter(None, (self.title, self.context, body)))
-
-
-class SearchResultBlock(_Block):
-    type: Literal["search_result"]
-    source: str
-    title: str
-    content: list[TextBlock]
-
-    @property
-    def text(self) -> str:
-        return "\n".join((self.title, self.source, _joined(self.content)))
-
-
-class ToolReferenceBlock(_Block):
-    """Loads a tool whose definition has `defer_loading`."""
-
-    type: Literal["tool_reference"]
-    tool_name: str
-
-    @property
-    def text(self) -> str:
-        return self.tool_name
-
-
-class ToolResultBlock(_Block):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: list[TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock] = Field(default_factory=list)
-    is_error: bool | None = None
-
-    @property
-    def text(self) -> str:
-        text = _joined(self.content)
-        return f"Error: {text}".rstrip() if self.is_error else text
-
-
-class ReferencedTool(RequestObject):
-    place = "messages.content.tool"
-
-    type: Literal["tool_reference"]
-    name: str
-
-
-class ToolChangeBlock(_Block):
-    """Adds or removes a tool from this place of the conversation on."""
-
-    type: Literal["tool_addition", "tool_removal"]
-    tool: ReferencedTool
-
-
-_Passage = TextBlock | DocumentBlock | SearchResultBlock | CompactionBlock
-Block = (
-    _Passage
-    | ToolReferenceBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ToolChangeBlock
-)
-_PASSAGES: dict[str, type[Block]] = {
-    "text": TextBlock,
-    "document": DocumentBlock,
-    "search_result": SearchResultBlock,
-}
-_RESULT: dict[str, type[Block]] = _PASSAGES | {"tool_reference": ToolReferenceBlock}
-_BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "user": _PASSAGES | {"compaction": CompactionBlock, "tool_result": ToolResultBlock},
-    "assistant": {
-        "text": TextBlock,
-        "compaction": CompactionBlock,
-        "thinking": ThinkingBlock,
-        "redacted_thinking": RedactedThinkingBlock,
-        "tool_use": ToolUseBlock,
-    },
-    "system": {"text": TextBlock, "tool_addition": ToolChangeBlock, "tool_removal": ToolChangeBlock},
-}
-
-
-class Turn(RequestObject):
-    """One message. A `system` message applies from its place on."""
-
-    inert = frozenset({"cache_control", "output_config"})
-    place = "messages"
-    history = True
-
-    role: Literal["user", "assistant", "system"]
-    content: list[Block] = Field(default_factory=list)
-    clear_at: Literal["next_user_message", "never"] | None = None
-
-
-class _GivenTurn(RequestObject):
-    """Only for the description of `messages`; `_turns` checks them."""
-
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
-
-
-def _joined(blocks: list[Any]) -> str:
-    return "\n".join(filter(None, (block.text for block in blocks)))
-
-
-def _runs_at_anthropic(kind: str) -> bool:
-    """Returns whether a block of the history is a call or a result of a tool that Anthropic's servers run."""
-    return kind in ("server_tool_use", "mcp_tool_use") or (kind.endswith("_tool_result") and kind != "tool_result")
-
-
-def _blocks(value: Any, known: Mapping[str, type[Block]], param: str, ignored: IgnoredFields) -> list[Block]:
-    if isinstance(value, str):
-        return [TextBlock(type="text", text=value)]
-    if not isinstance(value, list):
-        raise InvalidRequest(f"'{param}': must be a string or an array of blocks", param=param)
-    if len(value) > MAX_PARTS:
-        raise InvalidRequest(f"'{param}': at most {MAX_PARTS} blocks, not {len(value)}", param=param)
-    found = []
-    for number, given in enumerate(value):
-        place = f"{param}[{number}]"
-        if not isinstance(given, dict):
-            raise InvalidRequest(f"'{place}': must be an object", param=place)
-        kind = given.get("type")
-        if not isinstance(kind, str):
-            raise _unknown_block("", known, place)
-        if kind not in known and _runs_at_anthropic(kind):
-            ignored.add("messages.content", kind)
-            continue
-        if kind == "redacted_thinking":
-            ignored.add("messages.content", kind)
-        if (model := known.get(kind)) is None:
-            raise _unknown_block(kind, known, place)
-        found.append(validate(model, _with_blocks(given, place, ignored), ignored, path=place))
-    return found
-
-
-def _unknown_block(kind: str, known: Mapping[str, type[Block]], place: str) -> InvalidRequest:
-    if kind in ("image", "document", "container_upload"):
-        return InvalidRequest(f"'{place}': {kind} blocks are not supported here: text only", param=place)
-    what = f"'{place}.type': must be one of {', '.join(known)}"
-    return InvalidRequest(what, param=f"{place}.type")
-
-
-def _with_blocks(given: dict[str, Any], place: str, ignored: IgnoredFields) -> dict[str, Any]:
-    """Returns a block whose own blocks are checked: the content of a result of a tool, or of the source of a
-    document."""
-    kind = given["type"]
-    if kind == "tool_result" and given.get("content") is not None:
-        return given | {"content": _blocks(given["content"], _RESULT, f"{place}.content", ignored)}
-    source = given.get("source")
-    if kind == "document" and isinstance(source, dict):
-        form = source.get("type")
-        if form not in ("text", "content"):
-            what = f"'{place}.source': only documents of text are supported: 'type': 'text' or 'content'"
-            raise InvalidRequest(what, param=f"{place}.source")
-        if form == "content":
-            blocks = _blocks(source.get("content"), {"text": TextBlock}, f"{place}.source.content", ignored)
-            return given | {"source": ContentSource(type="content", content=blocks)}  # type: ignore[arg-type]
-    return given
-
-
-def _turns(value: Any, info: ValidationInfo[IgnoredFields]) -> list[Turn]:
-    if not isinstance(value, list) or not value:
-        raise PydanticCustomError("messages", "must be a non-empty array of messages")
-    found = []
-    for number, given in enumerate(counted(MAX_MESSAGES, value)):
-        place = f"messages[{number}]"
-        if not isinstance(given, dict):
-            raise InvalidRequest(f"'{place}': must be an object", param=place)
-        role = given.get("role")
-        if not isinstance(role, str) or role not in _BLOCKS:
-            what = f"'{place}.role': must be one of {', '.join(_BLOCKS)}; use 'system' for a system prompt"
-            raise InvalidRequest(what, param=f"{place}.role")
-        content = given.get("content")
-        if content is None and role != "system":
-            what = f"'{place}.content' is required"
-            raise InvalidRequest(what, code="missing_required_parameter", param=f"{place}.content")
-        blocks = [] if content is None else _blocks(content, _BLOCKS[role], f"{place}.content", info.context)
-        found.append(validate(Turn, given | {"content": blocks}, info.context, path=place))
-    return found
-
-
-def _system(value: Any, info: ValidationInfo[IgnoredFields]) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("system", "must be a string or an array of text blocks")
-    texts = []
-    for number, given in enumerate(counted(MAX_PARTS, value)):
-        text = validate(SystemBlock, given, info.context, path=f"system[{number}]").text
-        if text.startswith(BILLING):
-            info.context.add("system", BILLING.rstrip(":"))
-        else:
-            texts.append(text)
-    return "\n".join(texts)
 
 
 class CustomTool(RequestObject):
@@ -401,8 +141,8 @@ class CountTokensBody(ModelBody):
     neutral = NEUTRAL
     stand_ins = (CLAUDE,)
 
-    messages: Annotated[list[Turn], PlainValidator(_turns, json_schema_input_type=list[_GivenTurn])]
-    system: Annotated[str, PlainValidator(_system, json_schema_input_type=str | list[SystemBlock])] = ""
+    messages: Annotated[list[Turn], PlainValidator(parsed_turns, json_schema_input_type=list[GivenTurn])]
+    system: Annotated[str, PlainValidator(parsed_system, json_schema_input_type=str | list[SystemBlock])] = ""
     tools: Annotated[
         list[CustomTool], PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]]), limit_values("tools")
     ] = Field(default_factory=list)
@@ -435,7 +175,7 @@ class CountTokensBody(ModelBody):
         messages only at the beginning."""
         system, turns = [self.system] if self.system.strip() else [], list(self.messages)
         while turns and turns[0].role == "system":
-            system.append(_joined([block for block in turns.pop(0).content if isinstance(block, TextBlock)]))
+            system.append(joined([block for block in turns.pop(0).content if isinstance(block, TextBlock)]))
         found = [ChatMessage("system", "\n".join(system))] if system else []
         last_user = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         for at, turn in enumerate(turns):
@@ -521,10 +261,10 @@ class MessagesBody(CountTokensBody):
 
 def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
     blocks = turn.content
-    text = _joined([block for block in blocks if isinstance(block, _Passage)])
+    text = joined([block for block in blocks if isinstance(block, Passage)])
     if turn.role == "assistant":
         calls = [template_call(_short_id(b.id), b.name, b.input) for b in blocks if isinstance(b, ToolUseBlock)]
-        reasoning = _joined([block for block in blocks if isinstance(block, ThinkingBlock)])
+        reasoning = joined([block for block in blocks if isinstance(block, ThinkingBlock)])
         if text or calls:
             yield ChatMessage("assistant", text, tool_calls=tuple(calls), reasoning=reasoning)
         return

@@ -11,8 +11,9 @@ import pytest
 from fastapi import FastAPI
 
 from baton.core.errors import DeadlineExceeded, InvariantError, QuotaExceeded, Unavailable, WorkerLost
+from coordinator.anthropic.blocks import BILLING
 from coordinator.anthropic.render import input_of
-from coordinator.anthropic.schema import BILLING, MessagesBody
+from coordinator.anthropic.schema import MessagesBody
 from coordinator.anthropic.signatures import MAX_CHARS, signature, thinking_in
 from coordinator.openai.validation import parse
 from coordinator.submission import Delta
