@@ -24,8 +24,8 @@ MESSAGES = "/v1/messages"
 
 log = logging.getLogger("baton.http")
 
-_SERVED = "OpenAI's completions, chat completions, responses and models APIs , Anthropic's messages API"
-_SERVED += " and the Open Inference Protocol are served"
+_SERVED = "OpenAI's completions, chat completions, responses and models APIs, Anthropic's messages API and the Open "
+_SERVED += "Inference Protocol are served"
 _REASONS = {
     404: ("not_found", f"no such path: {_SERVED}"),
     405: ("method_not_allowed", "this path does not support that method"),
