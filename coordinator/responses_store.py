@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import StartupError
-from coordinator.disk import DiskThread, create_private
+from coordinator.disk import DiskThread, create_private, reason_of
 
 FLAG = "--store"
 _SCHEMA = """
@@ -101,7 +101,7 @@ class DatabaseResponses:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            raise StartupError(f"{FLAG}: {path}: {error}") from None
+            raise StartupError(f"{FLAG}: {path} cannot be used: {reason_of(error)}") from None
 
     def put(self, tenant: str, response_id: str, stored: Stored) -> None:
         """Adds an answer, unless it alone is too large. A failure is logged: the client has its answer."""

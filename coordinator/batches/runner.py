@@ -6,8 +6,9 @@
 At most MAX_RUNNING requests run at once, over at most MAX_BATCHES batches, whose owners take turns. They have the
 lowest priority, so clients' requests leave the queue before them. They count against the quota of the key that created
 the batch. A line that is refused for lack of room or quota is retried, and one that fails with a cluster error is tried
-up to MAX_FAILURES times; any other response is the line's result. After a restart or a disk failure the coordinator
-resumes the batches that have not ended.
+up to MAX_FAILURES times; any other response is the line's result. While the disk fails, or is full, batches wait with
+their results in memory and begin no further lines. After a restart the coordinator resumes the batches that have not
+ended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -25,11 +26,12 @@ from baton.core.errors import NotFound, Unavailable
 from coordinator.api_keys import MAX_PRIORITY
 from coordinator.batches.store import FLAG, MAX_UNFINISHED, WINDOW_S, BatchStore, Line, read_line, read_lines
 from coordinator.child import Child, start_child
-from coordinator.disk import PAUSE_S, DiskThread, StorageFailed
+from coordinator.disk import DiskThread, StorageFailed
 from coordinator.policy.expiry import Expiry
 from coordinator.policy.quotas import Client
 
 log = logging.getLogger("baton.batches")
+CONTENT = "files and batches"
 MAX_RUNNING = 32
 MAX_BATCHES = 16
 MAX_LINES = 50_000
@@ -69,7 +71,7 @@ class BatchRunner:
         self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None], *, strict_fields: bool = False
     ) -> None:
         self._store, self._ask, self._client_of, self._strict = store, ask, client_of, strict_fields
-        self._disk = DiskThread(FLAG, "files and batches")
+        self._disk = DiskThread(FLAG, CONTENT)
         self._child = Child(lambda: start_child())
         self._closing = False
         self._wake = asyncio.Event()
@@ -80,6 +82,10 @@ class BatchRunner:
     async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
         """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""
         return await self._disk.run(call, *what)
+
+    def storage_failed(self, error: OSError) -> StorageFailed:
+        """Returns the error for a client whose file could not be written."""
+        return self._disk.failed(error)
 
     def add(self, batch: dict[str, Any]) -> None:
         """Notes when a new batch expires, and wakes the loop."""
@@ -94,18 +100,14 @@ class BatchRunner:
         self._expiry.add(batch["id"], batch["expires_at"], time.time(), asyncio.get_running_loop().time())
 
     async def run(self) -> None:
-        """Runs until cancelled. Retries a failing disk after a pause: batches resume where they were."""
+        """Runs until cancelled."""
         most = MAX_UNFINISHED  # of an earlier run: when each of them expires is noted now
         try:
             while True:
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
-                try:
-                    self._start(await self.on_disk(self._store.unfinished, most or len(self._tasks) + MAX_BATCHES))
-                    most = 0  # from now on the running batches and MAX_BATCHES others; those to be cancelled come first
-                except StorageFailed:
-                    await asyncio.sleep(PAUSE_S)
-                    continue
+                self._start(await self._disk.retry(self._store.unfinished, most or len(self._tasks) + MAX_BATCHES))
+                most = 0  # from now on the running batches and MAX_BATCHES others; those to be cancelled come first
                 await self._wake.wait()
         finally:
             for task in self._tasks.values():
@@ -130,19 +132,14 @@ class BatchRunner:
         self._store.close()
 
     async def _guarded(self, batch: dict[str, Any]) -> None:
-        """Runs a batch so that an error fails only this batch, and a failing disk only delays it."""
+        """Runs a batch so that an error fails only this batch."""
         try:
-            try:
-                await self._run_batch(batch)
-            except StorageFailed:
-                raise
-            except Exception as error:
-                message = "its input file was deleted" if isinstance(error, NotFound) else "the batch could not be run"
-                if not isinstance(error, NotFound):
-                    log.exception("%s failed", batch["id"])
-                await self._fail(batch["id"], ErrorCode.INTERNAL_ERROR, message)
-        except StorageFailed:
-            await asyncio.sleep(PAUSE_S)
+            await self._run_batch(batch)
+        except Exception as error:
+            message = "its input file was deleted" if isinstance(error, NotFound) else "the batch could not be run"
+            if not isinstance(error, NotFound):
+                log.exception("%s failed", batch["id"])
+            await self._fail(batch["id"], ErrorCode.INTERNAL_ERROR, message)
 
     async def _fail(self, batch_id: str, code: str, message: str) -> None:
         """Ends a batch with this error, and with the responses that it has."""
@@ -150,7 +147,7 @@ class BatchRunner:
         await self._end(batch_id, "failed", [error])
 
     async def _end(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
-        await self.on_disk(self._store.end, batch_id, status, errors)
+        await self._disk.retry(self._store.end, batch_id, status, errors)
         self._expiry.forget(batch_id)
 
     async def _run_batch(self, batch: dict[str, Any]) -> None:
@@ -161,13 +158,13 @@ class BatchRunner:
         elif client is None:
             await self._fail(batch_id, "invalid_api_key", "the API key that created the batch no longer exists")
             return
-        elif batch["status"] == "validating" and not await self.on_disk(self._validate, batch):
+        elif batch["status"] == "validating" and not await self._disk.retry(self._validate, batch):
             self._expiry.forget(batch_id)
             return
         elif batch["status"] != "finalizing":
             status = await self._answer_all(batch_id, batch, replace(client, priority=MAX_PRIORITY))
         if status == "completed":
-            await self.on_disk(store.set_status, batch_id, "finalizing")
+            await self._disk.retry(store.set_status, batch_id, "finalizing")
         await self._end(batch_id, status)
         log.info("%s %s", batch_id, status)
 
@@ -210,30 +207,46 @@ class BatchRunner:
 
     async def _answer_all(self, batch_id: str, batch: dict[str, Any], client: Client) -> str:
         """Runs every line that has no response; returns the batch's final status."""
-        running: set[asyncio.Task[None]] = set()
-        last, more = 0, True
+        running: set[asyncio.Task[tuple[Line, Answer]]] = set()
+        last, more, status = 0, True, ""
         try:
             while more or running:
-                if self._expiry.has_expired(batch_id, asyncio.get_running_loop().time()):
-                    return "expired"
-                if (await self.on_disk(self._store.batch, batch["owner"], batch_id))["status"] == "cancelling":
-                    return "cancelled"
+                if status := await self._interruption(batch_id, batch["owner"]):
+                    break
                 if more and len(running) < MAX_RUNNING:
-                    lines = await self.on_disk(self._store.open_lines, batch_id, last, MAX_RUNNING - len(running))
+                    lines = await self._disk.retry(self._store.open_lines, batch_id, last, MAX_RUNNING - len(running))
                     more = bool(lines)
                     for line in lines:
                         last = line.number
                         running.add(asyncio.create_task(self._answer(line, batch["endpoint"], client)))
                 if running:
                     done, running = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                    await asyncio.gather(*done)
-            return "completed"
+                    await self._keep(done)
+            await _cancel(running)
+            await self._keep(running)
+            return status or "completed"
         finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            await _cancel(running)
 
-    async def _answer(self, line: Line, endpoint: str, client: Client) -> None:
+    async def _interruption(self, batch_id: str, owner: str) -> str:
+        """Returns the final status of a batch that has expired or is to be cancelled, empty for any other."""
+        if self._expiry.has_expired(batch_id, asyncio.get_running_loop().time()):
+            return "expired"
+        batch = await self._disk.retry(self._store.batch, owner, batch_id)
+        return "cancelled" if batch["status"] == "cancelling" else ""
+
+    async def _keep(self, ended: Collection[asyncio.Task[tuple[Line, Answer]]]) -> None:
+        """Stores the responses of lines; raises the first error among them after that."""
+        for task in ended:
+            if not task.cancelled() and task.exception() is None:
+                line, answer = task.result()
+                what = answer.status, answer.request_id, answer.body, answer.ignored
+                await self._disk.retry(self._store.answered, line, *what)
+        for task in ended:
+            if not task.cancelled():
+                task.result()
+
+    async def _answer(self, line: Line, endpoint: str, client: Client) -> tuple[Line, Answer]:
         pause_s, most_s = RETRIES_S
         failures = 0
         while True:
@@ -241,8 +254,12 @@ class BatchRunner:
                 answer = await self._ask(endpoint, line.body, client)
             failures += answer.status in (500, 502)
             if answer.status not in RETRIED or failures >= MAX_FAILURES:
-                break
+                return line, answer
             await asyncio.sleep(max(pause_s, min(answer.retry_after_s, most_s)))
             pause_s = min(2 * pause_s, most_s)
-        what = answer.status, answer.request_id, answer.body, answer.ignored
-        await self.on_disk(self._store.answered, line, *what)
+
+
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

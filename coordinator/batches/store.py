@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
-from coordinator.disk import create_private
+from coordinator.disk import create_private, reason_of
 from coordinator.openai.fields import as_header
 from coordinator.openai.json_body import parse_object
 from coordinator.openai.unknown_fields import IgnoredFields
@@ -34,12 +34,14 @@ from coordinator.openai.unknown_fields import IgnoredFields
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
 OUTPUT = "batch_output"
+_OUTPUTS = {"output_file_id": "status = 200", "error_file_id": "status <> 200"}
 MAX_UNFINISHED = 1000
 MAX_UNFINISHED_OF_OWNER = 250
 BUSY_S = 30.0
 """Seconds after which a client that reached the limit on unfinished batches may retry."""
 MAX_LINE_BYTES = 4 << 20  # the default limit of a request body
-_UNFINISHED = "status not in ('completed', 'failed', 'expired', 'cancelled')"
+_FINAL = "completed", "failed", "expired", "cancelled"
+_UNFINISHED = f"status not in {_FINAL}"
 _SCHEMA = f"""
 create table if not exists files (
     id text primary key, owner text not null, created_at integer not null, bytes integer not null,
@@ -97,9 +99,13 @@ class BatchStore:
             ):  # of an earlier version
                 self._db.execute("alter table lines add column ignored text not null default ''")
         except BlockingIOError:
+            os.close(self._lock)
             raise StartupError(f"{FLAG} {directory}: in use by another coordinator") from None
-        except (OSError, sqlite3.Error) as error:
-            raise StartupError(f"{FLAG} {directory} cannot be used: {error}") from None
+        except OSError as error:
+            raise StartupError(f"{FLAG} {directory} cannot be used: {reason_of(error)}") from None
+        except sqlite3.Error as error:
+            os.close(self._lock)
+            raise StartupError(f"{FLAG} {directory}: baton.db cannot be used: {reason_of(error)}") from None
         self._db.row_factory = sqlite3.Row
         for path in self._files.glob("*.part"):
             path.unlink(missing_ok=True)
@@ -134,17 +140,21 @@ class BatchStore:
         """Moves content that was written to `part` into the store; returns the file object of OpenAI's API.
 
         Raises:
-            QuotaExceeded: a client's file does not fit after all.
+            QuotaExceeded: the file does not fit after all.
         """
-        file_id, size = f"file-{secrets.token_hex(12)}", part.stat().st_size
-        if purpose != OUTPUT:
-            self._check_room(size)  # its size may not have been declared, and others were added meanwhile
-        shown = filename.encode(errors="replace").decode()  # SQLite cannot store half of a surrogate pair
-        row = (file_id, owner, int(time.time()), size, shown, purpose)
+        self._check_room(part.stat().st_size)  # it may not have been declared, and others were added meanwhile
         with self._transaction():  # a file without a row would occupy space unnoticed
-            self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)
-            part.rename(self._files / file_id)
+            file_id = self._insert_file(owner, part, filename, purpose)
         return self.file(owner, file_id)
+
+    def _insert_file(self, owner: str, part: Path, filename: str, purpose: str) -> str:
+        """Adds the row of a file and moves its content, within a transaction. Returns the file's id."""
+        file_id = f"file-{secrets.token_hex(12)}"
+        shown = filename.encode(errors="replace").decode()  # SQLite cannot store half of a surrogate pair
+        row = (file_id, owner, int(time.time()), part.stat().st_size, shown, purpose)
+        self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)
+        part.rename(self._files / file_id)
+        return file_id
 
     def file(self, owner: str, file_id: str) -> dict[str, Any]:
         """Raises NotFound."""
@@ -271,36 +281,54 @@ class BatchStore:
         return [Line(*row) for row in rows]
 
     def answered(self, line: Line, status: int, request_id: str, answer: bytes, ignored: str = "") -> None:
-        """Stores the response of a line; `ignored` are the fields of its body that were ignored."""
+        """Stores the response of a line, unless it has one; `ignored` are the fields of its body that were ignored."""
         named = ", ".join(filter(None, (line.ignored, ignored)))
         column = "completed" if status == 200 else "failed"
         with self._transaction():
-            self._db.execute(
-                "update lines set status = ?, request_id = ?, answer = ?, ignored = ? where batch = ? and number = ?",
+            stored = self._db.execute(
+                "update lines set status = ?, request_id = ?, answer = ?, ignored = ?"
+                " where batch = ? and number = ? and status is null",
                 (status, request_id, answer, named, line.batch, line.number),
             )
-            self._db.execute(f"update batches set {column} = {column} + 1 where id = ?", (line.batch,))
+            if stored.rowcount:
+                self._db.execute(f"update batches set {column} = {column} + 1 where id = ?", (line.batch,))
 
     def end(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
-        """Writes the responses to an output file and an error file, deletes the lines, and sets the final status."""
-        row = self._db.execute("select * from batches where id = ?", (batch_id,)).fetchone()
-        made: dict[str, str | None] = {"output_file_id": None, "error_file_id": None}
-        for column, wanted in (("output_file_id", "status = 200"), ("error_file_id", "status <> 200")):
-            found = self._db.execute(f"select * from lines where batch = ? and {wanted} order by number", (batch_id,))
-            part = self._files / f"{batch_id}.part"
-            with part.open("wb") as file:
-                for line in found:
-                    file.write(_answer_line(line) + b"\n")
-            if part.stat().st_size:
-                name = f"{batch_id}_{column.partition('_')[0]}.jsonl"
-                made[column] = self.add_file(row["owner"], part, name, OUTPUT)["id"]
+        """Writes the responses to an output file and an error file, deletes the lines, and sets the final status, all
+        or nothing. A batch that has ended is unchanged."""
+        batch = self._db.execute("select * from batches where id = ?", (batch_id,)).fetchone()
+        if batch["status"] in _FINAL:
+            return
+        made = list[Path]()
+        try:
+            outputs = {column: self._write_answers(batch_id, column, made) for column in _OUTPUTS}
+            with self._transaction():
+                ids: dict[str, str | None] = dict.fromkeys(_OUTPUTS)
+                for column, part in outputs.items():
+                    if part.stat().st_size:
+                        name = f"{batch_id}_{column.partition('_')[0]}.jsonl"
+                        ids[column] = file_id = self._insert_file(batch["owner"], part, name, OUTPUT)
+                        made.append(self._files / file_id)
+                self._db.execute("delete from lines where batch = ?", (batch_id,))
+                self._db.execute(
+                    "update batches set output_file_id = ?, error_file_id = ? where id = ?", (*ids.values(), batch_id)
+                )
+                self.set_status(batch_id, status, errors)
+        except BaseException:
+            for path in made:  # files without a row would occupy space unnoticed
+                path.unlink(missing_ok=True)
+            raise
+        for part in outputs.values():
             part.unlink(missing_ok=True)
-        with self._transaction():
-            self._db.execute("delete from lines where batch = ?", (batch_id,))
-            self._db.execute(
-                "update batches set output_file_id = ?, error_file_id = ? where id = ?", (*made.values(), batch_id)
-            )
-            self.set_status(batch_id, status, errors)
+
+    def _write_answers(self, batch_id: str, column: str, made: list[Path]) -> Path:
+        """Writes the output or error file of a batch to a path that it appends to `made`, and returns it."""
+        made.append(part := self._files / f"{batch_id}_{column}.part")
+        query = f"select * from lines where batch = ? and {_OUTPUTS[column]} order by number"
+        with part.open("wb") as file:
+            for line in self._db.execute(query, (batch_id,)):
+                file.write(_answer_line(line) + b"\n")
+        return part
 
     def _page(
         self, table: str, query: str, values: list[Any], owner: str, limit: int, after: str | None

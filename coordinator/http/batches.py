@@ -21,8 +21,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvalidRequest, NotFound, QuotaExceeded, Unavailable
 from coordinator.api_keys import ApiKeys
-from coordinator.batches.runner import Answer, BatchRunner
+from coordinator.batches.runner import CONTENT, Answer, BatchRunner
 from coordinator.batches.store import BatchStore
+from coordinator.disk import storage_failed
 from coordinator.http.body import BodyReader, check_declared
 from coordinator.http.errors import HttpProblem, json_response
 from coordinator.http.generation import SLICE_BYTES
@@ -132,6 +133,8 @@ class BatchRoutes:
             except TimeoutError:
                 what = f"the upload took more than {UPLOAD_S:g} s"
                 raise HttpProblem(408, "request_timeout", what, close=True) from None
+            except OSError as error:
+                raise self.runner.storage_failed(error) from None
             self._name_ignored(request, ignored)
             owner = request.scope[CLIENT].tenant
             return json_response(await self.runner.on_disk(self._store.add_file, owner, part, filename, purpose))
@@ -260,8 +263,10 @@ class FileAnswer(Response):
     async def _give(self, send: Send) -> None:
         try:
             file = await asyncio.to_thread(self._path.open, "rb")
-        except OSError:  # deleted since it was looked up
+        except FileNotFoundError:  # deleted since it was looked up
             raise NotFound("there is no such file", code="file_not_found", param="file_id") from None
+        except OSError as error:
+            raise storage_failed(CONTENT, error) from None
         with file:
             size = self._path.stat().st_size
             headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]

@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from baton.core.errors import QuotaExceeded, StartupError, Unavailable
+from coordinator import disk
 from coordinator.api_keys import read_api_keys
 from coordinator.batches import runner as batch_runner
 from coordinator.batches import store as batch_store
@@ -485,15 +486,15 @@ async def test_storage_failures_delay_a_batch_but_lose_no_result(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runner pauses between two tries, clients get 503, and every line has a result in the end."""
-    monkeypatch.setattr(batch_runner, "PAUSE_S", 0.05)
+    monkeypatch.setattr(disk, "PAUSE_S", 0.05)
     async with served(tmp_path, Echo(), text_model) as (client, app):
-        store, tries = app.state.batches._store, 0
+        store, tries, failing = app.state.batches._store, 0, {"answered"}
         answered, unfinished = store.answered, store.unfinished
 
         def fails(*what: Any) -> Any:
             nonlocal tries
             tries += 1
-            if tries > 3:
+            if tries > 3 and "answered" in failing:
                 raise sqlite3.OperationalError("disk I/O error")
             return answered(*what)
 
@@ -507,17 +508,21 @@ async def test_storage_failures_delay_a_batch_but_lose_no_result(
         assert tries - before < 11 * 8, "a pause between two tries"
         assert (await client.batches.retrieve(batch.id)).status == "in_progress"
 
-        def broken(*_: Any) -> Any:
-            raise sqlite3.DatabaseError("malformed")
+        def broken(*what: Any) -> Any:
+            if "unfinished" in failing:
+                raise sqlite3.DatabaseError("malformed")
+            return unfinished(*what)
 
+        failing.add("unfinished")
         store.unfinished = broken
         app.state.batches.wake()
         await asyncio.sleep(0.1)
-        store.answered, store.unfinished = answered, unfinished
+        failing.clear()
         batch = await ended(client, batch.id)
         assert batch.status == "completed" and batch.request_counts.completed == 8
         assert len(await rows_of(client, batch.output_file_id)) == 8
 
+        failing.add("unfinished")
         monkeypatch.setattr(store, "files", lambda *_: broken())
         with pytest.raises(openai.InternalServerError, match="cannot be read or written") as refused:
             await client.files.list()
