@@ -35,8 +35,8 @@ class _Item(RequestObject):
     history = True
     inert = frozenset({"caller", "async"})
 
-    id: Any = None
-    status: Any = None
+    id: str | None = None
+    status: str | None = None
 
 
 class Message(_Item):

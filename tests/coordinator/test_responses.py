@@ -166,6 +166,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": 3}, "input"),
     ({"input": ["a"]}, "input[0]"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": "a", "id": 10**30}]}, "input[0].id"),
+    ({"input": [{"role": "user", "content": "a", "status": deep(300)}]}, "input[0].status"),
     ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
     ({"input": [{"type": "web_search_call"}]}, "input"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
