@@ -45,6 +45,8 @@ def resolve_model(model: str) -> Path:
         return _with_config(path.resolve(), f"model directory {model}")
     if path.exists():
         raise StartupError(f"model {model} is a file that is not GGUF; a checkpoint directory or .gguf file is needed")
+    if path.suffix == ".gguf":
+        raise StartupError(f"model file {model} does not exist")
     if _HUB_NAME.fullmatch(model):
         return _with_config(_from_hub(model), f"hub model {model}")
     raise StartupError(f"model directory {model} does not exist")

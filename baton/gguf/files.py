@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from baton.core.errors import StartupError
 from baton.core.gguf_index import INDEX, GGUFIndex, StoredInGGUF
 from baton.engine.kernels.build import CannotBuild, cache_dir
@@ -65,19 +67,27 @@ def checkpoint_directory(file: Path) -> Path:
     digest = hashlib.sha256(json.dumps([VERSION, known]).encode()).hexdigest()[:16]
     target = base / f"{file.stem[:100]}-{digest}"
     if not (target / INDEX).is_file():
-        base.mkdir(exist_ok=True)
         derived = _derive(files)
-        with tempfile.TemporaryDirectory(dir=base, prefix=".") as made:
-            for name, text in derived.items():
-                (Path(made) / name).write_text(text)
-            try:
-                os.rename(made, target)
-            except OSError:  # another process was first
-                if not (target / INDEX).is_file():
-                    raise
-            else:
-                os.mkdir(made)  # for TemporaryDirectory to remove
+        try:
+            _write(derived, target)
+        except OSError as error:
+            what = f"cannot write the cache {base}: {error.strerror}"
+            raise StartupError(f"{file.name}: {what}; set BATON_CACHE_DIR to use another") from None
     return target
+
+
+def _write(texts: dict[str, str], target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as made:
+        for name, text in texts.items():
+            (Path(made) / name).write_text(text)
+        try:
+            os.rename(made, target)
+        except OSError:  # another process was first
+            if not (target / INDEX).is_file():
+                raise
+        else:
+            os.mkdir(made)  # for TemporaryDirectory to remove
 
 
 def _all_parts(file: Path) -> list[Path]:
@@ -117,8 +127,16 @@ def _derive(files: list[Path]) -> dict[str, str]:
 def _open(file: Path) -> Any:
     from gguf import GGUFReader  # imported here: only the first start with a file needs it
 
+    class Bounded(GGUFReader):  # type: ignore[misc]
+        """The package reads beyond the end as empty arrays, so a damaged count of 2**50 would fill the memory."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise EOFError("the file ends before the data that its header announces")
+            return super()._get(offset, dtype, count, override_order)
+
     try:
-        return GGUFReader(file)
+        return Bounded(file)
     except Exception as error:  # of numpy, by what is damaged
         raise StartupError(f"{file.name}: not a GGUF file, or damaged: {' '.join(str(error).split())[:200]}") from None
 

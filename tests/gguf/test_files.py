@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,6 +205,33 @@ def test_a_damaged_file_is_one_plain_line(source: Callable[..., Path], tmp_path:
     with pytest.raises(StartupError, match=r"m\.gguf: ") as refused:
         Checkpoint(checkpoint_directory(file))
     assert "\n" not in refused.value.message
+
+
+def test_a_missing_file_is_not_searched_in_the_hub() -> None:
+    with pytest.raises(StartupError, match=r"^model file models/missing.gguf does not exist$"):
+        resolve_model("models/missing.gguf")
+
+
+def test_counts_and_sizes_beyond_the_end_are_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    key = struct.pack("<Q", 20) + b"general.architecture"
+    for value in (struct.pack("<IIQ", 9, 4, 1 << 20), struct.pack("<IQ", 8, 1 << 62)):  # an array; a string
+        file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + value)
+        with pytest.raises(StartupError, match=r"m.gguf: .* the file ends before the data that its header announces"):
+            checkpoint_directory(file)
+
+
+def test_a_full_disk_is_one_plain_line_and_leaves_nothing(
+    source: Callable[..., Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    file = write_gguf(source(), tmp_path / "m.gguf")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(StartupError, match=r"m.gguf: cannot write the cache .*: No space left on device; set BATON_CA"):
+        checkpoint_directory(file)
+    assert not list(cache.iterdir())
 
 
 def test_a_file_that_was_cut_after_it_was_derived_is_refused(source: Callable[..., Path], tmp_path: Path) -> None:
