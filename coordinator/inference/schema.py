@@ -66,13 +66,16 @@ def parse_infer(header_bytes: int | None, strict: bool, content: bytes) -> HttpI
         _refuse_shared_memory(where, parameters)
         size = parameters.get("binary_data_size")
         if (size is None) == (given.data is None):
-            raise InvalidRequest("either 'data' or the parameter 'binary_data_size' is required", param=where)
+            raise InvalidRequest(
+                f"'{where}': either 'data' or the parameter 'binary_data_size' is required", param=where
+            )
         if size is None:
             inputs.append(checked(given.name, given.datatype, given.shape, _flat(given.data or [])))
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary):
-            what = f"{len(binary)} bytes of binary data are left in the body"
-            raise InvalidRequest(what, param=f"{where}.parameters.binary_data_size")
+            param = f"{where}.parameters.binary_data_size"
+            what = f"must be a number of bytes, at most the {len(binary)} of binary data left in the body"
+            raise InvalidRequest(f"'{param}': {what}", param=param)
         inputs.append(unpacked(given.name, given.datatype, given.shape, bytes(binary[:size])))
         binary = binary[size:]
     if binary:

@@ -61,7 +61,8 @@ def checked(name: str, datatype: str, shape: Sequence[int], values: Sequence[Any
 def element_count(name: str, shape: Sequence[int]) -> int:
     """Returns how many elements a shape has. Raises InvalidRequest for a negative size and more than MAX_ELEMENTS."""
     if any(not 0 <= size <= MAX_ELEMENTS for size in shape) or (count := math.prod(shape)) > MAX_ELEMENTS:
-        raise InvalidRequest(f"at most {MAX_ELEMENTS} elements", param=f"inputs[{name[:100]}].shape")
+        param = f"inputs[{name[:100]}].shape"
+        raise InvalidRequest(f"'{param}': sizes of at least 0 and at most {MAX_ELEMENTS} elements", param=param)
     return count
 
 

@@ -114,6 +114,7 @@ async def test_wrong_lengths_of_binary_data_are_refused(client: httpx.AsyncClien
 
     for size, length, raw in ((5, "", b"\1\0\0\0"), (4, "", b"\0" * 9), (-1, "", b""), ("4", "", b""), (0, "x", b"")):
         assert (await infer(size, length, raw)).status_code == 400
+    assert "'inputs[text_input].parameters.binary_data_size': must be" in (await infer("4", "", b"")).json()["error"]
     assert "Content-Length is 9999" in (await infer(0, "9999", b"")).json()["error"]
 
 
