@@ -42,6 +42,9 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._clients)
 
+    def has_several_tenants(self) -> bool:
+        return len({client.tenant for client in self._clients.values()}) > 1
+
     def named(self, name: str) -> Client | None:
         """Returns the client whose key has this name, if any. Without any keys, returns ANONYMOUS."""
         if not self._clients:

@@ -89,7 +89,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
     front = bind(config.host, config.port)
     settings = _settings(config, name, keys, "api" if apart else "all", front)
-    store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
+    store = _store(config, keys)
     responses = _responses(config)
     inference = ServedModel(name, settings.version)
     app = create_app(pipeline, text, settings, store, inference, responses)
@@ -176,6 +176,12 @@ def _settings(
         max_file_bytes=round(config.max_file_mib * (1 << 20)),
         strict_fields=config.strict_fields,
     )
+
+
+def _store(config: CoordinatorConfig, keys: ApiKeys) -> BatchStore | None:
+    max_bytes = round(config.max_data_mib * (1 << 20))
+    several = keys.has_several_tenants()
+    return BatchStore(config.data_dir, max_bytes, several_tenants=several) if config.data_dir else None
 
 
 def _responses(config: CoordinatorConfig) -> Responses:

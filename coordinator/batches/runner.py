@@ -17,15 +17,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from baton.core.codes import ErrorCode
-from baton.core.errors import NotFound, Unavailable
+from baton.core.errors import NotFound
 from coordinator.api_keys import MAX_PRIORITY
-from coordinator.batches.store import FLAG, MAX_UNFINISHED, WINDOW_S, BatchStore, Line, read_line, read_lines
-from coordinator.child import Child, start_child
+from coordinator.batches.store import FLAG, MAX_UNFINISHED, WINDOW_S, BatchStore, Line
+from coordinator.batches.validation import Validator
 from coordinator.disk import DiskThread, StorageFailed
 from coordinator.policy.expiry import Expiry
 from coordinator.policy.quotas import Client
@@ -34,11 +33,6 @@ log = logging.getLogger("baton.batches")
 CONTENT = "files and batches"
 MAX_RUNNING = 32
 MAX_BATCHES = 16
-MAX_LINES = 50_000
-MAX_ERRORS = 20
-INLINE_BYTES = 64 * 1024
-"""A longer line is parsed in a child process: a JSON parser holds the GIL, on a thread too (0.2 s for 4 MiB)."""
-PARSE_S = 20.0
 RETRIES_S = 0.5, 30.0
 """Initial and maximum pause in seconds between two tries of a line; the pause doubles with each try."""
 RETRIED = (408, 429, 500, 502, 503)
@@ -63,17 +57,16 @@ Ask = Callable[[str, bytes, Client], Awaitable[Answer]]
 
 
 class BatchRunner:
-    """Complete state: the store and its thread, the child that parses long lines (started by the first one), the event
-    that wakes the loop, the task of each batch, when each expires, and the semaphore of running requests. `client_of`
-    returns the client of a key by its name, None if that key no longer exists."""
+    """Complete state: the store and its thread, the validation of input files, the event that wakes the loop, the task
+    of each batch, when each expires, and the semaphore of running requests. `client_of` returns the client of a key by
+    its name, None if that key no longer exists."""
 
     def __init__(
         self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None], *, strict_fields: bool = False
     ) -> None:
-        self._store, self._ask, self._client_of, self._strict = store, ask, client_of, strict_fields
+        self._store, self._ask, self._client_of = store, ask, client_of
         self._disk = DiskThread(FLAG, CONTENT)
-        self._child = Child(lambda: start_child())
-        self._closing = False
+        self._validator = Validator(store, self._disk, strict_fields=strict_fields)
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._expiry = Expiry(WINDOW_S)
@@ -125,10 +118,8 @@ class BatchRunner:
 
     def close(self) -> None:
         """Called after `run` has ended. The next coordinator restarts a validation that this interrupts."""
-        self._closing = True
-        self._child.close()  # the store's thread may wait for it
+        self._validator.close()
         self._disk.close(drop_pending=True)
-        self._child.close()  # that thread may just have started another one
         self._store.close()
 
     async def _guarded(self, batch: dict[str, Any]) -> None:
@@ -158,7 +149,7 @@ class BatchRunner:
         elif client is None:
             await self._fail(batch_id, "invalid_api_key", "the API key that created the batch no longer exists")
             return
-        elif batch["status"] == "validating" and not await self._disk.retry(self._validate, batch):
+        elif batch["status"] == "validating" and not await self._validator.validate(batch):
             self._expiry.forget(batch_id)
             return
         elif batch["status"] != "finalizing":
@@ -167,43 +158,6 @@ class BatchRunner:
             await self._disk.retry(store.set_status, batch_id, "finalizing")
         await self._end(batch_id, status)
         log.info("%s %s", batch_id, status)
-
-    def _validate(self, batch: dict[str, Any]) -> bool:
-        """Validates the input file, on the store's thread. Returns whether the batch can proceed."""
-        store, batch_id, errors = self._store, batch["id"], list[dict[str, Any]]()
-        path = store.content(batch["owner"], batch["input_file_id"])
-
-        def lines() -> Any:
-            for found in read_lines(path, batch_id, batch["endpoint"], MAX_LINES, self._read_line):
-                if isinstance(found, Line):
-                    yield found
-                elif len(errors) < MAX_ERRORS:
-                    errors.append(found)
-
-        store.begin(batch_id, lines())
-        if not errors and not store.open_lines(batch_id, 0, 1):
-            errors.append({"code": "empty_file", "line": None, "message": "the file has no requests", "param": None})
-        if errors:
-            store.begin(batch_id, ())
-            store.set_status(batch_id, "failed", errors)
-        return not errors
-
-    def _read_line(self, text: bytes, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
-        """Calls `read_line` on the store's thread, or in the child for a long line.
-
-        Raises:
-            Unavailable: the child died, or did not reply within `PARSE_S`; or the coordinator is shutting down.
-        """
-        if len(text) <= INLINE_BYTES:
-            return read_line(text, number, batch_id, endpoint, self._strict)
-        if self._closing:
-            raise Unavailable("the coordinator is shutting down")
-        child = self._child.started()
-        try:
-            return child.submit(read_line, text, number, batch_id, endpoint, self._strict).result(PARSE_S)
-        except (BrokenProcessPool, TimeoutError):
-            self._child.close()  # the next long line starts another one
-            raise Unavailable(f"line {number}: the process that parses long lines crashed or timed out") from None
 
     async def _answer_all(self, batch_id: str, batch: dict[str, Any], client: Client) -> str:
         """Runs every line that has no response; returns the batch's final status."""

@@ -7,7 +7,7 @@
 Rows belong to an owner (the tenant of an API key), and other owners cannot see them. Every method blocks on the disk,
 so all of them are called on one dedicated thread (`BatchRunner`). A transaction covers one step of a batch, so a
 restarted coordinator resumes where the last one stopped: lines with a response are not run again. `max_bytes` limits
-files and database together, but responses of a batch that has begun are always stored.
+files and database together and each owner's share of it, but responses of a batch that has begun are always stored.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from coordinator.disk import create_private, reason_of
 from coordinator.openai.fields import as_header
 from coordinator.openai.json_body import parse_object
 from coordinator.openai.unknown_fields import IgnoredFields
+from coordinator.policy.storage_share import room
 
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
@@ -42,6 +43,11 @@ BUSY_S = 30.0
 MAX_LINE_BYTES = 4 << 20  # the default limit of a request body
 _FINAL = "completed", "failed", "expired", "cancelled"
 _UNFINISHED = f"status not in {_FINAL}"
+_ADDED_COLUMNS = (
+    ("lines", "ignored", "text not null default ''"),
+    ("batches", "input_bytes", "integer not null default 0"),
+)
+"""Columns that a database of an earlier version lacks."""
 _SCHEMA = f"""
 create table if not exists files (
     id text primary key, owner text not null, created_at integer not null, bytes integer not null,
@@ -50,7 +56,8 @@ create table if not exists batches (
     id text primary key, owner text not null, key text not null, created_at integer not null,
     endpoint text not null, input_file_id text not null, metadata text not null, status text not null,
     total integer not null default 0, completed integer not null default 0, failed integer not null default 0,
-    output_file_id text, error_file_id text, errors text, stamps text not null default '{{}}');
+    output_file_id text, error_file_id text, errors text, stamps text not null default '{{}}',
+    input_bytes integer not null default 0);
 create table if not exists lines (
     batch text not null, number integer not null, custom_id text not null, body blob not null,
     status integer, request_id text, answer blob, ignored text not null default '',
@@ -80,9 +87,13 @@ _LINE = frozenset({"custom_id", "method", "url", "body"})
 class BatchStore:
     """Complete state: the contents of its directory, and the lock on it."""
 
-    def __init__(self, directory: str, max_bytes: int) -> None:
-        """Raises StartupError: the directory cannot be used, or another process uses it."""
-        self._max_bytes = max_bytes
+    def __init__(self, directory: str, max_bytes: int, *, several_tenants: bool = False) -> None:
+        """With several tenants, each may store half of what the others leave of `max_bytes`.
+
+        Raises:
+            StartupError: the directory cannot be used, or another process uses it.
+        """
+        self._max_bytes, self._several_tenants = max_bytes, several_tenants
         root = Path(directory).expanduser()
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -94,10 +105,9 @@ class BatchStore:
             self._db = sqlite3.connect(root / "baton.db", check_same_thread=False, isolation_level=None)
             self._db.executescript("pragma journal_mode=wal; pragma synchronous=normal; pragma busy_timeout=5000;")
             self._db.executescript(_SCHEMA)
-            if not any(
-                row[1] == "ignored" for row in self._db.execute("pragma table_info(lines)")
-            ):  # of an earlier version
-                self._db.execute("alter table lines add column ignored text not null default ''")
+            for table, column, kind in _ADDED_COLUMNS:
+                if not any(row[1] == column for row in self._db.execute(f"pragma table_info({table})")):
+                    self._db.execute(f"alter table {table} add column {column} {kind}")
         except BlockingIOError:
             os.close(self._lock)
             raise StartupError(f"{FLAG} {directory}: in use by another coordinator") from None
@@ -116,25 +126,33 @@ class BatchStore:
 
     # Files.
 
-    def new_part(self, declared_bytes: int) -> Path:
+    def new_part(self, owner: str, declared_bytes: int) -> Path:
         """Returns the path to which the content of a new file is to be written.
 
         Raises:
-            QuotaExceeded: with it, all files together would exceed `max_bytes`.
+            QuotaExceeded: with it, all files together would exceed `max_bytes`, or the owner's its share.
         """
-        self._check_room(declared_bytes)
+        self._check_room(owner, declared_bytes)
         return self._files / f"{secrets.token_hex(8)}.part"
 
-    def _check_room(self, more: int) -> None:
-        """Raises QuotaExceeded. Free pages of the database are reused, so they do not count."""
-        held = self._db.execute("select coalesce(sum(bytes), 0) from files").fetchone()[0]
+    def _check_room(self, owner: str, more: int) -> None:
+        """Raises QuotaExceeded. Free pages of the database are reused, so they do not count. Lines of a batch that has
+        not ended count against its owner with the size of their file."""
+        query = "select coalesce(sum(bytes), 0), coalesce(sum(bytes) filter (where owner = ?), 0) from files"
+        held, own = self._db.execute(query, (owner,)).fetchone()
+        query = f"select coalesce(sum(input_bytes), 0) from batches where owner = ? and {_UNFINISHED}"
+        own += self._db.execute(query, (owner,)).fetchone()[0]
         size, count, free = (
             self._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
         )
-        if held + size * (count - free) + more > self._max_bytes:
-            raise QuotaExceeded(
-                f"files are limited to {self._max_bytes} bytes in total: delete some", code="storage_full"
-            )
+        held += size * (count - free)
+        if held + more > self._max_bytes:
+            message = f"files are limited to {self._max_bytes} bytes in total: delete some"
+            raise QuotaExceeded(message, code="storage_full")
+        left = room(self._max_bytes, own, max(0, held - own))
+        if self._several_tenants and more > left:
+            message = f"your share of the storage, half of what other tenants leave, has room for {max(0, left)} bytes"
+            raise QuotaExceeded(f"{message}: delete some files", code="storage_full")
 
     def add_file(self, owner: str, part: Path, filename: str, purpose: str) -> dict[str, Any]:
         """Moves content that was written to `part` into the store; returns the file object of OpenAI's API.
@@ -142,7 +160,7 @@ class BatchStore:
         Raises:
             QuotaExceeded: the file does not fit after all.
         """
-        self._check_room(part.stat().st_size)  # it may not have been declared, and others were added meanwhile
+        self._check_room(owner, part.stat().st_size)  # it may not have been declared, and others were added meanwhile
         with self._transaction():  # a file without a row would occupy space unnoticed
             file_id = self._insert_file(owner, part, filename, purpose)
         return self.file(owner, file_id)
@@ -197,12 +215,12 @@ class BatchStore:
             raise NotFound("the file's purpose is not 'batch'", code="file_not_found", param="input_file_id")
         self._check_unfinished(owner)
         kept = orjson.dumps(metadata).decode()
-        self._check_room(file["bytes"] + len(kept))
+        self._check_room(owner, file["bytes"] + len(kept))
         batch_id, now = f"batch_{secrets.token_hex(12)}", int(time.time())
         self._db.execute(
-            "insert into batches (id, owner, key, created_at, endpoint, input_file_id, metadata, status)"
-            " values (?, ?, ?, ?, ?, ?, ?, 'validating')",
-            (batch_id, owner, key, now, endpoint, input_file_id, kept),
+            "insert into batches (id, owner, key, created_at, endpoint, input_file_id, metadata, status,"
+            " input_bytes) values (?, ?, ?, ?, ?, ?, ?, 'validating', ?)",
+            (batch_id, owner, key, now, endpoint, input_file_id, kept, file["bytes"]),
         )
         return self.batch(owner, batch_id)
 
@@ -256,20 +274,38 @@ class BatchStore:
             (status, orjson.dumps(stamps).decode(), orjson.dumps(errors).decode() if errors else None, batch_id),
         )
 
-    def begin(self, batch_id: str, lines: Iterable[Line]) -> None:
-        """Stores the lines of a batch and sets it in progress, unless it was cancelled meanwhile."""
+    def drop_lines(self, batch_id: str) -> None:
+        self._db.execute("delete from lines where batch = ?", (batch_id,))
+
+    def add_lines(self, batch_id: str, lines: Iterable[Line]) -> bool:
+        """Stores lines of a batch that is being validated. Returns False if it was cancelled meanwhile."""
         with self._transaction():
-            self._db.execute("delete from lines where batch = ?", (batch_id,))
+            if not self._is_validating(batch_id):
+                return False
             rows = ((line.batch, line.number, line.custom_id, line.body, line.ignored) for line in lines)
             names = "batch, number, custom_id, body, ignored"
-            self._db.executemany(f"insert into lines ({names}) values (?, ?, ?, ?, ?)", rows)
+            self._db.executemany(f"insert or replace into lines ({names}) values (?, ?, ?, ?, ?)", rows)
+        return True
+
+    def begin(self, batch_id: str) -> None:
+        """Sets a batch whose lines are stored in progress, unless it was cancelled meanwhile."""
+        with self._transaction():
             self._db.execute(
                 "update batches set total = (select count(*) from lines where batch = ?) where id = ?",
                 (batch_id, batch_id),
             )
-            status = self._db.execute("select status from batches where id = ?", (batch_id,)).fetchone()[0]
-            if status == "validating":
+            if self._is_validating(batch_id):
                 self.set_status(batch_id, "in_progress")
+
+    def reject(self, batch_id: str, errors: list[dict[str, Any]]) -> None:
+        """Drops the lines of a batch whose input file is invalid, and fails it."""
+        with self._transaction():
+            self.drop_lines(batch_id)
+            self.set_status(batch_id, "failed", errors)
+
+    def _is_validating(self, batch_id: str) -> bool:
+        row = self._db.execute("select status from batches where id = ?", (batch_id,)).fetchone()
+        return bool(row["status"] == "validating")
 
     def open_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
         """Returns lines without a response after number `after`, in order."""
@@ -347,8 +383,11 @@ class BatchStore:
             yield
 
 
-def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLine) -> Iterator[Line | dict[str, Any]]:
-    """Yields the requests of an input file, and an error object of OpenAI's API for each invalid line."""
+def read_lines(
+    path: Path, batch_id: str, endpoint: str, most: int, read: ReadLine
+) -> Iterator[Line | dict[str, Any] | None]:
+    """Yields the requests of an input file, an error object of OpenAI's API for each invalid line, and None for each
+    empty one."""
     seen: set[str] = set()
     with path.open("rb") as file:
         number = 0
@@ -360,6 +399,7 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLi
                     text = file.readline(MAX_LINE_BYTES)
                 continue
             if not text.strip():
+                yield None
                 continue
             if len(seen) >= most:
                 yield _error(number, "too_many_lines", f"the file has more than {most} requests", None)

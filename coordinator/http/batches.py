@@ -125,7 +125,8 @@ class BatchRoutes:
             return await self._upload(request, size)
 
     async def _upload(self, request: Request, size: int) -> Response:
-        part = await self.runner.on_disk(self._store.new_part, size)
+        owner = request.scope[CLIENT].tenant
+        part = await self.runner.on_disk(self._store.new_part, owner, size)
         try:
             try:
                 async with asyncio.timeout(UPLOAD_S):
@@ -136,7 +137,6 @@ class BatchRoutes:
             except OSError as error:
                 raise self.runner.storage_failed(error) from None
             self._name_ignored(request, ignored)
-            owner = request.scope[CLIENT].tenant
             return json_response(await self.runner.on_disk(self._store.add_file, owner, part, filename, purpose))
         finally:
             part.unlink(missing_ok=True)

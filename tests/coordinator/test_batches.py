@@ -28,6 +28,7 @@ from coordinator import disk
 from coordinator.api_keys import read_api_keys
 from coordinator.batches import runner as batch_runner
 from coordinator.batches import store as batch_store
+from coordinator.batches import validation as batch_validation
 from coordinator.batches.runner import BatchRunner
 from coordinator.batches.store import BatchStore, Line
 from coordinator.child import kill_child, start_child
@@ -79,7 +80,9 @@ class Echo(FakeGenerator):
 async def served(
     directory: Path, generator: Echo, text_model: TextModel, **more: Any
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, FastAPI]]:
-    store = BatchStore(str(directory), more.pop("max_bytes", 1 << 20))
+    keys = more.get("api_keys")
+    several = bool(keys and keys.has_several_tenants())
+    store = BatchStore(str(directory), more.pop("max_bytes", 1 << 20), several_tenants=several)
     app = create_app(generator, text_model, HttpSettings("tiny", **more), store)
     runs = asyncio.create_task(app.state.batches.run())
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
@@ -130,7 +133,7 @@ async def until_completed(client: openai.AsyncOpenAI, batch_id: str, lines: int)
 
 def store_file(store: BatchStore, content: bytes = b"x", owner: str = "", name: str = "f") -> dict[str, Any]:
     """Adds an uploaded file to the store and returns its description."""
-    part = store.new_part(len(content))
+    part = store.new_part(owner, len(content))
     part.write_bytes(content)
     return store.add_file(owner, part, name, "batch")
 
@@ -222,7 +225,9 @@ async def test_ignored_fields_are_named_in_the_response_of_their_line(tmp_path: 
     """Also those of the line itself, of a batch and of an upload; a database of an earlier version has no column."""
     (tmp_path / "files").mkdir()
     old = sqlite3.connect(tmp_path / "baton.db")
-    old.executescript(batch_store._SCHEMA.replace(" ignored text not null default '',", ""))
+    schema = batch_store._SCHEMA.replace(" ignored text not null default '',", "")
+    old.executescript(schema.replace(",\n    input_bytes integer not null default 0", ""))
+    assert "input_bytes" not in [row[1] for row in old.execute("pragma table_info(batches)")]
     assert "ignored" not in [row[1] for row in old.execute("pragma table_info(lines)")]
     old.close()
     generator = Echo()
@@ -462,7 +467,8 @@ async def test_a_batch_cancelled_before_it_begins_stays_cancelled(tmp_path: Path
     store = BatchStore(str(tmp_path), 1 << 20)
     batch = store.add_batch("", "", COMPLETIONS, store_file(store)["id"], {})
     store.cancel("", batch["id"])
-    store.begin(batch["id"], [Line(batch["id"], 1, "a", b"{}")])
+    assert not store.add_lines(batch["id"], [Line(batch["id"], 1, "a", b"{}")])
+    store.begin(batch["id"])
     assert store.batch("", batch["id"])["status"] == "cancelling"
     store.end(batch["id"], "cancelled")
     assert store.batch("", batch["id"])["status"] == "cancelled" and store.unfinished() == []
@@ -695,7 +701,7 @@ def test_a_failed_add_leaves_neither_a_file_nor_a_row(tmp_path: Path) -> None:
     assert store_file(store, name="a\ud800b")["filename"] == "a?b"
     with pytest.raises(FileNotFoundError):
         store.add_file("", tmp_path / "files" / "none.part", "f", "batch")
-    gone = store.new_part(1)
+    gone = store.new_part("", 1)
     gone.write_bytes(b"x")
     with pytest.raises(sqlite3.Error):
         store.add_file("", gone, "f", None)  # type: ignore[arg-type]
@@ -852,8 +858,8 @@ async def test_a_long_line_is_parsed_in_a_child_process(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parsing lists of 4 MiB holds the GIL for 0.2 s, on the store's thread too."""
-    assert batch_runner.INLINE_BYTES == 64 * 1024
-    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    assert batch_validation.INLINE_BYTES == 64 * 1024
+    monkeypatch.setattr(batch_validation, "INLINE_BYTES", 1000)
     here, children = list[int](), list[Executor]()
 
     def parse_here(text: bytes) -> Any:
@@ -865,7 +871,7 @@ async def test_a_long_line_is_parsed_in_a_child_process(
         return children[-1]
 
     monkeypatch.setattr(batch_store, "parse_object", parse_here)
-    monkeypatch.setattr(batch_runner, "start_child", start)
+    monkeypatch.setattr(batch_validation, "start_child", start)
     before = multiprocessing.active_children()
     async with served(tmp_path, Echo(), text_model) as (client, _):
         batch = await ended(client, (await submit(client, line("a"), padded(line("b")), padded(line("c")))).id)
@@ -891,11 +897,11 @@ async def test_a_parser_process_that_exits_or_hangs_fails_only_one_batch(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch, prepare: Any, value: int, parse_s: float
 ) -> None:
     before = multiprocessing.active_children()
-    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    monkeypatch.setattr(batch_validation, "INLINE_BYTES", 1000)
     async with served(tmp_path, Echo(), text_model) as (client, _):
         with monkeypatch.context() as broken:
-            broken.setattr(batch_runner, "start_child", lambda: start_child(prepare, value))
-            broken.setattr(batch_runner, "PARSE_S", parse_s)
+            broken.setattr(batch_validation, "start_child", lambda: start_child(prepare, value))
+            broken.setattr(batch_validation, "PARSE_S", parse_s)
             batch = await ended(client, (await submit(client, line("a"), padded(line("b")))).id)
         assert batch.status == "failed" and batch.errors.data[0].code == "internal_error"
         await until_children_exit(before)
@@ -908,20 +914,20 @@ async def test_shutdown_does_not_wait_for_a_line_that_is_being_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next coordinator validates the batch again."""
-    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
-    monkeypatch.setattr(batch_runner, "PARSE_S", 1000)
+    monkeypatch.setattr(batch_validation, "INLINE_BYTES", 1000)
+    monkeypatch.setattr(batch_validation, "PARSE_S", 1000)
     children = list[Executor]()
 
     def start() -> Executor:
         children.append(start_child(time.sleep, 1000))
         return children[-1]
 
-    monkeypatch.setattr(batch_runner, "start_child", start)
+    monkeypatch.setattr(batch_validation, "start_child", start)
     before = multiprocessing.active_children()
     store = BatchStore(str(tmp_path), 1 << 20)
     store.add_batch("", "", COMPLETIONS, store_file(store, jsonl(line("a"), padded(line("b"))))["id"], {})
     runner = BatchRunner(store, partial(http_batches.ask, FastAPI()), lambda _: None)
-    checked = runner._disk._thread.submit(runner._validate, store.unfinished()[0])
+    checked = asyncio.create_task(runner._validator.validate(store.unfinished()[0]))
     async with asyncio.timeout(30):
         while not set(multiprocessing.active_children()) - set(before):
             await asyncio.sleep(0.01)
@@ -931,7 +937,7 @@ async def test_shutdown_does_not_wait_for_a_line_that_is_being_parsed(
     finally:
         kill_child(children[0])
     with pytest.raises(Unavailable):
-        checked.result()
+        await checked
     await until_children_exit(before)
     store = BatchStore(str(tmp_path), 1 << 20)
     (batch,) = store.unfinished()

@@ -207,7 +207,9 @@ def test_calls_of_the_runner_may_be_repeated(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1 << 20)
     batch_id = store.add_batch("", "", COMPLETIONS, store_file(store)["id"], {})["id"]
     one = Line(batch_id, 1, "a", b"{}")
-    store.begin(batch_id, [one])
+    for _ in range(2):
+        assert store.add_lines(batch_id, [one])
+    store.begin(batch_id)
     for _ in range(2):
         store.answered(one, 200, "id", b"{}")
     assert store.batch("", batch_id)["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
