@@ -44,6 +44,7 @@ _READ_BYTES = 1 << 20
 BATCH_BYTES = 64 << 10  # of requests at a time
 _NUMBERS = itertools.count()
 _ENDED = "the sequence has ended"
+_STARTER_DIED = "the process that starts others for grammars died"
 
 
 @dataclass(eq=False)
@@ -78,59 +79,81 @@ class _Died(Exception):
 
 
 class _Starter:
-    """The process that forks the others. State: it, and the socket to it; or why it cannot be used."""
+    """The process that forks the others. State: it, the socket to it, whether it is ready, why it cannot be used, and
+    whether this object was closed."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self._command = [str(directory), str(vocab_size)]
+        self._command = [sys.executable, "-m", "baton.grammar_process", str(directory), str(vocab_size)]
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._ready = False
+        self._reason = ""
+        self._closed = False
 
     def start(self) -> None:
         """Starts the process, without waiting until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, theirs:
+        with theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
-            command = [sys.executable, "-m", "baton.grammar_process", *self._command, str(theirs.fileno())]
-            self._process = subprocess.Popen(
+            command = [*self._command, str(theirs.fileno())]
+            ours.settimeout(START_S)
+            self._control, self._ready = ours, False
+            self.process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
             )
-            self._control, self._ready = ours.dup(), False
-            self._control.settimeout(START_S)
 
     def fork(self) -> tuple[socket.socket, int]:
         """Returns the socket to a new process, and its pidfd.
 
         Raises:
             GrammarError: the tokenizer cannot be used.
-            OSError: the process cannot be started.
+            OSError: no process can be started.
         """
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self.close()
-                self.start()
-            if self._control is None:
-                raise OSError("the process was closed")
+            try:
+                return self._fork()
+            except OSError:  # it may have been killed: another one is started, once
+                self._end()
+                return self._fork()
+
+    def _fork(self) -> tuple[socket.socket, int]:
+        if self._reason:
+            raise GrammarError(self._reason)
+        if self._closed:
+            raise OSError("the processes for grammars were closed")
+        if self._control is None:
+            self.start()
+        control = self._control
+        if control is None:
+            raise OSError(_STARTER_DIED)
+        if not self._ready:
+            message = control.recv(1 << 16)
+            self._ready = message == READY
+            if not message:
+                raise OSError(_STARTER_DIED)
             if not self._ready:
-                message = self._control.recv(1 << 16)
-                if message and message != READY:
-                    raise GrammarError(message.decode())
-                if not message:
-                    raise OSError("the process that starts others for grammars died")
-                self._ready = True
-            ours, theirs = socket.socketpair()
+                self._reason = message.decode()
+                raise GrammarError(self._reason)
+        ours, theirs = socket.socketpair()
+        try:
             with theirs:
-                socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
-            pid = int(self._control.recv(16) or b"0")
+                socket.send_fds(control, [b"fork"], [theirs.fileno()])
+            pid = int(control.recv(16) or b"0")
             if not pid:
-                ours.close()
-                raise OSError("the process that starts others for grammars died")
+                raise OSError(_STARTER_DIED)
             return ours, os.pidfd_open(pid)
+        except OSError:
+            ours.close()
+            raise
 
     def close(self) -> None:
-        """Ends the process and those that it started."""
-        process, control, self._process, self._control = self._process, self._control, None, None
+        """Ends the process and those that it started, for good."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
+        process, control, self.process, self._control = self.process, self._control, None, None
         if control is not None:
             control.close()
         if process is not None:
@@ -198,10 +221,15 @@ class _State:
         with self.changed:
             place = job.automaton.place
             self.queue.add(job.automaton.client, job, place[0] if place is not None else None)
-            if not self.idle and self.threads < PROCESSES:
-                threading.Thread(target=self._run, args=(self.threads,), name="grammar", daemon=True).start()
-                self.threads += 1
+            self._start_thread()
             self.changed.notify_all()
+
+    def _start_thread(self) -> None:
+        """Starts another thread if masks wait and no thread does. A waiting thread that was notified may take another
+        mask than the one it was notified of, so this is called then, too."""
+        if len(self.queue) and not self.idle and self.threads < PROCESSES:
+            threading.Thread(target=self._run, args=(self.threads,), name="grammar", daemon=True).start()
+            self.threads += 1
 
     def forget(self, automaton: Automaton) -> None:
         """Frees an automaton; kills its process if that is computing an overdue mask for it. It may interrupt any code
@@ -240,7 +268,7 @@ class _State:
                 _fail(left, error)
             except Exception as error:
                 if not self.closed:
-                    log.exception("masks cannot be computed")
+                    log.error("masks cannot be computed: %s", error, exc_info=not isinstance(error, OSError))
                 _fail(left, GrammarTooComplex(f"its masks could not be computed: {error}"))
             with self.changed:
                 self.queue.ended(slot, time.monotonic() - began)
@@ -254,6 +282,7 @@ class _State:
         with self.changed:
             while not self.closed:
                 if jobs := self.queue.begin(slot, time.monotonic()):
+                    self._start_thread()
                     return jobs
                 self.idle += 1
                 self.changed.wait(OVERDUE_S if len(self.queue) else None)

@@ -384,11 +384,12 @@ def test_end_token_of_a_grammar_ends_a_request_before_min_tokens() -> None:
 def test_failed_automaton_is_rebuilt(tokenizer: LLTokenizer, processes: MaskProcesses) -> None:
     """A draft model may propose tokens that the grammar never allows."""
     tables, a, z = seen_tables(processes), tokenizer.tokenize_str("a")[0], tokenizer.tokenize_str("z")[0]
-    draw = draw_of()
+    draw, died = draw_of(), processes.died
     for output, fails in (((a,), False), ((z,), True), ((a,), False), ((a, a), False)):
         moved = Draw(draw.sampling, 0, len(output), History((5,), output, (END,)), (), SequenceId("r"))
         process(torch.zeros(1, VOCAB), [moved], tables)
         assert bool(tables.grammars.take_unsampled()) is fails
+    assert processes.died == died
 
 
 def test_tokenizers_without_a_known_end_of_sequence_are_usable(tmp_path: Path) -> None:

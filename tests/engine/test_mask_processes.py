@@ -26,6 +26,7 @@ from baton.engine.grammar_automaton import (
     load_tokenizer,
 )
 from baton.engine.mask_processes import Automaton, MaskJob, MaskProcesses
+from baton.engine.mask_queue import BATCH
 from baton.model_source import builtin_directory
 from tests.engine.test_grammars import LETTERS, hostile
 
@@ -33,7 +34,7 @@ VOCAB, END = 4096, 1
 WAIT_S = 120.0
 AMBIGUOUS = 'start: s\ns: "z" | ' + " | ".join(f"r{i}" for i in range(100)) + "\n"
 AMBIGUOUS += "\n".join(f'r{i}: "q" s' for i in range(100))
-"""After n times q, one z completes all rules at all n places: a single row of llguidance's parser, and so without end
+"""After n times q, one z completes all rules at all n places: a single row of llguidance's parser, 87 s for 600 of them
 under any of its limits."""
 
 
@@ -98,13 +99,27 @@ def test_masks_of_a_tenant_are_computed_while_those_of_another_are_overdue(
     processes: MaskProcesses, tokenizer: LLTokenizer
 ) -> None:
     ended: list[str] = []
+    begun = ids(tokenizer, "q") * 600
     for _ in range(6):
-        attack = ask(processes, Automaton(AMBIGUOUS, "attacker"), ids(tokenizer, "q") * 300, cpu_s=600.0)
+        attack = ask(processes, Automaton(AMBIGUOUS, "attacker"), begun, cpu_s=600.0)
         attack.add_done_callback(lambda _: ended.append("attacker"))
     for number in range(8):
         ask(processes, Automaton(LETTERS, f"tenant {number}")).result(WAIT_S)
         ended.append("tenant")
     assert ended[:8] == ["tenant"] * 8
+
+
+def test_mask_is_not_left_when_the_notified_thread_takes_another(
+    processes: MaskProcesses, tokenizer: LLTokenizer
+) -> None:
+    """The only idle thread takes the attacker's second mask: no submission follows that would start a thread."""
+    ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+    begun = ids(tokenizer, "q") * 600
+    with processes._state.changed:  # no thread takes one before all are submitted
+        attacks = [ask(processes, Automaton(AMBIGUOUS, "attacker"), begun, cpu_s=600.0) for _ in range(2 * BATCH)]
+        other = ask(processes, Automaton(LETTERS, "other"))
+    other.result(WAIT_S)
+    assert not any(attack.done() for attack in attacks)
 
 
 def test_overdue_mask_of_a_sequence_that_ended_is_not_finished(
@@ -148,26 +163,41 @@ def test_automata_are_built_again_when_a_process_was_killed_while_idle(
 
 def test_the_process_that_starts_others_is_started_again(processes: MaskProcesses) -> None:
     ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
-    starter = processes._state.starter._process
+    starter = processes._state.starter.process
     assert starter is not None
-    starter.kill()
-    starter.wait()
+    starter.kill()  # not waited for: its end is seen on its socket
+    processes._state.processes[0].kill()
     ask(processes, Automaton(LETTERS, "b")).result(WAIT_S)
-    assert processes._state.starter._process is not starter
+    assert processes._state.starter.process is not starter
+
+
+def test_processes_that_cannot_be_started_end_requests_with_one_line(
+    processes: MaskProcesses, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes._state.starter._command = ["/bin/false"]
+    with pytest.raises(GrammarTooComplex, match=r"could not be computed: .* died"):
+        ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+    (record,) = caplog.records
+    assert "masks cannot be computed" in record.getMessage() and not record.exc_info
 
 
 def test_unusable_tokenizer_is_the_reason(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     processes = MaskProcesses(tmp_path, VOCAB)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="this tokenizer"):
+            ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+    first = processes._state.starter.process
     with pytest.raises(GrammarError, match="this tokenizer"):
         ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+    assert processes._state.starter.process is first, "it is not started again and again"
     processes.close()
 
 
 def test_processes_end_with_their_owner() -> None:
     processes = MaskProcesses(builtin_directory("target"), VOCAB)
     ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
-    starter = processes._state.starter._process
+    starter = processes._state.starter.process
     child = os.dup(processes._state.processes[0]._pidfd)
     owner = weakref.ref(processes)
     del processes

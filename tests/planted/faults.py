@@ -427,6 +427,7 @@ FAULTS = (
     Fault("baton/grammar_process.py", "signal.ITIMER_PROF, request.cpu_s", "signal.ITIMER_PROF, 90.0", T_MASKS),
     Fault("baton/engine/mask_processes.py", "            automaton.place = None\n", "", T_GRAMMARS),
     Fault("baton/engine/grammar_automaton.py", "or known[0] == full", "", T_GRAMMARS),
+    Fault("baton/engine/mask_processes.py", "                    self._start_thread()\n", "", T_MASKS),
     Fault("baton/engine/mask_queue.py", "len(turns) < MAX_RUNNING", "True", "tests/engine/test_mask_queue.py"),
     Fault(REQUESTS, " and now >= r.offer_at:", ":", T_REQUESTS),
     Fault(QUEUE, "key=self._used_s.__getitem__", "key=lambda c: 0", T_QUEUE),
