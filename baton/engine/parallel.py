@@ -39,6 +39,10 @@ LOAD_TIMEOUT_S = 600.0
 """How long a rank may be behind the others while all are loading."""
 
 _EXIT_BARRIER = "torchelastic/agent/terminal_state"
+_NCCL_GROUPS: list[Any] = []
+"""Kept until the process ends, which is by `os._exit`. torch ends a group's communicator with the last reference to the
+group, and NCCL then waits for all CUDA graphs that captured its operations (NCCL's init.cc, commDestroySync): for ever
+if the same thread would have freed them next, as at the end of a rank that drained."""
 
 
 class TPGroup:
@@ -238,7 +242,9 @@ def _nccl(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
     options = nccl.Options(is_high_priority_stream=False)
     options._timeout = timedelta(days=1)
     options.config.blocking = 1
-    return nccl(store, ranks.rank, ranks.size, options)
+    group = nccl(store, ranks.rank, ranks.size, options)
+    _NCCL_GROUPS.append(group)
+    return group
 
 
 def _options(name: str, timeout_s: float, **values: int) -> Any:

@@ -179,6 +179,36 @@ def options_of_tensor_parallel_group(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found[0]
 
 
+def test_tensor_parallel_communicator_outlives_graphs_that_captured_its_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch aborts a communicator when its group is freed, and NCCL waits there until the last graph that captured its
+    operations is freed. A rank that has drained frees its runner, the group before the graphs."""
+    freed: list[str] = []
+
+    class Nccl:
+        Options = FakeOptions
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __del__(self) -> None:
+            freed.append("communicator")
+
+    class Graph:
+        def __del__(self) -> None:
+            freed.append("graph")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(parallel, "_NCCL_GROUPS", kept := [])
+    where = (None, SimpleNamespace(rank=1, size=2), torch.device("cuda", 1), "127.0.0.1")
+    # As in a runner: attributes are freed in the order in which they were set.
+    runner: Any = SimpleNamespace(group=parallel.TPGroup(1, 2, parallel._nccl(*where), "cuda:1"), graphs=[Graph()])
+    del runner
+    assert freed == ["graph"] and len(kept) == 1
+
+
 def test_only_edge_groups_are_non_blocking_and_no_group_has_a_torch_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's watchdog sleeps with its lock held when an operation times out; a non-blocking group starts a thread
     inside NCCL for every collective."""
