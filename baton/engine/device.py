@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Literal, cast
 
 import torch
@@ -24,6 +25,24 @@ def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device
     if wanted == "cpu" or exact or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def check_triton() -> None:
+    """Makes Triton build and load what launches its kernels on a GPU, as the first launch would: a C file, compiled
+    once per machine. Raises StartupError."""
+    try:
+        from triton.runtime import driver  # only CUDA builds of torch include Triton
+
+        _ = driver.active.utils  # built at first access
+        return
+    except subprocess.CalledProcessError as error:
+        reason = f"{error.cmd[0]} ended with exit code {error.returncode}"
+    except (ImportError, RuntimeError, AssertionError, OSError) as error:
+        reason = (str(error) or repr(error)).splitlines()[0]
+    raise StartupError(
+        f"device cuda: Triton cannot launch kernels: {reason:.300}; it needs a C compiler (gcc, or CC), the headers of"
+        " this Python, libcuda.so.1 as ldconfig lists it, and a cache directory that can be written (TRITON_CACHE_DIR)"
+    )
 
 
 def gpu_uuids(wanted: str, exact: bool, local_size: int) -> list[str]:

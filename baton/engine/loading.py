@@ -24,7 +24,7 @@ from baton.core.reshard import local_layout
 from baton.core.step import History, Row, StepPlan
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.computing import build_model, how_to_compute
-from baton.engine.device import choose_device, choose_dtype
+from baton.engine.device import check_triton, choose_device, choose_dtype
 from baton.engine.grammars import Grammars
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.kv_pool import KVPool
@@ -60,6 +60,8 @@ def load_runner(
     device = choose_device(options.device, options.exact, ranks.local_rank)
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
+    if is_gpu(device):
+        check_triton()
     int8 = options.quantize == "int8"
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)

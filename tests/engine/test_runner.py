@@ -137,6 +137,45 @@ def test_cuda_without_a_gpu_is_refused(checkpoint: Callable[..., Path]) -> None:
         tiny_runner(checkpoint("llama"), device="cuda")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize("missing", ["libcuda", "compiler", "headers", "cache"])
+def test_a_gpu_on_which_triton_cannot_launch_kernels_is_refused_before_anything_is_loaded(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Triton's own driver runs up to what this machine lacks; each reason is the one that Triton gives."""
+    from triton.backends.nvidia import driver as nvidia
+    from triton.runtime import build, driver
+
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'Python.h: No such file or directory' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(nvidia.CudaDriver, "is_active", staticmethod(lambda: True))
+    for name in ("_default", "_active"):
+        monkeypatch.setattr(driver, name, None, raising=False)
+    for name, value in (("is_available", lambda: True), ("device_count", lambda: 1)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    if missing != "libcuda":
+        monkeypatch.setattr(nvidia, "library_dirs", list)
+    if missing == "compiler":
+        monkeypatch.delenv("CC")
+        monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    elif missing == "cache":
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(compiler))
+    reasons = {
+        "libcuda": "libcuda.so",
+        "compiler": "find C compiler",
+        "headers": "cc ended with exit code 1",
+        "cache": str(compiler),
+    }
+
+    with pytest.raises(
+        StartupError, match=f"^device cuda: Triton cannot launch .*{reasons[missing]}.*TRITON_CACHE_DIR"
+    ):
+        tiny_runner(checkpoint("llama"), device="cuda", exact=False)
+
+
 def test_dtype_depends_on_the_option_the_device_and_exact_mode() -> None:
     assert choose_dtype("auto", torch.device("cuda"), exact=False) == "bfloat16"
     assert choose_dtype("auto", torch.device("cpu"), exact=True) == "float32"
@@ -255,8 +294,10 @@ def test_on_a_gpu_the_largest_step_is_measured_before_the_pool_is_sized_and_warm
 
         return replace(computing, compute=compute, prepare=lambda: events.append("capture"), row_lengths=(1, 20, 70))
 
-    for name, fake in (("is_gpu", lambda _: True), ("peak_bytes", peak_bytes), ("kv_budget", budget)):
-        monkeypatch.setattr(loading, name, fake)
+    monkeypatch.setattr(loading, "is_gpu", lambda _: True)
+    monkeypatch.setattr(loading, "check_triton", lambda: None)
+    monkeypatch.setattr(loading, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(loading, "kv_budget", budget)
     monkeypatch.setattr(loading, "how_to_compute", how_to_compute)
     runner = tiny_runner(checkpoint("llama"), kernels="torch", max_num_tokens=300)
     assert events[:5] == ["capture", 300, "measured", ("budget", 3 << 20), "capture"]
