@@ -9,25 +9,17 @@ import pytest
 
 from tests.support.cluster import cluster
 from tests.support.packages import pip_install
-from tests.support.scripted import SELECTORS_ONLY, make_scripted
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 PACKAGES = ("instructor==1.17.0", "openai-agents==0.24.0", "litellm==1.110.2")
 SCRIPT = Path(__file__).parents[1] / "support" / "python_clients.py"
-SCRIPTS = {
-    "person": '<tool_call>\n{"name": "Person", "arguments": {"name": "Ada", "age": 36}}\n</tool_call>',
-    "weather": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>',
-    "json": '{"name": "Ada", "age": 36}',
-    "hello": "Hello.",
-}
 
 
 def test_python_s_clients_get_what_they_ask_for(tmp_path: Path) -> None:
     python = pip_install(tmp_path / "env", *PACKAGES)
-    model = make_scripted(tmp_path / "m", SCRIPTS, template=SELECTORS_ONLY)
-    with cluster(model, dtype="float32", served_model_name="scripted") as running:
+    with cluster("builtin", exact=True) as running:
         ran = subprocess.run(
-            [python, SCRIPT, f"{running.url}/v1", "scripted"], capture_output=True, text=True, timeout=200
+            [python, SCRIPT, f"{running.url}/v1", "builtin"], capture_output=True, text=True, timeout=200
         )
         assert ran.returncode == 0, ran.stdout + ran.stderr[-3000:]
         assert ran.stdout.split() == ["ok", "instructor", "ok", "agents", "ok", "litellm"]
