@@ -388,7 +388,10 @@ def until_back(url: str, coordinator: int, before: dict[str, float]) -> tuple[di
 def run(seconds: float, directory: Path) -> Found:
     flags = ["--device", "cpu", "--port", "0", "--grpc-port", "0", "--control-port", "0", "--run-dir", str(directory)]
     log = (directory.parent / "up.log").open("wb")
-    with log, subprocess.Popen([*BATON, "up", *flags], cwd=ROOT, stdout=log, stderr=log) as cluster:
+    with (
+        log,
+        subprocess.Popen([*BATON, "up", "--model", "builtin", *flags], cwd=ROOT, stdout=log, stderr=log) as cluster,
+    ):
         try:
             url = ready_url(cluster, directory / "cluster.json")  # type: ignore[arg-type]
             known = json.loads((directory / "cluster.json").read_text())

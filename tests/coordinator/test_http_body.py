@@ -71,7 +71,6 @@ MANY_VALUES: dict[str, tuple[type[validation.Strict], dict[str, Any]]] = {
         },
     ),
     "calls": (openai_schema.ChatBody, {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 60}] * 900}),
-    "item": (ResponsesBody, {"input": [{"role": "user", "content": "x", "id": _MANY}]}),
 }
 
 
