@@ -235,14 +235,23 @@ class ControlTokens:
         core = self._replaced(self._spelled, core, self._to_mark)
         return lead + (_MARK if continues and core else "") + core + tail
 
-    def encode(self, rendered: str) -> list[int]:
+    def encode_text(self, text: str, param: str) -> list[int]:
+        """Returns the ids of a client's text, none of them a control token. Raises InvalidRequest as `encode`, and for
+        a noncharacter that is used as a mark."""
+        return self.encode(_cleaned(text, self.guard, param), param)
+
+    def encode(self, rendered: str, param: str = "messages") -> list[int]:
+        """Returns the ids of a text in which the client's parts are guarded.
+
+        Raises:
+            InvalidRequest: a control token that this tokenizer cannot encode as text.
+        """
         aliased = self._replaced(self._written, rendered, self._to_alias).replace(_MARK, "")
         ids = self._tokenizer.encode_batch_fast([aliased], add_special_tokens=False)[0].ids  # releases the GIL
         forbidden = self._forbidden
         if forbidden and not all(forbidden.isdisjoint(ids[at : at + SLICE]) for at in range(0, len(ids), SLICE)):
-            raise InvalidRequest(
-                "the messages contain a control token that this tokenizer cannot encode as text", param="messages"
-            )
+            what = f"'{param}' contains a control token that this tokenizer cannot encode as text"
+            raise InvalidRequest(what, param=param)
         ids_of = self._ids
         return [ids_of.get(i, i) for i in ids]
 

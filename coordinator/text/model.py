@@ -8,7 +8,8 @@ How special tokens in text are read:
 - chat: a client's text never becomes a control token (see chat.py);
 - a plain completion prompt is read as in `tokenizers` and transformers: text that spells a special token becomes that
   token. The client may send any token ids anyway, and users of this endpoint write templates by hand. The tokenizer
-  adds BOS by its own rule, but a text that already begins with BOS gets no second one.
+  adds BOS by its own rule, but a text that already begins with BOS gets no second one;
+- the texts before and after a gap to fill: as in a chat (see infill.py).
 
 Sampling defaults are generation_config's temperature, top_p, top_k, min_p and repetition_penalty, else 1, 1 and off.
 `do_sample` is ignored: a server's client expects sampling unless it requests temperature 0.
@@ -31,7 +32,7 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupErro
 from baton.core.request import SamplingParams
 from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, Rendering
 from coordinator.text.files import TextFiles, read_text_files
-from coordinator.text.infill import infill_tokens
+from coordinator.text.infill import infill_of
 from coordinator.text.messages import ChatMessage
 from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format
@@ -80,7 +81,7 @@ class TextModel:
             self.tool_format = "hermes"  # as generic_tools.py describes
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _marker_ids(files.tokenizer, self.tool_format, self.thinks)
-        self.infill = infill_tokens(files.tokenizer)
+        self.infill = infill_of(files.tokenizer, files.parts, byte_level=self.vocabulary.byte_level)
         self._threads = ThreadPoolExecutor(max_workers=LONG_AT_ONCE + 1, thread_name_prefix="tokenize")
         self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")  # there is one child
         self._long = {self._threads: asyncio.Semaphore(LONG_AT_ONCE), self._rendering: asyncio.Semaphore(1)}
@@ -128,19 +129,19 @@ class TextModel:
         """Returns a prompt whose output fills the gap between two texts.
 
         Raises:
-            InvalidRequest: the model has no tokens for that.
+            InvalidRequest: the model has no tokens for that, or `Infill.encode` refuses the texts.
             ContextLengthExceeded, Unavailable: as `encode_async`.
         """
-        if (tokens := self.infill) is None:
+        if (infill := self.infill) is None:
             what = "this model's tokenizer has no tokens to fill in the middle: suffix is not supported"
             raise InvalidRequest(what, code="unsupported_parameter", param="suffix")
-        before = await self.encode_async(prefix, add_special_tokens=False)
-        lead = [] if self.vocabulary.byte_level else self.encode("\n", add_special_tokens=False)
-        after = await self.encode_async("\n" + suffix if lead else suffix, add_special_tokens=False)
-        if after[: len(lead)] == lead:  # SentencePiece puts a space before a text, but not within one
-            after = after[len(lead) :]
+        size = 0
+        for param, text in (("prompt", prefix), ("suffix", suffix)):
+            size += _utf8_length(text)
+            self._check_bytes(size, param=param)
         begin = [i for i in self.encode("")[:1] if i == self.bos_token_id]
-        return [*begin, tokens.prefix, *before, tokens.suffix, *after, tokens.middle]
+        with self._waiting(size):
+            return begin + await self._in_turn(self._threads, size, partial(infill.encode, prefix, suffix))
 
     async def encode_chat_async(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """Returns the ids of a conversation, rendered by the model's template, without blocking the event loop.

@@ -24,10 +24,11 @@ FAMILIES = {
 }
 
 
-def model_of(directory: Path, tokenizer: Tokenizer, tokens: tuple[str, ...]) -> TextModel:
+def model_of(directory: Path, tokenizer: Tokenizer, tokens: tuple[str, ...], *, special: bool = True) -> TextModel:
     made = kit.renamed(tokenizer)
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-    return TextModel.load(text_dir(directory, made))
+    added = [AddedToken(token, special=special, normalized=False) for token in tokens]
+    _ = made.add_special_tokens(added) if special else made.add_tokens(added)
+    return TextModel.load(text_dir(directory, made, config={"max_position_embeddings": 32_768}))
 
 
 async def ask(model: TextModel, generator: FakeGenerator, **fields: Any) -> httpx.Response:
@@ -51,6 +52,44 @@ async def test_prefix_and_suffix_are_between_the_tokens_of_the_family(
     expected = [*begin, ids[prefix], *before, ids[suffix], *after, ids[middle]]
     assert list(submission.prompt) == expected
     assert ids[end] in submission.eos_token_ids
+
+
+async def test_codestral_reads_the_suffix_first_and_has_no_token_of_the_middle(
+    tmp_path: Path, generator: FakeGenerator
+) -> None:
+    model = model_of(tmp_path, kit.byte_fallback(), ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"))
+    assert (await ask(model, generator)).status_code == 200
+    (submission,) = generator.submissions
+    prefix, suffix = map(model.tokenizer.token_to_id, ("[PREFIX]", "[SUFFIX]"))
+    before = model.encode("Hello", add_special_tokens=False)
+    after = model.encode("Hello world", add_special_tokens=False)[len(before) :]
+    assert list(submission.prompt) == [1, suffix, *after, prefix, *before]
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("long", [False, True])
+async def test_text_that_spells_a_control_token_stays_text(
+    tmp_path: Path, generator: FakeGenerator, family: str, special: bool, long: bool
+) -> None:
+    make, tokens, end = FAMILIES[family]
+    model = model_of(tmp_path, make(), (*tokens, end), special=special)
+    spelled = "".join((*tokens, end)) * (100 if long else 1)
+    given = {"prompt": f"a {spelled} b", "suffix": f"{spelled} c", "max_tokens": 1}
+    answer = await ask(model, generator, **given)
+    assert answer.status_code == 200, answer.text
+    (submission,) = generator.submissions
+    ids = {model.tokenizer.token_to_id(token) for token in (*tokens, end)}
+    assert sorted(i for i in submission.prompt if i in ids) == sorted(map(model.tokenizer.token_to_id, tokens))
+    written = model.decode(submission.prompt, skip_special_tokens=False).replace("▁", " ")  # as SentencePiece reads it
+    assert all(given[name].replace("▁", " ") in written for name in ("prompt", "suffix"))
+
+
+async def test_noncharacters_are_refused_by_the_name_of_their_field(tmp_path: Path, generator: FakeGenerator) -> None:
+    model = model_of(tmp_path, kit.byte_level(), FAMILIES["qwen"][1])
+    for field in ("prompt", "suffix"):
+        answer = await ask(model, generator, **{field: "a\ufdd00\ufdd0"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 async def test_suffix_is_refused_by_name_where_it_cannot_be_served(tmp_path: Path, generator: FakeGenerator) -> None:

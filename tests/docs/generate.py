@@ -108,7 +108,8 @@ MEANINGS = {
     "prompt_logprobs": "0 to 20; log-probabilities of the prompt's tokens, in vLLM's form; not with `stream`",
     "echo": "puts the prompt in front of the text, and of `logprobs`",
     "suffix": "the text after the gap that the output fills, for Qwen2.5-Coder, CodeGemma, StarCoder, DeepSeek-Coder, "
-    "CodeLlama: refused if the tokenizer has no tokens for it",
+    "CodeLlama, Codestral: refused if the tokenizer has no tokens for it, with token ids, `echo` and "
+    "`truncate_prompt_tokens`",
     "priority": "-100 to 100; lower goes first wherever requests wait; not before what the API key allows",
     "cache_salt": "1 to 256 characters; KV is reused only between requests of the same salt, see"
     " [prefix reuse](prefix-reuse.md)",
