@@ -40,7 +40,7 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
 from baton.engine.runner import Computing, Runner
-from baton.rpc.step_thread import StepThread
+from baton.runtime.step_thread import StepThread
 from benchmarks.kit import parser, table
 from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine

@@ -29,7 +29,7 @@ from baton.engine.options import EngineOptions
 from baton.engine.processors import process
 from baton.engine.runner import Runner
 from baton.engine.sampler import noised_logits
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from benchmarks.kit import RESULTS, parser, report, table
 from tests.support.exact_jobs import requests, source_text
 from tests.support.pair_drive import ALONE, WAYS, Answers, Pair

@@ -63,7 +63,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
     from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
     from baton.core.request import SequenceId
     from baton.engine.checkpoint import model_digest, read_model_config
-    from baton.rpc.session import WorkerSession
+    from baton.runtime.session import WorkerSession
     from coordinator.text.model import TextModel
 
     directory = Path(model)
@@ -272,7 +272,7 @@ def pauses(core: int) -> tuple[float, float]:
 
 def model_directory(directory: Path) -> Path:
     """A copy of the built-in target whose context is long enough for endless streams."""
-    from baton.model_source import builtin_directory
+    from baton.runtime.model_source import builtin_directory
 
     made = directory / "model"
     shutil.copytree(builtin_directory("target"), made)

@@ -308,7 +308,7 @@ def eight_b(checks: Checks) -> None:
     from baton.core.request import SamplingParams
     from baton.engine.loading import load_runner
     from baton.engine.options import EngineOptions
-    from baton.model_source import builtin_directory
+    from baton.runtime.model_source import builtin_directory
 
     bandwidth, rate = copy_bandwidth(), matrix_rate()
     print(f"- copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
@@ -417,7 +417,7 @@ def eight_b_http(checks: Checks) -> None:
 
 def random_model(directory: Path, name: str) -> None:
     """A model directory without weights, with the tokenizer of the built-in model."""
-    from baton.model_source import builtin_directory
+    from baton.runtime.model_source import builtin_directory
 
     directory.mkdir()
     for file in builtin_directory("target").iterdir():
@@ -479,7 +479,7 @@ NEAR_TIE_BF16 = 0.5
 
 
 def tokens(checks: Checks) -> None:
-    from baton.model_source import builtin_directory
+    from baton.runtime.model_source import builtin_directory
     from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 
     model, count = builtin_directory("target"), 8 if REHEARSAL else 64

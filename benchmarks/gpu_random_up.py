@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from baton.options import config_command, run_main
+from baton.runtime.options import config_command, run_main
 from launch.members import Programs
 from launch.up import up
 from launch.up_config import UpConfig

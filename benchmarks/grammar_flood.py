@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.errors import BatonError
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from benchmarks.kit import commit, machine
 from coordinator.structured_output import Constraint, GrammarCompiler
 

@@ -26,7 +26,7 @@ from baton.core.step import Row, StepPlan
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from benchmarks.kit import parser, report, table
 from decode.scheduler import DecodeScheduler
 from decode.speculation.draft_model import measure_steps

@@ -19,7 +19,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from baton.process import children, descendants
+from baton.runtime.process import children, descendants
 
 FLAGS = ["--nnodes", "1", "--node-rank", "0", "--max-restarts", "0", "--master-addr", "127.0.0.1"]
 LAUNCHERS = {

@@ -24,7 +24,7 @@ from baton.engine import quantize
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
-from baton.model_source import resolve_model
+from baton.runtime.model_source import resolve_model
 from benchmarks.engine import BLOCK, SHAPES, measure
 from benchmarks.kit import ROOT, parser, table
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from baton.transfer.checksum import checksum
 from baton.transfer.staging import PagedLayers, locate, pack, unpack
 from benchmarks.engine import decode

@@ -30,14 +30,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from baton.core.config import WorkerConfig
 from baton.core.errors import Unavailable
 from baton.core.request import GenerateRequest, SamplingParams
 from baton.core.step import Row, StepPlan
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
-from baton.model_source import resolve_model
+from baton.runtime.config import WorkerConfig
+from baton.runtime.model_source import resolve_model
 from benchmarks.exactness import prompts
 from benchmarks.kit import RESULTS, by_turns, parser, report, table
 from benchmarks.speculation_ideal import acceptance_rate, ideal_gain

@@ -24,14 +24,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.commands import WorkerFacts
-from baton.core.config import WorkerConfig
 from baton.core.request import GenerateRequest, SamplingParams
 from baton.core.step import Row, StepPlan
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
-from baton.rpc import codec
-from baton.rpc.step_thread import StepThread
+from baton.runtime import codec
+from baton.runtime.config import WorkerConfig
+from baton.runtime.step_thread import StepThread
 from baton.transfer.edge_end import LocalEnds
 from baton.v1 import worker_pb2
 from benchmarks.kit import parser, report, table

@@ -30,7 +30,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from baton.model_source import resolve_model
+from baton.runtime.model_source import resolve_model
 from benchmarks.exactness import prompts
 from benchmarks.kit import BATON, ROOT, Server, by_turns, parser, report, serving, table
 from launch.bench.load import Job, completion

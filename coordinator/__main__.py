@@ -7,9 +7,9 @@ import logging
 import os
 import sys
 
-from baton.core.config import CoordinatorConfig
-from baton.options import config_command, run_main
-from baton.process import SWITCH_INTERVAL_S, die_with_parent, lasting_imports
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.options import config_command, run_main
+from baton.runtime.process import SWITCH_INTERVAL_S, die_with_parent, lasting_imports
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 _TUNABLES = "GLIBC_TUNABLES"

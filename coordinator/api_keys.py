@@ -16,9 +16,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 
-from baton.core.config import nearest
 from baton.core.errors import StartupError, Unauthenticated
-from baton.token_file import read_regular
+from baton.runtime.config import nearest
+from baton.runtime.token_file import read_regular
 from coordinator.policy.quotas import ANONYMOUS, Client, Limits
 
 FLAG = "--api-key-file"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
-from baton.process import die_with_parent
+from baton.runtime.process import die_with_parent
 
 NICE = 10
 """Large bodies and grammars yield to the streams of other clients when CPU time is scarce."""

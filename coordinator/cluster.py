@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from baton.core.cluster_token import FLAG, check_token
 from baton.core.codes import ErrorCode
 from baton.core.commands import (
     Assign,
@@ -35,6 +34,7 @@ from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
 from baton.core.liveness import MAX_LEASE_GAP_S
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
+from baton.runtime.cluster_token import FLAG, check_token
 from coordinator.policy.in_flight import Action, AssignTargets, Log, Notify, Request, Send, StartPrefill
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker

@@ -6,7 +6,7 @@ import os
 import resource
 from collections import Counter
 
-from baton.process import allow_open_files
+from baton.runtime.process import allow_open_files
 
 MAX_CONNECTIONS = 16_384
 ONE_ADDRESS = 0.75  # share of the limit for one address, over HTTP

@@ -12,11 +12,11 @@ import grpc.aio
 from baton.core.commands import Join
 from baton.core.errors import BatonError, InvariantError, JoinRefused, ProtocolError
 from baton.core.names import host_port
-from baton.rpc.first_message import FirstMessage, parsed
-from baton.rpc.ports import open_port
-from baton.rpc.status import grpc_code
-from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, deserializer, serve_stream
-from baton.rpc.tls import ClusterTls, check_role, peer_role
+from baton.runtime.first_message import FirstMessage, parsed
+from baton.runtime.ports import open_port
+from baton.runtime.status import grpc_code
+from baton.runtime.streams import SERVER_OPTIONS, LinkLost, MessageStream, deserializer, serve_stream
+from baton.runtime.tls import ClusterTls, check_role, peer_role
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from baton.core.errors import StartupError
-from baton.tls_files import read_pem
+from baton.runtime.tls_files import read_pem
 
 CERT_FLAG, KEY_FLAG = "--tls-cert-file", "--tls-key-file"
 
@@ -32,7 +32,7 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
     if not cert_file or not key_file:
         given, other = (CERT_FLAG, KEY_FLAG) if cert_file else (KEY_FLAG, CERT_FLAG)
         raise StartupError(f"{given} requires {other}")
-    from baton import certificates
+    from baton.runtime import certificates
 
     path = Path(cert_file).expanduser()
     certificate = read_pem(path, CERT_FLAG)

@@ -1,6 +1,6 @@
 """Builds large messages off the event loop: many log-probabilities, long texts.
 
-A thread is no faster, but yields to the loop within the switch interval (baton.process.SWITCH_INTERVAL_S).
+A thread is no faster, but yields to the loop within the switch interval (baton.runtime.process.SWITCH_INTERVAL_S).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Any
 from baton.core.codes import ErrorCode
 from baton.core.errors import DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
-from baton.loop_watch import LoopWatch
+from baton.runtime.loop_watch import LoopWatch
 from coordinator.choice import ChoiceReader
 from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged

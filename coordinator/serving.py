@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from baton.core.cluster_token import check_listening, on_loopback
-from baton.core.config import CoordinatorConfig
 from baton.core.errors import StartupError
 from baton.core.model_config import parse_config_json, parse_model_config
 from baton.core.names import host_port
-from baton.loop_watch import LoopWatch
-from baton.model_source import resolve_model, served_name
-from baton.tls_files import read_cluster_tls
-from baton.token_file import read_token
+from baton.runtime.cluster_token import check_listening, on_loopback
+from baton.runtime.config import CoordinatorConfig
+from baton.runtime.loop_watch import LoopWatch
+from baton.runtime.model_source import resolve_model, served_name
+from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.token_file import read_token
 from coordinator.api_keys import FROM_UP, SHORT, ApiKeys, is_short, read_api_keys
 from coordinator.batches.store import BatchStore
 from coordinator.cluster import Cluster

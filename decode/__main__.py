@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from baton.core.commands import WorkerFacts
-from baton.core.config import WorkerConfig
-from baton.worker_main import MakeWorker, Worker, worker_main
+from baton.runtime.config import WorkerConfig
+from baton.runtime.worker_main import MakeWorker, Worker, worker_main
 
 
 def _load() -> MakeWorker:

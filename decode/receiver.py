@@ -33,8 +33,8 @@ from baton.core.kv_layout import KVLayout
 from baton.core.liveness import LINK_SILENCE_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
-from baton.event_log import EventLog
-from baton.rpc.streams import LinkLost, MessageStream
+from baton.runtime.event_log import EventLog
+from baton.runtime.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
 from baton.transfer.edge_kinds import edge_connect_s

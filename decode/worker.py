@@ -6,9 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from baton.core.cluster_token import check_token
 from baton.core.commands import Command, Join, WorkerFacts
-from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantError, JoinRefused, StartupError, Unavailable
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.handover import LinkHello, LinkWelcome
@@ -17,11 +15,13 @@ from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout, shared_gpu
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
-from baton.event_log import EventLog
-from baton.rpc.link import serve_links
-from baton.rpc.worker_loop import WorkerLoop
-from baton.tls_files import read_cluster_tls
-from baton.token_file import read_token
+from baton.runtime.cluster_token import check_token
+from baton.runtime.config import WorkerConfig
+from baton.runtime.event_log import EventLog
+from baton.runtime.link import serve_links
+from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.token_file import read_token
+from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.rendezvous import EdgeStore
 from baton.transfer.staging_room import StagingRoom

@@ -29,8 +29,8 @@ from typing import IO, NoReturn
 
 from baton.core.liveness import AGENT_SILENCE_S, KILL_DELAY_S
 from baton.core.ranks import STORE_VARIABLE
-from baton.options import EXIT_STARTUP_ERROR
-from baton.process import (
+from baton.runtime.options import EXIT_STARTUP_ERROR
+from baton.runtime.process import (
     BEAT_VARIABLE,
     ERROR_FILE_VARIABLE,
     EXIT_RANK_LOST,
@@ -152,7 +152,7 @@ class Rank:
 
     @property
     def reason(self) -> str:
-        """Why the agent killed it, or what it left with `baton.process.record_error`; empty without either."""
+        """Why the agent killed it, or what it left with `baton.runtime.process.record_error`; empty without either."""
         if self.hung:
             return self.hung
         self._errors.seek(0)

@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from baton.certificates import check_key, check_time, dns_names, is_authority, load_certificates
 from baton.core.errors import StartupError
-from baton.rpc.tls import DOMAIN, ROLES
-from baton.tls_files import CA, read_cluster_tls, read_pem
+from baton.runtime.certificates import check_key, check_time, dns_names, is_authority, load_certificates
+from baton.runtime.tls import DOMAIN, ROLES
+from baton.runtime.tls_files import CA, read_cluster_tls, read_pem
 
 CA_KEY = "ca-key.pem"
 SERVER = "server"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from baton.process import PARENT_VARIABLE, descendants, kill_tree, set_death_signal
+from baton.runtime.process import PARENT_VARIABLE, descendants, kill_tree, set_death_signal
 from launch.cores import ranges
 from launch.failure import find_box
 

@@ -14,7 +14,7 @@ import click
 
 from baton.core.errors import BatonError, StartupError
 from baton.core.names import host_port_error
-from baton.options import NumberRange, config_command, run_main
+from baton.runtime.options import NumberRange, config_command, run_main
 from launch.bench.command import bench_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
@@ -159,9 +159,9 @@ def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:
     """Take WORKER out of the cluster at URL: no new work, requests finish or are rescheduled, its process ends."""
-    from baton.rpc.admin import drain_worker
-    from baton.tls_files import read_cluster_tls
-    from baton.token_file import read_token
+    from baton.runtime.admin import drain_worker
+    from baton.runtime.tls_files import read_cluster_tls
+    from baton.runtime.token_file import read_token
     from launch.cluster_api import ClusterView, get_cluster
     from launch.console import Console
     from launch.run_directory import local_token

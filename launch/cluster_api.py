@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from baton.core.errors import StartupError
-from baton.rpc.status import printable
+from baton.runtime.status import printable
 
 TIMEOUT_S = 2.0
 REQUESTS_TIMEOUT_S = 10.0

@@ -25,7 +25,7 @@ from baton.engine.device import choose_device, choose_dtype
 from baton.engine.memory import default_budget, draft_share
 from baton.engine.quantize import check_quantize
 from baton.engine.weights import parameter_bytes
-from baton.model_source import resolve_draft, resolve_model
+from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit

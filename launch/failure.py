@@ -11,8 +11,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.options import EXIT_STARTUP_ERROR
-from baton.process import EXIT_RANK_LOST
+from baton.runtime.options import EXIT_STARTUP_ERROR
+from baton.runtime.process import EXIT_RANK_LOST
 
 _WIDTH = 112  # of the text in a box; a longer word, such as a path, is not broken
 _LABEL = 11

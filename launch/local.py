@@ -12,7 +12,7 @@ Lifecycle of a local cluster:
              all exit 0. After drain_timeout_s + 5 s, or at a second signal, the rest is killed
 
 A startup error before a member ever joined stops everything at once, and the box about it is printed last. In every
-case nothing is left running: the children die with this process even under SIGKILL (`baton.process`).
+case nothing is left running: the children die with this process even under SIGKILL (`baton.runtime.process`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from baton.core.errors import StartupError
-from baton.model_source import has_chat_template, resolve_model
+from baton.runtime.model_source import has_chat_template, resolve_model
 from coordinator.connections import few_connections
 from launch.child import ChildSpec
 from launch.cluster_api import Row, get_cluster

@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from baton.core.commands import Role
 from baton.core.errors import StartupError
 from baton.core.names import host_port
-from baton.options import flags_of
+from baton.runtime.options import flags_of
 from launch.cores import Placement, place
 from launch.topology import CoordinatorPlace, Node, Topology, WorkerPlace, part_name
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig

@@ -13,16 +13,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from baton.core.cluster_token import check_listening
 from baton.core.commands import WorkerFacts
-from baton.core.config import CoordinatorConfig, WorkerConfig, resolve
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import DType, ModelConfig, parse_config_json, parse_model_config
 from baton.core.reshard import even_share, local_heads
-from baton.model_source import resolve_draft, resolve_model
-from baton.token_file import read_token
+from baton.runtime.cluster_token import check_listening
+from baton.runtime.config import CoordinatorConfig, WorkerConfig, resolve
+from baton.runtime.model_source import resolve_draft, resolve_model
+from baton.runtime.token_file import read_token
 from launch.plan import COORDINATOR, Plan
 from launch.topology import WorkerPlace
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.core.errors import StartupError
-from baton.options import EXIT_STARTUP_ERROR
+from baton.runtime.options import EXIT_STARTUP_ERROR
 from launch.child import Child, ChildSpec
 from launch.console import Console
 from launch.failure import Failure, box, describe_exit

@@ -35,10 +35,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from baton.core.commands import Role
-from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
 from baton.core.errors import StartupError
 from baton.core.names import address_error, name_error, unbracketed
 from baton.core.reshard import MAX_TENSOR_PARALLEL
+from baton.runtime.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
 from launch.cores import parse_cores
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from baton.engine.rank_peer import MEET_TIMEOUT_S
-from baton.process import (
+from baton.runtime.process import (
     ERROR_FILE_VARIABLE,
     FORWARD_VARIABLE,
     PARENT_VARIABLE,

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 
-from baton.core.config import differences
 from baton.core.errors import StartupError
-from baton.model_source import SMOLLM2_PACKAGE, resolve_model, served_name
-from baton.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
-from baton.rpc.ports import check_free
+from baton.runtime.config import differences
+from baton.runtime.model_source import SMOLLM2_PACKAGE, resolve_model, served_name
+from baton.runtime.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
+from baton.runtime.ports import check_free
 from coordinator.api_keys import FROM_UP, SHORT, digest_of, is_short
 from launch.console import Console, versions
 from launch.gpus import visible_gpus

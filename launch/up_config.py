@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from baton.core.config import CoordinatorConfig, CoordinatorOptions, WorkerConfig, WorkerOptions, option
 from baton.core.errors import StartupError
 from baton.core.reshard import MAX_TENSOR_PARALLEL
 from baton.engine.kernels.build import CACHE_VARIABLE as CACHE
-from baton.event_log import VARIABLE as EVENT_LOG
-from baton.process import PARENT_VARIABLE as PARENT
+from baton.runtime.config import CoordinatorConfig, CoordinatorOptions, WorkerConfig, WorkerOptions, option
+from baton.runtime.event_log import VARIABLE as EVENT_LOG
+from baton.runtime.process import PARENT_VARIABLE as PARENT
 
 
 @dataclass(frozen=True)

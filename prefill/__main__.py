@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.worker_main import MakeWorker, worker_main
+from baton.runtime.worker_main import MakeWorker, worker_main
 
 
 def _load() -> MakeWorker:

@@ -32,9 +32,9 @@ from baton.core.handover import (
 from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
-from baton.rpc.link import DialledLink, dial_link
-from baton.rpc.streams import LinkLost
-from baton.rpc.tls import ClusterTls
+from baton.runtime.link import DialledLink, dial_link
+from baton.runtime.streams import LinkLost
+from baton.runtime.tls import ClusterTls
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
 from baton.transfer.edge_kinds import edge_connect_s

@@ -23,9 +23,9 @@ from baton.core.handover import LinkHello, Posted
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
-from baton.event_log import EventLog
-from baton.rpc.streams import seen
-from baton.rpc.tls import ClusterTls
+from baton.runtime.event_log import EventLog
+from baton.runtime.streams import seen
+from baton.runtime.tls import ClusterTls
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
 from prefill.handover import (

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, Target, WorkerFacts
-from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
 from baton.core.handles import verify
@@ -19,10 +18,11 @@ from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.runner import Runner
-from baton.event_log import EventLog
-from baton.rpc.worker_loop import WorkerLoop
-from baton.tls_files import read_cluster_tls
-from baton.token_file import read_token
+from baton.runtime.config import WorkerConfig
+from baton.runtime.event_log import EventLog
+from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.token_file import read_token
+from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import StagingRoom

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from baton.process import limit_name_lookups
+from baton.runtime.process import limit_name_lookups
 
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(variable, "1")

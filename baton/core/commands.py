@@ -11,7 +11,7 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
 
 PROTOCOL_VERSION = 13
-"""Must be raised when anything on the wire changes: proto/, or what edges send (tests/rpc/test_wire_version.py)."""
+"""Must be raised when anything on the wire changes: proto/, or what edges send (tests/runtime/test_wire_version.py)."""
 Role = Literal["prefill", "decode"]
 
 

@@ -1,4 +1,4 @@
-"""The error tree. Every error that a client can get is one of these; `baton.rpc.status` maps them to HTTP and gRPC.
+"""The error tree. Every error that a client can get is one of these; `baton.runtime.status` maps them to HTTP and gRPC.
 
 `InvariantError`, a bug of this process, is not among them: no handler of a `BatonError` may continue after one.
 

@@ -40,7 +40,7 @@ AGENT_SILENCE_S = 60.0
 """A rank that sends its agent nothing for this long hangs: its interpreter is blocked or stopped."""
 KILL_DELAY_S = 5.0
 """Time from the exit of a failed rank until the agent kills the ranks that still run. A healthy rank detects the loss
-within 4.5 s (`baton.worker_ranks`)."""
+within 4.5 s (`baton.runtime.worker_ranks`)."""
 
 # 7. The step thread.
 STEP_LIMIT_S = 300.0

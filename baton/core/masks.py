@@ -1,4 +1,4 @@
-"""What a worker and a process that computes grammar masks send each other, in frames of `baton.rpc.frames`."""
+"""What a worker and a process that computes grammar masks send each other, in frames of `baton.runtime.frames`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Keeps the ranks of one worker in lockstep: only the leader schedules, its followers replay its steps.
 
 Life cycle of a channel. The followers dial the leader (baton.engine.rank_peer). Then one TCP connection per follower
-carries frames (baton.rpc.frames) in order: plans and orders from the leader, reports to it, a heartbeat each second in
-both directions. One control thread per process reads them. If a connection closes or is silent for too long, its rank
-is lost: `on_lost` is called once, on the thread that detects it, and the process must end, because a worker cannot
+carries frames (baton.runtime.frames) in order: plans and orders from the leader, reports to it, a heartbeat each second
+in both directions. One control thread per process reads them. If a connection closes or is silent for too long, its
+rank is lost: `on_lost` is called once, on the thread that detects it, and the process must end, because a worker cannot
 compute without all its ranks. A drained leader sends `Stop` first: closed connections are then ignored.
 
 A follower's control thread passes plans to the compute thread (`follow`). Any other frame is an order
@@ -27,7 +27,7 @@ from baton.core.listening import ListeningClock
 from baton.core.liveness import LOADING_SILENCE_S, MAX_RANK_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, Peer, Store, dial_leader, gather_followers
-from baton.rpc.frames import Failed, Heartbeat, Hello, Leave, Lost, Stop, encode
+from baton.runtime.frames import Failed, Heartbeat, Hello, Leave, Lost, Stop, encode
 
 log = logging.getLogger("baton.lockstep")
 

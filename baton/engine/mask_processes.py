@@ -1,8 +1,9 @@
 """The processes that compute grammar masks for a worker, as its engine uses them.
 
 A grammar of a client can need any amount of processor time, memory or stack for one mask: llguidance's limits do not
-bound a row of its parser (decision 0071). So masks are computed in processes (`baton.grammar_process`) that the kernel
-kills at a limit; then the mask's own sequence ends, and the automata of the others are built again from their outputs.
+bound a row of its parser (decision 0071). So masks are computed in processes (`baton.runtime.grammar_process`) that the
+kernel kills at a limit; then the mask's own sequence ends, and the automata of the others are built again from their
+outputs.
 
 One thread per process sends it a batch of requests at a time and waits for the answers, as `MaskQueue` decides. A
 thread and its process are started when masks wait and no other process is idle.
@@ -32,7 +33,7 @@ import numpy as np
 from baton.core.masks import READY, MaskRequest, MasksComputed
 from baton.engine.grammar_automaton import GrammarError, GrammarTooComplex, Masks, common_length
 from baton.engine.mask_queue import OVERDUE_S, MaskQueue
-from baton.rpc.frames import FrameReader, encode
+from baton.runtime.frames import FrameReader, encode
 
 log = logging.getLogger("baton.grammars")
 
@@ -83,7 +84,7 @@ class _Starter:
     whether this object was closed."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self._command = [sys.executable, "-m", "baton.grammar_process", str(directory), str(vocab_size)]
+        self._command = [sys.executable, "-m", "baton.runtime.grammar_process", str(directory), str(vocab_size)]
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None

@@ -17,7 +17,7 @@ import time
 from typing import Any, Protocol
 
 from baton.core.errors import RankLost, StartupError
-from baton.rpc.frames import FrameError, FrameReader, Heartbeat, Hello, encode
+from baton.runtime.frames import FrameError, FrameReader, Heartbeat, Hello, encode
 
 log = logging.getLogger("baton.worker")
 CONNECT_TIMEOUT_S = 60.0

@@ -1,6 +1,6 @@
 """One end of an edge together with the KV behind it: the interface that a hand-over uses, whichever rank has the end.
 
-`LocalEnd` is an end in this process; baton.edge_ranks has a class that represents an end at another rank of the worker.
+`LocalEnd` is an end in this process; baton.runtime.edge_ranks has a class for an end at another rank of the worker.
 The prefill side calls `fill` and, once that has begun, `send`; the decode side calls `take`. Bytes are sent in sections
 (baton.transfer.sections), so that packing, sending, checking and storing overlap. An end that has failed once is dead;
 both sides create a new one under the next generation.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from baton.core.errors import BatonError, ContextLengthExceeded
-from baton.rpc import status
+from baton.runtime import status
 
 _STATUS = {503: 529}
 """Anthropic's API has a status of its own for an overloaded server, after which its clients wait longer."""

@@ -10,7 +10,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from baton.core.errors import Cancelled
-from baton.rpc import status
+from baton.runtime import status
 
 SEND_TIMEOUT_S = 30.0
 

@@ -19,9 +19,9 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Unauthenticated
-from baton.rpc import status
-from baton.rpc.first_message import parsed
-from baton.rpc.unknown_fields import unknown_fields
+from baton.runtime import status
+from baton.runtime.first_message import parsed
+from baton.runtime.unknown_fields import unknown_fields
 from baton.v1 import inference_pb2 as pb
 from coordinator.api_keys import ApiKeys
 from coordinator.grpc.calls import abort, refuse, sent_value, write

@@ -28,11 +28,11 @@ from baton.core.sampling_limits import (
     check_bad_word_length,
     check_count,
 )
-from baton.rpc import codec, health, status
-from baton.rpc.first_message import FirstMessage, parsed
-from baton.rpc.ports import open_port
-from baton.rpc.streams import SERVER_OPTIONS
-from baton.rpc.unknown_fields import unknown_fields
+from baton.runtime import codec, health, status
+from baton.runtime.first_message import FirstMessage, parsed
+from baton.runtime.ports import open_port
+from baton.runtime.streams import SERVER_OPTIONS
+from baton.runtime.unknown_fields import unknown_fields
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys

@@ -25,7 +25,7 @@ from starlette.routing import Match
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
-from baton.rpc.status import printable
+from baton.runtime.status import printable
 from coordinator import off_loop
 from coordinator.anthropic.models import model_object, model_page
 from coordinator.anthropic.render import MessagesRender

@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError
-from baton.rpc import status
+from baton.runtime import status
 from coordinator.anthropic import errors as anthropic_errors
 from coordinator.inference.render import error_body
 

@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.core.errors import NotFound
-from baton.rpc.status import printable
+from baton.runtime.status import printable
 from coordinator import off_loop
 from coordinator.http.errors import json_response
 from coordinator.http.guard import CLIENT

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import StartupError, Unavailable
-from baton.rpc.status import error_body
+from baton.runtime.status import error_body
 from coordinator.connections import ConnectionLimit
 from coordinator.http.errors import error_response
 

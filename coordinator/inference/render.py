@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from baton.rpc import status
+from baton.runtime import status
 from coordinator.inference.model import Generation, outputs_of, piece_of
 from coordinator.inference.schema import generate_response
 from coordinator.inference.tensors import Tensor

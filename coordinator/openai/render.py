@@ -14,7 +14,7 @@ import orjson
 import xxhash
 
 from baton.core.request import TokenLogprob
-from baton.rpc import status
+from baton.runtime import status
 from coordinator.off_loop import is_large
 from coordinator.policy.timeline import Timeline
 from coordinator.submission import Delta, Usage

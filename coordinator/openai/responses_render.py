@@ -12,7 +12,7 @@ import orjson
 from pydantic_core import from_json
 
 from baton.core.errors import InvariantError
-from baton.rpc import status
+from baton.runtime import status
 from coordinator.openai.render import Head, chat_logprobs, json_line
 from coordinator.openai.responses import ENCRYPTED, ResponsesBody, shown_format
 from coordinator.openai.responses_items import encoded

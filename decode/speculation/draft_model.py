@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import DType
@@ -21,7 +20,8 @@ from baton.engine.loading import load_runner
 from baton.engine.memory import draft_share
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
-from baton.model_source import resolve_draft, resolve_model
+from baton.runtime.config import WorkerConfig
+from baton.runtime.model_source import resolve_draft, resolve_model
 from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine

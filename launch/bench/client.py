@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from baton.rpc.status import printable
+from baton.runtime.status import printable
 from launch.bench.load import Job, Session
 from launch.bench.stats import Record
 from launch.cluster_api import request_json

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from baton.core.errors import StartupError
-from baton.options import NumberRange
+from baton.runtime.options import NumberRange
 from launch.bench.load import WORKLOADS, Load, parse_lengths, read_trace
 from launch.bench.stats import Slo, parse_slo
 

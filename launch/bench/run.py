@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.core.errors import StartupError
-from baton.rpc.status import printable
+from baton.runtime.status import printable
 from launch.bench.client import Target, base_url, first_model, run_load, server_version, supports_timeline
 from launch.bench.html import as_html
 from launch.bench.load import Load, Session

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton.core.errors import StartupError
-from baton.model_source import resolve_model
-from baton.rpc.ports import check_free
+from baton.runtime.model_source import resolve_model
+from baton.runtime.ports import check_free
 from launch.console import versions
 from launch.doctor.tasks import STEPS, Rank, Task, exited_key
 from launch.members import is_own

@@ -22,7 +22,7 @@ from baton.core.errors import BatonError, HandoffError
 from baton.core.ranks import Ranks
 from baton.engine.device import choose_device
 from baton.engine.parallel import connect, open_store
-from baton.process import die_with_parent
+from baton.runtime.process import die_with_parent
 from baton.transfer.edge import Edge, EdgeSpec, edge_prefix
 from baton.transfer.edge_kinds import allocator, buffer_device, choose_edges, make_edge
 from baton.transfer.nccl import configure_nccl

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from baton.model_source import resolve_model
+from baton.runtime.model_source import resolve_model
 from launch.child import Child, ChildSpec
 from launch.doctor.board import Board, BoardClient
 from launch.doctor.findings import Finding, check_node, compare, on_node, print_verdict, read_results

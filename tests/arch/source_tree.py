@@ -22,7 +22,15 @@ PURE_DECODE = (
     *(f"decode/speculation/{name}.py" for name in ("policy", "drafts", "draft_length", "step_cost", "trials")),
 )
 PURE_PREFILL = ("prefill/scheduler.py", "prefill/handover.py")
-PURE = ("baton/core/*", "baton/engine/mask_queue.py", *PURE_PREFILL, *PURE_DECODE, "coordinator/policy/*")
+PURE_RUNTIME = ("baton/runtime/config.py", "baton/runtime/cluster_token.py")
+PURE = (
+    "baton/core/*",
+    *PURE_RUNTIME,
+    "baton/engine/mask_queue.py",
+    *PURE_PREFILL,
+    *PURE_DECODE,
+    "coordinator/policy/*",
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ TESTS = Path(__file__).parents[1]
 TIMELESS = (
     "arch/*", "builtin/*", "core/*", "decode/*", "docs/*", "engine/*", "prefill/*",
     "coordinator/test_chat.py", "coordinator/test_policy_*.py", "coordinator/test_schema_*.py",
-    "coordinator/test_text*.py", "coordinator/test_translate.py", "rpc/test_codec.py", "rpc/test_frames.py",
+    "coordinator/test_text*.py", "coordinator/test_translate.py", "runtime/test_codec.py", "runtime/test_frames.py",
 )  # fmt: skip
 TIMED = (
     "engine/test_parallel*.py", "engine/test_lockstep.py", "engine/test_kernels_build.py", "engine/test_quantize.py",

@@ -9,7 +9,7 @@ import pytest
 from tests.arch.source_tree import PACKAGES, PURE, PURE_DECODE, PURE_PREFILL, Import, imports_of, matches, source_files
 
 SERVICE_FILES = (
-    "baton/rpc/*",
+    "baton/runtime/*",
     "coordinator/grpc/*",
     "coordinator/control.py",
     "coordinator/front_tls.py",
@@ -21,6 +21,9 @@ WORKER_FILES = tuple(
     for tier, hand_over in (("prefill", ("sender", "link")), ("decode", ("receiver",)))
     for name in ("worker", "__main__", *hand_over)
 )
+ENGINE_PROCESSES = tuple(
+    f"baton/runtime/{name}.py" for name in ("worker_main", "worker_ranks", "edge_ranks", "grammar_process")
+)
 HTTP_FILES = ("coordinator/http/*",)
 SCHEMA_FILES = ("coordinator/openai/*", "coordinator/anthropic/*", *HTTP_FILES)
 PURE_PREFILL_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_PREFILL)
@@ -30,12 +33,13 @@ LAUNCH = "launch/*"  # may use everything; nothing uses it
 # The first row that matches a file lists which of our own packages it may import.
 OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("coordinator/policy/*",), ("baton.core", "coordinator.policy")),
-    (("coordinator/text/*",), ("baton.core", "baton.model_source", "coordinator.text", "coordinator.child")),
+    (("coordinator/text/*",), ("baton.core", "baton.runtime.model_source", "coordinator.text", "coordinator.child")),
     (PURE_DECODE, ("baton.core", *PURE_DECODE_MODULES)),
     (PURE, ("baton.core",)),
-    (("baton/engine/*",), ("baton.core", "baton.engine", "baton.rpc.frames")),
+    (("baton/engine/*",), ("baton.core", "baton.engine", "baton.runtime.frames")),
     (("baton/transfer/*",), ("baton.core", "baton.transfer")),
-    (("baton/rpc/*",), ("baton.core", "baton.rpc", "baton.v1")),
+    (ENGINE_PROCESSES, ("baton",)),
+    (("baton/runtime/*",), ("baton.core", "baton.gguf", "baton.runtime", "baton.v1")),
     (("baton/*",), ("baton",)),
     (("prefill/*",), ("baton", "prefill")),
     (("decode/*",), ("baton", "decode")),
@@ -60,10 +64,14 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "pydantic": SCHEMA_FILES,
     "uvicorn": HTTP_FILES,
     "gguf": ("baton/gguf/*", "baton/engine/gguf_files.py"),
-    "msgpack": ("baton/rpc/frames.py",),
-    "pynvml": ("baton/gpu_usage.py",),
+    "msgpack": ("baton/runtime/frames.py",),
+    "pynvml": ("baton/runtime/gpu_usage.py",),
     "prometheus_client": ("coordinator/metrics.py",),
-    "llguidance": ("baton/engine/grammar_automaton.py", "baton/grammar_process.py", "coordinator/structured_output.py"),
+    "llguidance": (
+        "baton/engine/grammar_automaton.py",
+        "baton/runtime/grammar_process.py",
+        "coordinator/structured_output.py",
+    ),
 }
 TYPES_ONLY_ALLOWED = ("grpc",)  # an annotation creates no dependency at run time
 
@@ -92,7 +100,7 @@ def test_all_imports_follow_the_tables() -> None:
     ("path", "line"),
     [
         ("baton/core/blocks.py", "import baton.engine.model"),
-        ("baton/core/blocks.py", "from baton import rpc"),
+        ("baton/core/blocks.py", "from baton import runtime"),
         ("prefill/scheduler.py", "from prefill.worker import Worker"),
         ("prefill/worker.py", "import decode.scheduler"),
         ("decode/receiver.py", "def f():\n    from prefill import link"),
@@ -102,9 +110,9 @@ def test_all_imports_follow_the_tables() -> None:
         ("prefill/worker.py", "import torch.distributed as dist"),
         ("baton/engine/model.py", "from torch.distributed import ProcessGroup"),
         ("baton/engine/model.py", "from torch import distributed"),
-        ("baton/engine/model.py", "from baton.rpc.streams import LinkLost"),
-        ("baton/transfer/edge.py", "from baton.rpc import link"),
-        ("baton/rpc/streams.py", "import msgpack"),
+        ("baton/engine/model.py", "from baton.runtime.streams import LinkLost"),
+        ("baton/transfer/edge.py", "from baton.runtime import link"),
+        ("baton/runtime/streams.py", "import msgpack"),
         ("coordinator/pipeline.py", "from baton.v1 import kv_pb2"),
         ("coordinator/pipeline.py", "import fastapi"),
         ("coordinator/openai/schema.py", "import fastapi"),
@@ -122,7 +130,7 @@ def test_forbidden_import_is_detected(path: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("baton/engine/parallel.py", "from baton.rpc.frames import Frame"),
+        ("baton/engine/parallel.py", "from baton.runtime.frames import Frame"),
         ("baton/engine/parallel.py", "import torch.distributed"),
         ("coordinator/http/errors.py", "from fastapi import Request"),
         ("sim/cluster.py", "from decode.scheduler import DecodeScheduler"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.process import children
+from baton.runtime.process import children
 from benchmarks import gpu
 from benchmarks.gpu import FAULT, PARTS, commit
 from tests.support.cluster import command_line

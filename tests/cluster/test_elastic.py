@@ -18,7 +18,7 @@ from baton.core.errors import BatonError
 from baton.core.handles import Handle, sign
 from baton.core.handover import Accept, LinkHello, Offer, Refuse
 from baton.core.request import GenerateRequest, SequenceId
-from baton.rpc.link import DialledLink, dial_link
+from baton.runtime.link import DialledLink, dial_link
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_workers import Bench, Reader, bench
 from tests.support.jobs import Workers, workers

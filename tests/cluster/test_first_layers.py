@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.sections import SECTION_BYTES
 from baton.engine.kernels.build import processor_levels
-from baton.event_log import VARIABLE as EVENT_LOG
+from baton.runtime.event_log import VARIABLE as EVENT_LOG
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
 from tests.support.cluster import cluster

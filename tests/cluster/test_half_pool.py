@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from baton.engine.checkpoint import read_model_config
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
 from tests.support.fault_cluster import FaultCluster, fault_cluster

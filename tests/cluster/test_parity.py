@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.core.model_config import parse_model_config
-from baton.event_log import VARIABLE as EVENT_LOG
+from baton.runtime.event_log import VARIABLE as EVENT_LOG
 from tests.support.checkpoints import ARCHS, make_checkpoint
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster

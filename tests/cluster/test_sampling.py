@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from tests.support.cluster import Cluster, cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from baton.core.errors import BatonError
-from baton.rpc.link import dial_link
-from baton.rpc.streams import LinkLost
-from baton.tls_files import read_cluster_tls
+from baton.runtime.link import dial_link
+from baton.runtime.streams import LinkLost
+from baton.runtime.tls_files import read_cluster_tls
 from launch.certificates import make_certificates
-from tests.rpc.test_streams import HELLO
+from tests.runtime.test_streams import HELLO
 from tests.support.cluster import Cluster, cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]

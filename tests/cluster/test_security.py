@@ -18,7 +18,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from baton.rpc.frames import VERSION
+from baton.runtime.frames import VERSION
 from tests.support import audit
 from tests.support.cluster import Cluster, cluster, command_line
 from tests.support.processes import LISTENS, Socket, sockets
@@ -179,7 +179,7 @@ def test_requests_cannot_make_the_cluster_unpickle_execute_open_or_dial_anything
         assert serving <= left, "a process has died"
         seen = audit.events(tmp_path / "audit", since)
         assert serving <= audit.watched(tmp_path / "audit"), "a process has not loaded the hook"
-        forks = {pid for pid in left if "baton.grammar_process" in command_line(pid)}
+        forks = {pid for pid in left if "baton.runtime.grammar_process" in command_line(pid)}
         assert forks
 
     assert not marker.exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.model_source import resolve_model
+from baton.runtime.model_source import resolve_model
 from tests.support.cluster import Cluster, cluster
 
 pytestmark = [

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 import baton.builtin
-from baton.process import children
+from baton.runtime.process import children
 from tests.support import netns, oracle
 from tests.support.client import body
 from tests.support.limits import HANG_S

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.commands import Abort, Prefill
 from baton.core.errors import JoinRefused
-from baton.rpc import session
+from baton.runtime import session
 from coordinator.policy.in_flight import Stage
 from tests.support.fake_workers import bench, wait_for_dispatch
 from tests.support.nodes import until

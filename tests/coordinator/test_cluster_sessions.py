@@ -12,8 +12,8 @@ from baton.core.commands import Prefill, TrackedSequence
 from baton.core.errors import Unavailable
 from baton.core.events import GpuUsage, StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
-from baton.rpc import codec
-from baton.rpc.streams import LARGE_BYTES
+from baton.runtime import codec
+from baton.runtime.streams import LARGE_BYTES
 from coordinator.policy.in_flight import Stage
 from coordinator.submission import Submission
 from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch

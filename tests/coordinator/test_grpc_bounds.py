@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from baton.core.errors import InvalidRequest
-from baton.rpc import first_message
-from baton.rpc.first_message import FirstMessage
+from baton.runtime import first_message
+from baton.runtime.first_message import FirstMessage
 from baton.v1 import serving_pb2 as pb
 from coordinator.api_keys import ApiKeys
 from coordinator.grpc import service

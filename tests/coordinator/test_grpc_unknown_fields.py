@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.rpc.unknown_fields import MAX_BYTES, unknown_fields
+from baton.runtime.unknown_fields import MAX_BYTES, unknown_fields
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
 from coordinator.grpc.service import SERVICE

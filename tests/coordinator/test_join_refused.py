@@ -10,8 +10,8 @@ import pytest
 
 from baton.core.commands import Join, Welcome
 from baton.core.errors import BatonError, NotFound, Unavailable
-from baton.rpc.admin import drain_worker
-from baton.rpc.streams import dial
+from baton.runtime.admin import drain_worker
+from baton.runtime.streams import dial
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.builders import make_facts, make_layout
 from tests.support.fake_workers import bench

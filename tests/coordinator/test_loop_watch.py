@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from baton.loop_watch import LoopWatch
+from baton.runtime.loop_watch import LoopWatch
 
 
 def holds_the_loop(seconds: float) -> None:

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from baton.core.errors import WorkerLost
 from baton.engine.grammar_automaton import load_tokenizer
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.responses import ResponsesBody

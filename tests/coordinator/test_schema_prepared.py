@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.core.errors import InvalidRequest
 from baton.engine.grammar_automaton import GrammarError, compile_grammar, load_tokenizer
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.openai.json_schema import prepared
 from coordinator.structured_output import Constraint, compile_here, to_grammar

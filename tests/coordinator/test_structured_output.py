@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from baton.core.errors import InvalidRequest, InvariantError, QuotaExceeded, Unavailable
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.schema import ChatBody, CompletionBody

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from baton.engine.grammar_automaton import load_tokenizer
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.schema import ChatBody

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row, StepPlan
-from baton.rpc.frames import encode
+from baton.runtime.frames import encode
 
 
 def test_followers_get_no_sampling_parameters() -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.core import errors
-from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
-from baton.rpc import first_message, status
+from baton.runtime import first_message, status
+from baton.runtime.config import CoordinatorConfig, WorkerConfig
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import connections as connection_limits
 from coordinator import structured_output, translate

@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import pytest
 
-from baton.core.config import CoordinatorConfig, WorkerConfig
+from baton.runtime.config import CoordinatorConfig, WorkerConfig
 from coordinator.http.app import HttpSettings
 from launch.up_config import UpConfig
 from tests.docs.generate import PAGES, PARTS, ROOT, fresh, names
@@ -104,9 +104,9 @@ def _number(node: ast.expr) -> float | None:
 def test_functions_and_classes_named_by_waits_exist() -> None:
     """Each function or class that a row names exists."""
     places = {
-        "WorkerSession._one_session": "baton.rpc.session",
-        "serve_stream": "baton.rpc.streams",
-        "MessageStream.send": "baton.rpc.streams",
+        "WorkerSession._one_session": "baton.runtime.session",
+        "serve_stream": "baton.runtime.streams",
+        "MessageStream.send": "baton.runtime.streams",
         "EdgeWorker.grace_s": None,
         "Sender._run": "prefill.sender",
     }

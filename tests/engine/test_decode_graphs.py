@@ -27,7 +27,7 @@ from baton.engine.model import Model, shard_config
 from baton.engine.options import decode_lengths
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader
-from baton.model_source import may_draft
+from baton.runtime.model_source import may_draft
 from tests.engine.driver import GREEDY, random_tokens
 from tests.support.checkpoints import make_checkpoint
 

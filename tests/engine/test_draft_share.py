@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.config import WorkerConfig
 from baton.core.ranks import Ranks
 from baton.engine import memory
 from baton.engine.checkpoint import read_model_config
@@ -17,7 +16,8 @@ from baton.engine.loading import load_runner
 from baton.engine.memory import DEFAULT_SEQUENCES, DraftShare, default_budget, draft_share
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
-from baton.worker_main import _engine_options
+from baton.runtime.config import WorkerConfig
+from baton.runtime.worker_main import _engine_options
 from decode.speculation.draft_model import load_draft
 from tests.engine.driver import kv_bytes
 from tests.support.builders import make_layout

@@ -38,7 +38,7 @@ from baton.engine.grammars import Grammars
 from baton.engine.mask_processes import MaskJob, MaskProcesses
 from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.runner import Runner
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from coordinator.structured_output import Constraint, to_grammar
 from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine

@@ -16,7 +16,7 @@ from baton.core.request import GenerateRequest, SamplingParams, SequenceId, Toke
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.launches import Launches
 from baton.engine.runner import Runner
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from tests.engine.driver import GREEDY, random_tokens, tiny_runner
 from tests.support.decode_drive import Run, decode_all
 from tests.support.device_choice import Undecided, decide

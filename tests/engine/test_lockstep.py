@@ -17,8 +17,8 @@ from baton.core.errors import RankLost, StartupError
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine import lockstep, rank_peer
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
-from baton.rpc import frames
-from baton.rpc.frames import Failed, Hello, encode
+from baton.runtime import frames
+from baton.runtime.frames import Failed, Hello, encode
 from tests.support.dict_store import DictStore
 from tests.support.limits import HANG_S, Stall
 

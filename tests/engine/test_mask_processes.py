@@ -27,7 +27,7 @@ from baton.engine.grammar_automaton import (
 )
 from baton.engine.mask_processes import Automaton, MaskJob, MaskProcesses
 from baton.engine.mask_queue import BATCH
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from tests.engine.test_grammars import LETTERS, hostile
 
 VOCAB, END = 4096, 1

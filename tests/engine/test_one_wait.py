@@ -19,7 +19,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.launches import Launches
 from baton.engine.runner import Runner
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine, _first_row, propose_pass_by_pass
 from decode.speculation.policy import Speculation

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.core.request import GenerateRequest, SamplingParams, TokenBias
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
-from baton.model_source import builtin_directory
+from baton.runtime.config import WorkerConfig
+from baton.runtime.model_source import builtin_directory
 from decode.speculation.draft_model import load_draft
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation

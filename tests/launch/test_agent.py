@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from baton.core.liveness import KILL_DELAY_S
-from baton.process import children
+from baton.runtime.process import children
 from launch.agent import Job, first_failure, parse_job
 from launch.plan import local_topology, make_plan
 from launch.up_config import UpConfig
@@ -162,7 +162,7 @@ os._exit(4)
 
 def test_rank_without_heartbeats_is_killed(agent: Any, tmp_path: Path) -> None:
     hasty = "import launch.agent as a, sys; a.AGENT_SILENCE_S = 2.0; a.main()"
-    (tmp_path / "the_rank.py").write_text("import baton.process as p, time; p.beat_to_agent(); time.sleep(600)")
+    (tmp_path / "the_rank.py").write_text("import baton.runtime.process as p, time; p.beat_to_agent(); time.sleep(600)")
     words = [sys.executable, "-P", "-c", hasty, "-m", "the_rank"]
     path = f"{ROOT}{os.pathsep}{tmp_path}"
     made = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from baton.core.errors import StartupError
-from baton.options import read_config_file
+from baton.runtime.options import read_config_file
 from launch.doctor.board import Board, BoardClient
 from launch.doctor.findings import compare, on_node, print_verdict, read_results
 from launch.doctor.run import doctor

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from baton.options import EXIT_STARTUP_ERROR
+from baton.runtime.options import EXIT_STARTUP_ERROR
 from launch.failure import Failure, box, describe_exit, find_box
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kernels.build import processor_levels
@@ -16,6 +15,7 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader, parameter_bytes
+from baton.runtime.config import WorkerConfig
 from baton.transfer import nccl
 from decode.speculation.draft_model import load_draft
 from launch.dry_run import CHANNEL_BYTES, RankMemory, dry_run, rank_memory

@@ -12,9 +12,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
-from baton.options import config_command, flags_of, read_config_file, run_main
+from baton.runtime.config import CoordinatorConfig, WorkerConfig
+from baton.runtime.options import config_command, flags_of, read_config_file, run_main
 from launch.cli import baton
 from launch.up_config import UpConfig
 
@@ -106,7 +106,7 @@ WRITES = """
 import sys
 import click
 from baton.core.errors import StartupError
-from baton.options import run_main
+from baton.runtime.options import run_main
 
 @click.command()
 @click.argument("how")
@@ -193,7 +193,7 @@ def test_help_loads_neither_torch_nor_grpc() -> None:
 
 
 def test_worker_name_with_path_separators_is_refused_before_loading(tmp_path: Path) -> None:
-    code = "from baton.worker_main import worker_main; worker_main('prefill', lambda: print('loads'))"
+    code = "from baton.runtime.worker_main import worker_main; worker_main('prefill', lambda: print('loads'))"
     logs = tmp_path / "deep" / "logs"
     environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(logs)}
     command = [sys.executable, "-c", code, "--worker-id", "../../evil"]
@@ -207,7 +207,7 @@ def test_worker_name_with_path_separators_is_refused_before_loading(tmp_path: Pa
 )
 def test_worker_refused_for_its_model_reports_its_model_path(field: str, model_is_named: bool) -> None:
     code = (
-        "from baton.core.errors import JoinRefused\nfrom baton.worker_main import worker_main\n"
+        "from baton.core.errors import JoinRefused\nfrom baton.runtime.worker_main import worker_main\n"
         f"def load(): raise JoinRefused('decode worker d refused: {field}: a and b')\n"
         "worker_main('decode', load)"
     )

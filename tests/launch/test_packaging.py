@@ -80,7 +80,7 @@ def test_installed_commands_ignore_a_decode_py_in_the_working_directory(python: 
     assert Path(found).is_relative_to(python.parents[1])
     for tier in ("prefill", "decode", "coordinator"):
         assert "--model" in run([python, "-m", tier, "--help"], cwd=tmp_path, env=environment).stdout
-    code = "from baton.model_source import resolve_model; print(resolve_model('builtin'))"
+    code = "from baton.runtime.model_source import resolve_model; print(resolve_model('builtin'))"
     model = run([python, "-c", code], cwd=tmp_path, env=environment).stdout.strip()
     assert Path(model).is_relative_to(python.parents[1])
 

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 
-from baton.process import descendants
+from baton.runtime.process import descendants
 from tests.support.processes import wait_until_exited
 
 CHILD = (
-    "import time; from baton.process import die_with_parent; die_with_parent(); print('up', flush=True); time.sleep(60)"
+    "import time; from baton.runtime.process import die_with_parent; die_with_parent(); "
+    "print('up', flush=True); time.sleep(60)"
 )
 
 PARENT = """
@@ -37,7 +38,7 @@ def test_child_exits_if_its_parent_has_already_ended() -> None:
 
 
 def test_parent_variable_is_removed_from_the_environment() -> None:
-    code = "import os, baton.process as p; p.die_with_parent(); print(p.PARENT_VARIABLE in os.environ)"
+    code = "import os, baton.runtime.process as p; p.die_with_parent(); print(p.PARENT_VARIABLE in os.environ)"
     environment = {**os.environ, "BATON_PARENT_PID": str(os.getpid())}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=20, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "False\n")
@@ -50,7 +51,7 @@ def test_process_that_has_ended_has_no_descendants() -> None:
 def test_lasting_imports_are_excluded_from_garbage_collection_and_other_objects_are_not() -> None:
     code = """
 import gc, weakref
-from baton.process import lasting_imports
+from baton.runtime.process import lasting_imports
 try:
     with lasting_imports():
         import fractions

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton.process import children, descendants
+from baton.runtime.process import children, descendants
 from launch.agent import Job
 from launch.torchrun import NOTICE_S, torchrun_command
 from tests.support.launchers import Launcher

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
-from baton.model_source import builtin_directory, resolve_model, served_name
+from baton.runtime.config import CoordinatorConfig, WorkerConfig
+from baton.runtime.model_source import builtin_directory, resolve_model, served_name
 from launch.cluster_api import get_cluster
 from launch.members import Addresses, Members, Programs
 from launch.plan import local_topology, make_plan

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
 T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
 T_BATCHES = "tests/coordinator/test_batches.py"
-T_TLS = "tests/rpc/test_tls.py"
+T_TLS = "tests/runtime/test_tls.py"
 T_SECURITY, T_BAD, T_CHAT = (
     "tests/cluster/test_security.py",
     "tests/coordinator/test_bad_input.py",
@@ -100,7 +100,7 @@ FAULTS = (
         T_SECURITY,
     ),
     Fault(
-        "baton/rpc/link.py",
+        "baton/runtime/link.py",
         'open_port(server, host, port, "link"',
         'open_port(server, "0.0.0.0", port, "link"',
         T_SECURITY,
@@ -118,7 +118,7 @@ FAULTS = (
         "decode/worker.py",
         '            raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None',
         "            pass",
-        "tests/decode tests/rpc",
+        "tests/decode tests/runtime",
     ),
     Fault(
         "coordinator/translate.py",
@@ -165,10 +165,10 @@ FAULTS = (
         "tests/cluster/test_secured.py",
     ),
     Fault(
-        "baton/rpc/status.py",
+        "baton/runtime/status.py",
         "if row(error).hide or not isinstance(error, BatonError):",
         "if False:",
-        "tests/rpc/test_status.py tests/coordinator/test_http.py",
+        "tests/runtime/test_status.py tests/coordinator/test_http.py",
     ),
     Fault(
         "coordinator/http/guard.py",
@@ -194,7 +194,7 @@ FAULTS = (
         "hashlib.blake2b(packed",
         "tests/core/test_prefix_cache.py",
     ),
-    Fault("baton/rpc/health.py", "options=_OPTIONS", "", "tests/rpc/test_health.py"),
+    Fault("baton/runtime/health.py", "options=_OPTIONS", "", "tests/runtime/test_health.py"),
     # The request lifecycle.
     Fault(REQUESTS, "len(r.deaths) >= self._max_deaths:", "len(r.deaths) > self._max_deaths:", T_REQUESTS),
     Fault(REQUESTS, "(r.name == alone if r.alone else alone is None)", "True", T_REQUESTS),
@@ -218,9 +218,9 @@ FAULTS = (
         T_BATCHES,
     ),
     Fault("coordinator/batches/runner.py", "if answer.status not in RETRIED or", "if True or", T_BATCHES),
-    Fault("baton/rpc/tls.py", ", require_client_auth=True)", ")", T_TLS),
-    Fault("baton/rpc/tls.py", "if tls is not None and found not in wanted:", "if False:", T_TLS),
-    Fault("baton/rpc/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),
+    Fault("baton/runtime/tls.py", ", require_client_auth=True)", ")", T_TLS),
+    Fault("baton/runtime/tls.py", "if tls is not None and found not in wanted:", "if False:", T_TLS),
+    Fault("baton/runtime/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),
     Fault("coordinator/control.py", '("operator",), "drain")', '("operator", "decode"), "drain")', T_TLS),
     Fault("coordinator/policy/quotas.py", "        account.running -= choices\n", "", T_QUOTAS),
     Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
@@ -258,10 +258,10 @@ FAULTS = (
     Fault(REQUESTS, "if unknown and here and", "if here and", T_REQUESTS),
     Fault(REQUESTS, "len(names) - len(started)", "len(names)", T_REQUESTS),
     Fault(
-        "baton/rpc/codec.py",
+        "baton/runtime/codec.py",
         "_CODE_OF.get(number, ErrorCode.INTERNAL_ERROR)",
         "_CODE_OF[number]",
-        "tests/rpc/test_codec.py",
+        "tests/runtime/test_codec.py",
     ),
     Fault(
         REQUESTS,
@@ -348,10 +348,10 @@ FAULTS = (
     ),
     Fault("baton/core/blocks.py", "        self._count(old, -len(blocks))\n", "", "tests/core/test_blocks_machine.py"),
     Fault(
-        "baton/rpc/worker_loop.py",
+        "baton/runtime/worker_loop.py",
         "                self._tier.check_idle()  # a leak is a failure",
         "                pass",
-        "tests/rpc/test_worker_loop.py",
+        "tests/runtime/test_worker_loop.py",
     ),
     Fault("baton/core/handles.py", "if now_ms >= handle.expires_ms:", "if False:", "tests/core/test_handles.py"),
     Fault(
@@ -373,13 +373,13 @@ FAULTS = (
         "tests/coordinator/test_grpc_refused.py",
     ),
     Fault(
-        "baton/tls_files.py",
+        "baton/runtime/tls_files.py",
         "    certificates.check_usages(chain[0], certificates.USAGES[role], own, flag)\n",
         "",
         T_TLS,
     ),
     Fault(
-        "baton/certificates.py",
+        "baton/runtime/certificates.py",
         "        if is_authority(candidate):\n            return",
         "        if True:\n            return",
         T_TLS,
@@ -424,7 +424,7 @@ FAULTS = (
         T_GRAMMARS,
     ),
     Fault("baton/engine/grammars.py", "0.0 if followed.late and not self._all_late else ", "", T_GRAMMARS),
-    Fault("baton/grammar_process.py", "signal.ITIMER_PROF, request.cpu_s", "signal.ITIMER_PROF, 90.0", T_MASKS),
+    Fault("baton/runtime/grammar_process.py", "signal.ITIMER_PROF, request.cpu_s", "signal.ITIMER_PROF, 90.0", T_MASKS),
     Fault("baton/engine/mask_processes.py", "            automaton.place = None\n", "", T_GRAMMARS),
     Fault("baton/engine/grammar_automaton.py", "or known[0] == full", "", T_GRAMMARS),
     Fault("baton/engine/mask_processes.py", "                    self._start_thread()\n", "", T_MASKS),
@@ -460,9 +460,9 @@ FAULTS = (
         "tests/decode/test_step_cost.py",
     ),
     Fault(
-        "baton/rpc/session.py",
+        "baton/runtime/session.py",
         "await asyncio.sleep(interval_s * random.uniform(0.5, 1.0))",
         "await asyncio.sleep(interval_s)",
-        "tests/rpc/test_session.py",
+        "tests/runtime/test_session.py",
     ),
 )

@@ -14,7 +14,7 @@ import torch
 from baton.core.edge_orders import Part
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from baton.edge_ranks import FollowerEnds, RemoteEnd, WorkerEnds
+from baton.runtime.edge_ranks import FollowerEnds, RemoteEnd, WorkerEnds
 from baton.transfer import edge_end, sections
 from baton.transfer.edge_end import LocalEnd, LocalEnds
 from tests.support.builders import make_layout, make_request
@@ -146,7 +146,7 @@ async def test_blocks_are_held_until_all_ranks_have_stopped_writing(monkeypatch:
 
 
 async def test_follower_that_does_not_answer_an_order_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.edge_ranks.ANSWER_LIMIT_S", 0.1)
+    monkeypatch.setattr("baton.runtime.edge_ranks.ANSWER_LIMIT_S", 0.1)
     lost: list[str] = []
 
     class SilentRanks:

@@ -12,7 +12,7 @@ import torch
 
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
-from baton.edge_ranks import FollowerEnds
+from baton.runtime.edge_ranks import FollowerEnds
 from baton.transfer import sections
 from baton.transfer.edge_end import LocalEnd
 from baton.transfer.edge_thread import EdgeWorker

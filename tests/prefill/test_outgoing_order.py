@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.core.request import SequenceId
-from baton.rpc.streams import MessageStream
+from baton.runtime.streams import MessageStream
 from baton.transfer.edge_end import LocalEnd
 from baton.transfer.sections import Packing
 from prefill.link import Link

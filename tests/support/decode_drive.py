@@ -13,7 +13,7 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import GenerateRequest, TokenLogprob
 from baton.core.step import History, Row, StepPlan
 from baton.engine.runner import Runner
-from baton.rpc.step_thread import Launcher
+from baton.runtime.step_thread import Launcher
 from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import Drafts, ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine

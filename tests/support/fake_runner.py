@@ -18,8 +18,8 @@ from baton.core.errors import RankLost
 from baton.core.kv_layout import KVLayout
 from baton.core.reshard import local_heads
 from baton.core.step import StepOutcome, StepPlan
-from baton.edge_ranks import FollowerEnds, WorkerEnds
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
+from baton.runtime.edge_ranks import FollowerEnds, WorkerEnds
 from baton.transfer.edge_end import LocalEnds, MakeEnd
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.builders import make_layout

@@ -16,7 +16,7 @@ from baton.core.commands import Abort, Command, Join, Prefill, Role, Welcome
 from baton.core.errors import BatonError
 from baton.core.events import HandedOver, Load, Parked, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SequenceId
-from baton.rpc.session import WorkerSession
+from baton.runtime.session import WorkerSession
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.pipeline import Pipeline

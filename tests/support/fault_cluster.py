@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from baton.event_log import VARIABLE as EVENT_LOG
+from baton.runtime.event_log import VARIABLE as EVENT_LOG
 from tests.support.cluster import Cluster, start_cluster, wait_ready
 from tests.support.fault_worker import VARIABLE
 

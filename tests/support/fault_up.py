@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from baton.options import config_command, run_main
+from baton.runtime.options import config_command, run_main
 from launch.members import Programs
 from launch.supervisor import Backoff
 from launch.up import up

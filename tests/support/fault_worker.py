@@ -36,7 +36,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import Unavailable
 from baton.core.handover import Chunk
 from baton.core.step import StepPlan
-from baton.worker_main import MakeWorker, Worker, worker_main
+from baton.runtime.worker_main import MakeWorker, Worker, worker_main
 
 VARIABLE = "BATON_TEST_FAULTS"
 HOLD_LIMIT_S = 60.0
@@ -100,9 +100,9 @@ class Faults:
 
 def _install(faults: Faults) -> None:
     """Wraps the functions that a hand-over calls. Imports torch, so it is not called at import time."""
-    from baton import worker_ranks
     from baton.engine.runner import Runner
-    from baton.rpc.streams import MessageStream
+    from baton.runtime import worker_ranks
+    from baton.runtime.streams import MessageStream
     from baton.transfer.edge_end import LocalEnds
     from baton.transfer.gloo import GlooEdge
 

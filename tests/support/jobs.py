@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.process import children
+from baton.runtime.process import children
 
 AGENT = ("-m", "launch.agent")
 

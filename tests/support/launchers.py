@@ -30,7 +30,7 @@ class Launcher:
     ) -> None:
         program = where / "program"  # beside the working directory, where a test may put files that nothing may import
         program.mkdir(exist_ok=True)
-        (program / "the_rank.py").write_text(f"import os, sys, time, signal\nimport baton.process as p\n{code}")
+        (program / "the_rank.py").write_text(f"import os, sys, time, signal\nimport baton.runtime.process as p\n{code}")
         self.where, self.log = where, where / f"log-{len(list(where.glob('log-*')))}"
         (where / "tmp").mkdir(exist_ok=True)
         words = ["-m", module, "--nproc-per-node", str(ranks), *flags, "-m", "the_rank", "--worker-id", "w-0"]

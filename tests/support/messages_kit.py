@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from baton.engine.grammar_automaton import load_tokenizer
-from baton.model_source import builtin_directory
+from baton.runtime.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.structured_output import GrammarCompiler

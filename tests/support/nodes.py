@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from baton.core.commands import Abort, Assign, Prefill, Target, Welcome, WorkerFacts
-from baton.core.config import WorkerConfig
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
 from baton.core.handles import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId
-from baton.rpc.link import serve_links
+from baton.runtime.config import WorkerConfig
+from baton.runtime.link import serve_links
 from decode.worker import DecodeWorker
 from prefill.link import Link
 from prefill.worker import PrefillWorker

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from baton.edge_ranks import WorkerEnds
+from baton.runtime.edge_ranks import WorkerEnds
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import FakeRanks, FakeRunner, oracle

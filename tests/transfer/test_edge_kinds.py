@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.core.config import WorkerConfig
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import HandoffError, StartupError
+from baton.runtime.config import WorkerConfig
 from baton.transfer import interfaces, nccl
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_kinds import buffer_device, choose_edges, make_edge

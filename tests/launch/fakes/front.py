@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from baton.process import die_with_parent
+from baton.runtime.process import die_with_parent
 
 
 def alive(row: dict[str, Any]) -> bool:

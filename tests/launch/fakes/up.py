@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from baton.options import config_command, run_main
+from baton.runtime.options import config_command, run_main
 from launch.members import Programs
 from launch.supervisor import Backoff
 from launch.up import up

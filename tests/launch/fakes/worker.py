@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 
-from baton.process import die_with_parent, record_error
+from baton.runtime.process import die_with_parent, record_error
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from baton.core.events import GpuUsage
 from baton.engine.device import gpu_uuids
-from baton.gpu_usage import read_usage, watching_gpus
+from baton.runtime.gpu_usage import read_usage, watching_gpus
 
 GIB = 1 << 30
 
@@ -62,7 +62,7 @@ def test_usage_is_combined_over_all_gpus() -> None:
 async def test_usage_is_reported_until_nvml_fails(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("baton.gpu_usage.INTERVAL_S", 0.0)
+    monkeypatch.setattr("baton.runtime.gpu_usage.INTERVAL_S", 0.0)
     nvml: Any = Nvml(fails_at=4)
     seen: list[GpuUsage | None] = []
     async with asyncio.timeout(30), watching_gpus(["GPU-a"], seen.append, nvml):

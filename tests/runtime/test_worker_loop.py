@@ -13,13 +13,13 @@ from dataclasses import replace
 import pytest
 
 from baton.core.commands import Abort, Assign, Command, Drain, Join
-from baton.core.config import WorkerConfig
 from baton.core.errors import HandoffError, InvariantError
 from baton.core.events import Load, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
-from baton.rpc import step_thread
-from baton.rpc.worker_loop import HOUSEKEEPING_S, WorkerLoop
+from baton.runtime import step_thread
+from baton.runtime.config import WorkerConfig
+from baton.runtime.worker_loop import HOUSEKEEPING_S, WorkerLoop
 from tests.support.builders import make_facts, make_request
 from tests.support.limits import HANG_S, Stall
 from tests.support.nodes import until

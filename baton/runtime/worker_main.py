@@ -17,17 +17,17 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from baton.core.cluster_token import check_listening
 from baton.core.commands import Role, WorkerFacts
-from baton.core.config import WorkerConfig, with_step_tokens
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.liveness import LOOP_STALL_S
 from baton.core.names import name_error
 from baton.core.ranks import Ranks
-from baton.loop_watch import LoopWatch
-from baton.model_source import may_draft, resolve_draft, resolve_model
-from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
-from baton.process import (
+from baton.runtime.cluster_token import check_listening
+from baton.runtime.config import WorkerConfig, with_step_tokens
+from baton.runtime.loop_watch import LoopWatch
+from baton.runtime.model_source import may_draft, resolve_draft, resolve_model
+from baton.runtime.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
+from baton.runtime.process import (
     EXIT_RANK_LOST,
     SWITCH_INTERVAL_S,
     allow_open_files,
@@ -38,12 +38,12 @@ from baton.process import (
     limit_name_lookups,
     record_error,
 )
-from baton.token_file import read_token
+from baton.runtime.token_file import read_token
 
 if TYPE_CHECKING:
     from baton.engine.options import EngineOptions
-    from baton.rpc.worker_loop import WorkerLoop
-    from baton.worker_ranks import Crew
+    from baton.runtime.worker_loop import WorkerLoop
+    from baton.runtime.worker_ranks import Crew
 
 log = logging.getLogger("baton.worker")
 
@@ -151,8 +151,8 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     with lasting_imports():
         make = load()
         from baton.engine.device import choose_device, gpu_uuids
-        from baton.rpc.health import serving_health
-        from baton.worker_ranks import lead, leave_torchrun
+        from baton.runtime.health import serving_health
+        from baton.runtime.worker_ranks import lead, leave_torchrun
     imported = len(sys.modules) - before
     beat_to_agent()  # not before: loading libraries from a cold file system blocks the interpreter for long
 
@@ -203,7 +203,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 health = serving_health(config.host, config.health_port, lambda: worker.main_loop.takes_work)
                 await beside.enter_async_context(health)
                 if uuids := gpu_uuids(config.device, config.exact, ranks.local_size):
-                    from baton.gpu_usage import watching_gpus  # slow to import
+                    from baton.runtime.gpu_usage import watching_gpus  # slow to import
 
                     await beside.enter_async_context(watching_gpus(uuids, worker.main_loop.session.show_gpu))
                 await worker.run()
@@ -216,7 +216,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
     with lasting_imports():
         from baton.engine.device import choose_device
-        from baton.worker_ranks import follow
+        from baton.runtime.worker_ranks import follow
 
     beat_to_agent()
     config = with_step_tokens(config, role, choose_device(config.device, config.exact).type)

@@ -13,15 +13,15 @@ import pytest
 from baton.core.commands import Welcome
 from baton.core.errors import NotFound
 from baton.core.handover import LinkHello
-from baton.rpc.admin import drain_worker
-from baton.rpc.link import dial_link
-from baton.rpc.streams import LinkLost, MessageStream, dial
+from baton.runtime.admin import drain_worker
+from baton.runtime.link import dial_link
+from baton.runtime.streams import LinkLost, MessageStream, dial
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from launch.bench.client import Target, client_session
 from launch.cluster_api import get_cluster
-from tests.rpc.test_streams import HELLO, WELCOME, echo, serving
+from tests.runtime.test_streams import HELLO, WELCOME, echo, serving
 from tests.support.builders import make_join
 
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import StartupError
 from baton.core.names import host_port
-from baton.rpc.ports import check_free, open_port
+from baton.runtime.ports import check_free, open_port
 
 
 def has_ipv6() -> bool:

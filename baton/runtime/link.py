@@ -10,9 +10,9 @@ import grpc.aio
 
 from baton.core.errors import HandoffError
 from baton.core.handover import LinkHello, LinkWelcome
-from baton.rpc.ports import open_port
-from baton.rpc.streams import SERVER_OPTIONS, MessageStream, dial, serve_stream
-from baton.rpc.tls import ClusterTls, check_role
+from baton.runtime.ports import open_port
+from baton.runtime.streams import SERVER_OPTIONS, MessageStream, dial, serve_stream
+from baton.runtime.tls import ClusterTls, check_role
 from baton.v1 import kv_pb2, kv_pb2_grpc
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from baton.core import commands, handles, handover, kv_layout, request
 from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
-from baton.rpc import codec
+from baton.runtime import codec
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 from tests.support.builders import make_request
 

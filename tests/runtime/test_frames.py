@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History, Row, StepPlan
-from baton.rpc.frames import VERSION, Failed, FrameError, FrameReader, Heartbeat, Hello, Stop, encode
+from baton.runtime.frames import VERSION, Failed, FrameError, FrameReader, Heartbeat, Hello, Stop, encode
 
 IDS = st.integers(0, 2**31 - 1)
 SAMPLING = st.builds(

@@ -41,8 +41,8 @@ from baton.core.events import GpuUsage, Load, SequenceEnded, StepEvents
 from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId
-from baton.rpc.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
-from baton.rpc.tls import ClusterTls
+from baton.runtime.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
+from baton.runtime.tls import ClusterTls
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger("baton.session")

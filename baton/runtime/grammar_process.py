@@ -1,6 +1,6 @@
 """The process that computes grammar masks for a worker, and the one that starts it.
 
-    python -m baton.grammar_process DIRECTORY VOCAB_SIZE FD
+    python -m baton.runtime.grammar_process DIRECTORY VOCAB_SIZE FD
 
 loads the tokenizer, replies "ready", or why it cannot be used, on the socket FD (Unix, SOCK_SEQPACKET), and then forks
 a child for every socket that it receives there, within milliseconds, and replies with its pid. It ends when its parent
@@ -33,8 +33,8 @@ from baton.engine.grammar_automaton import (
     Lexers,
     load_tokenizer,
 )
-from baton.process import set_death_signal
-from baton.rpc.frames import FrameReader, encode
+from baton.runtime.frames import FrameReader, encode
+from baton.runtime.process import set_death_signal
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

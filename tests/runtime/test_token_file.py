@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.cluster_token import check_listening, check_token, on_loopback
 from baton.core.errors import JoinRefused, StartupError
-from baton.token_file import read_token
+from baton.runtime.cluster_token import check_listening, check_token, on_loopback
+from baton.runtime.token_file import read_token
 
 TOKEN = "0123456789abcdef"
 

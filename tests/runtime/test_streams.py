@@ -13,8 +13,8 @@ import pytest
 from baton.core.errors import BatonError, HandoffError
 from baton.core.handover import LinkHello, LinkWelcome, Ping, Posted
 from baton.core.request import SequenceId
-from baton.rpc.link import LinkHandler, dial_link, serve_links
-from baton.rpc.streams import LinkLost, MessageStream
+from baton.runtime.link import LinkHandler, dial_link, serve_links
+from baton.runtime.streams import LinkLost, MessageStream
 from tests.support.builders import make_layout
 
 HELLO = LinkHello("p0", 1, "run", "m", make_layout(), 1, 1, "0.1.0")

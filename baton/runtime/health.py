@@ -18,8 +18,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.rpc.ports import open_port
-from baton.rpc.streams import SERVER_OPTIONS
+from baton.runtime.ports import open_port
+from baton.runtime.streams import SERVER_OPTIONS
 
 LIVE = "live"
 SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -12,8 +12,8 @@ from baton.core.commands import Command, Join, TrackedSequence, Welcome
 from baton.core.errors import InvariantError, ProtocolError
 from baton.core.events import Load, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SequenceId
-from baton.rpc.session import WorkerSession
-from baton.rpc.streams import LinkLost
+from baton.runtime.session import WorkerSession
+from baton.runtime.streams import LinkLost
 
 OLD, DROPPED, NEW, SHORT = (SequenceId(name) for name in ("old", "dropped", "new", "short"))
 
@@ -117,7 +117,7 @@ async def test_heartbeats_of_many_workers_are_spread(monkeypatch: pytest.MonkeyP
         if len(pauses[-1]) == 5:
             raise LinkLost("over")
 
-    monkeypatch.setattr("baton.rpc.session.asyncio.sleep", sleep)
+    monkeypatch.setattr("baton.runtime.session.asyncio.sleep", sleep)
     for _ in range(64):
         pauses.append([])
         await WorkerSession("127.0.0.1:1", Reporting())._beat(Stream(), 1.0)  # type: ignore[arg-type]

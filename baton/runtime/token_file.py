@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from baton.core.cluster_token import FLAG
 from baton.core.errors import StartupError
+from baton.runtime.cluster_token import FLAG
 
 MIN_CHARS = 16
 _MAX_BYTES = 4096

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import StartupError
-from baton.event_log import VARIABLE, EventLog
+from baton.runtime.event_log import VARIABLE, EventLog
 
 
 def test_events_are_written_as_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def log_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 IN_LITTLE_ROOM = """
 import logging, resource
-from baton.event_log import EventLog
+from baton.runtime.event_log import EventLog
 logging.basicConfig(format="%(message)s")
 events = EventLog("decode-0")
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))  # Python ignores SIGXFSZ, so a write raises

@@ -21,7 +21,6 @@ from typing import Any
 
 from baton.core.errors import BatonError, InvariantError, RankLost, StartupError, innermost
 from baton.core.ranks import Ranks
-from baton.edge_ranks import FollowerEnds, WorkerEnds
 from baton.engine.device import choose_device
 from baton.engine.loading import OnStage, load_runner
 from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
@@ -29,8 +28,9 @@ from baton.engine.options import EngineOptions
 from baton.engine.parallel import leave_exit_barrier, open_store
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
 from baton.engine.runner import Runner
-from baton.options import error_line
-from baton.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
+from baton.runtime.edge_ranks import FollowerEnds, WorkerEnds
+from baton.runtime.options import error_line
+from baton.runtime.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
 from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.nccl import configure_nccl, local_gpus

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from baton.rpc.tls import DOMAIN, FLAG, ClusterTls
-from baton.token_file import read_regular
+from baton.runtime.tls import DOMAIN, FLAG, ClusterTls
+from baton.runtime.token_file import read_regular
 
 CA = "ca.pem"
 _MAX_BYTES = 1 << 16
@@ -21,7 +21,7 @@ def read_cluster_tls(directory: str, role: str, flag: str = FLAG) -> ClusterTls 
     """
     if not directory:
         return None
-    from baton import certificates  # slow to import, and rarely needed on one machine
+    from baton.runtime import certificates  # slow to import, and rarely needed on one machine
 
     path = Path(directory).expanduser()
     ca_path, own = path / CA, path / f"{role}.pem"

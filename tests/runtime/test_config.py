@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from baton.core.config import CoordinatorConfig, EngineConfig, WorkerConfig, differences, resolve, with_step_tokens
 from baton.core.errors import StartupError
+from baton.runtime.config import CoordinatorConfig, EngineConfig, WorkerConfig, differences, resolve, with_step_tokens
 from launch.up_config import UpConfig
 
 FIELDS = [(cls, f) for cls in (WorkerConfig, CoordinatorConfig) for f in fields(cls)]

@@ -19,16 +19,16 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from baton.core.errors import BatonError, NotFound, StartupError, Unavailable
 from baton.core.handover import LinkHello, Ping
-from baton.rpc.admin import drain_worker
-from baton.rpc.link import dial_link, serve_links
-from baton.rpc.streams import LinkLost, MessageStream, dial
-from baton.rpc.tls import ROLES, ClusterTls
-from baton.tls_files import read_cluster_tls
+from baton.runtime.admin import drain_worker
+from baton.runtime.link import dial_link, serve_links
+from baton.runtime.streams import LinkLost, MessageStream, dial
+from baton.runtime.tls import ROLES, ClusterTls
+from baton.runtime.tls_files import read_cluster_tls
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from launch.certificates import make_certificates
-from tests.rpc.test_streams import HELLO, WELCOME
+from tests.runtime.test_streams import HELLO, WELCOME
 from tests.support.builders import make_join
 
 HOSTS = ("localhost", "127.0.0.1")

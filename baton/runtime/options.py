@@ -26,9 +26,9 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import click
 
-from baton.core.config import differences, resolve
 from baton.core.errors import BatonError, StartupError
-from baton.process import record_error
+from baton.runtime.config import differences, resolve
+from baton.runtime.process import record_error
 
 Config = TypeVar("Config")
 

@@ -19,10 +19,10 @@ from google.protobuf.message import DecodeError
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError, InvalidRequest, JoinRefused, Unavailable
-from baton.rpc import codec
-from baton.rpc.tls import ClusterTls, explained, peer_role
+from baton.runtime import codec
+from baton.runtime.tls import ClusterTls, explained, peer_role
 
-log = logging.getLogger("baton.rpc")
+log = logging.getLogger("baton.runtime")
 MAX_MESSAGE_BYTES = 16 << 20
 LARGE_BYTES = 256 << 10
 """A longer message is parsed on a thread: one with the log-probabilities of a long prompt takes 0.2 s."""

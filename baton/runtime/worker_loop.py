@@ -16,15 +16,15 @@ from typing import Protocol
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, Command, Drain, Join, Welcome
-from baton.core.config import WorkerConfig
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, InvariantError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
-from baton.rpc.session import WorkerSession
-from baton.rpc.step_thread import Launcher, StepThread
-from baton.rpc.tls import ClusterTls
+from baton.runtime.config import WorkerConfig
+from baton.runtime.session import WorkerSession
+from baton.runtime.step_thread import Launcher, StepThread
+from baton.runtime.tls import ClusterTls
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import grpc
 
 from baton.core.errors import BatonError, NotFound, Unavailable
-from baton.rpc.streams import NO_PROXY
-from baton.rpc.tls import ClusterTls, explained
+from baton.runtime.streams import NO_PROXY
+from baton.runtime.tls import ClusterTls, explained
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 

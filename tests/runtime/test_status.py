@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton.core import errors
 from baton.core.errors import BatonError
-from baton.rpc import status
+from baton.runtime import status
 
 
 def subclasses(cls: type[BatonError]) -> list[type[BatonError]]:
@@ -103,7 +103,7 @@ def test_messages_are_one_short_printable_line() -> None:
 
 def test_http_responses_do_not_import_grpc() -> None:
     code = (
-        "import sys; from baton.rpc import status; from baton.core.errors import Unavailable as U;"
+        "import sys; from baton.runtime import status; from baton.core.errors import Unavailable as U;"
         "status.http_body(U('x')); status.http_headers(U('x'));"
         "sys.exit('grpc' in sys.modules)"
     )

@@ -6,8 +6,8 @@ import pytest
 
 from baton.core.events import StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
-from baton.rpc import codec
-from baton.rpc.streams import MAX_MESSAGE_BYTES
+from baton.runtime import codec
+from baton.runtime.streams import MAX_MESSAGE_BYTES
 from coordinator.translate import MAX_PROMPT_SCORES
 
 
