@@ -287,6 +287,7 @@ _ANTHROPIC_ERROR = _object(
 _INFERENCE_ERROR = _object(error=TEXT)
 _ERROR: Schema = {"anyOf": [_OPENAI_ERROR, _ANTHROPIC_ERROR, _INFERENCE_ERROR]}
 _EVENT: Schema = {"type": "object", "properties": _each(TEXT, "event", "data"), "required": ["data"]}
+_EVENTS = "text/event-stream"
 MAX_FILES, MAX_BATCHES = 10_000, 100
 """In one page of a list."""
 
@@ -333,8 +334,8 @@ def add_route(
     if given:
         more["requestBody"] = {"required": True, "content": _json(given)}
     content: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if "/" in answer else _json(answer)
-    if body is not None and "stream" in body.model_fields:
-        content["text/event-stream"] = {"schema": _EVENT}
+    if answer == _EVENTS or (body is not None and "stream" in body.model_fields):
+        content[_EVENTS] = {"schema": _EVENT}
     responses: dict[int | str, dict[str, Any]] = {
         200: {"description": "OK", "content": content},
         "4XX": {"description": "Refused", "content": _json("ErrorResponse")},

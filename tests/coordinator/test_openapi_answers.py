@@ -50,6 +50,14 @@ class Document:
 _GENERATES = ("generate", "generate_stream")
 
 
+async def test_events_of_every_stream_are_described_as_objects(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    replies = [m["responses"]["200"]["content"] for path in document["paths"].values() for m in path.values()]
+    events = [content["text/event-stream"]["schema"] for content in replies if "text/event-stream" in content]
+    assert len(events) >= 6
+    assert all(schema["required"] == ["data"] for schema in events)
+
+
 async def test_every_response_matches_the_openapi_document(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     document = Document((await client.get("/openapi.json")).json())
     seen = set()
