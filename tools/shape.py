@@ -1,6 +1,7 @@
 """The shape of the code in figures: files, lines, code lines (neither blank nor comment nor docstring), longest
-function, imports of the widest file, import cycles, class names defined twice, error codes as bare strings, clock reads
-in policies and `baton/core`, decision records, benchmark files.
+function, imports of the widest file, import cycles (imports for types alone included), class names defined twice, error
+codes as bare strings, clock reads in policies and `baton/core`, docstrings with a paragraph "Complete state:", filler
+words as names, decision records, benchmark files.
 
     python tools/shape.py [--json]
 
@@ -28,6 +29,21 @@ LONG = 600
 CODES_FILE = "baton/core/codes.py"
 CODES = {code.value for code in ErrorCode}
 OTHER_MEANINGS = {"draining", "aborted"}  # a worker's state and a finish reason, which mypy checks as literals
+FILLERS = {
+    "found",
+    "what",
+    "wanted",
+    "most",
+    "rest",
+    "whose",
+    "those",
+    "others",
+    "told",
+    "gone",
+    "landed",
+    "begun",
+    "stuff",
+}
 CLOCKS = ("time.monotonic", "time.time", "time.time_ns", "time.monotonic_ns", "time.perf_counter")
 
 
@@ -65,7 +81,7 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
@@ -81,12 +97,12 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
             while group[-1] != node:
                 group.append(stack.pop())
             if len(group) > 1:
-                found.append(sorted(group))
+                groups.append(sorted(group))
 
     for node in graph:
         if node not in index:
             visit(node)
-    return found
+    return groups
 
 
 def docstrings(tree: ast.Module) -> Iterator[ast.Expr]:
@@ -129,13 +145,47 @@ def _text(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
+def names(tree: ast.Module) -> Iterator[str]:
+    """Every name that a file defines, as often as it is defined or assigned: functions, classes, arguments, fields,
+    variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def fillers(tree: ast.Module) -> Counter[str]:
+    """The filler words that are names in a file, and how often."""
+    return Counter(name for name in names(tree) if name.strip("_") in FILLERS)
+
+
+def classes(files: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Class names that are defined more than once, and where."""
+    where: dict[str, list[str]] = {}
+    for path, tree in files.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(path)
+    return {name: paths for name, paths in sorted(where.items()) if len(paths) > 1}
+
+
+def complete_state(tree: ast.Module) -> int:
+    """Docstrings that list a class's state in a paragraph instead of beside its fields."""
+    return sum("Complete state" in str(node.value.value) for node in docstrings(tree))  # type: ignore[attr-defined]
+
+
 def figures() -> dict[str, object]:
     files = product_files()
     graph = dependencies(files)
     sources = {path: (ROOT / path).read_text() for path in files}
     lines = {path: len(source.splitlines()) for path, source in sources.items()}
     code = {path: code_lines(source) for path, source in sources.items()}
-    classes = Counter(n.name for tree in files.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef))
+    filler_names = {path: fillers(tree) for path, tree in files.items()}
     codes = [f"{path}:{n}" for path, tree in files.items() if path != CODES_FILE for n in bare_codes(path, tree)]
     functions = {
         f"{path}:{node.name}": (node.end_lineno or 0) - node.lineno + 1
@@ -163,7 +213,10 @@ def figures() -> dict[str, object]:
         "longest function": f"{longest} ({functions[longest]})",
         "widest file": f"{widest} ({len(graph[widest])} product modules)",
         "import cycles": cycles(graph),
-        "classes of one name": {name: n for name, n in sorted(classes.items()) if n > 1},
+        "class names defined twice": classes(files),
+        "paragraphs of state": sum(complete_state(tree) for tree in files.values()),
+        "filler names": dict(sum(filler_names.values(), Counter()).most_common()),
+        "filler names by package": by_package({path: counts.total() for path, counts in filler_names.items()}),
         "bare codes": len(codes),
         "files that read a clock": len(clocks),
         "clock reads in policy": {p: n for p, n in clocks.items() if "/policy/" in p or p.startswith("baton/core/")},
@@ -177,12 +230,17 @@ def by_package(lines: Mapping[str, int]) -> dict[str, int]:
 
 
 def main() -> None:
-    found = figures()
+    shape = figures()
     if "--json" in sys.argv:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(shape, indent=2))
         return
-    for name, value in found.items():
-        print(f"{name:28} {value}")
+    for name, value in shape.items():
+        if name == "class names defined twice":
+            print(f"{name:28} {len(value)}")  # type: ignore[arg-type]
+            for twice, paths in value.items():  # type: ignore[attr-defined]
+                print(f"    {twice:24} {', '.join(paths)}")
+        else:
+            print(f"{name:28} {value}")
 
 
 if __name__ == "__main__":

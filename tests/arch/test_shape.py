@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tools.shape import code_lines, imports
+from tools.shape import classes, code_lines, complete_state, fillers, imports
 
 SOURCE = '''"""A module."""
 # a comment
@@ -31,3 +31,18 @@ def test_code_lines_are_neither_blank_nor_comment_nor_docstring() -> None:
 def test_an_import_for_types_alone_is_an_import() -> None:
     source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from baton.engine.grammars import Grammars\n"
     assert "baton.engine.grammars" in set(imports(ast.parse(source)))
+
+
+def test_filler_words_are_counted_where_they_are_names() -> None:
+    source = "def what(rest):\n    found = rest.most\n    self._wanted = found\n    found = 'rest'\n"
+    assert fillers(ast.parse(source)) == {"what": 1, "rest": 1, "found": 2, "_wanted": 1}
+
+
+def test_classes_of_one_name_are_listed_with_their_files() -> None:
+    tree = ast.parse("class Row: ...\nclass Own: ...")
+    assert classes({"a.py": tree, "b.py": ast.parse("class Row: ...")}) == {"Row": ["a.py", "b.py"]}
+
+
+def test_paragraphs_of_state_are_counted() -> None:
+    source = 'class A:\n    """What it is.\n\n    Complete state: `x`.\n    """\n\n    x = "Complete state"\n'
+    assert complete_state(ast.parse(source)) == 1
