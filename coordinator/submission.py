@@ -11,7 +11,7 @@ from baton.core.request import FinishReason, SamplingParams, TokenLogprob
 from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.timeline import Timeline
 from coordinator.structured_output import Constraint
-from coordinator.text.tool_calls import Event, Parser
+from coordinator.text.parser import Event, Parser
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from baton.core.names import host_port_error, model_name_error, unbracketed
 Config = TypeVar("Config")
 
 _MOST_SHOWN = 200
+TOOL_FORMATS = "hermes", "llama3", "mistral", "harmony", "qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31"
 STEP_TOKENS = 512
 GPU_PREFILL_STEP_TOKENS = 4096
 """About 100 ms of an 8 B model on an H100, by its matrix rate; not measured."""
@@ -183,7 +184,7 @@ class CoordinatorOptions:
     tool_parser: str = option(
         "auto",
         "format of the model's tool calls; auto: detected from its chat template",
-        choices=("auto", "hermes", "llama3", "mistral", "harmony"),
+        choices=("auto", *TOOL_FORMATS),
     )
     otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that receives a span per request")
     data_dir: str = option("", "directory for /v1/files and /v1/batches, which survive a restart; default: disabled")

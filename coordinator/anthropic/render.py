@@ -21,7 +21,7 @@ from coordinator.anthropic.schema import MessagesBody
 from coordinator.anthropic.signatures import signature
 from coordinator.openai.render import Head, json_line
 from coordinator.submission import Delta, Usage
-from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, Text
+from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
 
 _DELTAS = {
     "text": ("text_delta", "text"),

@@ -38,7 +38,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Sink, Submission, Usage
-from coordinator.text.tool_calls import Event
+from coordinator.text.parser import Event
 
 Renderer = Render | ResponsesRender | MessagesRender | InferRender
 MAX_TRACEPARENT = 64

@@ -18,8 +18,8 @@ from baton.runtime import status
 from coordinator.off_loop import is_large
 from coordinator.policy.timeline import Timeline
 from coordinator.submission import Delta, Usage
+from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
 from coordinator.text.stream import Decoder, Vocabulary
-from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, Text
 
 DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u2028", "\u2029")}

@@ -18,7 +18,7 @@ from coordinator.openai.responses import ENCRYPTED, ResponsesBody, shown_format
 from coordinator.openai.responses_items import encoded
 from coordinator.openai.responses_tools import INPUT, Called, shown_choice, shown_tools
 from coordinator.submission import Delta, Usage
-from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, Text
+from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
 
 Keep = Callable[[dict[str, Any]], None]
 

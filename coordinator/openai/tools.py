@@ -20,6 +20,7 @@ from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, count_values
 from coordinator.structured_output import WHITESPACE, Constraint, json_text, lark_string
 from coordinator.text.chat import MAX_DEPTH
+from coordinator.text.object_calls import CALL_BEGIN, CALL_END, CALL_SEP, CALLS_BEGIN, CALLS_END
 
 MAX_TOOLS = 128
 MAX_VALUES = 20_000  # of tools, and of additional template variables
@@ -179,9 +180,9 @@ class Tools:
         return functions if self.choice == "required" else []
 
     @property
-    def functions(self) -> frozenset[str]:
-        """The names of the functions that may be called."""
-        return frozenset(tool.function.name for tool in self.tools if self.may_be_called)
+    def functions(self) -> dict[str, dict[str, Any]]:
+        """The functions that may be called: the schema of each one's arguments, by its name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools if self.may_be_called}
 
     def template_values(self) -> list[dict[str, Any]]:
         """Returns the tools for the chat template, empty if none may be called."""
@@ -227,14 +228,17 @@ def calls_grammar(
     def marker(text: str) -> str:
         return f"<[{token_ids[text]}]>" if text in token_ids else lark_string(text)
 
-    key = "parameters" if form == "llama3" else "arguments"
-    before, between, after, end = {
-        "hermes": (f'{marker("<tool_call>")} "\\n"', '"\\n"', f'"\\n" {marker("</tool_call>")}', ""),
-        "llama3": ("", '"; "', "", ""),
-        "mistral": ("", '", "', "", '"]"'),
-        "harmony": ("", "", "", ""),
+    hermes = "", f'{marker("<tool_call>")} "\\n"', '"\\n"', f'"\\n" {marker("</tool_call>")}', ""
+    begin, before, between, after, end = {
+        "hermes": hermes,
+        "qwen3_coder": hermes,  # these parsers read objects, too, for which a grammar can follow any schema
+        "glm45": hermes,
+        "llama3": ("", "", '"; "', "", ""),
+        "mistral": (f'{marker("[TOOL_CALLS]")} "["', "", '", "', "", '"]"'),
+        "harmony": ("", "", "", "", ""),
+        "deepseek_v3": (marker(CALLS_BEGIN), marker(CALL_BEGIN), '"\\n"', marker(CALL_END), marker(CALLS_END)),
+        "deepseek_v31": (marker(CALLS_BEGIN), marker(CALL_BEGIN), "", marker(CALL_END), marker(CALLS_END)),
     }[form]
-    begin = f'{marker("[TOOL_CALLS]")} "["' if form == "mistral" else ""
     more = f"({between} call){{0,{most - 1}}}" if most > 1 and form != "harmony" else ""
     lines = ["start: calls", f"calls: {begin} call {more} {end}"]
     lines.append(f"call: {before} ({' | '.join(f'call_{i}' for i in range(len(functions)))}) {after}")
@@ -242,13 +246,19 @@ def calls_grammar(
         strict = bool(function.strict)
         how = Constraint("json_schema", "", "", not strict, WHITESPACE if whitespace is None else whitespace)
         schema = _schema(prepared(_object_schema(function), "tools", strict=strict), how)
-        if form == "harmony":
-            head = f"{marker('<|channel|>')} {lark_string(f'commentary to=functions.{function.name} ')}"
-            head += f' {marker("<|constrain|>")} "json" {marker("<|message|>")}'
-            lines.append(f"call_{number}: {head} arguments_{number}")
-        else:
-            head = lark_string('{"name": "' + function.name + f'", "{key}": ')
-            lines.append(f'call_{number}: {head} arguments_{number} "}}"')
+        name, tail = lark_string(function.name), ""
+        match form:
+            case "harmony":
+                head = f"{marker('<|channel|>')} {lark_string(f'commentary to=functions.{function.name} ')}"
+                head += f' {marker("<|constrain|>")} "json" {marker("<|message|>")}'
+            case "deepseek_v3":
+                head, tail = f'"function" {marker(CALL_SEP)} {name} "\\n```json\\n"', '"\\n```"'
+            case "deepseek_v31":
+                head = f"{name} {marker(CALL_SEP)}"
+            case _:
+                key = "parameters" if form == "llama3" else "arguments"
+                head, tail = lark_string('{"name": "' + function.name + f'", "{key}": '), '"}"'
+        lines.append(f"call_{number}: {head} arguments_{number} {tail}")
         lines.append(f"arguments_{number}: %json {schema}")
     return lines
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from coordinator.text.tool_calls import CallBegun, Event, Parser, Reasoning, Text
+from coordinator.text.parser import CallBegun, Event, Parser, Reasoning, Text
 
 _REPLACEMENT = "\ufffd"
 _MAX_UNSETTLED = 16

@@ -1,6 +1,6 @@
 """Over a hundred published chat templates, read from a PyPI package and not stored in this repository: the sandbox
 renders each as transformers does, the format of tool calls is detected, and grammars force tool calls behind the
-templates of four families."""
+templates of several families."""
 
 from __future__ import annotations
 
@@ -32,12 +32,20 @@ FORMS = {
     "mistral-nemo-instruct": "mistral",
     "mistral-large-instruct": "mistral",
     "gpt-oss": "harmony",
-    # Written between the same tags as Hermes calls, but not as JSON.
-    "Qwen3-Coder": None,
-    "qwen3.5": None,
-    "GLM-4.6": None,
-    "deepseek-v3": None,
+    "Qwen3-Coder": "qwen3_coder",
+    "qwen3.5": "qwen3_coder",
+    "GLM-4.6": "glm45",
+    "GLM-4.7": "glm45",
+    "glm-4.5": "glm45",
+    "deepseek-r1-0528": "deepseek_v3",
+    "deepseek-v3": "deepseek_v31",
+    "Deepseek-V3.1": "deepseek_v31",
+    "seed-oss": None,
 }
+FORCED = (
+    "llama-3.1-instruct", "qwen3", "mistral-nemo-instruct", "gpt-oss", "Qwen3-Coder", "GLM-4.6", "deepseek-r1-0528",
+    "Deepseek-V3.1",
+)  # fmt: skip
 TOOLS = [
     {
         "type": "function",
@@ -124,7 +132,7 @@ def test_the_tool_call_format_of_published_templates_is_detected(published: dict
     assert {name: detect_format(published[name]) for name in FORMS} == FORMS
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-instruct", "qwen3", "mistral-nemo-instruct", "gpt-oss"])
+@pytest.mark.parametrize("name", FORCED)
 async def test_tool_calls_are_forced_with_a_published_template(
     published: dict[str, str], tmp_path: Path, name: str
 ) -> None:

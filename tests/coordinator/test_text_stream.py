@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from coordinator.text.parser import Arguments, Reasoning, Text
 from coordinator.text.stream import TextStream, Vocabulary
-from coordinator.text.tool_calls import Arguments, Reasoning, Text, make_parser
+from coordinator.text.tool_calls import make_parser
 from tests.support import tokenizers_kit as kit
 
 KINDS = {"byte_level": kit.byte_level, "byte_fallback": kit.byte_fallback, "metaspace": kit.metaspace}
@@ -275,7 +276,7 @@ def test_stop_strings_apply_to_the_content_only(cuts: list[int]) -> None:
     vocabulary = VOCABULARIES["byte_level"]
     ids = byte_ids(vocabulary, f"<think>STOP it</think>\nYes. {CALL} then STOP here")
     for parts in ([ids], [[i] for i in ids], split(ids, cuts)):
-        parser = make_parser("hermes", frozenset("f"), thinks=True)
+        parser = make_parser("hermes", {"f": {}}, thinks=True)
         reader = TextStream(vocabulary, ["STOP"], parser=parser)
         events = [event for part in parts for event in reader.push(part).events] + [*reader.finish().events]
         texts = {
@@ -295,7 +296,7 @@ def test_tokens_of_reasoning_are_counted(thinking: bool) -> None:
     expected = sum(len(begin) <= at < len(f"{begin}hmm{end}") for at in ends)
     readers = []
     for parts in ([ids], [[i] for i in ids]):
-        reader = TextStream(vocabulary, parser=make_parser(None, frozenset(), thinks=True, thinking=thinking))
+        reader = TextStream(vocabulary, parser=make_parser(None, {}, thinks=True, thinking=thinking))
         for part in parts:
             reader.push(part)
         readers.append(reader.reasoning_tokens)

@@ -1,29 +1,23 @@
-"""Tool calls and reasoning in texts of four families of models, however the text is split."""
+"""Tool calls and reasoning in texts of several families of models, however the text is split."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.text.tool_calls import (
-    FORMATS,
-    Arguments,
-    CallBegun,
-    Event,
-    Reasoning,
-    Text,
-    detect_format,
-    make_parser,
-)
+from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
+from coordinator.text.tagged_calls import argument_json, argument_types
+from coordinator.text.tool_calls import FORMATS, detect_format, make_parser
 from tests.support.model_dirs import CHATML
-from tests.support.tool_templates import ARGUMENTS, NAMES, TEMPLATES, WRITERS, ToolCallText, tool_call_texts
+from tests.support.tool_templates import ARGUMENTS, NAMES, SCHEMA, TEMPLATES, WRITERS, ToolCallText, tool_call_texts
 
-FUNCTIONS = frozenset([*NAMES, "f"])
+FUNCTIONS: dict[str, dict[str, Any]] = dict.fromkeys((*NAMES, "f"), SCHEMA)
 ONE_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 Found = tuple[str, str, list[tuple[str, str]]]
 
@@ -68,7 +62,17 @@ NO_CALLS = {
     "llama3": ["plain", '{"a": 1} is JSON', "{not json", '{"name": 3}', "  { }", '["name"]', 'x {"name": "f"}'],
     "mistral": ["plain", "[TOOL_ CALLS]", "[1, 2]", "[TOOL_CALL"],
     "harmony": [],
-}
+    "qwen3_coder": [
+        "plain", "<tool_call>hello", "<tool_call>\n<function", "<tool_call>\n<function= >", "<function=a>", "<func",
+        "<tool_call>\n\n<functions=f>", "<function=f", "a <function=\nf> b", '<tool_call>{"nam": 1}</tool_call> c',
+    ],
+    "glm45": [
+        "plain", "<tool_call>hello", "<tool_call>hello world</tool_call>", "<tool_call><arg_key>a", "<tool_call>f\n<",
+        "<tool_call>f\n<arg_value>", '<tool_call>{"nam": 1}</tool_call> c',
+    ],
+    "deepseek_v3": ["plain", "<｜tool▁call", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "``` a"],
+    "deepseek_v31": ["plain", "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜>", "<｜tool▁sep｜>f{}"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in NO_CALLS.items() for text in texts])
@@ -76,6 +80,67 @@ def test_text_that_is_no_call_is_content(form: str, text: str) -> None:
     for pieces in ([text], text):
         content, _, calls = parse(form, pieces)
         assert not calls and content == text
+
+
+@pytest.mark.parametrize(
+    ("types", "text", "expected"),
+    [
+        ("string", "12", "12"),
+        ("string", '"quoted"', '"quoted"'),
+        ("", "12", "12"),  # the schema does not say
+        ("integer", "12", 12),
+        ("integer", " 12\n", 12),
+        ("integer", "9" * 30, int("9" * 30)),
+        ("number", "12", 12),
+        ("number", "1e3", 1000.0),
+        ("boolean", "True", True),
+        ("boolean", "true", True),
+        ("boolean", "yes", "yes"),
+        ("null", "None", None),
+        ("string null", "null", None),
+        ("string null", "none of them", "none of them"),
+        ("string integer", "007", "007"),
+        ("array", "['a', None]", ["a", None]),
+        ("object", '{"a": [1]}', {"a": [1]}),
+        ("object", "[1]", [1]),  # not what the schema allows
+        ("object", "{'a': 1e999}", "{'a': 1e999}"),
+        ("number", "NaN", "NaN"),
+        ("array", "[" * 5000, "[" * 5000),
+        ("integer", "__import__('os')", "__import__('os')"),
+    ],
+)
+def test_text_of_an_argument_becomes_a_value_of_its_type(types: str, text: str, expected: Any) -> None:
+    value = json.loads(argument_json(text, frozenset(types.split())))
+    assert value == expected and type(value) is type(expected)
+
+
+def test_types_of_an_argument_are_read_through_references_and_unions() -> None:
+    schema = {
+        "properties": {
+            "one": {"$ref": "#/$defs/one"},
+            "some": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/one"}, {"type": "null"}]},
+            "listed": {"enum": ["a", 1]},
+            "fixed": {"const": 1.5},
+            "both": {"type": ["array", "null"]},
+            "loop": {"$ref": "#/properties/loop"},
+            "any": {},
+        },
+        "$defs": {"one": {"type": "integer"}},
+    }
+    expected = {
+        "one": "integer", "some": "string integer null", "listed": "string integer", "fixed": "number",
+        "both": "array null", "loop": "", "any": "", "unknown": "",
+    }  # fmt: skip
+    assert {name: argument_types(schema, name) for name in expected} == {
+        name: frozenset(types.split()) for name, types in expected.items()
+    }
+
+
+def test_end_tags_that_are_missing_end_a_call_of_qwen3_coder() -> None:
+    unclosed = "<tool_call>\n<function=f>\n<parameter=city>\nRome\n<parameter=text>\na\nb\n</function>\n</tool_call>"
+    arguments = '{"city": "Rome", "text": "a\\nb"}'
+    assert parse("qwen3_coder", [unclosed + "\n\nDone."]) == ("Done.", "", [("f", arguments)])
+    assert parse("qwen3_coder", ["<function=f>\n</function>\n", ONE_CALL]) == ("", "", [("f", "{}"), ("f", "{}")])
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -143,13 +208,13 @@ def test_call_format_is_detected_from_the_template() -> None:
     for call in ("{{ call.function | tojson }}", "{{ {'name': call.name} | tojson }}", '{"name": "{{ call.name }}"}'):
         assert detect_format(llama + "{{ tools }}<tool_call>" + call + "</tool_call>") == "hermes"
     # The same markers, but no JSON between them.
-    for call in ("{{ call.name }}<arg_key>{{ key }}</arg_key>", "\n<function={{ call.name }}>\n</function>"):
-        assert detect_format(llama + '{{ tools }}"name"<tool_call>' + call + "</tool_call>") is None
+    for form, call in (("glm45", "{{ name }}<arg_key>{{ key }}</arg_key>"), ("qwen3_coder", "\n<function={{ name }}>")):
+        assert detect_format(llama + '{{ tools }}"name"<tool_call>' + call + "</tool_call>") == form
 
 
 def test_no_parser_is_made_without_functions_or_a_format() -> None:
     for form in (*FORMATS, None):
-        assert make_parser(form, frozenset(), thinks=False) is None
+        assert make_parser(form, {}, thinks=False) is None
     assert make_parser(None, FUNCTIONS, thinks=False) is None
 
 

@@ -27,7 +27,8 @@ from coordinator.openai.tools import Function, calls_grammar
 from coordinator.openai.validation import parse
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.model import TextModel
-from coordinator.text.tool_calls import FORMATS, Arguments, CallBegun, make_parser
+from coordinator.text.parser import Arguments, CallBegun
+from coordinator.text.tool_calls import FORMATS, make_parser
 from tests.coordinator.test_schema_openai import fits
 from tests.support import tokenizers_kit
 from tests.support.fake_generator import FakeGenerator, reply
@@ -317,7 +318,7 @@ def test_forced_calls_of_every_format_are_parsed_back(form: str) -> None:
         grammar = "\n".join(calls_grammar(form, functions, {marker: 4}, most))
         for seed in range(12):
             text = walk(tokenizer, grammar, seed).replace("<|assistant|>", marker)
-            parser = make_parser(form, frozenset(["get_weather", "now"]), thinks=False)
+            parser = make_parser(form, {"get_weather": WEATHER, "now": {}}, thinks=False)
             assert parser is not None
             parsed = parser.push(text) + parser.finish()
             names = [event.name for event in parsed if isinstance(event, CallBegun)]
@@ -406,7 +407,7 @@ async def test_tools_of_a_template_without_tools_are_called_in_the_generic_form(
 async def test_calls_in_an_unknown_format_stay_text_and_cannot_be_forced(
     generator: FakeGenerator, tmp_path: Path
 ) -> None:
-    template = TEMPLATES["hermes"] + "{# <arg_key> #}"
+    template = TEMPLATES["hermes"].replace("tool_call>", "seed:tool_call>")
     model = TextModel.load(text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096}))
     assert model.tool_format is None
     app = create_app(generator, model, HttpSettings("tiny", created=1))

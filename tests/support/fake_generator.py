@@ -13,7 +13,7 @@ from coordinator.policy.quotas import Client, Quotas
 from coordinator.recent import Record
 from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
-from coordinator.text.tool_calls import Parser
+from coordinator.text.parser import Parser
 
 Step = Delta | BaseException | float | asyncio.Event
 

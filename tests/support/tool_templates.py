@@ -1,4 +1,4 @@
-"""Chat templates with tools in the formats of four model families, and texts with calls in each format."""
+"""Chat templates with tools in the formats of several model families, and texts with calls in each format."""
 
 from __future__ import annotations
 
@@ -46,7 +46,49 @@ namespace functions {
 {%- if message.tool_calls %}<|channel|>commentary to=functions.{{ message.tool_calls[0].function.name }} <|constrain|>json
 {%- endif %}<|message|>{{ message.content }}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""  # noqa: E501
-TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "harmony": HARMONY}
+QWEN3_CODER = """{%- if tools %}<|im_start|>system
+Functions: {% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}Write <tool_call> <function=NAME> <parameter=KEY> VALUE </parameter> </function> </tool_call><|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+<function={{ call.function.name }}>
+{% for key, value in call.function.arguments | items %}<parameter={{ key }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor %}</function>
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+GLM45 = """[gMASK]<sop>{%- if tools %}<|system|>
+Functions: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Write <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+{%- endif %}{%- for message in messages %}<|{{ message.role }}|>
+{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>{{ call.function.name }}
+{% for key, value in call.function.arguments | items %}<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}</tool_call>{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+DEEPSEEK_V31 = """{%- if tools %}Functions:
+{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}{%- endif %}{%- for message in messages %}<｜{{ message.role }}｜>{{ message.content }}
+{%- if message.tool_calls %}<｜tool▁calls▁begin｜>{% for call in message.tool_calls -%}
+<｜tool▁call▁begin｜>{{ call.function.name }}<｜tool▁sep｜>{{ call.function.arguments | tojson }}<｜tool▁call▁end｜>
+{%- endfor %}<｜tool▁calls▁end｜>{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"""
+DEEPSEEK_V3 = DEEPSEEK_V31.replace("<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>").replace(
+    "name }}<｜tool▁sep｜>{{ call.function.arguments | tojson }}",
+    'name }}{{ "\\n```json\\n" }}{{ call.function.arguments | tojson }}{{ "\\n```" }}',
+)
+TEMPLATES = {
+    "hermes": HERMES,
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "harmony": HARMONY,
+    "qwen3_coder": QWEN3_CODER,
+    "glm45": GLM45,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+}
 
 ARGUMENTS: tuple[dict[str, Any], ...] = (
     {},
@@ -60,6 +102,14 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"日本": "ünïcødé 🎉", "": ""},
     {"list": list(range(40)), "long": "word " * 60},
 )
+_KINDS: dict[type, str] = {
+    dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
+}  # fmt: skip
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": _KINDS[type(value)]} for each in ARGUMENTS for key, value in each.items()},
+}
+"""Of all of these arguments."""
 NAMES = ("get_weather", "f", "a.b-c_d", "search")
 LEADS = ("", "Let me look. ", 'I\'ll call {two} "things":\n')
 
@@ -124,4 +174,53 @@ def _harmony(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallTe
     return ToolCallText("<|start|>assistant".join(parts), lead, tuple(calls), reasoning)
 
 
-WRITERS = {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral, "harmony": _harmony}
+def _qwen3_coder(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
+    def value(given: Any) -> str:
+        if isinstance(given, str):
+            return given
+        return str(given) if number % 2 else str(dumps(given))  # Python's spelling, or JSON
+
+    blocks = []
+    for n, a in calls:
+        arguments = "".join(f"<parameter={key}>\n{value(given)}\n</parameter>\n" for key, given in a.items())
+        opened = "" if number % 7 == 6 else "<tool_call>\n"  # as these models sometimes do
+        blocks.append(f"{opened}<function={n}>\n{arguments}</function>\n</tool_call>")
+    return ToolCallText(lead + "\n".join(blocks), lead, tuple(calls))
+
+
+def _glm45(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
+    line = "" if number % 2 else "\n"
+    blocks = []
+    for n, a in calls:
+        values = {key: given if isinstance(given, str) else dumps(given) for key, given in a.items()}
+        arguments = [
+            f"<arg_key>{key}</arg_key>{line}<arg_value>{text}</arg_value>{line}" for key, text in values.items()
+        ]
+        blocks.append(f"<tool_call>{n}{line}{''.join(arguments)}</tool_call>")
+    return ToolCallText(lead + "\n".join(blocks), lead, tuple(calls))
+
+
+def _deepseek_v3(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
+    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    blocks = [f"{begin}function{sep}{n}\n```json\n{dumps(a)}\n```{end}" for n, a in calls]
+    if number % 5 == 4:  # as some templates write it
+        blocks = [f"{begin} {dumps({'name': n, 'parameters': a})} {end}" for n, a in calls]
+    text = f"{lead}<｜tool▁calls▁begin｜>" + "\n".join(blocks) + "<｜tool▁calls▁end｜>"
+    return ToolCallText(text, lead, tuple(calls))
+
+
+def _deepseek_v31(lead: str, calls: list[Any], dumps: Any, number: int) -> ToolCallText:
+    blocks = [f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{dumps(a)}<｜tool▁call▁end｜>" for n, a in calls]
+    return ToolCallText(f"{lead}<｜tool▁calls▁begin｜>{''.join(blocks)}<｜tool▁calls▁end｜>", lead, tuple(calls))
+
+
+WRITERS = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "harmony": _harmony,
+    "qwen3_coder": _qwen3_coder,
+    "glm45": _glm45,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+}
