@@ -21,7 +21,7 @@ from prometheus_client.utils import floatToGoString
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError
-from coordinator.openai.fields import as_header
+from baton.runtime.ignored_fields import as_header
 from coordinator.policy.pool import LOAD_COLUMNS
 from coordinator.policy.timeline import Timeline
 from coordinator.submission import Delta, Submission, Usage

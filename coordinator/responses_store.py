@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from baton.core.errors import StartupError
-from coordinator.disk import DiskThread, create_private, reason_of
+from baton.runtime.disk import DiskThread, create_private, reason_of
 
 FLAG = "--store"
 _SCHEMA = """

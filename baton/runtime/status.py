@@ -89,6 +89,16 @@ def retry_after_s(error: BaseException) -> float | None:
 # ------------------------------------------------------------------------------------------------------------- HTTP
 
 
+class HttpProblem(Exception):
+    """A request refused before it reaches the model. `close` closes the connection after the answer."""
+
+    def __init__(self, http: int, code: str, message: str, *, param: str | None = None, close: bool = False) -> None:
+        super().__init__(message)
+        self.http, self.code, self.param = http, code, param
+        self.message = printable(message, MAX_MESSAGE_CHARS)
+        self.headers = {"connection": "close"} if close else {}
+
+
 def http_status(error: BaseException) -> int:
     return row(error).http
 

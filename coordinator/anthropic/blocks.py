@@ -9,9 +9,9 @@ from pydantic import Field, StringConstraints, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.anthropic.signatures import thinking_in
 from coordinator.openai.schema import MAX_PARTS
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, counted, validate
 from coordinator.translate import MAX_MESSAGES
 

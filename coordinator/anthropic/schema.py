@@ -15,6 +15,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.anthropic.blocks import (
     GivenTurn,
     Passage,
@@ -43,7 +44,6 @@ from coordinator.openai.tools import (
     limit_values,
     template_call,
 )
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted, validate
 from coordinator.structured_output import Constraint
 from coordinator.text.chat import Rendering

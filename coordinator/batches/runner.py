@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import NotFound
+from baton.runtime.disk import DiskThread, StorageFailed
 from coordinator.api_keys import MAX_PRIORITY
 from coordinator.batches.store import FLAG, MAX_UNFINISHED, WINDOW_S, BatchStore, Line
 from coordinator.batches.validation import Validator
-from coordinator.disk import DiskThread, StorageFailed
 from coordinator.policy.expiry import Expiry
 from coordinator.policy.quotas import Client
 

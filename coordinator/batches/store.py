@@ -26,10 +26,9 @@ from typing import Any
 import orjson
 
 from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
-from coordinator.disk import create_private, reason_of
-from coordinator.openai.fields import as_header
-from coordinator.openai.json_body import parse_object
-from coordinator.openai.unknown_fields import IgnoredFields
+from baton.runtime.disk import create_private, reason_of
+from baton.runtime.ignored_fields import IgnoredFields, as_header
+from baton.runtime.json_body import parse_object
 from coordinator.policy.storage_share import room
 
 FLAG = "--data-dir"

@@ -13,10 +13,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from baton.core.errors import Unavailable
-from coordinator import disk
+from baton.runtime import disk
+from baton.runtime.child import Child, start_child
+from baton.runtime.disk import DiskThread, StorageFailed
 from coordinator.batches.store import FLAG, BatchStore, Line, read_line, read_lines
-from coordinator.child import Child, start_child
-from coordinator.disk import DiskThread, StorageFailed
 
 MAX_LINES = 50_000
 MAX_ERRORS = 20

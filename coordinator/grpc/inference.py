@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Unauthenticated
 from baton.runtime import status
 from baton.runtime.first_message import parsed
+from baton.runtime.ignored_fields import as_header
 from baton.runtime.unknown_fields import unknown_fields
 from baton.v1 import inference_pb2 as pb
 from coordinator.api_keys import ApiKeys
@@ -30,7 +31,6 @@ from coordinator.inference.served import VERSION, ServedModel
 from coordinator.inference.statistics import Measured
 from coordinator.inference.submit import submissions_of
 from coordinator.inference.tensors import Tensor, checked, packed, unpacked
-from coordinator.openai.fields import as_header
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.several_prompts import generate_all

@@ -30,6 +30,7 @@ from baton.core.sampling_limits import (
 )
 from baton.runtime import codec, health, status
 from baton.runtime.first_message import FirstMessage, parsed
+from baton.runtime.ignored_fields import as_header
 from baton.runtime.ports import open_port
 from baton.runtime.streams import SERVER_OPTIONS
 from baton.runtime.unknown_fields import unknown_fields
@@ -41,7 +42,6 @@ from coordinator.grpc.calls import abort, refuse, sent_value, write
 from coordinator.grpc.inference import SERVICE as INFERENCE
 from coordinator.grpc.inference import Inference
 from coordinator.inference.served import ServedModel
-from coordinator.openai.fields import as_header
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.recent import SPACE

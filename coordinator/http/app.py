@@ -25,7 +25,7 @@ from starlette.routing import Match
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
-from baton.runtime.status import printable
+from baton.runtime.status import HttpProblem, printable
 from coordinator import off_loop
 from coordinator.anthropic.models import model_object, model_page
 from coordinator.anthropic.render import MessagesRender
@@ -37,7 +37,6 @@ from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import (
     MESSAGES,
     REQUEST_ID,
-    HttpProblem,
     error_response,
     is_for_anthropic,
     json_response,

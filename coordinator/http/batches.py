@@ -20,17 +20,18 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvalidRequest, NotFound, QuotaExceeded, Unavailable
+from baton.runtime.disk import storage_failed
+from baton.runtime.ignored_fields import IgnoredFields
+from baton.runtime.status import HttpProblem
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.runner import CONTENT, Answer, BatchRunner
 from coordinator.batches.store import BatchStore
-from coordinator.disk import storage_failed
 from coordinator.http.body import BodyReader, check_declared
-from coordinator.http.errors import HttpProblem, json_response
+from coordinator.http.errors import json_response
 from coordinator.http.generation import SLICE_BYTES
 from coordinator.http.guard import CLIENT, IGNORED
 from coordinator.http.openapi import MAX_BATCHES, MAX_FILES, add_route
 from coordinator.openai.schema import BatchBody
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
 

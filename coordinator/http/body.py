@@ -13,8 +13,8 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, InvalidRequest, Unavailable
-from coordinator.child import Child, start_child
-from coordinator.http.errors import HttpProblem
+from baton.runtime.child import Child, start_child
+from baton.runtime.status import HttpProblem
 from coordinator.openai.validation import count_values
 
 INLINE_BYTES = 64 * 1024

@@ -16,6 +16,7 @@ from starlette.types import Scope
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError
 from baton.runtime import status
+from baton.runtime.status import HttpProblem
 from coordinator.anthropic import errors as anthropic_errors
 from coordinator.inference.render import error_body
 
@@ -30,16 +31,6 @@ _REASONS = {
     404: ("not_found", f"no such path: {_SERVED}"),
     405: ("method_not_allowed", "this path does not support that method"),
 }
-
-
-class HttpProblem(Exception):
-    """A request refused before it reaches the model. `close` closes the connection after the answer."""
-
-    def __init__(self, http: int, code: str, message: str, *, param: str | None = None, close: bool = False) -> None:
-        super().__init__(message)
-        self.http, self.code, self.param = http, code, param
-        self.message = status.printable(message, status.MAX_MESSAGE_CHARS)
-        self.headers = {"connection": "close"} if close else {}
 
 
 def json_response(content: Any, *, http: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.core.codes import ErrorCode
+from baton.runtime.ignored_fields import as_header
+from baton.runtime.status import HttpProblem
 from coordinator.api_keys import ApiKeys
-from coordinator.http.errors import REQUEST_ID, HttpProblem, error_response, is_for_anthropic
-from coordinator.openai.fields import as_header
+from coordinator.http.errors import REQUEST_ID, error_response, is_for_anthropic
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 8 * 1024

@@ -11,13 +11,13 @@ from fastapi import Request
 from starlette.responses import Response
 
 from baton.core.errors import NotFound
+from baton.runtime.ignored_fields import IgnoredFields
 from baton.runtime.status import printable
 from coordinator import off_loop
 from coordinator.http.errors import json_response
 from coordinator.http.guard import CLIENT
 from coordinator.openai.responses_items import Item, parsed_items, shown_items, stored_form
 from coordinator.openai.responses_render import Keep
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.policy.quotas import Client
 from coordinator.responses_store import Responses, Stored
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import orjson
 
 from baton.core.errors import InvalidRequest
+from baton.runtime.json_body import parse_object
 from coordinator.inference.model import InferRequest
 from coordinator.inference.served import VERSION
 from coordinator.inference.tensors import Tensor, checked, packed, unpacked
-from coordinator.openai.json_body import parse_object
 from coordinator.openai.validation import RequestObject, at_most, parse
 
 MAX_TENSORS = 64

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.inference.model import Generation
 from coordinator.openai.schema import CompletionBody
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import places_of, validate
 from coordinator.submission import Submission
 from coordinator.translate import Translator

@@ -16,9 +16,9 @@ from pydantic import PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.openai.responses_tools import INPUT, internal_name
 from coordinator.openai.tools import Arguments, CalledName, template_call
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, counted, validate
 from coordinator.text.messages import ChatMessage
 from coordinator.translate import MAX_MESSAGES, ROLES

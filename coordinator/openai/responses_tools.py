@@ -16,8 +16,8 @@ from pydantic import PlainValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.openai.tools import MAX_TOOLS, ChosenFunction, ChosenTool, Function, Name, Tool, Tools
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, counted, validate
 
 MAX_NAME_CHARS = 64

@@ -15,8 +15,8 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
+from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.openai.json_schema import prepared
-from coordinator.openai.unknown_fields import IgnoredFields
 from coordinator.openai.validation import RequestObject, count_values
 from coordinator.structured_output import WHITESPACE, Constraint, json_text, lark_string
 from coordinator.text.chat import MAX_DEPTH

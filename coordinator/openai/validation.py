@@ -19,9 +19,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.runtime.ignored_fields import IgnoredFields
+from baton.runtime.json_body import parse_object
 from coordinator.openai.fields import Neutral
-from coordinator.openai.json_body import parse_object
-from coordinator.openai.unknown_fields import IgnoredFields
 
 MODEL_VALUES = 10
 """The cost of unpickling a model object, in values of about 0.2 us."""

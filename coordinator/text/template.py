@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import InvalidRequest, StartupError, Unavailable
-from coordinator.child import Child, ready, start_child
+from baton.runtime.child import Child, ready, start_child
 
 TIME_LIMIT_S = 0.2
 KILL_S = 5.0

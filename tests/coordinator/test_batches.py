@@ -24,19 +24,19 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from baton.core.errors import QuotaExceeded, StartupError, Unavailable
-from coordinator import disk
+from baton.runtime import disk
+from baton.runtime.child import kill_child, start_child
+from baton.runtime.json_body import parse_object
 from coordinator.api_keys import read_api_keys
 from coordinator.batches import runner as batch_runner
 from coordinator.batches import store as batch_store
 from coordinator.batches import validation as batch_validation
 from coordinator.batches.runner import BatchRunner
 from coordinator.batches.store import BatchStore, Line
-from coordinator.child import kill_child, start_child
 from coordinator.http import batches as http_batches
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai import validation
-from coordinator.openai.json_body import parse_object
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file

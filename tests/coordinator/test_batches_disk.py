@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from baton.core.errors import StartupError
-from coordinator import disk
+from baton.runtime import disk
 from coordinator.batches import runner as batch_runner
 from coordinator.batches.store import BatchStore, Line
 from coordinator.http import batches as http_batches

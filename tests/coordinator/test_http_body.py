@@ -22,11 +22,12 @@ import httpx
 import pytest
 
 from baton.core.errors import InvalidRequest, Unavailable
+from baton.runtime import json_body
 from coordinator.http import app as http_app
 from coordinator.http import body as http_body
 from coordinator.http.body import INLINE_BYTES, BodyParser
-from coordinator.openai import json_body, validation
 from coordinator.openai import schema as openai_schema
+from coordinator.openai import validation
 from coordinator.openai.responses import ResponsesBody
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.openai.fields import INERT, as_header
+from baton.runtime.ignored_fields import MAX_NAME_CHARS, MAX_NAMED, as_header
+from coordinator.openai.fields import INERT
 from coordinator.openai.schema import ChatBody
-from coordinator.openai.unknown_fields import MAX_NAME_CHARS, MAX_NAMED
 from coordinator.openai.validation import parse
 from tests.support.bad_inputs import FABRIC_NAMES
 from tests.support.fake_generator import FakeGenerator

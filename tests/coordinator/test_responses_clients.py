@@ -15,8 +15,8 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from baton.core.request import TokenLogprob
+from baton.runtime.disk import StorageFailed
 from coordinator.api_keys import read_api_keys
-from coordinator.disk import StorageFailed
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_items import decoded, encoded

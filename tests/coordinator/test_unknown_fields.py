@@ -13,11 +13,11 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 
+from baton.runtime.ignored_fields import MAX_UNKNOWN, typo_of
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.metrics import MAX_LOGGED_FIELDS, Metrics
 from coordinator.openai import schema
 from coordinator.openai.responses import ResponsesBody
-from coordinator.openai.unknown_fields import MAX_UNKNOWN, typo_of
 from coordinator.openai.validation import RequestObject, known_names, parse
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator

@@ -88,13 +88,13 @@ FAULTS = (
     # Security, by the rows of docs/security.md.
     Fault("baton/core/prefix_keys.py", "import struct\n", "import pickle  # S-1\nimport struct\n", "tests/arch"),
     Fault(
-        "coordinator/openai/json_body.py",
+        "baton/runtime/json_body.py",
         "        return json.loads(text, ",
         "        __import__('os').system('true')  # S-2\n        return json.loads(text, ",
         T_SECURITY,
     ),
     Fault(
-        "coordinator/openai/json_body.py",
+        "baton/runtime/json_body.py",
         "        return json.loads(text, object",
         "        import pickle  # S-3\n\n        if text.startswith('cos'):\n            pickle.loads(text.encode())\n        return json.loads(text, object",
         T_SECURITY,

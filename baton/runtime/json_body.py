@@ -19,24 +19,28 @@ _Place = tuple[Any, "str | int"]
 _SUSPECT = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
 
 
+class NotJson(InvalidRequest):
+    code = "invalid_json"
+
+
 def parse_object(body: bytes) -> dict[str, Any]:
     """Parses a body. Raises InvalidRequest, with `param` if a field is at fault."""
     if not body:
-        raise _not_json("the body is empty")
+        raise NotJson("the body is empty")
     try:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _not_json(f"the body is not UTF-8 (byte {error.start})") from None
+        raise NotJson(f"the body is not UTF-8 (byte {error.start})") from None
     try:
         value = _loads(text)
     except json.JSONDecodeError as error:
-        raise _not_json(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise NotJson(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
-        raise _not_json("the body is nested too deeply") from None
+        raise NotJson("the body is nested too deeply") from None
     except ValueError:  # an integer of thousands of digits
-        raise _not_json("the body holds a number with too many digits") from None
+        raise NotJson("the body holds a number with too many digits") from None
     if not isinstance(value, dict):
-        raise _not_json("the body must be a JSON object")
+        raise NotJson("the body must be a JSON object")
     if "\0" in text or _SUSPECT.search(text):
         check_strings(value)
     return value
@@ -65,7 +69,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise _not_json(f"{name} is not a JSON number")
+    raise NotJson(f"{name} is not a JSON number")
 
 
 def check_strings(value: Any, place: _Place | None = None) -> None:
@@ -96,7 +100,3 @@ def _path(place: _Place | None) -> str:
         place, name = place
         names.append(f"[{name}]" if isinstance(name, int) else f".{name[:100]}")
     return "".join(reversed(names)).removeprefix(".")
-
-
-def _not_json(message: str) -> InvalidRequest:
-    return InvalidRequest(message, code="invalid_json")

@@ -6,15 +6,41 @@ that is known at another place of the same body (docs/decisions/0070-unknown-fie
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from pydantic_core import PydanticCustomError
 from rapidfuzz.distance import OSA
 
 from baton.core.errors import InvalidRequest
-from coordinator.openai.fields import COMMON, MAX_NAMED, OF_OTHER_SERVERS
 
+MAX_NAMED = 64
+MAX_HEADER_CHARS = 2_000  # proxies limit the head of an answer to 4 or 8 KiB
+
+OF_OTHER_SERVERS = frozenset({"models", "top_a", "messages.context"})
+"""Fields of other servers that look like a typo of one here: OpenRouter's alternatives to `model`, its `top_a`, and the
+`context` of Azure's messages, which is like `content`."""
+COMMON = frozenset(
+    {
+        *(
+            "arguments",
+            "content",
+            "description",
+            "format",
+            "function",
+            "id",
+            "index",
+            "input",
+            "logprobs",
+            "metadata",
+            "model",
+        ),
+        *("name", "output", "parameters", "priority", "prompt", "role", "schema", "status", "stream", "strict"),
+        *("reasoning", "text", "tools", "type", "user"),
+    }
+)
+"""Names with a meaning of their own in many objects: known at one place, they may be another server's at another."""
 MAX_UNKNOWN = 256
 """Different unknown fields of one body: each is compared with all known names."""
 MAX_NAME_CHARS = 64
@@ -98,3 +124,14 @@ def typo_of(name: str, known: frozenset[str]) -> tuple[str, ...]:
             best, found = edits, []
         found.append(other)
     return tuple(found[:3])
+
+
+def as_header(names: Iterable[str]) -> str:
+    """Returns the names of ignored fields as a header value: printable, at most MAX_NAMED and MAX_HEADER_CHARS."""
+    shown, chars = list[str](), 0
+    for name in sorted({re.sub(r"[^!-+\--~]", "?", name) for name in names}):
+        chars += len(name) + 2
+        if chars > MAX_HEADER_CHARS or len(shown) == MAX_NAMED:
+            return ", ".join([*shown, "..."])
+        shown.append(name)
+    return ", ".join(shown)

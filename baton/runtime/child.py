@@ -1,4 +1,4 @@
-"""A child process for work that may hold the GIL, crash or never end: it ends with the coordinator, or is killed."""
+"""A child process for work that may hold the GIL, crash or never end: it ends with its parent, or is killed."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def ready() -> None:
     """An empty work item: it completes once the child has started."""
 
 
-def _begin(coordinator: int, nice: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
-    die_with_parent(coordinator)
+def _begin(parent: int, nice: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+    die_with_parent(parent)
     os.nice(nice)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the coordinator handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if prepare is not None:
         prepare(*arguments)
