@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from baton.core.codes import ErrorCode
 from baton.core.commands import (
     Abort,
     Assign,
@@ -33,13 +32,13 @@ from baton.core.commands import (
     Leave,
     Prefill,
     ReleaseRecords,
-    TrackedSequence,
     Welcome,
 )
 from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
-from baton.core.events import GpuUsage, Load, SequenceEnded, StepEvents
+from baton.core.events import GpuUsage, Load, StepEvents
 from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
 from baton.core.output_log import OutputLog
+from baton.core.reconcile import reconcile
 from baton.core.request import SequenceId
 from baton.runtime.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
 from baton.runtime.tls import ClusterTls
@@ -203,8 +202,7 @@ class WorkerSession:
         return {*self._owner.sequence_ids(), *self.log.sequences()}
 
     def _begin(self, welcome: Welcome, known: Collection[SequenceId]) -> None:
-        """`known` are the sequences from before the join. A sequence not in it arrived after the join, from which on
-        the coordinator assigns work; the welcome, which may have been written earlier, does not list it."""
+        """`known` are the sequences from before the join."""
         self._last_received_at = self._clock()
         self._lease_s = welcome.lease_s
         if self.run_id and self.run_id != welcome.run_id:
@@ -214,22 +212,15 @@ class WorkerSession:
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
             self._outgoing.task_done()
-        new = self._known().difference(known, (f.sequence for f in welcome.tracked))
-        again = self.log.since((*welcome.tracked, *(TrackedSequence(sequence, 0) for sequence in sorted(new))))
-        here = set(self._owner.sequence_ids())
-        lost = tuple(
-            SequenceEnded(f.sequence, "error", ErrorCode.UNKNOWN_SEQUENCE, "this worker has no such sequence")
-            for f in welcome.tracked
-            if f.here and f.sequence not in here and not self.log.done(f.sequence)
-        )
+        found = reconcile(welcome.tracked, known, self._owner.sequence_ids(), self.log)
         self._owner.welcome(welcome)
-        self._owner.abandon("the coordinator no longer tracks them", {*new, *(f.sequence for f in welcome.tracked)})
+        self._owner.abandon("the coordinator no longer tracks them", found.keep)
         self.connected = True
         if self._leaves_by is not None:
             self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))
-        self._outgoing.put_nowait(again)
-        if lost:
-            self._outgoing.put_nowait(StepEvents(ended=lost))
+        self._outgoing.put_nowait(found.resend)
+        if found.unknown:
+            self._outgoing.put_nowait(StepEvents(ended=found.unknown))
         if self._empty:
             self._outgoing.put_nowait(Drained())
 

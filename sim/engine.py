@@ -1,0 +1,279 @@
+"""A model whose next token is a hash of its prefix, computed through the paged KV: so every token can be checked.
+
+The KV of a position is the hash of the tokens up to it, computed from the KV of the position before, one value for each
+layer and head. A sequence continues correctly only if its blocks hold its own KV: a block that was freed too early,
+shared with another tenant, or received incompletely leads to other tokens. A token depends on everything that sampling
+may depend on: hash, seed, output index, the output before it (penalties), and the tokens that may not end it yet.
+
+Stands for baton/engine, and `pack` and `store` for baton/transfer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from baton.core.edge_orders import Part
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SamplingParams, TokenLogprob, finish_reason
+from baton.core.reshard import EdgePlan, local_heads
+from baton.core.step import Row, StepOutcome, StepPlan
+
+VOCABULARY = 40
+EOS = 0
+_PRIME = (1 << 31) - 1
+Payload = list[list[int]]
+"""For each token of a part the values of its layers and heads, in the order of the edge's slices."""
+
+
+class Engine(Protocol):
+    """What a simulated worker computes steps with."""
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        """Computes all rows of a plan."""
+        ...
+
+    def first_layers(self, plan: StepPlan, layers: int) -> None:
+        """Computes the first `layers` layers of a plan whose step follows: their KV may be read from now on."""
+        ...
+
+    def pack(self, part: Part, plan: EdgePlan) -> Payload: ...
+
+    def store(self, part: Part, plan: EdgePlan, payload: Payload) -> None: ...
+
+
+def _mix(state: int, token: int) -> int:
+    return (state * 48271 + token * 69621 + 11) % _PRIME
+
+
+def root(request: GenerateRequest) -> int:
+    """The hash before the first token. It differs between tenants and salts, whose KV is never shared."""
+    state = 1
+    for letter in f"{request.tenant}/{request.cache_salt}":
+        state = _mix(state, ord(letter))
+    return state
+
+
+def sample(state: int, sampling: SamplingParams, index: int, output: Sequence[int] | None, ends: Sequence[int]) -> int:
+    """Samples output `index` after a prefix with hash `state`. `output`: all output before it, if penalties need it."""
+    drawn = state + sampling.seed * 7919 + index * 104729
+    if output is not None:
+        for token in output:
+            drawn = _mix(drawn, token)
+    token = drawn % _PRIME % VOCABULARY
+    while index < sampling.min_tokens and token in ends:
+        token = (token + 1) % VOCABULARY
+    return token
+
+
+def logprob(state: int, token: int) -> TokenLogprob:
+    return TokenLogprob(token, -float((state + token * 31) % 997), 1)
+
+
+def expected(request: GenerateRequest) -> tuple[list[int], list[TokenLogprob]]:
+    """Returns the output of a request, and its log-probabilities, as one undisturbed computation has them."""
+    state, sampling = root(request), request.sampling
+    for token in request.prompt:
+        state = _mix(state, token)
+    output: list[int] = []
+    scores: list[TokenLogprob] = []
+    while True:
+        before = output if sampling.depends_on_history else None
+        token = sample(state, sampling, len(output), before, request.end_token_ids)
+        scores.append(logprob(state, token))
+        output.append(token)
+        if finish_reason(request, len(output), token) is not None:
+            return output, scores
+        state = _mix(state, token)
+
+
+def expected_prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ...]:
+    state, scores = root(request), []
+    for token, following in zip(request.prompt, request.prompt[1:], strict=False):
+        state = _mix(state, token)
+        scores.append(logprob(state, following))
+    return tuple(scores)
+
+
+class HashModel:
+    """Complete state: the KV of every slot (block x position in it) as one value per layer and head, and the tokens
+    sampled by the last step, which a step that was planned ahead of them continues. `request_of` returns the request of
+    an id; the share `draft_accuracy` of draft tokens is right."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        request_of: Callable[[str], GenerateRequest],
+        *,
+        tensor_parallel: int = 1,
+        draft_accuracy: float = 0.7,
+    ) -> None:
+        self.layout = layout
+        self._heads = layout.layers[0].num_kv_heads
+        self._width = self._heads * len(layout.layers)
+        self._slots: list[list[int]] = [[0] * self._width for _ in range(num_blocks * layout.block_size)]
+        self._request_of = request_of
+        self._tensor_parallel = tensor_parallel
+        self._draft_accuracy = draft_accuracy
+        self._sampled: tuple[tuple[int, ...], ...] = ()
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        draft_tokens = self._draft_tokens(plan)
+        rows = plan.with_draft_tokens(draft_tokens).rows if draft_tokens else plan.rows
+        if plan.token_sources:
+            sources = zip(rows, plan.token_sources, strict=True)
+            rows = tuple(r if s < 0 else _with_token(r, self._sampled[s][0]) for r, s in sources)
+        sampled, scores, scored = [], [], []
+        for row in rows:
+            tokens, found, prompt = self._row(row, self._width)
+            sampled.append(tokens)
+            scores.append(found)
+            scored.append(prompt)
+        self._sampled = tuple(sampled)
+        return StepOutcome(
+            plan.step_id,
+            self._sampled,
+            logprobs=tuple(scores) if any(scores) else (),
+            scored=tuple(scored) if any(scored) else (),
+            draft_tokens=draft_tokens,
+        )
+
+    def first_layers(self, plan: StepPlan, layers: int) -> None:
+        for row in plan.rows:
+            self._row(row, layers * self._heads)
+
+    def _row(self, row: Row, width: int) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
+        """Computes one row, and writes the first `width` values of each of its slots."""
+        size, slots, blocks = self.layout.block_size, self._slots, row.block_ids
+        request = self._request_of(row.sequence_id.request_id)
+        state = root(request) if row.start == 0 else self._read(blocks, row.start - 1)
+        first_sample = row.end - row.num_sampled
+        tokens, scores, scored = list[int](), list[TokenLogprob](), list[TokenLogprob]()
+        sampling, history = row.sampling, row.history
+        output = list(history.output) if history is not None and sampling.depends_on_history else None
+        ends = history.end_token_ids if history is not None else ()
+        for position, token in enumerate(row.tokens, row.start):
+            state = _mix(state, token)
+            slots[blocks[position // size] * size + position % size][:width] = [state] * width
+            if position - row.start < len(row.scored):
+                scored.append(logprob(state, row.scored[position - row.start]))
+            if position >= first_sample:
+                if output is not None and position > first_sample:
+                    output.append(token)
+                drawn = sample(state, sampling, row.output_index + position - first_sample, output, ends)
+                tokens.append(drawn)
+                if sampling.logprobs is not None:
+                    scores.append(logprob(state, drawn))
+        return tuple(tokens), tuple(scores), tuple(scored)
+
+    def _read(self, blocks: tuple[int, ...], position: int) -> int:
+        size = self.layout.block_size
+        values = self._slots[blocks[position // size] * size + position % size]
+        state = values[0]
+        # Layers or heads of different sequences give a wrong state.
+        return state if values.count(state) == len(values) else sum(values) % _PRIME
+
+    def _draft_tokens(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """Draft tokens as a draft model makes them: right with some probability, which the tokens decide."""
+        made: dict[int, tuple[int, ...]] = {}
+        for draft in plan.drafts:
+            if not draft.num_draft_tokens:
+                continue
+            row = plan.rows[draft.row]
+            request = self._request_of(row.sequence_id.request_id)
+            state = root(request) if row.start == 0 else self._read(row.block_ids, row.start - 1)
+            for token in row.tokens:
+                state = _mix(state, token)
+            history = row.history
+            output = list(history.output) if history is not None and row.sampling.depends_on_history else None
+            ends = history.end_token_ids if history is not None else ()
+            tokens: list[int] = []
+            for index in range(row.output_index, row.output_index + draft.num_draft_tokens):
+                token = sample(state, row.sampling, index, output, ends)
+                if state % 1000 >= self._draft_accuracy * 1000:
+                    token = (token + 1) % VOCABULARY
+                tokens.append(token)
+                state = _mix(state, token)
+                if output is not None:
+                    output.append(token)
+            made[draft.row] = tuple(tokens)
+        return tuple(made.get(index, ()) for index in range(len(plan.rows))) if made else ()
+
+    # The bytes of a hand-over.
+
+    def pack(self, part: Part, plan: EdgePlan) -> Payload:
+        size, slots = self.layout.block_size, self._slots
+        columns = self._columns(part, plan, plan.prefill_rank, source=True)
+        payload = []
+        for position in range(part.start_token, part.end_token):
+            values = slots[part.block_ids[position // size] * size + position % size]
+            payload.append([values[column] for column in columns])
+        return payload
+
+    def store(self, part: Part, plan: EdgePlan, payload: Payload) -> None:
+        size, slots = self.layout.block_size, self._slots
+        columns = self._columns(part, plan, plan.decode_rank, source=False)
+        for position, values in zip(range(part.start_token, part.end_token), payload, strict=True):
+            slot = slots[part.block_ids[position // size] * size + position % size]
+            for column, value in zip(columns, values, strict=True):
+                slot[column] = value
+
+    def _columns(self, part: Part, plan: EdgePlan, rank: int, *, source: bool) -> list[int]:
+        """Returns which values of a slot an edge carries: those of the part's layers and of its rank's heads."""
+        mine = local_heads(self._heads, self._tensor_parallel, rank).start
+        columns: list[int] = []
+        for piece in plan.slices[part.first_layer : part.last_layer]:
+            start = piece.layer * self._heads + mine + (piece.source_start if source else piece.destination_start)
+            columns += range(start, start + piece.count)
+        return columns
+
+
+def _with_token(row: Row, token: int) -> Row:
+    return Row(
+        row.sequence_id,
+        row.start,
+        (token,),
+        row.block_ids,
+        row.sampling,
+        row.num_sampled,
+        row.output_index,
+        row.history,
+        row.scored,
+    )
+
+
+class ConstantModel:
+    """A model without KV whose every token is the same: for runs of which only the times matter. The share
+    `draft_accuracy` of draft tokens is accepted, decided by a generator of its own."""
+
+    TOKEN = 1
+
+    def __init__(self, draft_accuracy: float = 0.7, seed: int = 0) -> None:
+        self._draft_accuracy = draft_accuracy
+        self._random = random.Random(seed)
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        token = self.TOKEN
+        draft_tokens: tuple[tuple[int, ...], ...] = ()
+        rows = plan.rows
+        if plan.drafts:
+            counts = {draft.row: draft.num_draft_tokens for draft in plan.drafts if draft.num_draft_tokens}
+            draft_tokens = tuple(self._draft(counts.get(index, 0)) for index in range(len(rows))) if counts else ()
+            rows = plan.with_draft_tokens(draft_tokens).rows if counts else rows
+        sampled = tuple((token,) * row.num_sampled for row in rows)
+        return StepOutcome(plan.step_id, sampled, draft_tokens=draft_tokens)
+
+    def _draft(self, count: int) -> tuple[int, ...]:
+        draw = self._random.random
+        return tuple(self.TOKEN if draw() < self._draft_accuracy else self.TOKEN + 1 for _ in range(count))
+
+    def first_layers(self, plan: StepPlan, layers: int) -> None:
+        pass
+
+    def pack(self, part: Part, plan: EdgePlan) -> Payload:
+        return []
+
+    def store(self, part: Part, plan: EdgePlan, payload: Payload) -> None:
+        pass
