@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault("coordinator/http/batches.py", 'not in (b"utf-8", b"utf8"):', "in ():", T_BATCHES),
     Fault(
-        "coordinator/text/tool_calls.py",
+        "coordinator/text/parser.py",
         '    return _HALVES.sub("\\ufffd", text)',
         "    return text",
         "tests/coordinator/test_tools.py",
@@ -448,7 +448,7 @@ FAULTS = (
         "tests/coordinator/test_structured_output.py",
     ),
     Fault(
-        "coordinator/text/tool_calls.py",
+        "coordinator/text/object_calls.py",
         'self._up_to("</tool_call>", "<tool_call>")',
         'self._up_to("</tool_call>")',
         "tests/coordinator/test_tool_calls.py",
