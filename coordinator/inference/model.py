@@ -77,7 +77,12 @@ def generation(request: InferRequest) -> Generation:
     """Returns what a request asks for. Raises InvalidRequest that names the input, parameter or output at fault."""
     fields: dict[str, Any] = {}
     prompts: tuple[str, ...] | None = None
+    names: set[str] = set()
     for tensor in request.inputs:
+        if tensor.name in names:
+            where = f"inputs[{tensor.name[:100]}]"
+            raise InvalidRequest(f"'{where}' is given twice", param=where)
+        names.add(tensor.name)
         if tensor.name == "text_input":
             prompts = _texts(tensor)
         elif tensor.name == "sampling_parameters":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from baton.core.errors import BatonError
 from baton.runtime import status
 from coordinator.inference.model import Generation, outputs_of, piece_of
 from coordinator.inference.schema import generate_response
@@ -55,5 +56,7 @@ class InferRender:
 
 
 def error_body(error: BaseException) -> dict[str, str]:
-    """Returns an error in the protocol's form."""
-    return {"error": f"{status.public_code(error)}: {status.public_message(error)}"}
+    """Returns an error in the protocol's form, which is text alone: it names the field, too."""
+    message, param = status.public_message(error), error.param if isinstance(error, BatonError) else None
+    named = message if not param or param in message else f"'{param}': {message}"
+    return {"error": f"{status.public_code(error)}: {named}"}

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.errors import Unavailable
+from baton.core.errors import InvalidRequest, Unavailable
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.inference.render import error_body
 from coordinator.inference.tensors import Tensor, packed, unpacked
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, reply
@@ -103,6 +104,12 @@ async def test_errors_have_the_protocol_s_form_and_name_the_field(
     answer = await client.post(MODEL + path, json=body)
     assert answer.status_code == status and answer.json().keys() == {"error"}
     assert word in answer.json()["error"]
+
+
+def test_errors_name_the_field_that_their_message_does_not() -> None:
+    assert error_body(InvalidRequest("must be even", param="seed"))["error"].endswith(": 'seed': must be even")
+    assert error_body(InvalidRequest("seed must be even", param="seed"))["error"].endswith(": seed must be even")
+    assert "private" not in error_body(ValueError("private"))["error"]
 
 
 async def test_wrong_lengths_of_binary_data_are_refused(client: httpx.AsyncClient) -> None:

@@ -115,6 +115,13 @@ def test_what_does_not_fit_is_refused_by_name(
     assert refused.value.param
 
 
+def test_an_input_that_is_given_twice_is_refused() -> None:
+    for inputs in ((text("a"), text("b")), (text("a"), one("max_tokens", "INT32", 5), one("max_tokens", "INT32", 5))):
+        with pytest.raises(InvalidRequest, match="is given twice") as refused:
+            generation(InferRequest("", inputs, {}, ()))
+        assert refused.value.param == f"inputs[{inputs[-1].name}]"
+
+
 def test_an_unknown_output_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="there is no output 'logits'") as refused:
         generation(InferRequest("", (text("a"),), outputs=("logits",)))
