@@ -158,12 +158,13 @@ class Translator:
         *,
         how: Rendering = PLAIN,
         deadline_s: float | None = None,
+        param: str = "messages",
     ) -> Submission:
-        """Builds the next turn of a conversation."""
+        """Builds the next turn of a conversation, which the field `param` of the request contains."""
         params = self.checked(options)
         check_messages(messages)
         ids = await self.text.encode_chat_async(messages, how)
-        return self._submission(request_id, ids, options, params, self.text.max_model_len, "messages", deadline_s)
+        return self._submission(request_id, ids, options, params, self.text.max_model_len, param, deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
         """Checks that the model has an embedding for each id; the tokenizer may have fewer ids."""

@@ -270,7 +270,8 @@ class _Front:
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
         messages = messages or body.chat()
-        submission = await self.translator.from_messages(request_id, messages, options, how=how)
+        param = "input" if isinstance(body, ResponsesBody) else "messages"
+        submission = await self.translator.from_messages(request_id, messages, options, how=how, param=param)
         submission = owned(submission, request)
         free = options.constraint is None  # output that must match a grammar has no reasoning before it
         new_parser = partial(

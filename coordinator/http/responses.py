@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from baton.core.errors import NotFound
 from baton.runtime.ignored_fields import IgnoredFields
-from baton.runtime.status import printable
 from coordinator import off_loop
 from coordinator.http.errors import json_response
 from coordinator.http.guard import CLIENT
@@ -66,7 +65,7 @@ class KeptResponses:
     ) -> Stored:
         stored = await self._store.get(client.tenant, response_id[:MAX_ID_CHARS])
         if stored is None:
-            what = f"no stored response {printable(response_id, 100)!r}: it was not stored, or dropped for newer ones"
+            what = f"no stored response '{response_id[:100]}': it was not stored, or dropped for newer ones"
             raise NotFound(what, code=code, param=param)
         return stored
 

@@ -240,7 +240,16 @@ async def test_a_conversation_continues_from_a_stored_answer(
         assert answer.status_code == 404
     lost = await client.post(PATH, json={"input": "a", "previous_response_id": first["id"]})
     assert (lost.status_code, lost.json()["error"]["code"]) == (404, "previous_response_not_found")
+    odd = await client.get(f"{PATH}/resp_%0Aa'%5C")
+    assert odd.status_code == 404 and "'resp_\\na'\\':" in odd.json()["error"]["message"]
     assert (await client.post(PATH, json={"input": "a", "previous_response_id": second["id"]})).status_code == 200
+
+
+async def test_an_input_longer_than_the_context_is_refused_by_its_own_name(client: httpx.AsyncClient) -> None:
+    for sent in ("a " * 9000, [{"role": "user", "content": "a " * 9000}]):
+        refused = await client.post(PATH, json={"input": sent})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "input")
 
 
 async def test_an_answer_that_is_not_to_be_stored_is_not(client: httpx.AsyncClient) -> None:
