@@ -166,8 +166,12 @@ class CountTokensBody(ModelBody):
     def constraint(self) -> Constraint | None:
         """Returns what the output must match; `output_format` is the older name of `output_config.format`."""
         if self.output_config is not None and self.output_config.format is not None:
-            return of_json(self.output_config.format.schema_, "output_config.format.schema")
-        return None if self.output_format is None else of_json(self.output_format.schema_, "output_format.schema")
+            return of_json(self.output_config.format.schema_, "output_config.format.schema", strict=True)
+        return (
+            None
+            if self.output_format is None
+            else of_json(self.output_format.schema_, "output_format.schema", strict=True)
+        )
 
     def chat(self) -> list[ChatMessage]:
         """Returns the conversation. Consecutive messages of a role are one; results of tools precede the user's text.
