@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.model_config import parse_model_config
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepPlan
@@ -197,10 +198,12 @@ def idle_device(batch: int, context: int) -> Runner:
 
     computing = Computing(graphs.compute, decide=decide, tables=tables)
     options = EngineOptions(model_dir=Path(), decode_rows=batch)
-    group = TPGroup(0, 1)
-    runner = Runner(
-        computing, config, kv, options, kernels="none", max_model_len=longest, digest="", group=group, parameter_bytes=0
+    layout = config.kv_layout(16, "bfloat16")
+    facts = Compatibility(
+        PROTOCOL_VERSION, "", False, "bfloat16", "none", "gloo", "", "", config.vocab_size, longest, layout
     )
+    sizes = {"max_model_len": longest, "parameter_bytes": 0}
+    runner = Runner(computing, config, kv, options, kernels="none", facts=facts, group=TPGroup(0, 1), **sizes)
     runner.launches_ahead = True
     return runner
 

@@ -175,7 +175,8 @@ def main() -> int:
     gaps = [gap for difference in found for gap in difference.gaps]
     identical, over = sum(difference.identical for difference in found), sum(gap >= LIMIT for gap in gaps)
     what = (
-        f"Model: {arguments.model.name}, digest {runner.digest}. {count} completions of {arguments.tokens} tokens,"
+        f"Model: {arguments.model.name}, digest {runner.facts.model_digest}. {count} completions of"
+        f" {arguments.tokens} tokens,"
         " prompts of 16 to 400 tokens of Python source, EOS ignored. Reference: each alone, its prompt in one row."
     )
     gap = (

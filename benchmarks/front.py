@@ -59,7 +59,8 @@ SO_TIMESTAMPNS = 35  # the option and its control message: a timespec
 async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
     """Runs a prefill worker and `decoders` decode workers, which take their steps in turn, until a session ends. At a
     line on stdin, prints when the tokens of the sampled streams were posted, and exits."""
-    from baton.core.commands import Abort, Join, Prefill, WorkerFacts
+    from baton.core.commands import Abort, Join, Prefill
+    from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
     from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
     from baton.core.request import SequenceId
     from baton.engine.checkpoint import model_digest, read_model_config
@@ -70,13 +71,16 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
     config = read_model_config(directory)
     text = TextModel.load(directory)
     ids = tuple(text.tokenizer.encode(TEXT, add_special_tokens=False).ids)
-    facts = WorkerFacts(
+    facts = Compatibility(
+        protocol_version=PROTOCOL_VERSION,
         model_digest=model_digest(directory),
         config_digest=hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
         layout=config.kv_layout(16, "float32"),
         dtype="float32",
         code_version="stub",
         exact=False,
+        quantize="none",
+        edge_kind="gloo",
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,
     )

@@ -23,7 +23,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from baton.core.commands import WorkerFacts
 from baton.core.request import GenerateRequest, SamplingParams
 from baton.core.step import Row, StepPlan
 from baton.engine.loading import load_runner
@@ -79,10 +78,9 @@ class Timed:
 
 async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -> list[Parts]:
     """The parts of each step in which all requests have a row."""
-    facts = WorkerFacts("m", "c", runner.layout, runner.dtype_name, "0", False, runner.model_config.vocab_size, 4096)
     ends = LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1")
     worker = DecodeWorker(
-        WorkerConfig(step_tokens=512, worker_id="decode-0", max_running=64), runner, facts, (1,), ends
+        WorkerConfig(step_tokens=512, worker_id="decode-0", max_running=64), runner, runner.facts, (1,), ends
     )
     for request in requests:
         blocks = worker.scheduler.reserve(request, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.core.commands import WorkerFacts
+from baton.core.compatibility import Compatibility
 from baton.runtime.config import WorkerConfig
 from baton.runtime.worker_main import MakeWorker, Worker, worker_main
 
@@ -13,7 +13,7 @@ def _load() -> MakeWorker:
     from decode.speculation.draft_model import prepare
     from decode.worker import DecodeWorker
 
-    def make(config: WorkerConfig, runner: Any, facts: WorkerFacts, pids: tuple[int, ...], make_end: Any) -> Worker:
+    def make(config: WorkerConfig, runner: Any, facts: Compatibility, pids: tuple[int, ...], make_end: Any) -> Worker:
         return DecodeWorker(config, runner, facts, pids, make_end, *prepare(config, runner))
 
     return make

@@ -6,7 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from baton.core.commands import Command, Join, WorkerFacts
+from baton.core.commands import Command, Join
+from baton.core.compatibility import Compatibility, difference
 from baton.core.errors import InvariantError, JoinRefused, StartupError, Unavailable
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.handover import LinkHello, LinkWelcome
@@ -45,7 +46,7 @@ class DecodeWorker:
         self,
         config: WorkerConfig,
         runner: Runner,
-        facts: WorkerFacts,
+        facts: Compatibility,
         pids: tuple[int, ...],
         make_end: MakeEnd,
         speculation: Speculation | None = None,
@@ -53,7 +54,7 @@ class DecodeWorker:
     ) -> None:
         self.config = config
         self.facts = facts
-        self.pids = pids
+        self.pids, self.tensor_parallel = pids, len(pids)
         self.incarnation = time.time_ns()
         self.scheduler = DecodeScheduler(
             runner.layout,
@@ -86,7 +87,7 @@ class DecodeWorker:
             EventLog(config.worker_id),
             host=config.host,
             store_port=self.store.port,
-            tensor_parallel=facts.tensor_parallel,
+            tensor_parallel=self.tensor_parallel,
             edge_timeout_s=config.edge_timeout_s,
         )
         self.links_refused = 0
@@ -120,6 +121,7 @@ class DecodeWorker:
             max_running=self.config.max_running,
             run_id=run_id,
             replace=self.config.replace,
+            tensor_parallel=self.tensor_parallel,
         )
 
     def load(self) -> Load:
@@ -211,29 +213,20 @@ class DecodeWorker:
             self.config.host,
             self.store.port,
             self.store.nonce,
-            self.facts.tensor_parallel,
-            self.facts.layout,
+            self.tensor_parallel,
+            self.facts,
             self.incoming.staging.limit_bytes,
         )
 
     def _check_fits(self, hello: LinkHello) -> None:
         check_token(self.main_loop.token, hello.token, "link")
-        for name, theirs, mine in (
-            ("protocol_version", hello.protocol_version, self.facts.protocol_version),
-            ("code_version", hello.code_version, self.facts.code_version),
-            ("run_id", hello.run_id, self.main_loop.session.run_id),
-            ("model_digest", hello.model_digest, self.facts.model_digest),
-            ("edge_kind", hello.edge_kind, self.facts.edge_kind),
-            ("quantize", hello.quantize, self.facts.quantize),
-        ):
-            if theirs != mine:
-                raise JoinRefused(f"link refused: {name}: {theirs!r:.80} is not {mine!r}", param=name)
-        difference = self.facts.layout.first_difference(hello.layout)
-        if difference is not None:
-            what = f"{difference}; the first is this decode worker's"
-            raise JoinRefused(f"link refused: {what}", param=difference.split(":")[0])
+        run_id = self.main_loop.session.run_id
+        differs = difference({"run_id": run_id}, {"run_id": hello.run_id}) or difference(self.facts, hello.facts)
+        if differs is not None:
+            reason = differs.between(self.config.worker_id, "the prefill worker")
+            raise JoinRefused(f"link refused: {reason}", param=differs.field)
         try:
-            plans = reshard_layout(self.facts.layout, hello.tensor_parallel, self.facts.tensor_parallel)
+            plans = reshard_layout(self.facts.layout, hello.tensor_parallel, self.tensor_parallel)
         except StartupError as e:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
         if (shared := shared_gpu(plans, hello.gpus, self._gpus)) is not None:

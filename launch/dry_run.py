@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES
 from baton.core.model_config import DType, ModelConfig
@@ -26,7 +27,6 @@ from baton.engine.memory import default_budget, draft_share
 from baton.engine.quantize import check_quantize
 from baton.engine.weights import parameter_bytes
 from baton.runtime.model_source import resolve_draft, resolve_model
-from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
@@ -176,7 +176,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) ->
     if budget and blocks < mine.blocks_for(options.max_model_len or 1):
         raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB per rank is too small for one sequence")
     edges = _edges(plan, part, config, rank)
-    kind = choose_edges(options.edge_kind, device)
+    kind = choose_edges(options.edge_kind, device.type)
     channel_bytes = MAX_CTAS * CHANNEL_BYTES if kind == "nccl" else 0
     staging = round(options.staging_mib * (1 << 20))
     with naming(part.name):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
-from baton.core.commands import WorkerFacts
+from baton.core.compatibility import PROTOCOL_VERSION, Compatibility, difference
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
@@ -44,17 +44,32 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
         longest = config.max_position_embeddings
     else:
         longest = next((options.max_model_len for _, options in resolved if options.max_model_len), 0)
-    _check_edges(resolved)
+    edge_kind = next((known for _, options in resolved if (known := _edge_kind(options))), "")
     _check_gpu_shares(plan, {worker.name: options for worker, options in resolved})
-    before: list[tuple[str, WorkerFacts]] = []
+    earlier: list[tuple[WorkerPlace, Compatibility]] = []
     for worker, options in resolved:
-        facts = _facts(worker, options, config, _dtype(options) or dtype, options.max_model_len or longest)
-        for name, other in before:
-            difference = other.first_difference(facts)
-            if difference is not None:
-                what = f"{difference}; the first is that of {name}"
-                raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
-        before.append((worker.name, facts))
+        facts = Compatibility(
+            PROTOCOL_VERSION,
+            code_version="",  # what the plan makes equal is left empty
+            exact=options.exact,
+            dtype=_dtype(options) or dtype,
+            quantize=options.quantize,
+            edge_kind=_edge_kind(options) or edge_kind,
+            config_digest="",
+            model_digest="",
+            vocab_size=0,
+            max_model_len=options.max_model_len or longest,
+            layout=_layout(config, options.block_size, _dtype(options) or dtype),
+        )
+        for other, theirs in earlier:
+            if (differs := difference(theirs, facts)) is not None:
+                reason = differs.between(other.name, worker.name)
+                raise StartupError(f"{worker.role} worker {worker.name} refused: {reason}")
+            if _one_host(facts.edge_kind) and worker.nodes != other.nodes:
+                nodes = " and ".join(dict.fromkeys((*other.nodes, *worker.nodes)))
+                reason = f"edge_kind: {facts.edge_kind} works only within a host, but {other.name} and {worker.name}"
+                raise StartupError(f"{worker.role} worker {worker.name} refused: {reason} are on {nodes}")
+        earlier.append((worker, facts))
 
 
 def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
@@ -116,21 +131,6 @@ def naming(what: str) -> Iterator[None]:
         raise StartupError(f"{what}: {error.message}") from None
 
 
-def _check_edges(resolved: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
-    """Raises StartupError if two workers could not send KV to each other: their kinds of edge differ, as far as the
-    plan determines them, or a kind that works within one host would span nodes."""
-    known = [(worker, kind) for worker, options in resolved if (kind := _edge_kind(options))]
-    for worker, kind in known:
-        other, first = known[0]
-        if kind != first:
-            what = f"edge_kind: {first} and {kind}; the first is that of {other.name}"
-            raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
-        if EDGE_KINDS[kind].one_host and worker.nodes != other.nodes:
-            where = " and ".join(dict.fromkeys((*other.nodes, *worker.nodes)))
-            what = f"edge_kind: {kind} works only within a host, but {other.name} and {worker.name} are on {where}"
-            raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
-
-
 def _edge_kind(options: WorkerConfig) -> str:
     """Returns the kind of edge; empty if only the worker's host determines it."""
     if options.edge_kind != "auto":
@@ -161,23 +161,12 @@ def _dtype(options: WorkerConfig) -> str:
     return options.dtype
 
 
-def _facts(
-    worker: WorkerPlace, options: WorkerConfig, config: ModelConfig | None, dtype: str, max_model_len: int
-) -> WorkerFacts:
-    """Returns the facts that the worker will report when it joins; those that are equal by the plan are left empty."""
-    layers = config.kv_layout(options.block_size, cast(DType, dtype)).layers if config is not None else ()
-    return WorkerFacts(
-        model_digest="",
-        config_digest="",
-        layout=KVLayout(options.block_size, layers),
-        dtype=dtype,
-        code_version="",
-        exact=options.exact,
-        vocab_size=0,
-        max_model_len=max_model_len,
-        tensor_parallel=worker.tensor_parallel,
-        quantize=options.quantize,
-    )
+def _layout(config: ModelConfig | None, block_size: int, dtype: str) -> KVLayout:
+    return config.kv_layout(block_size, cast(DType, dtype)) if config is not None else KVLayout(block_size, ())
+
+
+def _one_host(edge_kind: str) -> bool:
+    return bool(edge_kind) and EDGE_KINDS[edge_kind].one_host
 
 
 def _model_config(model: str) -> ModelConfig | None:

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from baton.core.codes import ErrorCode
+from baton.core.compatibility import difference
 from baton.core.errors import BatonError, HandoffError, InvalidRequest, LayoutMismatch, StartupError
 from baton.core.handover import (
     AbortTransfer,
@@ -24,6 +25,7 @@ from baton.core.handover import (
     EdgeOpen,
     EdgeReady,
     LinkHello,
+    LinkWelcome,
     Offer,
     Ping,
     Posted,
@@ -66,7 +68,7 @@ class Link:
         self._edge_timeout_s = edge_timeout_s
         self._edge_connect_s = edge_connect_s(make_end.kind, edge_timeout_s)
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
-        self.wire = Wire(plans, hello.layout, dialled.welcome.staging_bytes)
+        self.wire = Wire(plans, hello.facts.layout, dialled.welcome.staging_bytes)
         self.ends: dict[EdgeKey, EdgeEnd] = {}
         self.edge_lock = asyncio.Lock()
         self.decode_worker = dialled.welcome.decode_worker
@@ -85,23 +87,18 @@ class Link:
         connect_timeout_s: float,
         tls: ClusterTls | None = None,
     ) -> Link:
-        """Dials the decode worker and compares the KV layouts.
+        """Dials the decode worker, and compares the two workers as it does.
 
         Raises:
             LinkLost: there was no reply in time.
-            LayoutMismatch: the two pools have different KV layouts; the message names the field.
+            LayoutMismatch: the two do not fit; the message names the field.
         """
         dialled = await dial_link(address, hello, connect_timeout_s, tls)
-        welcome = dialled.welcome
-        difference = hello.layout.first_difference(welcome.layout)
-        if difference is None:
-            try:
-                plans = reshard_layout(hello.layout, hello.tensor_parallel, welcome.tensor_parallel)
-                return cls(dialled, hello, plans, make_end, edge_timeout_s)
-            except StartupError as e:
-                difference = f"tensor_parallel: {e.message}"
-        await dialled.close()
-        raise LayoutMismatch(f"{address} has a different KV layout: {difference}", param=difference.split(":")[0])
+        try:
+            return cls(dialled, hello, _plan_edges(hello, dialled.welcome, address), make_end, edge_timeout_s)
+        except LayoutMismatch:
+            await dialled.close()
+            raise
 
     @property
     def lost(self) -> str | None:
@@ -279,3 +276,13 @@ class Link:
             except BatonError as e:
                 self._end(e.message)
                 return
+
+
+def _plan_edges(hello: LinkHello, welcome: LinkWelcome, address: str) -> Sequence[EdgePlan]:
+    """Returns the edges of the link. Raises LayoutMismatch if the two workers do not fit."""
+    if (differs := difference(hello.facts, welcome.facts)) is not None:
+        raise LayoutMismatch(differs.between("the prefill worker", address), param=differs.field)
+    try:
+        return reshard_layout(hello.facts.layout, hello.tensor_parallel, welcome.tensor_parallel)
+    except StartupError as e:
+        raise LayoutMismatch(f"tensor_parallel: {e.message} ({address})", param="tensor_parallel") from None

@@ -8,7 +8,8 @@ import time
 from dataclasses import replace
 
 from baton.core.codes import ErrorCode
-from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, Target, WorkerFacts
+from baton.core.commands import Assign, Command, Join, Prefill, Target
+from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
 from baton.core.handles import verify
@@ -43,11 +44,11 @@ class PrefillWorker:
     else belongs to the main loop."""
 
     def __init__(
-        self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...], make_end: MakeEnd
+        self, config: WorkerConfig, runner: Runner, facts: Compatibility, pids: tuple[int, ...], make_end: MakeEnd
     ) -> None:
         self.config = config
         self.facts = facts
-        self.pids = pids
+        self.pids, self.tensor_parallel = pids, len(pids)
         self.incarnation = time.time_ns()
         self.handles_refused = 0
         self._gpus = make_end.gpus
@@ -122,6 +123,7 @@ class PrefillWorker:
             step_tokens=self.config.step_tokens,
             run_id=run_id,
             replace=self.config.replace,
+            tensor_parallel=self.tensor_parallel,
         )
 
     def load(self) -> Load:
@@ -264,14 +266,9 @@ class PrefillWorker:
             self.config.worker_id,
             self.incarnation,
             self.main_loop.session.run_id,
-            self.facts.model_digest,
-            self.facts.layout,
-            self.facts.tensor_parallel,
-            PROTOCOL_VERSION,
-            self.facts.code_version,
+            self.facts,
+            self.tensor_parallel,
             self.main_loop.token,
-            self.facts.edge_kind,
-            self.facts.quantize,
             self._gpus,
         )
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.core.commands import Role, WorkerFacts
+from baton.core.commands import Role
+from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.errors import InvariantError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest
@@ -134,16 +135,18 @@ class Cluster:
         role: Role = "prefill" if name[0] == "p" else "decode"
         pool = self.options.prefill if role == "prefill" else self.options.decode
         layout = KVLayout(pool.block_size, self.options.layers)
-        facts = WorkerFacts(
-            model_digest="model",
-            config_digest="config",
-            layout=layout,
-            dtype="float32",
+        facts = Compatibility(
+            PROTOCOL_VERSION,
             code_version="0",
             exact=True,
+            dtype="float32",
+            quantize="none",
+            edge_kind="gloo",
+            config_digest="config",
+            model_digest="model",
             vocab_size=self.options.vocabulary,
             max_model_len=self.options.max_model_len,
-            tensor_parallel=pool.tensor_parallel,
+            layout=layout,
         )
         clock = self._make_clock(self.loop)
         plan_ahead = pool.plan_ahead and (role == "prefill" or pool.drafts == "none")
@@ -158,7 +161,7 @@ class Cluster:
                 prefix_cache=pool.prefix_cache,
                 plan_ahead=plan_ahead,
             )
-            tier: PrefillTier | DecodeTier = PrefillTier(worker, scheduler, engine, facts)
+            tier: PrefillTier | DecodeTier = PrefillTier(worker, scheduler, engine, facts, pool.tensor_parallel)
         else:
             decode = DecodeScheduler(
                 layout,
@@ -169,7 +172,7 @@ class Cluster:
                 prefix_cache=pool.prefix_cache,
                 plan_ahead=plan_ahead,
             )
-            tier = DecodeTier(worker, decode, engine, facts)
+            tier = DecodeTier(worker, decode, engine, facts, pool.tensor_parallel)
         self.workers[name] = worker
         self.loop.note("start", worker)
         worker.start(tier)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from baton.core.commands import Command, Join, Role, WorkerFacts
+from baton.core.commands import Command, Join, Role
+from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import Part
 from baton.core.errors import InvariantError, JoinRefused
 from baton.core.events import Load, StepEvents
@@ -43,8 +44,11 @@ class DecodeTier:
 
     role: Role = "decode"
 
-    def __init__(self, worker: Worker, scheduler: DecodeScheduler, engine: Engine, facts: WorkerFacts) -> None:
+    def __init__(
+        self, worker: Worker, scheduler: DecodeScheduler, engine: Engine, facts: Compatibility, tensor_parallel: int = 1
+    ) -> None:
         self.worker, self.scheduler, self.engine, self.facts = worker, scheduler, engine, facts
+        self.tensor_parallel = tensor_parallel
         self.hand_overs = HandOvers(
             scheduler,
             worker.deadlines,
@@ -70,6 +74,7 @@ class DecodeTier:
             max_running=self.scheduler.max_running,
             run_id=run_id,
             replace=True,
+            tensor_parallel=self.tensor_parallel,
         )
 
     def load(self) -> Load:
@@ -139,7 +144,7 @@ class DecodeTier:
             end.send(JoinRefused("link refused: run_id", param="run_id"))
             end.close("refused")
             return
-        end.send(LinkWelcome(self.worker.name, "", 1, "", self.facts.tensor_parallel, self.facts.layout, STAGING_BYTES))
+        end.send(LinkWelcome(self.worker.name, "", 1, "", self.tensor_parallel, self.facts, STAGING_BYTES))
         self.receiver.serve(end, first)
 
     def admission(self) -> Admission:
@@ -166,7 +171,7 @@ class Receiver:
 
     def serve(self, end: End, hello: LinkHello) -> None:
         peer = Peer(hello.prefill_worker, hello.prefill_incarnation, {})
-        plans = reshard_layout(self.tier.facts.layout, hello.tensor_parallel, self.tier.facts.tensor_parallel)
+        plans = reshard_layout(self.tier.facts.layout, hello.tensor_parallel, self.tier.tensor_parallel)
         peer.plans = {plan.key: plan for plan in plans}
         link = ReceivingLink(self, end, peer)
         self.links.append(link)

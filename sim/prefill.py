@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.core.codes import ErrorCode
-from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, Role, Target, WorkerFacts
+from baton.core.commands import Assign, Command, Join, Prefill, Role, Target
+from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
 from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
@@ -66,8 +67,16 @@ class PrefillTier:
 
     role: Role = "prefill"
 
-    def __init__(self, worker: Worker, scheduler: PrefillScheduler, engine: Engine, facts: WorkerFacts) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: PrefillScheduler,
+        engine: Engine,
+        facts: Compatibility,
+        tensor_parallel: int = 1,
+    ) -> None:
         self.worker, self.scheduler, self.engine, self.facts = worker, scheduler, engine, facts
+        self.tensor_parallel = tensor_parallel
         self.sender = Sender(self)
         self._plans: dict[int, StepPlan] = {}
         self._done_step = 0
@@ -85,6 +94,7 @@ class PrefillTier:
             step_tokens=self.scheduler.step_tokens,
             run_id=run_id,
             replace=True,
+            tensor_parallel=self.tensor_parallel,
         )
 
     def load(self) -> Load:
@@ -115,7 +125,7 @@ class PrefillTier:
             self.worker.later(step_s / 2, self._layers_computed, plan, layers)
 
     def _layers_wanted(self, plan: StepPlan) -> int:
-        if self.facts.tensor_parallel > 1:
+        if self.tensor_parallel > 1:
             return 0
         sizes = [layer.bytes_per_token for layer in self.scheduler.layout.layers]
         rows = [len(row.tokens) for row in plan.rows if _sends_layers(row)]
@@ -595,17 +605,8 @@ class SendingLink:
         self._waiting: dict[tuple[object, ...], tuple[Callable[[Any], None], Timer | None]] = {}
         self._held = False
         self._queue: deque[tuple[Run, Callable[[], None]]] = deque()
-        facts, worker = sender.tier.facts, sender.worker
-        hello = LinkHello(
-            worker.name,
-            worker.incarnation,
-            worker.run_id,
-            facts.model_digest,
-            facts.layout,
-            facts.tensor_parallel,
-            PROTOCOL_VERSION,
-            facts.code_version,
-        )
+        tier, worker = sender.tier, sender.worker
+        hello = LinkHello(worker.name, worker.incarnation, worker.run_id, tier.facts, tier.tensor_parallel)
         world = worker.world
         world.network.dial(worker, self.name, hello, world.timeouts.connect_s, self._opened, self._lost_at_dial)
 
@@ -624,9 +625,9 @@ class SendingLink:
             return
         if not isinstance(welcome, LinkWelcome):
             raise InvariantError(f"{self._worker}: the reply to a hello is {welcome!r}")
-        facts = self._sender.tier.facts
-        plans = reshard_layout(facts.layout, facts.tensor_parallel, welcome.tensor_parallel)
-        self.wire = Wire(plans, facts.layout, welcome.staging_bytes)
+        layout = self._sender.tier.facts.layout
+        plans = reshard_layout(layout, self._sender.tier.tensor_parallel, welcome.tensor_parallel)
+        self.wire = Wire(plans, layout, welcome.staging_bytes)
         self._end, end.on_message, end.on_end = end, self._resolve, self._ended
         if self._worker.world.timeouts.watched:
             self._worker.later(PING_EVERY_S, self._ping, 1)

@@ -1,54 +1,16 @@
-"""Messages between coordinator and workers besides events: joining, commands, facts that must agree."""
+"""Messages between coordinator and workers besides events: joining and commands."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
+from baton.core.compatibility import Compatibility
 from baton.core.events import GpuUsage, Load
 from baton.core.handles import Handle
-from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
 
-PROTOCOL_VERSION = 13
-"""Must be raised when anything on the wire changes: proto/, or what edges send (tests/runtime/test_wire_version.py)."""
 Role = Literal["prefill", "decode"]
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerFacts:
-    """Facts that must be equal at all workers of a cluster; `tensor_parallel` may differ, and so may block sizes if one
-    divides the other."""
-
-    model_digest: str
-    config_digest: str
-    layout: KVLayout
-    dtype: str
-    code_version: str
-    exact: bool
-    vocab_size: int
-    max_model_len: int
-    tensor_parallel: int = 1
-    quantize: str = "none"
-    edge_kind: str = "gloo"
-    protocol_version: int = PROTOCOL_VERSION
-
-    def first_difference(self, other: WorkerFacts) -> str | None:
-        """Returns the first field in which two workers differ, with both values, or None. The protocol version comes
-        first: in another version the meaning of other fields may differ."""
-        apart = ("protocol_version", "tensor_parallel", "layout")
-        for name in ("protocol_version", *(f.name for f in fields(self) if f.name not in apart)):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                if name.endswith("_digest"):
-                    mine, theirs = short_digest(mine), short_digest(theirs)
-                return f"{name}: {mine} and {theirs}"
-        return self.layout.first_difference(other.layout)
-
-
-def short_digest(digest: str) -> str:
-    """Returns the part of a digest that messages show."""
-    return digest[:12]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +21,7 @@ class Join:
     worker_id: str
     role: Role
     incarnation: int
-    facts: WorkerFacts
+    facts: Compatibility
     link_address: str = ""
     host: str = ""
     pids: tuple[int, ...] = ()
@@ -69,6 +31,7 @@ class Join:
     run_id: str = ""
     token: str = field(default="", repr=False)
     replace: bool = False
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton.core.errors import StartupError
+
 
 @dataclass(frozen=True, slots=True)
 class EdgeKind:
@@ -32,3 +34,15 @@ EDGE_KINDS: Mapping[str, EdgeKind] = {
         allocate="baton.transfer.shared_buffers:allocate_shared",
     ),
 }
+
+
+def choose_edges(name: str, device: str) -> str:
+    """Resolves "auto" to NCCL for KV on a GPU (`device` is "cuda"), else to Gloo, which copies KV on a GPU through host
+    memory. Raises StartupError for an unknown kind, or for one that needs a GPU when KV is not on one."""
+    if name == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    if name not in EDGE_KINDS:
+        raise StartupError(f"edge-kind must be auto, {', '.join(EDGE_KINDS)}, not {name!r:.60}")
+    if EDGE_KINDS[name].needs_gpu and device != "cuda":
+        raise StartupError(f"edge-kind {name} needs KV on a GPU, not on {device}; use gloo")
+    return name

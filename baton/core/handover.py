@@ -14,8 +14,8 @@ import struct
 from dataclasses import dataclass, field
 
 from baton.core.codes import ErrorCode
+from baton.core.compatibility import Compatibility
 from baton.core.handles import Handle
-from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 
 
@@ -24,14 +24,9 @@ class LinkHello:
     prefill_worker: str
     prefill_incarnation: int
     run_id: str
-    model_digest: str
-    layout: KVLayout
+    facts: Compatibility
     tensor_parallel: int
-    protocol_version: int
-    code_version: str
     token: str = field(default="", repr=False)
-    edge_kind: str = "gloo"
-    quantize: str = "none"
     gpus: tuple[str, ...] = ()
 
 
@@ -42,7 +37,7 @@ class LinkWelcome:
     store_port: int
     store_nonce: str
     tensor_parallel: int
-    layout: KVLayout
+    facts: Compatibility
     staging_bytes: int
 
 

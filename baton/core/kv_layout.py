@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,18 +40,3 @@ class KVLayout:
     def blocks_for(self, num_tokens: int) -> int:
         """Returns how many blocks hold `num_tokens` positions; the last may be partly filled."""
         return -(-num_tokens // self.block_size)
-
-    def first_difference(self, other: KVLayout) -> str | None:
-        """Returns the name of the first field whose difference prevents KV transfer between two pools, with both
-        values, or None. Block sizes may differ if one divides the other."""
-        small, large = sorted((self.block_size, other.block_size))
-        if small < 1 or large % small:
-            return f"block_size: {self.block_size} and {other.block_size}, neither divides the other"
-        if len(self.layers) != len(other.layers):
-            return f"layers: {len(self.layers)} and {len(other.layers)}"
-        for index, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
-            for f in fields(LayerKV):
-                a, b = getattr(mine, f.name), getattr(theirs, f.name)
-                if a != b:
-                    return f"layers[{index}].{f.name}: {a} and {b}"
-        return None

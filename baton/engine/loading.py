@@ -9,6 +9,7 @@ of one block, and are measured. Captures empty torch's cache of free memory, so 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
+from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
 from baton.core.ranks import Ranks
 from baton.core.request import SamplingParams, SequenceId, TokenBias
@@ -32,7 +35,7 @@ from baton.engine.memory import kv_budget, peak_bytes, plan_blocks
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.quantize import check_quantize
-from baton.engine.rank_options import agree, must_agree
+from baton.engine.rank_options import RankOptions, check_ranks
 from baton.engine.runner import Computing, Runner
 from baton.engine.selftest import check_exact, prove_row_invariance
 from baton.engine.weights import WeightReader
@@ -69,21 +72,32 @@ def load_runner(
         checkpoint = Checkpoint(options.model_dir) if tensors is None else tensors
         weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, int8=int8)
         longest = config.longest(options.max_model_len)
-        digest = model_digest(options.model_dir) if tensors is None else ""
     kernels, kernels_name = choose_kernels(options.kernels, device)
     if int8 and kernels is None:
         raise StartupError(f"quantize int8 needs compiled kernels, not {kernels_name}: set quantize to none")
     if options.exact:
         check_exact(options.block_size, dtype, kernels, kernels_name)
     level = "torch" if kernels is None else kernels.level
-    agreed = must_agree(options, device=device, dtype=dtype, kernels=level, digest=digest, max_model_len=longest)
+    facts = Compatibility(
+        protocol_version=PROTOCOL_VERSION,
+        code_version=options.version,
+        exact=options.exact,
+        dtype=dtype,
+        quantize=options.quantize,
+        edge_kind=choose_edges(options.edge_kind, device.type),
+        config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
+        model_digest=model_digest(options.model_dir) if tensors is None else "",
+        vocab_size=config.vocab_size,
+        max_model_len=longest,
+        layout=config.kv_layout(options.block_size, dtype),
+    )
     with _stage("connect", on_stage if ranks.size > 1 else None):
-        agree(store, ranks, agreed, LOAD_TIMEOUT_S)
+        check_ranks(store, ranks, RankOptions.of(options, facts, device.type, level), LOAD_TIMEOUT_S)
         group = connect(store, ranks, device, options.host)
     with _stage("load", on_stage), torch.no_grad():
         model = build_model(config, weights, group, kernels, longest, options)
     most = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
-    local = local_layout(config.kv_layout(options.block_size, dtype), ranks.size, ranks.rank)
+    local = local_layout(facts.layout, ranks.size, ranks.rank)
 
     def make_runner(kv: KVPool, max_model_len: int, grammars: Grammars | None = None) -> tuple[Runner, Computing]:
         computing = how_to_compute(model, kv, config, group, min(longest, max_model_len), options)
@@ -94,7 +108,7 @@ def load_runner(
             options,
             kernels=kernels_name,
             max_model_len=min(longest, max_model_len),
-            digest=digest,
+            facts=facts,
             group=group,
             parameter_bytes=weights.bytes_read,
             grammars=grammars,

@@ -1,58 +1,58 @@
-"""Options that must be equal on all ranks of one worker, compared before they load.
+"""What must be equal on all ranks of one worker, compared before they load.
 
 A rank whose options differ from its leader's would silently produce other tokens, or use other shapes in the middle of
-a step, where the process group aborts the process. So each rank publishes its resolved options in the job's store, and
-all ranks end with an error that names the first difference.
+a step, where the process group aborts the process. So each rank publishes its record in the job's store, and all ranks
+end with an error that names the first difference.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
-
+from baton.core.compatibility import Compatibility, difference, values_by_name
 from baton.core.errors import RankLost, StartupError
 from baton.core.ranks import Ranks
 from baton.engine.options import EngineOptions
 from baton.engine.rank_peer import Store
 
 _LOOK_S = 0.05
-_NOT_SHOWN = ("checkpoint digest",)  # its digits tell a user nothing
-_BY_MACHINE = ("device", "dtype", "kernels")  # `auto` resolves them, and machines may differ
 
 
-def must_agree(
-    options: EngineOptions, *, device: torch.device, dtype: str, kernels: str, digest: str, max_model_len: int
-) -> dict[str, str]:
-    """The resolved options by name; an option comes before those that it explains.
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What a worker is compared by, and what its ranks must share besides. Options of each rank alone (threads, memory,
+    host, staging) are not compared."""
 
-    `kernels` is a level, or torch. In exact mode it is compared, since bits are guaranteed; in bfloat16 only whether it
-    is torch, whose ranks exchange logits in bfloat16 where compiled ones exchange float32. Otherwise nodes with
-    different processors may share a worker. The edge kind is compared as configured. Options of each rank alone
-    (threads, memory, host, staging) are not compared.
-    """
-    agreed = {
-        "version": options.version,
-        "device": device.type,
-        "exact": "on" if options.exact else "off",
-        "dtype": dtype,
-        "quantize": options.quantize,
-        "kernels": kernels if options.exact or kernels == "torch" else "compiled",
-        "block-size": str(options.block_size),
-        "tokens of a step (from step-tokens and max-running)": str(options.max_num_tokens),
-        "tokens of a row in decode steps (from draft and draft-tokens)": repr(options.decode_lengths),
-        "edge-kind": options.edge_kind,
-        "checkpoint digest": digest,
-        "max-model-len": str(max_model_len),
-    }
-    if not options.exact and dtype != "bfloat16":
-        del agreed["kernels"]
-    return agreed
+    # Before what it explains: dtype and edge kind.
+    device: str
+    worker: Compatibility
+    # The level of compiled kernels, or torch, as far as ranks must have the same: `comparable_kernels`.
+    kernels: str
+    # Of a step.
+    max_num_tokens: int
+    # The possible tokens of a row in decode steps.
+    decode_lengths: str
+
+    @classmethod
+    def of(cls, options: EngineOptions, worker: Compatibility, device: str, kernels: str) -> RankOptions:
+        comparable = comparable_kernels(kernels, exact=worker.exact, dtype=worker.dtype)
+        return cls(device, worker, comparable, options.max_num_tokens, repr(options.decode_lengths))
 
 
-def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float) -> None:
+def comparable_kernels(kernels: str, *, exact: bool, dtype: str) -> str:
+    """Returns the part of `kernels` that ranks must have in common. In exact mode all of it, since bits are guaranteed;
+    in bfloat16 only whether it is torch, whose ranks exchange logits in bfloat16 where compiled ones exchange float32.
+    Otherwise nodes with different processors may share a worker."""
+    if exact:
+        return kernels
+    if dtype != "bfloat16":
+        return "any"
+    return "torch" if kernels == "torch" else "compiled"
+
+
+def check_ranks(store: Store, ranks: Ranks, ours: RankOptions, timeout_s: float) -> None:
     """Returns when every rank has published the same options as this one.
 
     Raises:
@@ -63,31 +63,15 @@ def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float)
         return
     deadline, keys = time.monotonic() + timeout_s, [f"options/{rank}" for rank in range(ranks.size)]
     try:
-        store.set(keys[ranks.rank], json.dumps(dict(mine)))
+        store.set(keys[ranks.rank], json.dumps(values_by_name(ours)))
         for rank, key in enumerate(keys):  # short polls: a termination signal is handled between them
             while not store.check([key]):
                 if time.monotonic() > deadline:
                     raise StartupError(f"rank {rank} has not published its options within {timeout_s:g} s")
                 time.sleep(_LOOK_S)
-        everyone = [json.loads(store.get(key)) for key in keys]
+        first, *others = [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
         raise RankLost(f"lost the connection to the ranks' store: {str(error).splitlines()[0]}") from None
-    found = difference(everyone)
-    if found:
-        raise StartupError(found)
-
-
-def difference(by_rank: Sequence[Mapping[str, str]]) -> str:
-    """One line about the first option that differs from rank 0's on any rank; empty if none does. Pure."""
-    names = dict.fromkeys(name for options in by_rank for name in options)
-    for name in names:
-        first = by_rank[0].get(name, "none")
-        for rank, options in enumerate(by_rank):
-            other = options.get(name, "none")
-            if other == first:
-                continue
-            if name in _NOT_SHOWN:
-                return f"{name}: rank {rank}'s differs from rank 0's"
-            where = "; auto depends on the machine: set it" if name in _BY_MACHINE else ""
-            return f"{name}: {first} on rank 0 and {other} on rank {rank}; a worker's ranks must agree{where}"
-    return ""
+    for rank, theirs in enumerate(others, start=1):
+        if (differs := difference(first, theirs, same_block_size=True)) is not None:
+            raise StartupError(differs.between("rank 0", f"rank {rank}"))

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.core.compatibility import Compatibility
 from baton.core.errors import InvariantError
 from baton.core.model_config import ModelConfig
 from baton.core.step import StepOutcome, StepPlan
@@ -56,8 +57,8 @@ class Computing:
 
 class Runner:
     """A loaded model with its KV pool. Public attributes: `model_config`, `layout` (the whole model's), `num_blocks`,
-    `max_model_len` (positions per sequence), `max_num_tokens` (of a step), `dtype_name`, `threads`, `digest` (of the
-    checkpoint), `kv` (this rank's pool), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and
+    `max_model_len` (positions per sequence), `max_num_tokens` (of a step), `dtype_name`, `threads`, `facts` (what it
+    is compared by), `kv` (this rank's pool), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and
     why), `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a draft model, a step
     may be launched while another computes; with one, a single wait covers draft tokens and tokens)."""
 
@@ -70,7 +71,7 @@ class Runner:
         *,
         kernels: str,
         max_model_len: int,
-        digest: str,
+        facts: Compatibility,
         group: TPGroup,
         parameter_bytes: int,
         grammars: Grammars | None = None,
@@ -80,7 +81,7 @@ class Runner:
         self.layout = model_config.kv_layout(kv.layout.block_size, kv.layout.layers[0].dtype)
         self.num_blocks = kv.num_blocks
         self.max_model_len = max_model_len
-        self.digest = digest
+        self.facts = facts
         self.threads = options.threads
         self.kv = kv
         self.group = group

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import hashlib
 import logging
 import os
 import signal
@@ -17,7 +16,8 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from baton.core.commands import Role, WorkerFacts
+from baton.core.commands import Role
+from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.liveness import LOOP_STALL_S
 from baton.core.names import name_error
@@ -58,7 +58,7 @@ class Worker(Protocol):
 
 
 # (config, runner, facts, pids, make_end) -> worker. `runner` and `make_end` are Any, so that `--help` needs no torch.
-MakeWorker = Callable[[WorkerConfig, Any, WorkerFacts, tuple[int, ...], Any], Worker]
+MakeWorker = Callable[[WorkerConfig, Any, Compatibility, tuple[int, ...], Any], Worker]
 
 
 def code_version() -> str:
@@ -163,20 +163,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
         runner = crew.runner
         runner.start_grammars()
-        facts = WorkerFacts(
-            model_digest=runner.digest,
-            config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
-            layout=runner.layout,
-            dtype=runner.dtype_name,
-            code_version=code_version(),
-            exact=config.exact,
-            vocab_size=runner.model_config.vocab_size,
-            max_model_len=config.max_model_len or runner.model_config.max_position_embeddings,
-            tensor_parallel=ranks.size,
-            quantize=config.quantize,
-            edge_kind=crew.ends.kind,
-        )
-        worker = make(config, runner, facts, crew.pids, crew.ends)
+        worker = make(config, runner, runner.facts, crew.pids, crew.ends)
         log.info(
             "%s: %s, kernels %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
             config.worker_id,

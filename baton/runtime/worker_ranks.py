@@ -32,7 +32,6 @@ from baton.runtime.edge_ranks import FollowerEnds, WorkerEnds
 from baton.runtime.options import error_line
 from baton.runtime.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
 from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
-from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.nccl import configure_nccl, local_gpus
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.stream_pool import know_streams
@@ -152,7 +151,7 @@ def _know_streams(options: EngineOptions, ranks: Ranks) -> None:
 
 def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:
     layers, device = runner.kv.layers, runner.kv.device
-    kind = choose_edges(options.edge_kind, device)
+    kind = runner.facts.edge_kind
     buffers = make_buffers(kind, device, kept_limit(options.staging_bytes, ranks.size))
     expect = partial(runner.kv.expect, ahead=False)
     behind = runner.marks.order_behind

@@ -44,50 +44,40 @@ class LinkResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., posted: _Optional[_Union[Posted, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort: _Optional[_Union[AbortTransfer, _Mapping]] = ..., edge_ready: _Optional[_Union[EdgeReady, _Mapping]] = ..., pong: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("prefill_worker", "prefill_incarnation", "run_id", "model_digest", "layout", "tensor_parallel", "protocol_version", "token", "edge_kind", "code_version", "quantize", "gpus")
+    __slots__ = ("prefill_worker", "prefill_incarnation", "run_id", "tensor_parallel", "token", "gpus", "facts")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    EDGE_KIND_FIELD_NUMBER: _ClassVar[int]
-    CODE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    QUANTIZE_FIELD_NUMBER: _ClassVar[int]
     GPUS_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     prefill_incarnation: int
     run_id: str
-    model_digest: str
-    layout: _types_pb2.KVLayout
     tensor_parallel: int
-    protocol_version: int
     token: str
-    edge_kind: str
-    code_version: str
-    quantize: str
     gpus: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., protocol_version: _Optional[int] = ..., token: _Optional[str] = ..., edge_kind: _Optional[str] = ..., code_version: _Optional[str] = ..., quantize: _Optional[str] = ..., gpus: _Optional[_Iterable[str]] = ...) -> None: ...
+    facts: _types_pb2.Compatibility
+    def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., token: _Optional[str] = ..., gpus: _Optional[_Iterable[str]] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
-    __slots__ = ("decode_worker", "store_host", "store_port", "tensor_parallel", "layout", "store_nonce", "staging_bytes")
+    __slots__ = ("decode_worker", "store_host", "store_port", "tensor_parallel", "store_nonce", "staging_bytes", "facts")
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STORE_NONCE_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     decode_worker: str
     store_host: str
     store_port: int
     tensor_parallel: int
-    layout: _types_pb2.KVLayout
     store_nonce: str
     staging_bytes: int
-    def __init__(self, decode_worker: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., store_nonce: _Optional[str] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+    facts: _types_pb2.Compatibility
+    def __init__(self, decode_worker: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., store_nonce: _Optional[str] = ..., staging_bytes: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce",)

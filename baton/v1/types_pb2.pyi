@@ -185,6 +185,32 @@ class KVLayout(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[LayerLayout]
     def __init__(self, block_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ...) -> None: ...
 
+class Compatibility(_message.Message):
+    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "config_digest", "quantize", "edge_kind")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZE_FIELD_NUMBER: _ClassVar[int]
+    EDGE_KIND_FIELD_NUMBER: _ClassVar[int]
+    model_digest: str
+    layout: KVLayout
+    dtype: str
+    protocol_version: int
+    code_version: str
+    exact: bool
+    vocab_size: int
+    max_model_len: int
+    config_digest: str
+    quantize: str
+    edge_kind: str
+    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., config_digest: _Optional[str] = ..., quantize: _Optional[str] = ..., edge_kind: _Optional[str] = ...) -> None: ...
+
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top_ids", "top_logprobs", "rank")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]

@@ -63,38 +63,8 @@ class SessionResponse(_message.Message):
     release: ReleaseRecords
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[ReleaseRecords, _Mapping]] = ...) -> None: ...
 
-class WorkerFacts(_message.Message):
-    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "tensor_parallel", "draft_digest", "config_digest", "quantize", "edge_kind")
-    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
-    CODE_VERSION_FIELD_NUMBER: _ClassVar[int]
-    EXACT_FIELD_NUMBER: _ClassVar[int]
-    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
-    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
-    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    QUANTIZE_FIELD_NUMBER: _ClassVar[int]
-    EDGE_KIND_FIELD_NUMBER: _ClassVar[int]
-    model_digest: str
-    layout: _types_pb2.KVLayout
-    dtype: str
-    protocol_version: int
-    code_version: str
-    exact: bool
-    vocab_size: int
-    max_model_len: int
-    tensor_parallel: int
-    draft_digest: str
-    config_digest: str
-    quantize: str
-    edge_kind: str
-    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., config_digest: _Optional[str] = ..., quantize: _Optional[str] = ..., edge_kind: _Optional[str] = ...) -> None: ...
-
 class Join(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace")
+    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -108,10 +78,11 @@ class Join(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
     incarnation: int
-    facts: WorkerFacts
+    facts: _types_pb2.Compatibility
     link_address: str
     host: str
     pids: _containers.RepeatedScalarFieldContainer[int]
@@ -121,7 +92,8 @@ class Join(_message.Message):
     max_running: int
     run_id: str
     replace: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ...) -> None: ...
+    tensor_parallel: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "tracked", "now_ms")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
-from baton.core.commands import Join, WorkerFacts, short_digest
+from baton.core.commands import Join
+from baton.core.compatibility import Compatibility, difference
 from baton.core.errors import JoinRefused, StartupError
 from baton.core.model_config import DType, ModelConfig
 from baton.core.names import name_error
@@ -27,22 +28,16 @@ class OwnModel:
     config_digest: str
     config: ModelConfig
 
-    def difference(self, facts: WorkerFacts) -> str | None:
+    def difference(self, facts: Compatibility, worker: str) -> str | None:
         """Returns how a worker's model differs from this one, starting with the field's name; None if it does not."""
-        if facts.config_digest == self.config_digest:
+        layout = self.config.kv_layout(facts.layout.block_size, cast(DType, facts.dtype))
+        own = replace(facts, config_digest=self.config_digest, vocab_size=self.config.vocab_size, layout=layout)
+        differs = difference(own, facts)
+        if differs is None or facts.config_digest == self.config_digest:
             return None
-        digests = f"{short_digest(self.config_digest)} here, {short_digest(facts.config_digest)} at the worker"
-        return f"config_digest: {digests}; the coordinator's model is {self.where}, {self._visible_difference(facts)}"
-
-    def _visible_difference(self, facts: WorkerFacts) -> str:
-        if facts.vocab_size != self.config.vocab_size:
-            difference: str | None = f"vocab_size: {self.config.vocab_size} and {facts.vocab_size}"
-        else:
-            own = self.config.kv_layout(facts.layout.block_size, cast(DType, facts.dtype))
-            difference = own.first_difference(facts.layout)
-        if difference is None:
-            return "the worker's has the same KV layout and vocabulary size but another config.json"
-        return f"the worker's differs in {difference}"
+        also = difference(replace(own, config_digest=facts.config_digest), facts)
+        visible = also.between("the coordinator", worker) if also else "the vocabulary size and the KV layout are equal"
+        return f"{differs.between('the coordinator', worker)}; the coordinator's model is {self.where}; {visible}"
 
 
 def check_join(join: Join, others: Iterable[Join], own: OwnModel | None) -> None:
@@ -52,18 +47,17 @@ def check_join(join: Join, others: Iterable[Join], own: OwnModel | None) -> None
         JoinRefused: it does not fit; the message names the field and both values.
     """
     _check_possible(join)
-    difference = own.difference(join.facts) if own is not None else None
-    if difference is not None:
-        raise refused(join, difference)
+    other_model = own.difference(join.facts, join.worker_id) if own is not None else None
+    if other_model is not None:
+        raise refused(join, other_model)
     for other in others:
-        difference = other.facts.first_difference(join.facts)
-        if difference is not None:
-            raise refused(join, difference + _owner_of_value(difference, join, other))
+        if (differs := difference(other.facts, join.facts)) is not None:
+            raise refused(join, differs.between(other.worker_id, join.worker_id))
 
 
-def refused(join: Join, difference: str) -> JoinRefused:
-    """`difference` begins with the name of the field and a colon."""
-    return JoinRefused(f"{join.role} worker {join.worker_id} refused: {difference}", param=difference.split(":")[0])
+def refused(join: Join, reason: str) -> JoinRefused:
+    """`reason` begins with the name of the field and a colon."""
+    return JoinRefused(f"{join.role} worker {join.worker_id} refused: {reason}", param=reason.split(":")[0])
 
 
 def _check_possible(join: Join) -> None:
@@ -77,7 +71,7 @@ def _check_possible(join: Join) -> None:
     ):
         if size < least:
             raise refused(join, f"{name}: {size} is below {least}")
-    ranks = join.facts.tensor_parallel
+    ranks = join.tensor_parallel
     if not 1 <= ranks <= MAX_TENSOR_PARALLEL:
         raise refused(join, f"tensor_parallel: {ranks} is not from 1 to {MAX_TENSOR_PARALLEL}")
     if join.pids and len(join.pids) != ranks:
@@ -88,11 +82,3 @@ def _check_possible(join: Join) -> None:
         raise refused(join, f"tensor_parallel: {e.message}") from None
     if join.role == "decode" and _ADDRESS.fullmatch(join.link_address) is None:
         raise refused(join, f"link_address: {join.link_address[:100]!r} is not HOST:PORT")
-
-
-def _owner_of_value(difference: str, join: Join, other: Join) -> str:
-    """Names the worker that has the other value: a digest or a number alone does not identify it."""
-    if not difference.startswith("model_digest: "):
-        return f"; the first is that of {other.worker_id}"
-    what = "weights" if join.facts.config_digest == other.facts.config_digest else "config.json"
-    return f"; {other.worker_id} on host {other.host[:253]!a} has different {what}"

@@ -238,7 +238,7 @@ class Worker:
         return {
             "id": self.worker_id,
             "role": self.role,
-            "tensor_parallel": self.join.facts.tensor_parallel,
+            "tensor_parallel": self.join.tensor_parallel,
             "host": self.join.host,
             "dtype": self.join.facts.dtype,
             "quantize": self.join.facts.quantize,

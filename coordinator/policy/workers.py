@@ -19,7 +19,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from baton.core.commands import Join, Role, WorkerFacts
+from baton.core.commands import Join, Role
+from baton.core.compatibility import Compatibility
 from baton.core.errors import InvariantError, NotFound
 from baton.core.events import GpuUsage, Load
 from baton.core.liveness import REDIAL_S
@@ -72,7 +73,7 @@ class WorkerTable:
         """Returns all workers, lost ones too, prefill first."""
         return sorted(self._workers.values(), key=lambda w: (w.role != "prefill", w.worker_id))
 
-    def facts(self) -> WorkerFacts | None:
+    def facts(self) -> Compatibility | None:
         """Returns the facts that the present workers share, if there are any."""
         return next((w.join.facts for pool in (self.prefill, self.decode) for w in pool.workers), None)
 

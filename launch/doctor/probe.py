@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from baton.core.edge_kinds import choose_edges
 from baton.core.errors import BatonError, HandoffError
 from baton.core.ranks import Ranks
 from baton.engine.device import choose_device
 from baton.engine.parallel import connect, open_store
 from baton.runtime.process import die_with_parent
 from baton.transfer.edge import Edge, EdgeSpec, edge_prefix
-from baton.transfer.edge_kinds import allocator, buffer_device, choose_edges, make_edge
+from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.rendezvous import EdgeStore
 from baton.transfer.streams import own_stream
@@ -50,7 +51,7 @@ class Probe:
         self.task, self.board = task, board
         configure_nccl(task.me.host)
         self._device = choose_device(task.device, False, task.local_rank)
-        self._kind = choose_edges(task.edge_kind, self._device)
+        self._kind = choose_edges(task.edge_kind, self._device.type)
         self._buffers = buffer_device(self._kind, self._device)
         self._inner_s = task.limit_s * _INNER_SHARE
         self._open: list[Any] = []

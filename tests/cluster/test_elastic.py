@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.commands import WorkerFacts
+from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError
 from baton.core.handles import Handle, sign
 from baton.core.handover import Accept, LinkHello, Offer, Refuse
@@ -181,9 +181,8 @@ async def fill(e: Elastic, name: str) -> DialledLink:
     return link
 
 
-def _hello(e: Elastic, facts: WorkerFacts) -> LinkHello:
-    run_id, version = e.b.cluster.run_id, facts.protocol_version
-    return LinkHello("px", 1, run_id, facts.model_digest, facts.layout, 1, version, facts.code_version)
+def _hello(e: Elastic, facts: Compatibility) -> LinkHello:
+    return LinkHello("px", 1, e.b.cluster.run_id, facts, 1)
 
 
 def _handle(e: Elastic, sequence: SequenceId, name: str, incarnation: int, **changes: object) -> Handle:

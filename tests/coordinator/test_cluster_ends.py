@@ -26,7 +26,7 @@ async def test_a_worker_with_different_facts_is_refused_with_the_field_name() ->
     async with bench("p0", "d0") as b:
         worker = await b.add("d1", ready=False, model_digest="other")
         assert worker.task is not None
-        with pytest.raises(JoinRefused, match="model_digest: m and other"):
+        with pytest.raises(JoinRefused, match="model_digest: 'm' at d0 and 'other' at d1"):
             await asyncio.wait_for(worker.task, 30)
         assert b.state("d1") == "forgotten"
 

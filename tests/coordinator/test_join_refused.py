@@ -26,11 +26,14 @@ def facts(**changes: Any) -> Join:
     return replace(HERE, worker_id="d1", facts=make_facts(**changes))
 
 
+TWO_RANKS = replace(facts(), tensor_parallel=2)
+
+
 # Further refusals are in test_policy_workers.py.
 CASES: dict[str, tuple[Join, str]] = {
     "another model": (facts(model_digest="other"), "model_digest"),
     "larger heads": (facts(layout=make_layout(head_dim=16)), "layers[0].head_dim"),
-    "fewer processes than ranks": (facts(tensor_parallel=2), "tensor_parallel"),
+    "fewer processes than ranks": (TWO_RANKS, "tensor_parallel"),
     "no blocks": (replace(facts(), blocks_total=0), "blocks_total"),
     "the other role": (replace(HERE, role="prefill", incarnation=2), "role"),
     "another token": (replace(facts(), token="correct horse battery stable"), "token"),
@@ -74,7 +77,7 @@ async def test_join_is_refused_with_the_name_of_the_field(case: str, caplog: pyt
 
 async def test_worker_with_another_tensor_parallel_size_joins() -> None:
     async with bench(token=TOKEN) as b:
-        for number, request in enumerate((HERE, replace(facts(tensor_parallel=2), pids=(1, 2)))):
+        for number, request in enumerate((HERE, replace(TWO_RANKS, pids=(1, 2)))):
             assert isinstance(await join(b.port, replace(request, worker_id=f"d{number}")), Welcome)
 
 

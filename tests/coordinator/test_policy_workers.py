@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.commands import Join, Role, WorkerFacts
+from baton.core.commands import Join, Role
+from baton.core.compatibility import Difference, difference
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.liveness import REDIAL_S
 from baton.core.model_config import parse_model_config
 from baton.engine.memory import plan_blocks
+from coordinator.policy import joining
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.workers import KEEP_LOST_S, WorkerTable
 from tests.support.builders import make_facts, make_join, make_layout
@@ -31,10 +33,9 @@ OWN = OwnModel(
 
 
 def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
-    known = make_facts(**facts)
-    pids = tuple(range(11, 11 + known.tensor_parallel))
+    known, address = make_facts(**facts), "127.0.0.1:1"
     again = incarnation > 1
-    return Join(name, role, incarnation, known, link_address="127.0.0.1:1", pids=pids, blocks_total=8, replace=again)
+    return Join(name, role, incarnation, known, link_address=address, pids=(11,), blocks_total=8, replace=again)
 
 
 @pytest.fixture
@@ -78,7 +79,8 @@ def test_a_fact_that_differs_is_refused_by_name(workers: WorkerTable, param: str
     with pytest.raises(JoinRefused) as caught:
         workers.join(join("d1", **facts), 0.0)
     assert caught.value.param == param and caught.value.message.startswith(f"decode worker d1 refused: {param}: ")
-    assert ("; the first is that of d0" in caught.value.message) == (not param.endswith("_digest"))
+    owner = "the coordinator" if param == "config_digest" else "d0"
+    assert f" at {owner} and " in caught.value.message and " at d1" in caught.value.message
     assert state(workers, "d1") == "forgotten"
 
 
@@ -92,10 +94,10 @@ def test_first_worker_must_match_the_coordinators_model_and_have_a_block_size(wo
 @pytest.mark.parametrize(
     ("facts", "difference"),
     [
-        ({"vocab_size": 7}, "the worker's differs in vocab_size: 100 and 7"),
-        ({"layout": make_layout(layers=3)}, "the worker's differs in layers: 2 and 3"),
-        ({"layout": make_layout(8, heads=4)}, "the worker's differs in layers[0].num_kv_heads: 2 and 4"),
-        ({}, "the worker's has the same KV layout and vocabulary size but another config.json"),
+        ({"vocab_size": 7}, "vocab_size: 100 at the coordinator and 7 at d0"),
+        ({"layout": make_layout(layers=3)}, "layers: 2 at the coordinator and 3 at d0"),
+        ({"layout": make_layout(8, heads=4)}, "layers[0].num_kv_heads: 2 at the coordinator and 4 at d0"),
+        ({}, "the vocabulary size and the KV layout are equal"),
     ],
 )
 def test_worker_with_another_model_is_refused_with_the_difference(
@@ -103,9 +105,9 @@ def test_worker_with_another_model_is_refused_with_the_difference(
 ) -> None:
     with pytest.raises(JoinRefused) as caught:
         workers.join(join(config_digest="0123456789abcdef" * 4, **facts), 0.0)
-    digests = "config_digest: c here, 0123456789ab at the worker"
+    digests = "config_digest: 'c' at the coordinator and '0123456789ab' at d0"
     assert caught.value.message == (
-        f"decode worker d0 refused: {digests}; the coordinator's model is /models/m, {difference}"
+        f"decode worker d0 refused: {digests}; the coordinator's model is /models/m; {difference}"
     )
     assert caught.value.param == "config_digest"
 
@@ -114,13 +116,13 @@ def test_worker_with_other_weights_is_refused_with_the_name_of_a_present_worker(
     workers.join(replace(join(model_digest="a" * 64), host="10.0.0.7"), 0.0)
     with pytest.raises(JoinRefused) as caught:
         workers.join(join("d1", model_digest="b" * 64), 0.0)
-    digests = f"model_digest: {'a' * 12} and {'b' * 12}"
-    assert caught.value.message == (f"decode worker d1 refused: {digests}; d0 on host '10.0.0.7' has different weights")
+    digests = f"model_digest: {'a' * 12!r} at d0 and {'b' * 12!r} at d1"
+    assert caught.value.message == f"decode worker d1 refused: {digests}; config.json is equal, the weights are not"
     assert caught.value.param == "model_digest"
 
 
 def ranks(count: int, *pids: int) -> dict[str, object]:
-    return {"facts": make_facts(tensor_parallel=count), "pids": pids}
+    return {"tensor_parallel": count, "pids": pids}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +145,7 @@ def test_invalid_join_fields_are_refused_by_name(workers: WorkerTable, field: st
 
 def test_tensor_parallel_may_differ(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
-    workers.join(join("p0", "prefill", tensor_parallel=2), 0.0)
+    workers.join(replace(join("p0", "prefill"), tensor_parallel=2, pids=(1, 2)), 0.0)
     assert state(workers, "p0") == "ready"
 
 
@@ -280,14 +282,13 @@ def test_worker_table_lists_prefill_workers_first(workers: WorkerTable) -> None:
 
 def test_a_join_is_not_compared_with_each_of_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     table, compared = WorkerTable(3.0), 0
-    whole = WorkerFacts.first_difference
 
-    def counted(mine: WorkerFacts, other: WorkerFacts) -> str | None:
+    def counted(ours: object, theirs: object) -> Difference | None:
         nonlocal compared
         compared += 1
-        return whole(mine, other)
+        return difference(ours, theirs)
 
-    monkeypatch.setattr(WorkerFacts, "first_difference", counted)
+    monkeypatch.setattr(joining, "difference", counted)
     for number in range(100):
         table.join(make_join(f"{'pd'[number % 2]}{number}"), 0.0)
     assert compared == 99, "their facts are equal"

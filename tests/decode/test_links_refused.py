@@ -75,7 +75,8 @@ async def test_prefill_worker_checks_the_compatibility_of_a_decode_worker_itself
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         await until(lambda: source.posted.parked, what="parked KV")
-        assert "has a different KV layout: block_size: 4 and 6, " in source.posted.parked[0].reason
+        reason = f"block_size: 4 at the prefill worker and 6 at {decode.address}; one must be a multiple"
+        assert reason in source.posted.parked[0].reason
         source.abort(SequenceId("r"))
 
 
@@ -94,7 +95,7 @@ async def test_decode_worker_that_claims_more_ranks_than_allowed_is_refused_befo
         decode.worker._check_fits = lambda hello: None  # type: ignore[method-assign]
         for number, claimed in enumerate((1 << 30, reshard.MAX_TENSOR_PARALLEL + 1, 0, -1)):
             name = f"r{number}"
-            decode.worker.facts = replace(decode.worker.facts, tensor_parallel=claimed)
+            decode.worker.tensor_parallel = claimed
             source.submit(make_request(name, 8, max_tokens=4), decode)
             source.compute()
             await until(lambda n=number: len(source.posted.parked) > n, what="parked KV")

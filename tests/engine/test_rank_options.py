@@ -1,4 +1,4 @@
-"""The options that a worker's ranks compare, and the message about a difference."""
+"""What a worker's ranks compare before they load, and the message about a difference."""
 
 from __future__ import annotations
 
@@ -7,76 +7,91 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from baton.core.compatibility import values_by_name
 from baton.core.errors import RankLost, StartupError
 from baton.core.ranks import Ranks
 from baton.engine.options import EngineOptions
-from baton.engine.rank_options import agree, difference, must_agree
+from baton.engine.rank_options import RankOptions, check_ranks
+from tests.support.builders import make_facts, make_layout
 from tests.support.dict_store import DictStore
 
 
-def options_of(**changed: Any) -> dict[str, str]:
-    facts = {"dtype": "float32", "kernels": "avx2", "digest": "ab12", "max_model_len": 256}
-    facts |= {name: changed.pop(name) for name in facts if name in changed}
-    options = EngineOptions(model_dir=Path("m"), **changed)
-    return must_agree(options, device=torch.device("cpu"), **facts)  # type: ignore[arg-type]
-
-
-def test_ranks_with_compatible_options_find_no_difference() -> None:
-    assert (
-        difference([options_of(), options_of(kernels="amx", threads=7, host="::1", kv_memory_bytes=1, staging_bytes=9)])
-        == ""
+def options_of(
+    device: str = "cpu", kernels: str = "avx2", lengths: tuple[int, ...] = (1,), **facts: Any
+) -> RankOptions:
+    return RankOptions.of(
+        EngineOptions(model_dir=Path("m"), decode_lengths=lengths), make_facts(**facts), device, kernels
     )
 
 
-def test_message_names_option_values_and_ranks() -> None:
-    assert difference([options_of(), options_of(), options_of(quantize="int8")]) == (
-        "quantize: none on rank 0 and int8 on rank 2; a worker's ranks must agree"
+def refused(*by_rank: RankOptions) -> str:
+    """Returns the error with which all ranks end; empty if they end with none."""
+    store, received = DictStore(), dict[int, str]()
+
+    def rank(number: int) -> None:
+        try:
+            check_ranks(store, Ranks(number, len(by_rank), number, len(by_rank)), by_rank[number], 5.0)
+            received[number] = ""
+        except StartupError as error:
+            received[number] = error.message
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(by_rank))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    (message,) = set(received.values())
+    assert len(received) == len(by_rank)
+    return message
+
+
+def test_every_rank_reports_the_first_difference_with_option_values_and_ranks() -> None:
+    assert refused(options_of(), options_of(), options_of(quantize="int8")) == (
+        "quantize: 'none' at rank 0 and 'int8' at rank 2"
     )
-    assert difference([options_of(dtype="bfloat16"), options_of()]).endswith("; auto depends on the machine: set it")
-    assert difference([options_of(), options_of(digest="ab13")]) == "checkpoint digest: rank 1's differs from rank 0's"
+    assert refused(options_of(dtype="bfloat16"), options_of()).endswith("; auto depends on the machine: set --dtype")
+    assert refused(options_of(), options_of(lengths=(1, 3))).startswith("decode_lengths: '(1,)' at rank 0 and '(1, 3)'")
+    assert refused(options_of(), options_of(model_digest="w")).startswith(
+        "model_digest: 'm' at rank 0 and 'w' at rank 1"
+    )
+
+
+def test_ranks_must_have_one_block_size() -> None:
+    """Of two workers, one block size may be a multiple of the other's."""
+    message = refused(options_of(), options_of(layout=make_layout(8)))
+    assert message.startswith("block_size: 4 at rank 0 and 8 at rank 1;")
 
 
 def test_bfloat16_ranks_must_all_use_torch_or_all_use_compiled_kernels() -> None:
     """Ranks with torch's kernels exchange bfloat16, those with compiled kernels float32."""
     amx, avx2, torchs = (options_of(dtype="bfloat16", kernels=kernels) for kernels in ("amx", "avx2", "torch"))
-    assert difference([amx, avx2]) == "" and difference([options_of(kernels="torch"), options_of()]) == ""
-    assert difference([amx, torchs]).startswith("kernels: compiled on rank 0 and torch on rank 1;")
+    assert refused(amx, avx2) == "" and refused(options_of(kernels="torch"), options_of()) == ""
+    assert refused(amx, torchs).startswith("kernels: 'compiled' at rank 0 and 'torch' at rank 1;")
+    exact = [options_of(exact=True, kernels=kernels) for kernels in ("amx", "avx2")]
+    assert refused(*exact).startswith("kernels: 'amx' at rank 0 and 'avx2' at rank 1;")
 
 
 def test_difference_that_explains_the_others_is_reported_first() -> None:
-    assert difference([options_of(exact=True), options_of(dtype="bfloat16")]).startswith(
-        "exact: on on rank 0 and off on rank 1;"
-    )
-    assert difference([options_of(), options_of(digest="ab13", max_model_len=512)]).startswith("checkpoint digest")
+    message = refused(options_of(exact=True), options_of(dtype="bfloat16"))
+    assert message.startswith("exact: True at rank 0 and False at rank 1")
+    assert refused(options_of(), options_of(model_digest="x", max_model_len=512)).startswith("model_digest")
+    on_gpu = options_of("cuda", dtype="bfloat16", edge_kind="nccl")
+    assert refused(options_of(), on_gpu).startswith("device: 'cpu' at rank 0 and 'cuda' at rank 1;")
 
 
 def test_option_missing_in_another_version_is_a_difference() -> None:
-    assert difference([options_of(), {**options_of(), "more": "1"}]).startswith("more: none on rank 0 and 1 on rank 1;")
-    assert difference([{**options_of(), "more": "1"}, options_of()]).startswith("more: 1 on rank 0 and none on rank 1;")
-
-
-def test_every_rank_reports_the_same_difference() -> None:
-    store, received = DictStore(), {}
-
-    def rank(number: int) -> None:
-        try:
-            agree(store, Ranks(number, 3, number, 3), options_of(block_size=16 if number < 2 else 32), 5.0)
-        except StartupError as error:
-            received[number] = error.message
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert received == dict.fromkeys(range(3), "block-size: 16 on rank 0 and 32 on rank 2; a worker's ranks must agree")
+    ours = dict(values_by_name(options_of()))
+    for first, second, line in (
+        (ours, {**ours, "more": 1}, "more: None at rank 0 and 1 at rank 1"),
+        ({**ours, "more": 1}, ours, "more: 1 at rank 0 and None at rank 1"),
+    ):
+        assert refused(first, second) == line  # type: ignore[arg-type]
 
 
 def test_silent_rank_is_named() -> None:
     with pytest.raises(StartupError, match=r"rank 1 has not published its options within 0\.1 s"):
-        agree(DictStore(), Ranks(0, 2, 0, 2), options_of(), 0.1)
+        check_ranks(DictStore(), Ranks(0, 2, 0, 2), options_of(), 0.1)
 
 
 def test_closed_store_raises_rank_lost() -> None:
@@ -85,8 +100,8 @@ def test_closed_store_raises_rank_lost() -> None:
             raise RuntimeError("Connection reset by peer\nand a stack")
 
     with pytest.raises(RankLost, match=r"lost the connection to the ranks' store: Connection reset by peer$"):
-        agree(ClosedStore(), Ranks(0, 2, 0, 2), options_of(), 1.0)
+        check_ranks(ClosedStore(), Ranks(0, 2, 0, 2), options_of(), 1.0)
 
 
 def test_a_single_rank_needs_no_store() -> None:
-    agree(None, Ranks(), options_of(), 1.0)  # type: ignore[arg-type]
+    check_ranks(None, Ranks(), options_of(), 1.0)  # type: ignore[arg-type]

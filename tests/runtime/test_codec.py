@@ -104,7 +104,6 @@ LATER = {
     "SequenceRequest": {"sequence"},  # its parts are fields of the core's request
     "LayerLayout": {"latent_size"},
     "SequenceEnded": {"speculation"},
-    "WorkerFacts": {"draft_digest"},
 }
 
 
@@ -183,10 +182,10 @@ def _least(core: Any) -> Any:
     [
         worker_pb2.SessionRequest(),
         worker_pb2.SessionRequest(join=worker_pb2.Join()),
-        worker_pb2.SessionRequest(join=worker_pb2.Join(facts=worker_pb2.WorkerFacts(layout=types_pb2.KVLayout()))),
+        worker_pb2.SessionRequest(join=worker_pb2.Join(facts=types_pb2.Compatibility(layout=types_pb2.KVLayout()))),
         worker_pb2.SessionRequest(join=worker_pb2.Join(role=worker_pb2.Role.ROLE_DECODE)),
         worker_pb2.SessionRequest(
-            join=worker_pb2.Join(role=worker_pb2.Role.ROLE_DECODE, facts=worker_pb2.WorkerFacts())
+            join=worker_pb2.Join(role=worker_pb2.Role.ROLE_DECODE, facts=types_pb2.Compatibility())
         ),
         worker_pb2.SessionRequest(events=worker_pb2.StepEvents(tokens=[worker_pb2.TokenEvent(tokens=[1])])),
         worker_pb2.SessionResponse(),

@@ -15,11 +15,11 @@ from baton.core.handover import LinkHello, LinkWelcome, Ping, Posted
 from baton.core.request import SequenceId
 from baton.runtime.link import LinkHandler, dial_link, serve_links
 from baton.runtime.streams import LinkLost, MessageStream
-from tests.support.builders import make_layout
+from tests.support.builders import make_facts
 
-HELLO = LinkHello("p0", 1, "run", "m", make_layout(), 1, 1, "0.1.0")
-LARGE = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1, "0.1.0")
-WELCOME = LinkWelcome("d0", "127.0.0.1", 1, "n", 1, make_layout(), 1 << 20)
+HELLO = LinkHello("p0", 1, "run", make_facts(), 1)
+LARGE = LinkHello("p" * (1 << 20), 1, "run", make_facts(), 1)
+WELCOME = LinkWelcome("d0", "127.0.0.1", 1, "n", 1, make_facts(), 1 << 20)
 
 
 @contextlib.asynccontextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import hashlib
 
-from baton.core.commands import PROTOCOL_VERSION
+from baton.core.compatibility import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (13, "<8sQQQQ", "<Q", "774afb0bd91ff0bd")
+WIRE = (14, "<8sQQQQ", "<Q", "14e18df7f6915f90")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from baton.core.blocks import Holder
-from baton.core.commands import Join, Role, WorkerFacts
+from baton.core.commands import Join, Role
+from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.events import SequenceEnded, StepEvents, TokenEvent
 from baton.core.handles import Handle
 from baton.core.handover import Chunk
@@ -93,7 +94,7 @@ def make_outcome(plan: StepPlan, token: int | Callable[[SequenceId], int] = 7) -
     return StepOutcome(plan.step_id, tuple((draw(row.sequence_id),) * row.num_sampled for row in plan.rows))
 
 
-def make_facts(**changes: object) -> WorkerFacts:
+def make_facts(**changes: object) -> Compatibility:
     values: dict[str, object] = {
         "model_digest": "m",
         "config_digest": "c",
@@ -101,20 +102,21 @@ def make_facts(**changes: object) -> WorkerFacts:
         "dtype": "float32",
         "code_version": "0.1.0",
         "exact": False,
+        "quantize": "none",
+        "edge_kind": "gloo",
+        "protocol_version": PROTOCOL_VERSION,
         "vocab_size": 100,
         "max_model_len": 64,
     }
-    return WorkerFacts(**{**values, **changes})  # type: ignore[arg-type]
+    return Compatibility(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def make_join(
     name: str = "d0", incarnation: int = 1, *, blocks: int = 8, step_tokens: int = 8, **facts: object
 ) -> Join:
     """A worker whose role follows from the first letter of its name."""
-    known = make_facts(**facts)
-    pids = tuple(range(11, 11 + known.tensor_parallel))
     role: Role = "prefill" if name[0] == "p" else "decode"
-    return Join(name, role, incarnation, known, "127.0.0.1:1", "", pids, blocks, step_tokens)
+    return Join(name, role, incarnation, make_facts(**facts), "127.0.0.1:1", "", (11,), blocks, step_tokens)
 
 
 def add_worker(

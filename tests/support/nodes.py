@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from baton.core.commands import Abort, Assign, Prefill, Target, Welcome, WorkerFacts
+from baton.core.commands import Abort, Assign, Prefill, Target, Welcome
+from baton.core.compatibility import Compatibility
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
 from baton.core.handles import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId
@@ -62,9 +63,12 @@ def _config(name: str, timeout_s: float, step_tokens: int) -> WorkerConfig:
     )
 
 
-def _facts(runner: FakeRunner) -> WorkerFacts:
-    ranks = len(getattr(runner, "ranks", (runner,)))
-    return make_facts(layout=runner.layout, tensor_parallel=ranks, vocab_size=VOCAB_SIZE)
+def _facts(runner: FakeRunner) -> Compatibility:
+    return make_facts(layout=runner.layout, vocab_size=VOCAB_SIZE)
+
+
+def _pids(runner: FakeRunner) -> tuple[int, ...]:
+    return tuple(range(1, 1 + len(getattr(runner, "ranks", (runner,)))))
 
 
 class PrefillNode:
@@ -81,7 +85,7 @@ class PrefillNode:
             _config(name, timeout_s, step_tokens),
             self.runner,
             _facts(self.runner),
-            (1,),
+            _pids(self.runner),
             self.runner.make_end,  # type: ignore[arg-type]
         )
         _join(self.worker, self.posted)
@@ -135,7 +139,7 @@ class DecodeNode:
             _config(name, timeout_s, 8),
             self.runner,
             _facts(self.runner),
-            (1,),
+            _pids(self.runner),
             self.runner.make_end,  # type: ignore[arg-type]
         )
         _join(self.worker, self.posted)

@@ -137,7 +137,7 @@ class Pair:
     They keep no state between two calls of `answer`."""
 
     def __init__(self, prefill: Runner, decode: Runner, draft: Runner) -> None:
-        assert prefill.digest == decode.digest and prefill.layout == decode.layout
+        assert prefill.facts == decode.facts
         self.prefill, self.decode, self.draft = prefill, decode, draft
 
     def answer(
@@ -156,7 +156,7 @@ class _Drive:
         self, pair: Pair, requests: Sequence[GenerateRequest], way: Way, known: dict[str, tuple[int, ...]]
     ) -> None:
         self.pair, self.way = pair, way
-        layout, digest = pair.decode.layout, pair.decode.digest
+        layout, digest = pair.decode.layout, pair.decode.facts.model_digest
         blocks = pair.decode.num_blocks
         if way.short:
             most = sorted((layout.blocks_for(r.max_kv_tokens) for r in requests), reverse=True)

@@ -9,28 +9,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.core.edge_kinds import EDGE_KINDS
+from baton.core.edge_kinds import EDGE_KINDS, choose_edges
 from baton.core.errors import HandoffError, StartupError
 from baton.runtime.config import WorkerConfig
 from baton.transfer import interfaces, nccl
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_kinds import buffer_device, choose_edges, make_edge
+from baton.transfer.edge_kinds import buffer_device, make_edge
 from baton.transfer.nccl import NcclEdge
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
 def test_the_device_decides_the_edge_kind_unless_it_is_configured() -> None:
-    assert choose_edges("auto", CPU) == choose_edges("gloo", CPU) == choose_edges("gloo", CUDA) == "gloo"
-    assert choose_edges("auto", CUDA) == choose_edges("nccl", CUDA) == "nccl"
+    assert choose_edges("auto", "cpu") == choose_edges("gloo", "cpu") == choose_edges("gloo", "cuda") == "gloo"
+    assert choose_edges("auto", "cuda") == choose_edges("nccl", "cuda") == "nccl"
     assert make_edge("nccl") is NcclEdge
-    assert choose_edges("ipc", CPU) == choose_edges("ipc", CUDA) == "ipc"
+    assert choose_edges("ipc", "cpu") == choose_edges("ipc", "cuda") == "ipc"
 
 
-@pytest.mark.parametrize(("wanted", "device"), [("nccl", CPU), ("mpi", CPU), ("mpi", CUDA)])
-def test_an_unsupported_edge_kind_is_refused(wanted: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("name", "device"), [("nccl", "cpu"), ("mpi", "cpu"), ("mpi", "cuda")])
+def test_an_unsupported_edge_kind_is_refused(name: str, device: str) -> None:
     with pytest.raises(StartupError, match="edge-kind"):
-        choose_edges(wanted, device)
+        choose_edges(name, device)
 
 
 def test_buffers_are_on_the_device_that_the_backend_uses() -> None:
