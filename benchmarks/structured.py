@@ -9,25 +9,30 @@ schema, in turns. Writes `benchmarks/results/structured.md`.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import random
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.engine.grammar_automaton import Automaton, Lexers, load_tokenizer
-from benchmarks.kit import checkpoint, cluster, parser, report, table
-from benchmarks.large_vocabulary import by_kind, ratio
+from benchmarks.kit import by_turns, checkpoint, cluster, parser, report, table
 from coordinator.structured_output import Constraint, to_grammar
 from launch.bench.stats import percentile
 
 BAR = 1.1
+SETTLE_S, WINDOW_S, LIMIT_S = 1.0, 6.0, 120.0
+TOGETHER = 8  # bodies that are sent at the same time
 TOKENS = 300
 PERSON = {
     "type": "object",
@@ -76,6 +81,69 @@ def masks(model: Path) -> list[str]:
         shown = [took[0], *(percentile(ranked, p) for p in (50, 90, 99)), statistics.mean(ranked)]
         rows.append([name, *(f"{s * 1e6:,.0f} us" for s in shown)])
     return [loading, table(("grammar", "first", "p50", "p90", "p99", "mean"), rows)]
+
+
+async def gaps(url: str, rows: int, extra: dict[str, Any]) -> list[float]:
+    """Seconds between events of a plain stream while `rows` others, with `extra` in their bodies, run."""
+    body = {"prompt": [300, 301, 302], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    large = json.dumps(body | extra).encode()
+    headers = {"content-type": "application/json"}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    times: list[float] = []
+    async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=limits, trust_env=False) as client:
+
+        async def read(content: bytes, note: list[float] | None) -> None:
+            async with client.stream("POST", "/v1/completions", content=content, headers=headers) as answer:
+                if answer.status_code != 200:
+                    raise SystemExit(f"{answer.status_code}: {(await answer.aread())[:300]!r}")
+                async for _ in answer.aiter_raw():
+                    if note is not None:
+                        note.append(time.monotonic())
+
+        tasks = [asyncio.create_task(read(json.dumps(body).encode(), times))]
+        for first in range(0, rows, TOGETHER):
+            count = min(TOGETHER, rows - first)
+            tasks += [asyncio.create_task(read(large, None)) for _ in range(count)]
+            await until_running(client, tasks, 1 + first + count)
+        await asyncio.sleep(SETTLE_S)
+        begin = time.monotonic()
+        await asyncio.sleep(WINDOW_S)
+        for task in tasks:
+            if task.done():
+                task.result()
+                raise SystemExit("a stream ended in the window")
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until_running(client, [], 0)
+    return [b - a for a, b in itertools.pairwise(times) if a >= begin]
+
+
+async def until_running(client: httpx.AsyncClient, tasks: list[asyncio.Task[None]], count: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        for task in tasks:
+            if task.done():
+                task.result()
+        workers = (await client.get("/workers")).json()["workers"]
+        if next(worker["running"] for worker in workers if worker["role"] == "decode") == count:
+            return
+        await asyncio.sleep(0.1)
+    raise SystemExit(f"{count} sequences did not run within {LIMIT_S:g} s")
+
+
+def by_kind(url: str, rows: int, turns: int, extra: Mapping[str, dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """The gaps of each turn by kind of the rows beside the stream; `extra`: what each kind adds to their bodies."""
+    found: dict[str, list[list[float]]] = {kind: [] for kind in extra}
+    for turn in range(turns):
+        for kind in by_turns(turn, extra):
+            found[kind].append(asyncio.run(gaps(url, rows, extra[kind])))
+            print(turn, kind, f"{statistics.median(found[kind][-1]) * 1e3:.2f} ms", flush=True)
+    return found
+
+
+def ratio(before: list[list[float]], after: list[list[float]]) -> float:
+    """The ratio of the medians of a turn; the median over turns."""
+    return statistics.median(statistics.median(b) / statistics.median(a) for a, b in zip(before, after, strict=True))
 
 
 def main() -> None:

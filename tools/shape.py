@@ -221,7 +221,7 @@ def figures() -> dict[str, object]:
         "files that read a clock": len(clocks),
         "clock reads in policy": {p: n for p, n in clocks.items() if "/policy/" in p or p.startswith("baton/core/")},
         "decision records": len(list((ROOT / "docs/decisions").glob("[0-9]*.md"))),
-        "benchmark files": len(list((ROOT / "benchmarks").glob("*.py"))),
+        "benchmark files": len(list((ROOT / "benchmarks").rglob("*.py"))),
     }
 
 

@@ -68,7 +68,7 @@ def test_hung_part_is_killed_at_its_limit_with_its_child_processes(tmp_path: Pat
     assert code == 1 and "made to hang" in report, "what it printed until then is there"
     assert "part transformers: **timed out**" in report and results_of(report) == {"transformers": "timed out"}
     lines = [" ".join(command_line(int(p))) for p in os.listdir("/proc") if p.isdigit()]
-    assert not [line for line in lines if "gpu_parts.py transformers" in line]
+    assert not [line for line in lines if "benchmarks.gpu_parts transformers" in line]
 
 
 @pytest.mark.long

@@ -18,12 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from gpu_parts import DEVICE, QUICK, REHEARSAL, Checks, Failed, bar, check, synchronize
-
-import torch  # isort: skip
+import torch
 
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
@@ -33,6 +30,7 @@ from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
 from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.rendezvous import EdgeStore
+from benchmarks.gpu_parts.setting import DEVICE, QUICK, REHEARSAL, Checks, Failed, bar, check, synchronize
 
 SIZES = (1, 4096, 1 << 20) if REHEARSAL else (1, 4 << 20, 64 << 20)
 LAYERS, HEADS, HEAD_DIM = (4, 2, 16) if REHEARSAL else (32, 8, 128)
@@ -77,7 +75,7 @@ class Peer:
     def __init__(self, kind: str, spec: EdgeSpec) -> None:
         where = [kind, spec.host, str(spec.port), spec.prefix]
         self._answers, theirs = os.pipe()
-        command = [sys.executable, "-u", str(Path(__file__).with_name("gpu_parts.py")), "edge-peer", str(theirs)]
+        command = [sys.executable, "-u", "-m", "benchmarks.gpu_parts", "edge-peer", str(theirs)]
         self.process = subprocess.Popen([*command, *where], stdin=subprocess.PIPE, pass_fds=(theirs,), text=True)
         os.close(theirs)
         self._left = b""

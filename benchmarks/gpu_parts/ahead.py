@@ -1,8 +1,8 @@
 """Decode steps planned and launched ahead against steps one by one: the time from one step's tokens to the next's.
 
-    python benchmarks/ahead.py --host [--batch 1,64,256] [--context 1024,30000]
-    python benchmarks/ahead.py MODEL_DIR [--draft DIR] [--device auto] [--batch 1,8] [--context 512] [--steps 60]
-        [--rounds 3]
+    python -m benchmarks.gpu_parts.ahead --host [--batch 1,64,256] [--context 1024,30000]
+    python -m benchmarks.gpu_parts.ahead MODEL_DIR [--draft DIR] [--device auto] [--batch 1,8] [--context 512]
+        [--steps 60] [--rounds 3]
 
 Runs a real scheduler, step thread and engine on sequences whose KV has arrived; the two modes alternate in one process.
 The time of a step includes all of planning, launching, sampling, waiting and processing its outcome. On a GPU a step
@@ -20,13 +20,10 @@ import asyncio
 import gc
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.speculation_ideal import acceptance_rate, ideal_gain
+from benchmarks.speculation import acceptance_rate, ideal_gain
 
 
 def test_acceptance_rate_is_the_accepted_share_of_draft_tokens_that_were_reached() -> None:
