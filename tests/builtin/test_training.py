@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
-
-from builtin_model import Llama, Shape
-from builtin_taught import CHUNK, TaughtHead
-from builtin_written import KEPT, TEMPERATURE, Taught, TaughtBatches, heads_of, read_rows, written_rows
+from training.model import Llama, Shape
+from training.taught import CHUNK, TaughtHead
+from training.written import KEPT, TEMPERATURE, Taught, TaughtBatches, heads_of, read_rows, written_rows
 
 TINY = Shape(16, 32, 2, 4, 2, 8, max_position_embeddings=64, vocab_size=128)
 ROWS, HEAD, LENGTH = 6, 5, 24

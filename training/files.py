@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from builtin_data import BOS, END, PAD, SPECIAL_TOKENS
-from builtin_model import write_json
 from tokenizers import Tokenizer
+
+from training.data import BOS, END, PAD, SPECIAL_TOKENS
+from training.model import write_json
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from builtin_data import (
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from training.data import (
     ASSISTANT,
     BOS,
     END,
@@ -24,12 +27,10 @@ from builtin_data import (
     read_text,
     training_documents,
 )
-from builtin_model import DRAFT, TARGET, Llama, Shape, load_exported
-from builtin_sample import Acceptance, acceptance, generate, until_end
-from builtin_train import DISTANCE_FROM, DRAFT_LENGTHS, RECORDS, TARGET_LENGTHS, TUNE_LENGTHS, text_loss_of
-from builtin_written import KEPT, TEMPERATURES
-from tokenizers import Tokenizer
-from torch import Tensor
+from training.loop import DISTANCE_FROM, DRAFT_LENGTHS, RECORDS, TARGET_LENGTHS, TUNE_LENGTHS, text_loss_of
+from training.model import DRAFT, TARGET, Llama, Shape, load_exported
+from training.sample import Acceptance, acceptance, generate, until_end
+from training.written import KEPT, TEMPERATURES
 
 COMPLETIONS = ["def read_lines(path):", "class Stack:\n    def __init__(self):", "import os\n\ndef remove_file("]
 QUESTIONS = ["Write a Python function `read_lines` with arguments path.", "Who are you?"]
@@ -165,7 +166,7 @@ def write_card(folder: Path) -> None:
         f"| {name} | {a.coupled:.1%} | {a.most:.1%} | {a.tokens_per_check:.2f} | {a.positions:,} |"
         for name, a in acceptance_rows(pair)
     ]
-    template = (Path(__file__).resolve().parent / "builtin_card.md.in").read_text(encoding="utf-8")
+    template = (Path(__file__).resolve().parent / "card.md.in").read_text(encoding="utf-8")
     text = template.format(
         shapes=model_table(pair),
         accepted="\n".join(accepted),

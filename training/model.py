@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from builtin_data import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from training.data import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from builtin_data import END_ID
-from builtin_model import Llama, Past
 from torch import Tensor
+
+from training.data import END_ID
+from training.model import Llama, Past
 
 
 def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

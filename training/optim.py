@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from builtin_model import product_type
 from torch import Tensor, nn
+
+from training.model import product_type
 
 
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:

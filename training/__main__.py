@@ -1,8 +1,10 @@
 """Trains and exports the built-in model pair. baton/builtin/README.md describes the models and the cost of training.
 
-python tools/train_builtin.py tokenizer|target|draft|write|tune|card, in this order; each stage can be repeated. `draft`
-trains the draft from random weights; `write` generates text with the target and stores its distributions; `tune` trains
-the exported draft further on them. An interrupted training or writing resumes when the same command is run again.
+    python -m training                 all stages, one after the other
+    python -m training STAGE           one of them; each can be repeated
+
+Stages: tokenizer, target, draft (from random weights), write (text by the target, with its distributions), tune (the
+exported draft, on that text), card. An interrupted training or writing resumes when the same command is run again.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import argparse
 from pathlib import Path
 
 import torch
-from builtin_data import Batches, held_out_documents, load_corpus, train_tokenizer, training_documents
-from builtin_files import write_tokenizer
-from builtin_model import DRAFT, TARGET, Llama, export, load_exported, product_type, shrunk
-from builtin_sample import target_documents
-from builtin_train import (
+from tokenizers import Tokenizer
+
+from training.data import Batches, held_out_documents, load_corpus, train_tokenizer, training_documents
+from training.files import write_tokenizer
+from training.loop import (
     DRAFT_LENGTHS,
     TARGET_LENGTHS,
     TEXT_SHARE,
@@ -29,16 +31,18 @@ from builtin_train import (
     text_loss,
     train,
 )
-from builtin_written import TaughtBatches, write
-from tokenizers import Tokenizer
+from training.model import DRAFT, TARGET, Llama, export, load_exported, product_type, shrunk
+from training.sample import target_documents
+from training.written import TaughtBatches, write
 
+STAGES = ("tokenizer", "target", "draft", "write", "tune", "card")
 PACKAGE = Path(__file__).resolve().parent.parent / "baton" / "builtin"
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", "target", "draft", "write", "tune", "card"])
+    parser.add_argument("stage", nargs="*", metavar="STAGE", help=f"{', '.join(STAGES)}; all, if none is given")
     parser.add_argument("--out", type=Path, default=PACKAGE, help="where target/ and draft/ are written")
     parser.add_argument("--work", type=Path, default=Path("runs/builtin"), help="where checkpoints are kept")
     parser.add_argument("--steps", type=int, default=0, help="length of the schedule (0: the default of the stage)")
@@ -52,28 +56,35 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (no C++ compiler needed)")
     arguments = parser.parse_args()
+    if unknown := set(arguments.stage) - set(STAGES):
+        parser.error(f"no stage {', '.join(sorted(unknown))}")
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    if arguments.stage == "tokenizer":
+    for stage in arguments.stage or STAGES:
+        run_stage(stage, arguments)
+
+
+def run_stage(stage: str, arguments: argparse.Namespace) -> None:
+    torch.manual_seed(arguments.seed)  # a stage gives the same weights alone and after the others
+    if stage == "tokenizer":
         tokenizer = train_tokenizer(load_corpus())
         for folder in ("target", "draft"):
             write_tokenizer(tokenizer, arguments.out / folder)
-    elif arguments.stage == "write":
+    elif stage == "write":
         target = load_exported(arguments.out / "target", TARGET, product_type())
         corpus = load_corpus()
         tokenizer = Tokenizer.from_file(str(arguments.out / "target" / "tokenizer.json"))
         documents = training_documents(tokenizer, corpus)
         write(target, documents, arguments.work / "text", arguments.written_tokens or 590_000, arguments.seed)
-    elif arguments.stage == "card":
-        from builtin_card import write_card
+    elif stage == "card":
+        from training.card import write_card
 
         write_card(arguments.out)
     else:
-        train_stage(arguments)
+        train_stage(stage, arguments)
 
 
-def train_stage(arguments: argparse.Namespace) -> None:
+def train_stage(stage: str, arguments: argparse.Namespace) -> None:
     """Trains the target or the draft and exports it."""
     corpus = load_corpus()
     tokenizer = Tokenizer.from_file(str(arguments.out / "target" / "tokenizer.json"))
@@ -81,11 +92,11 @@ def train_stage(arguments: argparse.Namespace) -> None:
     print(f"{len(documents)} documents, {sum(map(len, documents))} tokens an epoch", flush=True)
     compiled = not arguments.no_compile
     batches: Source
-    if arguments.stage == "target":
+    if stage == "target":
         model = Llama(TARGET, product_type())
         run = run_of(arguments, 1340, 8192, (0.02, 0.004), TARGET_LENGTHS)
         loss, batches = text_loss(model, compiled), Batches(documents, arguments.seed)
-    elif arguments.stage == "draft":
+    elif stage == "draft":
         model = Llama(DRAFT, product_type())
         target = load_exported(arguments.out / "target", TARGET, product_type())
         model.embed_tokens.weight.data.copy_(shrunk(target.embed_tokens.weight.data, DRAFT.hidden_size))
@@ -99,9 +110,9 @@ def train_stage(arguments: argparse.Namespace) -> None:
         run = run_of(arguments, 1200, 4096, (0.01, 0.003), TUNE_LENGTHS)
         loss, batches = taught_loss(model, run, compiled), TaughtBatches(arguments.work / "text", arguments.seed)
     print(f"{model.parameter_count()} parameters", flush=True)
-    train(run, model, loss, batches, held_out, arguments.work / f"{arguments.stage}.pt", arguments.stage)
-    export(model, arguments.out / ("draft" if arguments.stage == "tune" else arguments.stage))
-    keep_record(arguments.out, arguments.stage, run, product_type(), batches)
+    train(run, model, loss, batches, held_out, arguments.work / f"{stage}.pt", stage)
+    export(model, arguments.out / ("draft" if stage == "tune" else stage))
+    keep_record(arguments.out, stage, run, product_type(), batches)
 
 
 def run_of(

@@ -12,11 +12,12 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from builtin_model import Llama, write_json
-from builtin_optim import Optimiser
-from builtin_taught import TaughtHead
-from builtin_written import LONG, TEMPERATURE, WRITTEN, TaughtBatches
 from torch import Tensor
+
+from training.model import Llama, write_json
+from training.optim import Optimiser
+from training.taught import TaughtHead
+from training.written import LONG, TEMPERATURE, WRITTEN, TaughtBatches
 
 # (until this share of the run, tokens per sequence): short first because attention is expensive, long at the end.
 TARGET_LENGTHS = [(0.30, 256), (0.86, 512), (0.97, 2048), (1.0, 4096)]

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from builtin_data import BOS_ID
-from builtin_model import Llama, Past
-from builtin_sample import gumbel
 from torch import Tensor
+
+from training.data import BOS_ID
+from training.model import Llama, Past
+from training.sample import gumbel
 
 # The temperature at which the draft learns; probabilities are stored at it.
 TEMPERATURE = 0.8
