@@ -32,7 +32,7 @@ from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
 from baton.engine.sampler import noised_logits
 from benchmarks.kit import RESULTS, ROOT, parser, report, table
-from tests.engine.driver import Job, run
+from tests.support.engine_driver import Job, run
 
 LIMIT = 0.5
 SAMPLINGS = {

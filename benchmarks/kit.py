@@ -24,27 +24,11 @@ from typing import TypeVar
 from launch.bench.client import Target, base_url, client_session, first_model, send
 from launch.bench.load import Job
 from launch.bench.stats import Record
+from tools.provenance import ROOT, commit, machine
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BATON = [sys.executable, "-m", "launch.cli"]
 T = TypeVar("T")
-
-
-def machine() -> str:
-    """One line: processor, cores, bf16 instructions, memory."""
-    info = Path("/proc/cpuinfo").read_text()
-    lines = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in lines.items()}
-    flags = [f for f in ("amx_bf16", "avx512_bf16") if f in fields.get("flags", "").split()]
-    memory = int(Path("/proc/meminfo").read_text().split()[1]) >> 20
-    name = fields.get("model name", "unknown processor")
-    return f"{name}, {info.count('processor' + chr(9))} cores, {', '.join(flags) or 'no bf16'}, {memory} GiB"
-
-
-def commit(tree: Path = ROOT) -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def parser(doc: str | None, out: str = "") -> argparse.ArgumentParser:
@@ -83,10 +67,10 @@ def by_turns(number: int, ways: Iterable[T]) -> list[T]:
 
 @contextlib.contextmanager
 def checkpoint(shape: str) -> Iterator[Path]:
-    """A checkpoint of random weights, in a shape of tools/make_checkpoint.py."""
+    """A checkpoint of random weights, in a shape of benchmarks/make_checkpoint.py."""
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory) / shape
-        subprocess.run([sys.executable, "tools/make_checkpoint.py", shape, str(made)], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "benchmarks/make_checkpoint.py", shape, str(made)], cwd=ROOT, check=True)
         yield made
 
 

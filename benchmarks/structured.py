@@ -150,7 +150,7 @@ def main() -> None:
     options = parser(__doc__, "structured.md")
     options.add_argument("--rows", type=int, default=7)
     options.add_argument("--turns", type=int, default=5)
-    options.add_argument("--shape", default="152k", help="of tools/make_checkpoint.py")
+    options.add_argument("--shape", default="152k", help="of benchmarks/make_checkpoint.py")
     arguments = options.parse_args()
     with checkpoint(arguments.shape) as model:
         shown = masks(model)

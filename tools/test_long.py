@@ -14,10 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.kit import RESULTS, ROOT, commit, machine
+from tools.provenance import ROOT, commit, machine
 from tools.run_tests import run
 
-OUT = RESULTS / "test-long-run.md"
+OUT = ROOT / "benchmarks" / "results" / "test-long-run.md"
 SELECTED = ("-m", "not gpu")
 _KEPT = re.compile(r"=* ?\d+ .*(passed|failed|error)|FAILED|ERROR tests/|SKIPPED|\d+\.\d+s (call|setup|teardown) ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -68,7 +68,7 @@ def up(checks: Checks) -> None:
 
 def tokens(checks: Checks) -> None:
     from baton.runtime.model_source import builtin_directory
-    from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+    from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 
     model, count = builtin_directory("target"), 8 if REHEARSAL else 64
     plain = tiny_runner(model, kernels="torch", kv_memory_bytes=64 << 20)
@@ -104,8 +104,8 @@ def agreeing(plain: Any, job: Any, within: float, all_logits: Any) -> int:
 
 
 def cluster(checks: Checks) -> None:
-    from tests.cluster.test_any_to_any import eight_heads, same_tokens_as_one_rank
-    from tests.gpu.where import one_gpu_settings
+    from tests.support.one_gpu import one_gpu_settings
+    from tests.support.rank_tokens import eight_heads, same_tokens_as_one_rank
 
     with tempfile.TemporaryDirectory() as directory:
         model, kind = eight_heads(Path(directory) / "m", 4), edge_kind()
@@ -117,7 +117,7 @@ def cluster(checks: Checks) -> None:
             return
         large = Path(directory) / "large"
         size = "tiny" if REHEARSAL else "135m"
-        subprocess.run([sys.executable, "tools/make_checkpoint.py", size, str(large)], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "benchmarks/make_checkpoint.py", size, str(large)], cwd=ROOT, check=True)
         print("\n| edge kind | ITL p50 | p99 | p99 beside hand-overs | hand-overs | KV bytes | per s |")
         print("|---|---|---|---|---|---|---|")
         for each in dict.fromkeys((kind, "ipc")):
@@ -126,9 +126,8 @@ def cluster(checks: Checks) -> None:
 
 
 def kill(checks: Checks) -> None:
-    from tests.cluster.test_any_to_any import eight_heads
-    from tests.gpu.test_nccl import silent_peer
-    from tests.gpu.where import one_gpu_settings
+    from tests.support.one_gpu import one_gpu_settings
+    from tests.support.rank_tokens import eight_heads, silent_peer
 
     settings = {**one_gpu_settings(), "edge_kind": edge_kind()}
     with tempfile.TemporaryDirectory() as directory:
@@ -142,8 +141,8 @@ def kill(checks: Checks) -> None:
 
 
 def two_ranks(checks: Checks) -> None:
-    from tests.cluster.test_any_to_any import eight_heads, same_tokens_as_one_rank
-    from tests.gpu.where import one_gpu_settings
+    from tests.support.one_gpu import one_gpu_settings
+    from tests.support.rank_tokens import eight_heads, same_tokens_as_one_rank
 
     name = "tokens of 2 decode ranks"
     with tempfile.TemporaryDirectory() as directory, checks.step(name):
@@ -156,9 +155,9 @@ def two_ranks(checks: Checks) -> None:
 async def beside_hand_overs(model: Path, kind: str) -> None:
     """Streams alone, then the same streams while prompts are handed over one after the other."""
     from launch.bench.stats import percentile
-    from tests.gpu.where import one_gpu_settings
     from tests.support.client import Client
     from tests.support.cluster import cluster as running_cluster
+    from tests.support.one_gpu import one_gpu_settings
 
     streams, tokens, prompt = (2, 30, 60) if REHEARSAL else (8, 300, 4000)
     dtype = "float32" if REHEARSAL else "bfloat16"

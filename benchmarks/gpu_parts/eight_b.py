@@ -165,7 +165,7 @@ def profile_steps(checks: Checks) -> None:
 
 def over_http(checks: Checks) -> None:
     """Workers with random weights, so no checkpoint has to be written and read."""
-    from tests.gpu.where import one_gpu_settings
+    from tests.support.one_gpu import one_gpu_settings
 
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "m"

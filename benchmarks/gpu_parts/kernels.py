@@ -78,7 +78,7 @@ def kernel_times(checks: Checks) -> None:
 
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.batch import Span
-    from tests.engine.test_attention_triton import shape
+    from tests.support.attention import shape
 
     least = 1.0
     config = shape(32, 8, 128)

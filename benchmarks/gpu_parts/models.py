@@ -46,10 +46,10 @@ def hash_of(name: str) -> int:
 
 
 def write_config(directory: Path, name: str) -> None:
-    """The config.json of one of the shapes of tools/make_checkpoint.py."""
+    """The config.json of one of the shapes of benchmarks/make_checkpoint.py."""
 
+    from benchmarks.make_checkpoint import SHAPES
     from tests.support.checkpoints import Shape, make_config
-    from tools.make_checkpoint import SHAPES
 
     more = {"vocab_size": 4096} if name == "tiny" else {}
     (directory / "config.json").write_text(json.dumps(make_config("llama", Shape(**SHAPES[name], **more))))

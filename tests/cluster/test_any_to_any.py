@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import make_checkpoint
-from tests.support.client import Client
-from tests.support.cluster import Cluster, cluster
-from tests.support.oracle import Greedy, greedy
+from tests.support.rank_tokens import COUNT, REQUESTS, eight_heads, same_tokens_as_one_rank
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-COUNT = 24
-REQUESTS = 32
 PAIRWISE = [(2, 1, 4), (1, 4, 2)]  # (prefill ranks, decode ranks, KV heads)
 GRID = [(p, d, heads) for p in (1, 2, 4) for d in (1, 2, 4) for heads in (2, 4, 8)]
-
-
-def prompts() -> list[list[int]]:
-    return [[(11 * n + 17 * i * i + 3 * i) % 256 for i in range(n)] for n in range(3, 3 + 5 * REQUESTS, 5)]
 
 
 @pytest.fixture(scope="module")
@@ -38,45 +26,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
         return eight_heads(where / str(kv_heads), kv_heads)
 
     return make
-
-
-def eight_heads(directory: Path, kv_heads: int) -> Path:
-    return make_checkpoint(directory, "llama", num_heads=8, num_kv_heads=kv_heads, hidden_size=64, head_dim=8)
-
-
-@cache
-def one_rank(model: Path) -> list[Greedy]:
-    return [greedy(model, prompt, COUNT) for prompt in prompts()]
-
-
-async def same_tokens_as_one_rank(model: Path, **flags: Any) -> dict[str, Any]:
-    """Compares with `greedy`, computed by one rank, which adds in another order: tokens may differ from a near tie on.
-    Returns the state of the workers at the end."""
-    settings = {"served_model_name": "m", "dtype": "float32", "device": "cpu", "step_tokens": 32, "kv_memory_gib": 0.02}
-    undecided = 0
-    with cluster(model, **{**settings, **flags}) as running:
-        async with Client(running) as client:
-            answers = await asyncio.gather(*(client.complete(p, COUNT) for p in prompts()))
-            await client.idle(running)
-        for expected, answer in zip(one_rank(model), answers, strict=True):
-            got = tuple(answer["choices"][0]["token_ids"])
-            assert got[: expected.decided] == expected.tokens[: expected.decided]
-            undecided += expected.decided < COUNT
-        check_bytes(running, model)
-        workers: dict[str, Any] = running.workers()
-    assert undecided <= 2, f"the oracle itself is undecided in {undecided} of {REQUESTS}"
-    return workers
-
-
-def check_bytes(running: Cluster, model: Path) -> None:
-    """All KV went over the edges, and each decode rank that stores a replicated head received it once."""
-    config = json.loads((model / "config.json").read_text())
-    workers = running.workers()
-    heads, copies = config["num_key_value_heads"], len(running.pids("decode-0"))
-    replicas = max(copies // heads, 1)
-    token = 2 * config["num_hidden_layers"] * heads * config["head_dim"] * 4
-    expected = sum(map(len, prompts())) * token * replicas
-    assert workers["prefill-0"]["kv_bytes_sent"] == workers["decode-0"]["kv_bytes_received"] == expected
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "kv_heads"), PAIRWISE)

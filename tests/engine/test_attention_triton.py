@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig, parse_model_config
+from baton.core.model_config import ModelConfig
 from baton.engine.attention import FastAttention
 from baton.engine.batch import Span
+from tests.support.attention import shape
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -31,22 +32,6 @@ def triton_attention(config: ModelConfig, block_size: int, dtype: torch.dtype = 
     from baton.engine.attention_triton import TritonAttention
 
     return TritonAttention(config, block_size, dtype, CPU)
-
-
-def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
-    return parse_model_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 8,
-            "hidden_size": num_heads * head_dim,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "max_position_embeddings": 2048,
-        }
-    )
 
 
 def paged(config: ModelConfig, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list[Span]]:

@@ -19,7 +19,7 @@ from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.checkpoint import model_digest
-from tests.engine.driver import tiny_runner
+from tests.support.engine_driver import tiny_runner
 
 Damage = Callable[[Path], None]
 SINGLE = "model.safetensors"

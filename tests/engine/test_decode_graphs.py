@@ -28,8 +28,8 @@ from baton.engine.options import decode_lengths
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader
 from baton.runtime.model_source import may_draft
-from tests.engine.driver import GREEDY, random_tokens
 from tests.support.checkpoints import make_checkpoint
+from tests.support.engine_driver import GREEDY, random_tokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -19,9 +19,9 @@ from baton.engine.runner import Runner
 from baton.runtime.config import WorkerConfig
 from baton.runtime.worker_main import _engine_options
 from decode.speculation.draft_model import load_draft
-from tests.engine.driver import kv_bytes
 from tests.support.builders import make_layout
 from tests.support.checkpoints import make_checkpoint
+from tests.support.engine_driver import kv_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYOUT = make_layout(4)  # 1024 bytes a block

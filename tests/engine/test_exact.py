@@ -14,7 +14,7 @@ from baton.core.step import History, Row, StepOutcome, StepPlan
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.runner import Runner
 from baton.engine.selftest import prove_row_invariance
-from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 
 SEEDED = SamplingParams(temperature=0.8, seed=1234)
 FULL = SamplingParams(

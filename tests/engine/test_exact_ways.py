@@ -15,8 +15,8 @@ import torch
 from baton.core.request import GenerateRequest
 from baton.engine.kernels.native import choose_kernels
 from baton.runtime.model_source import builtin_directory
-from tests.engine.driver import tiny_runner
 from tests.support.checkpoints import EOS_ID
+from tests.support.engine_driver import tiny_runner
 from tests.support.exact_jobs import random_text, requests, source_text
 from tests.support.pair_drive import ALONE, WAYS, Answers, Pair, Way
 

@@ -13,7 +13,7 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.kernels.build import processor_levels
 from baton.engine.runner import Runner
-from tests.engine.driver import bfloat16_levels, float32_levels, random_tokens, tiny_runner
+from tests.support.engine_driver import bfloat16_levels, float32_levels, random_tokens, tiny_runner
 
 LENGTH = 40
 

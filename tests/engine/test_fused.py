@@ -21,9 +21,9 @@ from baton.engine.layers import PlainHeads, RMSNorm, Rotary
 from baton.engine.model import Model
 from baton.engine.parallel import TPGroup, _sum_by_rank
 from baton.engine.weights import WeightReader
-from tests.engine.driver import GREEDY, random_tokens
-from tests.engine.test_attention_triton import shape
+from tests.support.attention import shape
 from tests.support.checkpoints import Arch, make_checkpoint
+from tests.support.engine_driver import GREEDY, random_tokens
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

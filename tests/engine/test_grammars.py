@@ -43,8 +43,8 @@ from coordinator.structured_output import Constraint, to_grammar
 from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
-from tests.engine.driver import tiny_runner
 from tests.support.decode_drive import decode_all
+from tests.support.engine_driver import tiny_runner
 
 VOCAB = 4096
 END = 1

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.driver import bfloat16_levels, float32_levels
 from tests.engine.single_kernels import AttentionShape, Row, attend
 from tests.engine.tiles import emulated_kind, load
+from tests.support.engine_driver import bfloat16_levels, float32_levels
 
 KINDS = [(level, torch.float32) for level in float32_levels()] + [
     (level, torch.bfloat16) for level in bfloat16_levels()

@@ -13,7 +13,7 @@ from baton.core.errors import StartupError
 from baton.engine.kernels import build, native
 from baton.engine.kernels.build import CannotBuild, fastest_level, library, processor_levels
 from baton.engine.kernels.native import choose_kernels
-from tests.engine.driver import tiny_runner
+from tests.support.engine_driver import tiny_runner
 
 CPU = torch.device("cpu")
 needs_avx2 = pytest.mark.skipif(not processor_levels(), reason="no AVX2")

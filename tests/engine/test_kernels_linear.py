@@ -11,9 +11,9 @@ from torch import Tensor
 
 from baton.engine.kernels.native import Arena, pack_weight, padded
 from baton.engine.quantize import quantize
-from tests.engine.driver import bfloat16_levels, float32_levels
 from tests.engine.single_kernels import ADD, FLOAT, STORE, SWIGLU, linear
 from tests.engine.tiles import emulated_kind, load
+from tests.support.engine_driver import bfloat16_levels, float32_levels
 
 KINDS = [(level, torch.float32) for level in float32_levels()] + [
     (level, torch.bfloat16) for level in bfloat16_levels()

@@ -15,7 +15,7 @@ from baton.core.step import Row, StepPlan
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory import plan_blocks
 from baton.engine.runner import Runner
-from tests.engine.driver import GREEDY, Job, random_tokens, run, tiny_runner
+from tests.support.engine_driver import GREEDY, Job, random_tokens, run, tiny_runner
 
 LAYOUT = KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 8, "bfloat16")))
 

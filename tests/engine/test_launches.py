@@ -17,9 +17,9 @@ from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.launches import Launches
 from baton.engine.runner import Runner
 from baton.runtime.model_source import builtin_directory
-from tests.engine.driver import GREEDY, random_tokens, tiny_runner
 from tests.support.decode_drive import Run, decode_all
 from tests.support.device_choice import Undecided, decide
+from tests.support.engine_driver import GREEDY, random_tokens, tiny_runner
 
 CPU = torch.device("cpu")
 WARM = SamplingParams(temperature=0.8)

@@ -13,7 +13,7 @@ from baton.core.request import SamplingParams, SequenceId, TokenBias, TokenLogpr
 from baton.core.step import Row, StepPlan
 from baton.engine.logprobs import reported, reports, token_logprob
 from baton.engine.runner import Runner
-from tests.engine.driver import all_logits, block_ids, random_tokens, tiny_runner
+from tests.support.engine_driver import all_logits, block_ids, random_tokens, tiny_runner
 
 
 def test_logprobs_equal_log_softmax() -> None:

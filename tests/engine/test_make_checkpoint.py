@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from baton.engine.checkpoint import model_digest
-from tests.engine.driver import tiny_runner
 from tests.support.checkpoints import END_ID, EOS_ID, TOKENIZER_SIZE, make_checkpoint
+from tests.support.engine_driver import tiny_runner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +29,6 @@ def test_tokenizer_is_smaller_than_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_engine_loads_a_checkpoint_of_the_tool(tmp_path: Path) -> None:
-    tool = [sys.executable, str(ROOT / "tools" / "make_checkpoint.py"), "tiny", str(tmp_path / "m")]
+    tool = [sys.executable, str(ROOT / "benchmarks" / "make_checkpoint.py"), "tiny", str(tmp_path / "m")]
     assert b"tiny: " in subprocess.run(tool, check=True, capture_output=True).stdout
     assert tiny_runner(tmp_path / "m").model_config.hidden_size == 64

@@ -12,7 +12,15 @@ import torch
 
 from baton.engine.kernels.build import processor_levels
 from baton.engine.selftest import prove_row_invariance
-from tests.engine.driver import Job, all_logits, bfloat16_levels, float32_levels, random_tokens, run, tiny_runner
+from tests.support.engine_driver import (
+    Job,
+    all_logits,
+    bfloat16_levels,
+    float32_levels,
+    random_tokens,
+    run,
+    tiny_runner,
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"arch": "llama"},

@@ -23,11 +23,11 @@ from baton.runtime.model_source import builtin_directory
 from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine, _first_row, propose_pass_by_pass
 from decode.speculation.policy import Speculation
-from tests.engine.driver import GREEDY, tiny_runner
 from tests.engine.test_launches import SAMPLINGS, same
 from tests.engine.test_propose_at_once import PENALTY, WORK, draft_rows
 from tests.support.decode_drive import Run, decode_all
 from tests.support.device_choice import Undecided, decide
+from tests.support.engine_driver import GREEDY, tiny_runner
 from tests.support.marked_device import CPU, MarkedDevice
 from tests.support.pair_drive import FixedCosts
 

@@ -19,12 +19,12 @@ from baton.engine.kernels.native import choose_kernels
 from baton.engine.weights import EMBEDDING, expected_tensors
 from decode.speculation.drafts import ModelDrafts
 from decode.speculation.policy import Speculation
-from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
-from tests.engine.sampler_cases import sample
 from tests.engine.test_launches import requests, same
 from tests.support.decode_drive import decode_all
 from tests.support.device_choice import decide
+from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.rank_pool import RankPool
+from tests.support.sampler_cases import sample
 
 WIDE = {"num_heads": 8, "head_dim": 8}
 VARIANTS: dict[str, dict[str, Any]] = {

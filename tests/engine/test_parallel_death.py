@@ -12,7 +12,7 @@ import pytest
 
 from baton.core.request import SequenceId
 from baton.core.step import Row, StepPlan
-from tests.engine.driver import GREEDY, random_tokens
+from tests.support.engine_driver import GREEDY, random_tokens
 from tests.support.limits import HANG_S, Stall
 from tests.support.rank_pool import LOST_EXIT_CODE, Lost, RankPool, receive
 

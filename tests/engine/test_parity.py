@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"arch": "llama"},

@@ -11,8 +11,8 @@ import pytest
 from baton.core.request import GenerateRequest
 from baton.engine.runner import Runner
 from prefill.scheduler import PrefillScheduler
-from tests.engine.driver import random_tokens, tiny_runner
 from tests.support.builders import make_request
+from tests.support.engine_driver import random_tokens, tiny_runner
 
 
 def kv_and_tokens(runner: Runner, requests: list[GenerateRequest], ahead: bool) -> tuple[list[Any], list[int], int]:

@@ -15,9 +15,9 @@ from baton.core.step import StepOutcome
 from baton.engine.draw import Draw
 from baton.engine.runner import Runner
 from prefill.scheduler import PrefillScheduler
-from tests.engine.driver import random_tokens, tiny_runner
-from tests.engine.sampler_cases import sample
 from tests.support.builders import make_request
+from tests.support.engine_driver import random_tokens, tiny_runner
+from tests.support.sampler_cases import sample
 
 TURN_1 = random_tokens(150, seed=1)
 

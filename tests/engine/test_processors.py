@@ -21,8 +21,8 @@ from baton.core.step import History
 from baton.engine.draw import Draw
 from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import survivors
-from tests.engine.sampler_cases import sample
 from tests.support.plain_sampler import plain_process, plain_sample
+from tests.support.sampler_cases import sample
 
 VOCAB = 40
 IDS = st.integers(0, VOCAB - 1)

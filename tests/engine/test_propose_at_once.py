@@ -18,9 +18,9 @@ from baton.engine.draw import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler_native import wanted
 from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass
-from tests.engine.driver import random_tokens, tiny_runner
 from tests.engine.single_kernels import Wanted
 from tests.support.device_choice import decide
+from tests.support.engine_driver import random_tokens, tiny_runner
 
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)
 NUCLEUS = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, seed=1 << 63)

@@ -20,8 +20,8 @@ from baton.engine.quantize import check_quantize, quantize
 from baton.engine.runner import Runner
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import Projection, WeightReader
-from tests.engine.driver import all_logits, bfloat16_levels, random_tokens, tiny_runner
 from tests.engine.test_model_native import VARIANTS as ALL_VARIANTS
+from tests.support.engine_driver import all_logits, bfloat16_levels, random_tokens, tiny_runner
 from tests.support.rank_pool import RankPool
 
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from baton.engine.device import choose_dtype
 from baton.engine.draw import Draw
 from baton.engine.kernels import build
 from baton.engine.loading import largest_step, load_kernels
-from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
-from tests.engine.sampler_cases import sample
+from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.sampler_cases import sample
 
 
 def row(runner: Any, name: str, tokens: list[int], first_block: int, **options: Any) -> Row:
@@ -310,7 +310,7 @@ def test_warm_up_has_rows_of_every_kind_that_attention_computes_differently(
 ) -> None:
     """With Triton in the place of a compiler: after the warm-up no prompt of any length needs another variant."""
     attention_triton = pytest.importorskip("baton.engine.attention_triton")
-    from tests.engine.test_attention_triton import shape
+    from tests.support.attention import shape
 
     monkeypatch.setattr(attention_triton, "flash_supports", lambda *_: True)
     for heads, kv_heads in ((4, 4), (4, 2), (32, 2), (40, 1)):

@@ -16,8 +16,8 @@ from baton.core.step import History
 from baton.engine.draw import Draw
 from baton.engine.processors import process
 from baton.engine.sampler import gumbel, noised_logits, survivors
-from tests.engine.sampler_cases import sample
 from tests.support.plain_sampler import plain_process, plain_sample, plain_survivors
+from tests.support.sampler_cases import sample
 
 PARAMS = st.builds(
     SamplingParams,

@@ -16,8 +16,8 @@ from baton.engine.kernels import native
 from baton.engine.processors import ApplyMasks, apply_masks
 from baton.engine.sampler import Choose
 from baton.engine.sampler_native import chooser, masker
-from tests.engine.driver import float32_levels
-from tests.engine.sampler_cases import PARAMS, plain, rows, sample
+from tests.support.engine_driver import float32_levels
+from tests.support.sampler_cases import PARAMS, plain, rows, sample
 
 TRITON = "triton"
 SMALL_VOCABS, VOCABS = (1, 3, 65), (1, 3, 17, 64, 65, 333, 4096)

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.core.request import SamplingParams
-from tests.engine.driver import Job, run, tiny_runner
+from tests.support.engine_driver import Job, run, tiny_runner
 from tests.support.scripted import END, make_scripted
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'

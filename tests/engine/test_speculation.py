@@ -19,9 +19,9 @@ from baton.runtime.model_source import builtin_directory
 from decode.speculation.draft_model import load_draft
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
-from tests.engine.driver import tiny_runner
 from tests.support.checkpoints import make_checkpoint
 from tests.support.decode_drive import Run, decode_all, make_drafts
+from tests.support.engine_driver import tiny_runner
 from tests.support.pair_drive import FixedCosts
 
 LENGTH = 24

@@ -7,8 +7,9 @@ import os
 import pytest
 import torch
 
-from tests.engine.test_attention_triton import ROWS, paged, shape
-from tests.gpu.where import DEVICE, ON_GPU, REHEARSAL
+from tests.engine.test_attention_triton import ROWS, paged
+from tests.support.attention import shape
+from tests.support.one_gpu import DEVICE, ON_GPU, REHEARSAL
 
 pytestmark = ON_GPU
 HALF = torch.float16 if REHEARSAL else torch.bfloat16  # Triton's interpreter multiplies bfloat16 as integers

@@ -12,11 +12,11 @@ import torch
 from baton.core.request import SamplingParams
 from baton.engine.draw import Draw
 from decode.speculation.engine import SpeculativeEngine
-from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
-from tests.engine.sampler_cases import PARAMS, plain, rows
 from tests.engine.test_propose_at_once import PENALTY, WORK, draft_rows, draft_tokens
-from tests.gpu.where import DEVICE, ON_GPU, REHEARSAL
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
+from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.one_gpu import DEVICE, ON_GPU, REHEARSAL
+from tests.support.sampler_cases import PARAMS, plain, rows
 
 pytestmark = ON_GPU
 

@@ -22,8 +22,8 @@ from launch.dry_run import CHANNEL_BYTES, RankMemory, dry_run, rank_memory
 from launch.members import Programs
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
-from tests.engine.driver import kv_bytes
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
+from tests.support.engine_driver import kv_bytes
 
 
 def plan(model: Path, **options: object) -> Plan:

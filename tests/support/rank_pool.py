@@ -61,7 +61,7 @@ class Lost:
 
 
 class RemoteRunner:
-    """The leader's runner, for tests/engine/driver.py. `facts` has one entry per rank."""
+    """The leader's runner, for tests/support/engine_driver.py. `facts` has one entry per rank."""
 
     launches_ahead = False
 

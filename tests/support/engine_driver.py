@@ -19,7 +19,7 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.processors import SeenTables
 from baton.engine.runner import Runner
-from tests.engine.sampler_cases import sample
+from tests.support.sampler_cases import sample
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -1,6 +1,6 @@
 """Writes a random-weight checkpoint of a named shape, for measuring speed without downloading a model.
 
-    python tools/make_checkpoint.py 135m /tmp/135m
+    python benchmarks/make_checkpoint.py 135m /tmp/135m
 
 The model generates noise, but every id decodes to text: after the 269 entries of the small tokenizer the vocabulary is
 filled with words of two to four ASCII letters, so that a client that times text receives every token.
