@@ -116,7 +116,7 @@ def measure(
     scheduler = DecodeScheduler(runner.layout, runner.num_blocks, len(requests), speculation)
     for request in requests:
         try:
-            blocks = scheduler.reserve(request, 0.0)
+            blocks = scheduler.reserve(request, 0.0).block_ids
         except Unavailable as error:
             raise SystemExit(f"too many clients for the KV pool: {error.message}") from None
         row = Row(request.sequence_id, 0, request.prompt, blocks, request.sampling, 1, 0)

@@ -83,7 +83,7 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
         WorkerConfig(step_tokens=512, worker_id="decode-0", max_running=64), runner, runner.facts, (1,), ends
     )
     for request in requests:
-        blocks = worker.scheduler.reserve(request, 0.0)
+        blocks = worker.scheduler.reserve(request, 0.0).block_ids
         row = Row(request.sequence_id, 0, request.prompt, blocks, GREEDY, 1, 0)
         worker.scheduler.received(request.sequence_id, runner.step(StepPlan(0, (row,))).sampled[0][0], 0.0)
     compute, found = StepThread(runner.step), []

@@ -15,17 +15,16 @@ the row of step n whose sample it computes (`StepPlan.token_sources`), and the e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baton.core.sequence import Sequence
 from baton.core.step import StepOutcome, StepPlan, check_outcome
-from decode.entry import Entry
 
 
 class StepsOut:
-    """Complete state: the outstanding plans with their start times, oldest first, and when the last step ended."""
-
     def __init__(self) -> None:
+        # The outstanding plans with their start times, oldest first.
         self._out: deque[tuple[StepPlan, float]] = deque()
         self._ended_at = float("-inf")
 
@@ -58,34 +57,33 @@ class Next:
     """Positions [start, end) of a sequence. `token_source` is the row of the outstanding step that samples their only
     token; -1 if all their tokens are known."""
 
-    entry: Entry
+    sequence: Sequence
     start: int
     end: int
     token_source: int = -1
 
 
-def waits_for(out: StepPlan, running: Iterable[Entry]) -> str:
+def waits_for(out: StepPlan, running: Iterable[Sequence]) -> str:
     """Returns why no step can be planned before the tokens of `out` are known; empty if one can."""
     if out.drafts or any(row.num_sampled > 1 for row in out.rows):
         return "the number of accepted draft tokens"
     sampled = {row.sequence_id for row in out.rows if row.num_sampled}
-    if any(e.sequence.id in sampled and e.sequence.request.sampling.depends_on_history for e in running):
+    if any(s.id in sampled and s.request.sampling.depends_on_history for s in running):
         return "a sampled token that penalties, bad words or a grammar depend on"
     return ""
 
 
-def next_rows(out: StepPlan, running: Sequence[Entry], long_tokens: int) -> list[Next]:
+def next_rows(out: StepPlan, running: Iterable[Sequence], long_tokens: int) -> list[Next]:
     """Returns what the running sequences compute after `out`, with at most `long_tokens` tokens in long rows."""
     rows = {row.sequence_id: (index, row) for index, row in enumerate(out.rows)}
-    found: list[Next] = []
-    for entry in running:
-        sequence = entry.sequence
-        if sequence.ending is not None or entry.discard_result:
+    nexts: list[Next] = []
+    for sequence in running:
+        if sequence.ending is not None or sequence.discard_result:
             continue  # its outstanding result is discarded; it continues after that, if at all
         index, row = rows.get(sequence.id, (-1, None))
         if row is not None and row.num_sampled:
             if row.output_index + 1 < sequence.request.max_tokens:
-                found.append(Next(entry, row.end, row.end + 1, index))
+                nexts.append(Next(sequence, row.end, row.end + 1, index))
             continue
         start = sequence.num_computed if row is None else row.end
         count = sequence.num_tokens - start
@@ -93,19 +91,18 @@ def next_rows(out: StepPlan, running: Sequence[Entry], long_tokens: int) -> list
             count = min(count, long_tokens)
             long_tokens -= count
         if count:
-            found.append(Next(entry, start, start + count))
-    return found
+            nexts.append(Next(sequence, start, start + count))
+    return nexts
 
 
-def ahead_plan(step_id: int, out: StepPlan, found: Sequence[Next]) -> StepPlan:
+def ahead_plan(step_id: int, out: StepPlan, nexts: list[Next]) -> StepPlan:
     """Returns the plan of these rows, whose sequences have the blocks for them. Raises InvariantError in cases for
     which `waits_for` gives a reason."""
     rows = []
-    for n in found:
-        sequence = n.entry.sequence
+    for n in nexts:
         if n.token_source < 0:
-            rows.append(sequence.row(n.start, n.end, num_sampled=int(n.end == sequence.num_tokens)))
+            rows.append(n.sequence.row(n.start, n.end, num_sampled=int(n.end == n.sequence.num_tokens)))
         else:
-            rows.append(sequence.row_behind(out.rows[n.token_source]))
-    token_sources = tuple(n.token_source for n in found)
+            rows.append(n.sequence.row_behind(out.rows[n.token_source]))
+    token_sources = tuple(n.token_source for n in nexts)
     return StepPlan(step_id, tuple(rows), token_sources=token_sources if max(token_sources, default=-1) >= 0 else ())

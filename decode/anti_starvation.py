@@ -14,10 +14,10 @@ The cost of recomputing a token then determines both rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from baton.core.request import SequenceId
-from decode.entry import Entry
+from baton.core.sequence import Sequence
 
 TOKEN_GAP_S = 1.5  # gap between two tokens of a stream that boosts aim for; the actual gap is slightly longer
 RECOMPUTE_SHARE = 0.3  # of all time, for recomputing boosted sequences
@@ -27,52 +27,51 @@ _LEAST_SHARE = 4  # at least 1 of this many runs at full rate, whatever recomput
 
 
 class AntiStarvation:
-    """Complete state: the boosted sequence of each priority, with the length of its output when it was boosted
-    (`_boosted`), and `_next_at`, before which no other sequence is boosted."""
-
     def __init__(self) -> None:
-        self._boosted: dict[int, tuple[Entry, int]] = {}
+        # The boosted sequence of each priority, and the length of its output when it was boosted.
+        self._boosted: dict[int, tuple[Sequence, int]] = {}
+        # No other sequence is boosted before this time.
         self._next_at = float("-inf")
 
-    def update(self, waiting: Sequence[Entry], now: float, token_s: float) -> None:
+    def update(self, waiting: Iterable[Sequence], now: float, token_s: float) -> None:
         """Ends boosts, and boosts a preempted sequence if one is due. `token_s`: the cost of recomputing one token."""
-        for priority, (entry, output) in list(self._boosted.items()):
-            if entry.sequence.finished or len(entry.sequence.output) >= output + BOOST_TOKENS:
-                entry.boosted = False
+        for priority, (sequence, output_len) in list(self._boosted.items()):
+            if sequence.finished or len(sequence.output) >= output_len + BOOST_TOKENS:
+                sequence.boosted = False
                 del self._boosted[priority]
         if now < self._next_at:
             return
-        ahead_s, longest = 0.0, dict[int, Entry]()
-        for entry in sorted(waiting, key=lambda e: (e.sequence.request.priority, e.last_token_at)):
-            priority = entry.sequence.request.priority
-            first = longest.setdefault(priority, entry)
-            ahead_s += _boost_s(entry, token_s)
-            if priority not in self._boosted and now - entry.last_token_at + ahead_s >= TOKEN_GAP_S:
+        ahead_s, longest = 0.0, dict[int, Sequence]()
+        for sequence in sorted(waiting, key=lambda s: (s.request.priority, s.last_token_at)):
+            priority = sequence.request.priority
+            first = longest.setdefault(priority, sequence)
+            ahead_s += _boost_s(sequence, token_s)
+            if priority not in self._boosted and now - sequence.last_token_at + ahead_s >= TOKEN_GAP_S:
                 first.boosted = True
-                self._boosted[priority] = first, len(first.sequence.output)
+                self._boosted[priority] = first, len(first.output)
                 self._next_at = now + _boost_s(first, token_s)
                 return
 
 
-def _boost_s(entry: Entry, token_s: float) -> float:
+def _boost_s(sequence: Sequence, token_s: float) -> float:
     """Returns the time of which recomputing the sequence takes RECOMPUTE_SHARE."""
-    return entry.sequence.num_tokens * token_s / RECOMPUTE_SHARE
+    return sequence.num_tokens * token_s / RECOMPUTE_SHARE
 
 
-def num_unthrottled(here: Sequence[Entry], token_s: float) -> int:
+def num_unthrottled(here: list[Sequence], token_s: float) -> int:
     """Returns how many of the sequences `here` run at full rate while blocks are short: at least one."""
-    tokens = sum(entry.sequence.num_tokens for entry in here) / max(len(here), 1)
+    tokens = sum(sequence.num_tokens for sequence in here) / max(len(here), 1)
     served = int(RECOMPUTE_SHARE * TOKEN_GAP_S / max(tokens * token_s, 1e-9))
     return max(served, len(here) // _LEAST_SHARE, 1)
 
 
-def throttled(running: Sequence[Entry], most: int, now: float) -> set[SequenceId]:
+def throttled(running: list[Sequence], num_full_rate: int, now: float) -> set[SequenceId]:
     """Returns which of the running sequences, given by rank, keep their blocks and compute nothing now: those of the
-    lowest priority after the first `most`. A sequence that is being recomputed, or boosted, is never throttled."""
+    lowest priority after the first `num_full_rate`, except boosted sequences and those that are being recomputed."""
     return {
-        entry.sequence.id
-        for entry in running[most:]
-        if entry.rank[:2] == (running[-1].rank[0], True)
-        and entry.sequence.num_uncomputed == 1
-        and now - entry.last_token_at < THROTTLED_INTERVAL_S
+        sequence.id
+        for sequence in running[num_full_rate:]
+        if sequence.rank[:2] == (running[-1].rank[0], True)
+        and sequence.num_uncomputed == 1
+        and now - sequence.last_token_at < THROTTLED_INTERVAL_S
     }

@@ -50,7 +50,7 @@ class Transfer:
         return all(tokens == self.num_tokens for tokens in self.arrived.values())
 
     @property
-    def landed(self) -> int:
+    def tokens_received(self) -> int:
         """Tokens that have arrived on every edge."""
         return min(self.arrived.values())
 
@@ -186,7 +186,7 @@ class HandOvers:
         # Drops the sequences that have ended.
         self._sources = {s: source for s, source in self._sources.items() if self.scheduler.has_sequence(s)}
         self._sources[sequence] = (peer.worker_id, peer.incarnation)
-        cached = self.scheduler.num_cached(sequence)
+        cached = self.scheduler.sequences[sequence].prefix_tokens
         arrived = dict.fromkeys(peer.plans, cached)
         peer.transfers[sequence] = Transfer(blocks, offer.num_tokens, self.vocab_size, arrived)
         return Accept(sequence, cached)
@@ -217,9 +217,9 @@ class HandOvers:
             raise Unavailable(f"the offer has {offer.num_tokens} tokens, its request {request.num_prefill_tokens}")
         check_tokens(request, self.vocab_size)
         check_sampling(request.sampling, request.max_tokens, self.vocab_size)
-        blocks = self.scheduler.reserve(request, now)
+        reserved = self.scheduler.reserve(request, now)
         self.deadlines.add(sequence, now + request.deadline_s)
-        return blocks
+        return reserved.block_ids
 
     def on_chunk(self, peer: Peer, chunk: Chunk, now: float, *, edge_open: bool) -> list[Action]:
         """Handles an announced chunk. `edge_open`: its edge is open in the generation that the chunk names."""
@@ -307,7 +307,7 @@ class HandOvers:
                 self.deadlines.forget(sequence)
             actions.append(Ready(sequence) if ended is None else Ended(ended))
         elif intact:
-            scheduler.landed(sequence, transfer.landed)
+            scheduler.tokens_received(sequence, transfer.tokens_received)
         return [*actions, Reply(peer, Ack(sequence, chunk.index, intact, complete, *key))]
 
     # From the coordinator.

@@ -23,13 +23,12 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
-from baton.core.prefix_cache import PrefixCache, PrefixUse
+from baton.core.prefix_cache import PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
-from baton.core.sequence import Sequence, State
+from baton.core.sequence import Admitted, Finished, KVReceived, Preempted, Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
 from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
 from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
-from decode.entry import Entry
 from decode.speculation.policy import Speculation
 
 _ROOM_TOKENS = 64  # an unboosted preempted sequence resumes only with blocks for this many new tokens as well
@@ -43,9 +42,6 @@ class DecodeResult:
 
 
 class DecodeScheduler:
-    """Complete state: `_entries` by sequence, `blocks` and their `cache`, `speculation`, `_anti_starvation`, and the
-    outstanding steps `_out`: one, or with `plan_ahead`, which excludes drafting, up to two (`ahead.py`)."""
-
     def __init__(
         self,
         layout: KVLayout,
@@ -60,10 +56,11 @@ class DecodeScheduler:
         self.layout = layout
         self.blocks = BlockTable(num_blocks)
         self.cache = PrefixCache(self.blocks, layout.block_size, model_digest, enabled=prefix_cache)
-        self._entries: dict[SequenceId, Entry] = {}
+        self.sequences: dict[SequenceId, Sequence] = {}
         self.max_running = max_running
         self.speculation = speculation or Speculation()
         self._anti_starvation = AntiStarvation()
+        # Outstanding steps: one, or with `plan_ahead`, which excludes drafting, up to two.
         self._out = StepsOut()
         self.plan_ahead = plan_ahead and self.speculation.drafts is None
         self.steps_ahead = self.rows_discarded = 0
@@ -86,7 +83,7 @@ class DecodeScheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that do not generate now: receiving, ready or preempted."""
-        return len(self._entries) - self.num_running
+        return len(self.sequences) - self.num_running
 
     @property
     def num_preempted(self) -> int:
@@ -94,74 +91,70 @@ class DecodeScheduler:
 
     @property
     def num_sequences(self) -> int:
-        return len(self._entries)
+        return len(self.sequences)
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        return self._entries[sequence_id].sequence.block_ids
-
-    def num_cached(self, sequence_id: SequenceId) -> int:
-        """Returns how many positions of a receiving sequence were in the prefix cache."""
-        return self._entries[sequence_id].prefix.cached
+        return self.sequences[sequence_id].block_ids
 
     def has_sequence(self, sequence_id: SequenceId) -> bool:
-        return sequence_id in self._entries
+        return sequence_id in self.sequences
 
     def receiving(self, sequence_id: SequenceId) -> bool:
         """Whether KV of this sequence is still accepted."""
-        entry = self._entries.get(sequence_id)
-        return entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is None
+        sequence = self.sequences.get(sequence_id)
+        return sequence is not None and sequence.state is State.RECEIVING and sequence.ending is None
 
     def generating(self, sequence_id: SequenceId) -> bool:
         """Whether all KV of this sequence has arrived and it has not ended."""
-        entry = self._entries.get(sequence_id)
-        return entry is not None and entry.sequence.state is not State.RECEIVING and entry.sequence.ending is None
+        sequence = self.sequences.get(sequence_id)
+        return sequence is not None and sequence.state is not State.RECEIVING and sequence.ending is None
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         """Returns the sequences whose end is not reported yet."""
-        return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.end_reported)
+        return tuple(sequence_id for sequence_id, sequence in self.sequences.items() if not sequence.end_reported)
 
-    def _in(self, *states: State) -> list[Entry]:
-        return [entry for entry in self._entries.values() if entry.sequence.state in states]
+    def _in(self, *states: State) -> list[Sequence]:
+        return [sequence for sequence in self.sequences.values() if sequence.state in states]
 
     def _number(self, state: State) -> int:
-        return [entry.sequence.state for entry in self._entries.values()].count(state)
+        return [sequence.state for sequence in self.sequences.values()].count(state)
 
-    def _ranked(self, *states: State) -> list[Entry]:
-        return sorted(self._in(*states), key=lambda entry: entry.rank)
+    def _ranked(self, *states: State) -> list[Sequence]:
+        return sorted(self._in(*states), key=lambda sequence: sequence.rank)
 
-    def reserve(self, request: GenerateRequest, now: float) -> tuple[int, ...]:
-        """Allocates the blocks for incoming KV, and returns them in order. One block for each sequence that is here
-        must stay free, and preempted sequences take precedence.
+    def reserve(self, request: GenerateRequest, now: float) -> Sequence:
+        """Adds a sequence with the blocks for its incoming KV. One block for each sequence that is here must stay free,
+        and preempted sequences take precedence.
 
         Raises:
             DuplicateRequest: this attempt is already on this worker.
             Unavailable: not enough free blocks now (`no_free_blocks`) or ever (`exceeds_pool`).
         """
         sequence_id = request.sequence_id
-        if sequence_id in self._entries:
+        if sequence_id in self.sequences:
             raise DuplicateRequest(f"sequence {sequence_id} is already on this worker")
-        most, total = self.layout.blocks_for(request.max_kv_tokens), self.blocks.num_blocks
-        if most > total:
-            what = f"KV of {request.max_kv_tokens} tokens needs {most} blocks; this decode worker has {total}"
-            raise Unavailable(what, code=ErrorCode.EXCEEDS_POOL)
-        waiting, here = self.num_preempted, len(self._entries)
-        sequence = Sequence(request, State.RECEIVING, now)
-        prefix = PrefixUse(self.cache, sequence)
-        entry = Entry(sequence, prefix, self._next_number, next_emit_index=len(request.output))
+        blocks, total = self.layout.blocks_for(request.max_kv_tokens), self.blocks.num_blocks
+        if blocks > total:
+            raise Unavailable(
+                f"KV of {request.max_kv_tokens} tokens needs {blocks} blocks; this decode worker has {total}",
+                code=ErrorCode.EXCEEDS_POOL,
+            )
+        waiting, here = self.num_preempted, len(self.sequences)
+        sequence = Sequence(request, State.RECEIVING, now, self._next_number)
         needed = self.layout.blocks_for(sequence.num_tokens)
         holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
-        if waiting or not prefix.claim(needed, *holders, leave=here):
-            what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
-            raise Unavailable(f"{needed} KV blocks needed, {what}", code=ErrorCode.NO_FREE_BLOCKS)
-        self._entries[sequence_id] = entry
+        if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here):
+            counts = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
+            raise Unavailable(f"{needed} KV blocks needed, {counts}", code=ErrorCode.NO_FREE_BLOCKS)
+        self.sequences[sequence_id] = sequence
         self._next_number += 1
-        self.tokens_reused += prefix.cached
+        self.tokens_reused += sequence.prefix_tokens
         self.speculation.open(sequence)
-        return sequence.block_ids
+        return sequence
 
-    def landed(self, sequence_id: SequenceId, num_tokens: int) -> None:
+    def tokens_received(self, sequence_id: SequenceId, num_tokens: int) -> None:
         """Records that KV of the first `num_tokens` positions of a receiving sequence, but not all, has arrived."""
-        self._kv_arrived(self._entries[sequence_id], num_tokens)
+        self._kv_arrived(self.sequences[sequence_id], num_tokens)
 
     def received(
         self, sequence_id: SequenceId, first_token: int, now: float, score: TokenLogprob | None = None, cached: int = 0
@@ -170,16 +163,15 @@ class DecodeScheduler:
 
         Returns its end if there is nothing left to generate (it was aborted before, or the first token ends it).
         """
-        entry = self._entries[sequence_id]
-        sequence = entry.sequence
-        self._kv_arrived(entry, sequence.num_tokens)
-        sequence.move(State.READY)
-        entry.received_at = entry.last_token_at = now
+        sequence = self.sequences[sequence_id]
+        self._kv_arrived(sequence, sequence.num_tokens)
+        sequence.on(KVReceived(), now)
         reason = sequence.append(first_token, score)
         sequence.cached_tokens = cached
         if sequence.ending is not None or reason is not None:
-            ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=entry.stamps(None))
-            self._leave(entry)
+            stamps = sequence.decode_stamps(None)
+            ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=stamps)
+            self._leave(sequence)
             return ended
         return None
 
@@ -203,27 +195,27 @@ class DecodeScheduler:
         """Returns the step after the outstanding one, or None if it cannot be planned before that one is done."""
         out = self._out.newest
         running = self._in(State.RUNNING)
-        if self.num_preempted or any(e.sequence.request.alone for e in running) or waits_for(out, running):
+        if self.num_preempted or any(s.request.alone for s in running) or waits_for(out, running):
             return None
         self._admit(now)
         running = self._ranked(State.RUNNING)
-        found = next_rows(out, running, self.speculation.model.long_tokens(len(running)))
-        needed = [self.layout.blocks_for(n.end) - len(n.entry.sequence.block_ids) for n in found]
+        nexts = next_rows(out, running, self.speculation.model.long_tokens(len(running)))
+        needed = [self.layout.blocks_for(n.end) - len(n.sequence.block_ids) for n in nexts]
         free = self.blocks.num_free
-        if not found or sum(n for n in needed if n > 0) > free or self._throttled(running, now):
+        if not nexts or sum(n for n in needed if n > 0) > free or self._throttled(running, now):
             return None
-        for n, blocks in zip(found, needed, strict=True):
-            self._extend(n.entry, blocks)
+        for n, blocks in zip(nexts, needed, strict=True):
+            self._extend(n.sequence, blocks)
         self.steps_ahead += 1
-        return self._begun(ahead_plan(self._next_step, out, found), now)
+        return self._begun(ahead_plan(self._next_step, out, nexts), now)
 
     def runs_alone(self, plan: StepPlan) -> SequenceId | None:
         """Returns the only sequence of a step if its request is to be computed alone."""
-        return next((r.sequence_id for r in plan.rows if self._entries[r.sequence_id].sequence.request.alone), None)
+        return next((r.sequence_id for r in plan.rows if self.sequences[r.sequence_id].request.alone), None)
 
     def _begun(self, plan: StepPlan, now: float) -> StepPlan:
         for row in plan.rows:
-            sequence = self._entries[row.sequence_id].sequence
+            sequence = self.sequences[row.sequence_id]
             sequence.step_id = plan.step_id
             known = row.end - max(row.num_sampled - 1, 0)
             self.prompt_tokens_computed += max(0, min(known, len(sequence.request.prompt)) - row.start)
@@ -242,25 +234,24 @@ class DecodeScheduler:
         tokens: list[TokenEvent] = []
         ended: list[SequenceEnded] = []
         for index, row in enumerate(plan.rows):
-            entry = self._entries[row.sequence_id]
-            sequence = entry.sequence
+            sequence = self.sequences[row.sequence_id]
             last = sequence.step_id == plan.step_id  # else the next step has a row of it, too
             if last:
                 sequence.step_id = None
-            if sequence.ending is not None or entry.discard_result:
+            if sequence.ending is not None or sequence.discard_result:
                 self.rows_discarded += 1
-                entry.discard_result = False
+                sequence.discard_result = False
                 if last and sequence.ending is not None:
-                    self._leave(entry)
+                    self._leave(sequence)
                 continue
             if index in outcome.unsampled:
                 sequence.num_computed = row.end - row.num_sampled
                 if (failed := outcome.unsampled[index]) is not None:
-                    ended.append(grammar_failed(sequence.id, failed, entry.stamps(now)))
-                    self._leave(entry)
+                    ended.append(grammar_failed(sequence.id, failed, sequence.decode_stamps(now)))
+                    self._leave(sequence)
                 continue
-            entry.discard_result = index in outcome.corrected and not last
-            taken, entry.speculation = self.speculation.verify(sequence, row, outcome.sampled[index], entry.speculation)
+            sequence.discard_result = index in outcome.corrected and not last
+            taken = self.speculation.verify(sequence, row, outcome.sampled[index])
             sequence.num_computed = row.end - row.num_sampled + len(taken)
             if not taken:
                 continue
@@ -270,47 +261,44 @@ class DecodeScheduler:
                 self.tokens_generated += 1
                 if reason is not None:
                     break
-            tokens.append(
-                sequence.token_event(entry.next_emit_index, entry.speculation if entry.speculation.steps else None)
-            )
-            entry.next_emit_index, entry.last_token_at = len(sequence.output), now
+            tokens.append(sequence.next_tokens_event())
+            sequence.last_token_at = now
             if reason is not None:
-                ended.append(SequenceEnded(sequence.id, reason, stamps=entry.stamps(now)))
+                ended.append(SequenceEnded(sequence.id, reason, stamps=sequence.decode_stamps(now)))
                 if last:
-                    self._leave(entry)
+                    self._leave(sequence)
                 else:
-                    sequence.ending, entry.end_reported = reason, True
+                    sequence.ending, sequence.end_reported = reason, True
         return DecodeResult(tuple(tokens), tuple(ended))
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
         """Aborts a sequence. Its blocks are freed immediately, unless a row of it is outstanding or, with `in_flight`,
         KV is being written into them. Then the next finish_step, or `receive_ended`, frees them, and a second abort
         does not. Returns False if the sequence is unknown."""
-        entry = self._entries.get(sequence_id)
-        if entry is None:
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
             return False
-        sequence = entry.sequence
         sequence.ending = sequence.ending or "aborted"
-        entry.in_flight = sequence.state is State.RECEIVING and (in_flight or entry.in_flight)
-        if sequence.step_id is None and not entry.in_flight:
-            self._leave(entry)
+        sequence.in_flight = sequence.state is State.RECEIVING and (in_flight or sequence.in_flight)
+        if sequence.step_id is None and not sequence.in_flight:
+            self._leave(sequence)
         return True
 
     def receive_ended(self, sequence_id: SequenceId) -> None:
         """Frees the blocks of an aborted, receiving sequence: nothing is being written into them any more."""
-        entry = self._entries.get(sequence_id)
-        if entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is not None:
-            self._leave(entry)
+        sequence = self.sequences.get(sequence_id)
+        if sequence is not None and sequence.state is State.RECEIVING and sequence.ending is not None:
+            self._leave(sequence)
 
     # Admission, preemption and allocation.
 
-    def _next_rows(self, now: float) -> tuple[list[Row], list[Sequence], list[Entry]]:
+    def _next_rows(self, now: float) -> tuple[list[Row], list[Sequence], list[Sequence]]:
         """Returns the rows of the next step with their sequences, and the running sequences that cannot grow. Sequences
         that are to be computed alone take turns, each in a step of its own; every other step is for all others."""
-        running, stuck = self._ranked(State.RUNNING), list[Entry]()
-        alone = [[e] for e in running if e.sequence.request.alone]
-        alone.sort(key=lambda entries: entries[0].last_token_at)
-        others = [e for e in running if not e.sequence.request.alone]
+        running, stuck = self._ranked(State.RUNNING), list[Sequence]()
+        alone = [[s] for s in running if s.request.alone]
+        alone.sort(key=lambda group: group[0].last_token_at)
+        others = [s for s in running if not s.request.alone]
         groups = [others, *alone] if self._last_was_alone else [*alone[:1], others, *alone[1:]]
         for group in groups:
             rows, sequences, short = self._rows(group, now)
@@ -320,15 +308,14 @@ class DecodeScheduler:
                 return rows, sequences, stuck
         return [], [], stuck
 
-    def _rows(self, running: list[Entry], now: float) -> tuple[list[Row], list[Sequence], list[Entry]]:
+    def _rows(self, running: list[Sequence], now: float) -> tuple[list[Row], list[Sequence], list[Sequence]]:
         """Returns the rows of a step of these running sequences, and those of them that cannot grow."""
         rows: list[Row] = []
         sequences: list[Sequence] = []
-        stuck: list[Entry] = []
+        stuck: list[Sequence] = []
         throttled_ids = self._throttled(running, now)
         budget: int | None = None  # for long rows; computed on demand, as they are rare
-        for entry in running:
-            sequence = entry.sequence
+        for sequence in running:
             if sequence.state is not State.RUNNING or sequence.id in throttled_ids:
                 continue  # preempted by a higher-ranked sequence, or throttled
             count = sequence.num_uncomputed
@@ -341,123 +328,115 @@ class DecodeScheduler:
             start, end = sequence.num_computed, sequence.num_computed + count
             if count == 0:
                 continue
-            if not self._grow(entry, end):
-                stuck.append(entry)
+            if not self._grow(sequence, end):
+                stuck.append(sequence)
                 continue
             rows.append(sequence.row(start, end, num_sampled=int(end == sequence.num_tokens)))
             sequences.append(sequence)
             sequence.step_id = self._next_step
         return rows, sequences, stuck
 
-    def _throttled(self, running: list[Entry], now: float) -> set[SequenceId]:
+    def _throttled(self, running: list[Sequence], now: float) -> set[SequenceId]:
         """Returns which of the running sequences, given by rank, are throttled now: none unless blocks are short."""
         if 2 * self.blocks.num_free >= len(running):
             return set()
-        most = num_unthrottled(self._in(State.PREEMPTED, *_HOLDING), self.speculation.model.recompute_token_s())
-        return throttled(running, most, now)
+        here = self._in(State.PREEMPTED, *_HOLDING)
+        return throttled(running, num_unthrottled(here, self.speculation.model.recompute_token_s()), now)
 
     def _admit(self, now: float) -> None:
         """Admits sequences to the batch by rank: ready ones have their blocks, preempted ones need new ones."""
         room = self.max_running - self.num_running
         blocked = False
-        for entry in self._ranked(State.READY, State.PREEMPTED):
-            sequence = entry.sequence
+        for sequence in self._ranked(State.READY, State.PREEMPTED):
             if room <= 0:
                 return
             if sequence.state is State.PREEMPTED:
-                room_tokens = BOOST_TOKENS if entry.boosted else _ROOM_TOKENS
-                wanted = min(sequence.num_tokens + room_tokens, sequence.request.max_kv_tokens)
-                if blocked or not self._return(entry, wanted):
+                room_tokens = BOOST_TOKENS if sequence.boosted else _ROOM_TOKENS
+                end = min(sequence.num_tokens + room_tokens, sequence.request.max_kv_tokens)
+                if blocked or not self._return(sequence, end):
                     blocked = True
                     continue
             elif sequence.state is not State.READY:
                 continue  # preempted by a higher-ranked sequence
-            sequence.move(State.RUNNING)
+            sequence.on(Admitted(), now)
             room -= 1
-            if entry.running_at is None:
-                entry.running_at = now
 
-    def _return(self, entry: Entry, end: int) -> bool:
+    def _return(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for [0, end) of a preempted sequence, cached ones where possible. False if it cannot."""
-        entry.prefix.take(Holder("sequence", entry.sequence.id))
-        if not self._grow(entry, end):
-            self._release_blocks(entry)
+        self.cache.reuse(sequence, Holder("sequence", sequence.id))
+        if not self._grow(sequence, end):
+            self._release_blocks(sequence)
             return False
         return True
 
-    def _grow(self, entry: Entry, end: int) -> bool:
+    def _grow(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for positions [0, end), preempting lower-ranked sequences if necessary; False if it cannot.
         A preempted, unboosted sequence preempts none of its own priority: that one would have to be recomputed."""
-        sequence = entry.sequence
         needed = self.layout.blocks_for(end) - len(sequence.block_ids)
         if needed > self.blocks.num_free:
-            whole = entry.boosted or sequence.state is not State.PREEMPTED
-            before = entry.rank if whole else (entry.rank[0] + 1, False, 0)
-            behind = [e for e in self._ranked(*_HOLDING) if e.rank > before and e.sequence.step_id is None]
-            holders = {Holder("sequence", e.sequence.id) for e in behind}
-            theirs = (block for e in behind for block in e.sequence.block_ids)
+            whole = sequence.boosted or sequence.state is not State.PREEMPTED
+            before = sequence.rank if whole else (sequence.rank[0] + 1, False, 0)
+            behind = [s for s in self._ranked(*_HOLDING) if s.rank > before and s.step_id is None]
+            holders = {Holder("sequence", s.id) for s in behind}
+            theirs = (block for s in behind for block in s.block_ids)
             if needed > self.blocks.num_free_without(holders, theirs):
                 return False
             while needed > self.blocks.num_free:
                 self._preempt(behind.pop())
-        self._extend(entry, needed)
+        self._extend(sequence, needed)
         return True
 
     def _room(self, sequence: Sequence, count: int) -> int:
         """Allocates free blocks for `count` positions after the last token; returns how many of them have blocks."""
         needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
-        self._extend(self._entries[sequence.id], min(needed, self.blocks.num_free))
+        self._extend(sequence, min(needed, self.blocks.num_free))
         return min(count, len(sequence.block_ids) * self.layout.block_size - sequence.num_tokens)
 
-    def _preempt(self, entry: Entry) -> None:
-        self._release_blocks(entry)
-        entry.sequence.move(State.PREEMPTED)
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release_blocks(sequence)
+        sequence.on(Preempted())
         self.preemptions += 1
 
-    def _leave(self, entry: Entry) -> None:
-        sequence = entry.sequence
-        self._release_blocks(entry)
-        sequence.move(State.FINISHED)
-        self.speculation.close(sequence.id)
-        del self._entries[sequence.id]
+    def _leave(self, sequence: Sequence) -> None:
+        self._release_blocks(sequence)
+        sequence.on(Finished())
+        self.speculation.close(sequence)
+        del self.sequences[sequence.id]
 
     # Blocks. While KV arrives, a sequence holds the blocks that it is written into exclusively until they are full, and
     # shares those of its cached prefix. Later it holds all its blocks alike, as shared ones.
 
-    def _kv_arrived(self, entry: Entry, num_tokens: int) -> None:
+    def _kv_arrived(self, sequence: Sequence, num_tokens: int) -> None:
         """Records that KV of the first `num_tokens` positions has arrived. Full blocks are not written any more: they
         become shared and are cached. Doing this only at the end of a long sequence would delay its first step."""
-        sequence = entry.sequence
-        size, own = self.layout.block_size, self._incoming_blocks(entry)
+        size, own = self.layout.block_size, self._incoming_blocks(sequence)
         if num_tokens < sequence.num_tokens:
             num_tokens -= num_tokens % size
             own = own[: max(num_tokens - sequence.num_computed, 0) // size]
         if own:
             self.blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
             sequence.num_computed = num_tokens
-            entry.prefix.store()
+            self.cache.store_full_blocks(sequence)
 
-    def _extend(self, entry: Entry, count: int) -> None:
+    def _extend(self, sequence: Sequence, count: int) -> None:
         if count > 0:
-            sequence = entry.sequence
             sequence.block_ids += self.blocks.allocate(count, Holder("sequence", sequence.id)) or ()
 
-    def _release_blocks(self, entry: Entry) -> None:
+    def _release_blocks(self, sequence: Sequence) -> None:
         """Releases all blocks of a sequence. Full ones stay cached until they are evicted."""
-        sequence = entry.sequence
         if sequence.state is State.RECEIVING:
-            own = self._incoming_blocks(entry)
+            own = self._incoming_blocks(sequence)
             self.blocks.release(own, Holder("receiving", sequence.id))
             shared = sequence.block_ids[: len(sequence.block_ids) - len(own)]
         else:
-            entry.prefix.store()
+            self.cache.store_full_blocks(sequence)
             shared = sequence.block_ids
         self.blocks.release(shared, Holder("sequence", sequence.id))
         sequence.block_ids, sequence.num_computed = (), 0
 
-    def _incoming_blocks(self, entry: Entry) -> tuple[int, ...]:
+    def _incoming_blocks(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the blocks of a receiving sequence into which KV is still to be written."""
-        return entry.sequence.block_ids[entry.sequence.num_computed // self.layout.block_size :]
+        return sequence.block_ids[sequence.num_computed // self.layout.block_size :]
 
     def check_idle(self) -> None:
         """Checks, in constant time, a scheduler without sequences; does nothing while any is left.
@@ -466,7 +445,7 @@ class DecodeScheduler:
             InvariantError: a block is not free, in the pool or the draft model's, or speculation state of a sequence
                 is left.
         """
-        if self._entries:
+        if self.sequences:
             return
         self.blocks.check_idle()
         self.cache.check_idle()
@@ -481,14 +460,13 @@ class DecodeScheduler:
         """
         self.blocks.check()
         self.cache.check()
-        if not self._entries:
+        if not self.sequences:
             self.check_idle()
         held: set[tuple[int, Holder]] = set()
-        for entry in self._entries.values():
-            sequence = entry.sequence
-            own = self._incoming_blocks(entry) if sequence.state is State.RECEIVING else ()
+        for sequence in self.sequences.values():
+            own = self._incoming_blocks(sequence) if sequence.state is State.RECEIVING else ()
             held |= {(b, Holder("receiving" if b in own else "sequence", sequence.id)) for b in sequence.block_ids}
             if sequence.finished or sequence.num_computed > len(sequence.block_ids) * self.layout.block_size:
                 raise InvariantError(f"{sequence.id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
         self.blocks.check_held(held)
-        self.speculation.check(set(self._entries))
+        self.speculation.check(set(self.sequences))

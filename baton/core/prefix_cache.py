@@ -22,15 +22,15 @@ MAX_EVENTS = 4096  # hints in one message
 
 
 class PrefixCache:
-    """Complete state: the block stored under each key and the key of each stored block; for the events, which hints
-    have been sent and which may have changed since. With `enabled` false, `PrefixUse` neither reads nor stores
-    blocks."""
+    """With `enabled` false, sequences neither reuse nor store blocks."""
 
     def __init__(self, blocks: BlockTable, block_size: int, model_digest: str = "", *, enabled: bool = True) -> None:
         self.blocks, self.block_size, self.model_digest = blocks, block_size, model_digest
         self.enabled = enabled
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        # For the events: how many stored keys begin with each hint, which hints the subscriber has, which may have
+        # changed since, and whether it has to drop all it has.
         self._hints: dict[bytes, int] = {}
         self._reported: set[bytes] = set()
         self._changed: dict[bytes, None] = {}
@@ -46,13 +46,13 @@ class PrefixCache:
 
     def match(self, keys: Iterable[bytes]) -> tuple[int, ...]:
         """Returns the blocks of the longest stored prefix, in order. Hold them before any allocation."""
-        found: list[int] = []
+        blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
                 break
-            found.append(block)
-        return tuple(found)
+            blocks.append(block)
+        return tuple(blocks)
 
     def store(self, keys: list[bytes], block_ids: tuple[int, ...]) -> None:
         """Stores blocks whose KV is complete: `block_ids[i]` holds the tokens that `keys[i]` identifies. A key that is
@@ -110,6 +110,59 @@ class PrefixCache:
         cleared, self._cleared = self._cleared, False
         return KVCacheEvents(tuple(stored), tuple(evicted), cleared) if stored or evicted or cleared else None
 
+    # What sequences reuse and store.
+
+    def matching(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the cached blocks that hold the first tokens of a sequence. Its last token is never included: that
+        token is computed (or sent) again in any case, and needs a block that is not shared."""
+        if not self.enabled or not sequence.reuses_prefix:
+            return ()
+        return self.match(self._keys(sequence, sequence.num_tokens - 1))
+
+    def num_matching_tokens(self, sequence: Sequence) -> int:
+        """Returns how many positions `matching` covers now."""
+        return len(self.matching(sequence)) * self.block_size
+
+    def reuse(self, sequence: Sequence, shared: Holder) -> None:
+        """Assigns the blocks of `matching` to the sequence, which has none, with `shared` as a further holder. Their
+        positions count as computed."""
+        blocks = self.matching(sequence)
+        self.blocks.hold(blocks, shared)
+        sequence.block_ids = blocks
+        sequence.num_offered = len(blocks)
+        sequence.num_computed = sequence.prefix_tokens = len(blocks) * self.block_size
+
+    def allocate(self, sequence: Sequence, num_blocks: int, shared: Holder, own: Holder, *, leave: int = 0) -> bool:
+        """Assigns `num_blocks` blocks to the sequence: those of `matching`, as `reuse` does, and free ones held by
+        `own`. Assigns none and returns False if fewer than `leave` blocks would stay free."""
+        cached = self.matching(sequence)
+        needed = num_blocks - len(cached)
+        if needed + leave > self.blocks.num_free_besides(cached):
+            return False
+        self.reuse(sequence, shared)
+        new = self.blocks.allocate(needed, own)
+        if new is None:
+            raise InvariantError(f"{needed} blocks for {sequence.id} could not be allocated: {self.blocks!r}")
+        sequence.block_ids += new
+        return True
+
+    def store_full_blocks(self, sequence: Sequence) -> None:
+        """Stores the blocks of a sequence that have become full."""
+        if not self.enabled:
+            return
+        # Draft tokens after the token that ended the sequence may count as computed.
+        keys = self._keys(sequence, min(sequence.num_computed, sequence.num_tokens))
+        self.store(keys[sequence.num_offered :], sequence.block_ids[sequence.num_offered : len(keys)])
+        sequence.num_offered = len(keys)
+
+    def _keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        chain = sequence.block_keys
+        if chain is None:
+            request = sequence.request
+            chain = KeyChain(self.model_digest, request.tenant, request.cache_salt, self.block_size)
+            sequence.block_keys = chain
+        return chain.grow(sequence.tokens, num_tokens)
+
     def check_idle(self) -> None:
         """Checks, in constant time, the cache of a pool that no sequence uses: its blocks are the idle ones.
 
@@ -136,66 +189,3 @@ class PrefixCache:
         hints = [key[:HINT_BYTES] for key in self._block_of]
         if sum(self._hints.values()) != len(hints) or set(hints) != set(self._hints):
             raise InvariantError("prefix cache: hints do not match its keys")
-
-
-class PrefixUse:
-    """One sequence's use of the cache: the blocks that it reuses and those that it stores. Complete state: the keys of
-    the sequence's full blocks, how many of its positions came from the cache when it last got blocks (`cached`), and
-    how many of its blocks have been offered to the cache."""
-
-    __slots__ = ("_cache", "_chain", "_offered", "_sequence", "_take", "cached")
-
-    def __init__(self, cache: PrefixCache, sequence: Sequence, *, take: bool = True) -> None:
-        """Without `take` the sequence stores blocks in the cache but reuses none."""
-        self._cache, self._sequence = cache, sequence
-        request = sequence.request
-        self._chain = KeyChain(cache.model_digest, request.tenant, request.cache_salt, cache.block_size)
-        self._take = take and cache.enabled
-        self._offered = 0
-        self.cached = 0
-
-    def find(self) -> tuple[int, ...]:
-        """Returns the cached blocks that hold the first tokens of the sequence. Its last token is never included: that
-        token is computed (or sent) again in any case, and needs a block that is not shared."""
-        if not self._take:
-            return ()
-        sequence = self._sequence
-        return self._cache.match(self._chain.grow(sequence.tokens, sequence.num_tokens - 1))
-
-    @property
-    def num_findable(self) -> int:
-        """Positions that `find` would cover now."""
-        return len(self.find()) * self._cache.block_size
-
-    def take(self, shared: Holder) -> None:
-        """Assigns the blocks of `find` to the sequence, which has none, with `shared` as a further holder. Their
-        positions count as computed."""
-        found, sequence = self.find(), self._sequence
-        self._cache.blocks.hold(found, shared)
-        sequence.block_ids = found
-        self._offered = len(found)
-        sequence.num_computed = self.cached = len(found) * self._cache.block_size
-
-    def claim(self, num_blocks: int, shared: Holder, own: Holder, *, leave: int = 0) -> bool:
-        """Assigns `num_blocks` blocks to the sequence: those of `find`, as `take` does, and free ones held by `own`.
-        Assigns none and returns False if fewer than `leave` blocks would stay free."""
-        found, blocks, sequence = self.find(), self._cache.blocks, self._sequence
-        needed = num_blocks - len(found)
-        if needed + leave > blocks.num_free_besides(found):
-            return False
-        self.take(shared)
-        new = blocks.allocate(needed, own)
-        if new is None:
-            raise InvariantError(f"{needed} blocks for {sequence.id} could not be allocated: {blocks!r}")
-        sequence.block_ids += new
-        return True
-
-    def store(self) -> None:
-        """Offers the blocks that have become full to the cache."""
-        if not self._cache.enabled:
-            return
-        sequence = self._sequence
-        # Draft tokens after the token that ended the sequence may count as computed.
-        keys = self._chain.grow(sequence.tokens, min(sequence.num_computed, sequence.num_tokens))
-        self._cache.store(keys[self._offered :], sequence.block_ids[self._offered : len(keys)])
-        self._offered = len(keys)

@@ -1,4 +1,5 @@
-"""A sequence on a worker: one request's tokens, how many of them are computed, and the legal state transitions.
+"""A sequence on a worker: the tokens of one choice, how many of them are computed, and all else that the worker keeps
+about it. It is in the scheduler's `sequences`; queues, the hand-over and the drafts refer to the same object.
 
 On a prefill worker:  WAITING -> PREFILLING -> PREFILLED -> FINISHED
 On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED; without blocks READY | RUNNING -> PREEMPTED -> RUNNING
@@ -13,7 +14,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.errors import InvariantError
-from baton.core.events import SpeculationCounters, TokenEvent
+from baton.core.events import SpeculationCounters, StageStamps, TokenEvent
+from baton.core.machine import Table, handle, to
+from baton.core.prefix_keys import KeyChain
 from baton.core.request import FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
 from baton.core.step import History, Row
 
@@ -29,43 +32,102 @@ class State(Enum):
     FINISHED = "finished"
 
 
-LEGAL_MOVES: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.PREFILLING, State.FINISHED}),
-    State.PREFILLING: frozenset({State.PREFILLED, State.FINISHED}),
-    State.PREFILLED: frozenset({State.FINISHED}),
-    State.RECEIVING: frozenset({State.READY, State.FINISHED}),
-    State.READY: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
-    State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
-    State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
-    State.FINISHED: frozenset(),
-}
+# Events.
+
+
+class Started:
+    """A prefill worker has allocated its blocks: its first chunk is in the next step."""
+
+
+class Prefilled:
+    """All its tokens are computed, and its KV is pinned while it is sent."""
+
+
+class KVReceived:
+    """All its KV has arrived at a decode worker."""
+
+
+class Admitted:
+    """It joins the batch of running sequences."""
+
+
+class Preempted:
+    """Its blocks were given to another sequence."""
+
+
+class Finished:
+    """It ends on this worker, for whatever reason."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Two counters are stored, `output` and `num_computed`; the rest is derived.
-
-    `output` starts with the tokens of earlier attempts; `logprobs` holds those of the tokens appended since, if the
-    request asks for them. `num_computed` counts positions whose KV is in the blocks. `cached_tokens` is how many tokens
-    the prefill worker did not compute, if reported. `step_id` is the outstanding step that computes a row of the
-    sequence, or None. `ending` is the reason why the sequence ends once that step is complete, or None.
-    """
+    """Two counters are stored, `output` and `num_computed`; the rest is derived."""
 
     request: GenerateRequest
     state: State
     arrived_at: float
-    id: SequenceId = field(init=False)  # the request's, made once because every step reads it
+    # Order of arrival at this worker.
+    number: int = 0
+    # The request's, made once because every step reads it.
+    id: SequenceId = field(init=False)
+    # Starts with the tokens of earlier attempts.
     output: list[int] = field(init=False)
+    # Those of the tokens appended since, if the request asks for them.
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    # Positions whose KV is in the blocks.
     num_computed: int = 0
     block_ids: tuple[int, ...] = ()
+    # The newest outstanding step that computes a row of it.
     step_id: int | None = None
+    # Why it ends once that step is complete.
     ending: str | None = None
+    # Tokens that the prefill worker did not compute, as far as they are reported.
     cached_tokens: int = 0
+
+    # The prefix cache (baton.core.prefix_cache). Keys of its full blocks, as far as they have been needed.
+    block_keys: KeyChain | None = None
+    # Whether it may use blocks of the cache; it stores its own in any case.
+    reuses_prefix: bool = True
+    # Positions that were in the cache when it last got blocks.
+    prefix_tokens: int = 0
+    # Blocks, from the first on, that have been offered to the cache.
+    num_offered: int = 0
+
+    # On a prefill worker. Whether its blocks are pinned for a hand-over.
+    send_pinned: bool = False
+    # Its KV may be damaged and is kept out of the cache.
+    kv_suspect: bool = False
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    started_at: float | None = None
+    computed_at: float | None = None
+
+    # On a decode worker. The output index from which tokens are still to be reported: the first event repeats the token
+    # that prefill sampled.
+    next_emit_index: int = field(init=False)
+    received_at: float | None = None
+    running_at: float | None = None
+    # When the last token, or the KV, arrived.
+    last_token_at: float = 0.0
+    # It was aborted while KV is being written into its blocks.
+    in_flight: bool = False
+    # It has the boost of its priority (decode.anti_starvation).
+    boosted: bool = False
+    # The result of its outstanding row is to be discarded.
+    discard_result: bool = False
+    # Its end is reported, but an outstanding step still writes into its blocks.
+    end_reported: bool = False
+    speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    # Decayed numbers of its draft tokens that were accepted, and that were verified (decode.speculation.acceptance).
+    accepted_weight: float = 0.0
+    verified_weight: float = 0.0
 
     def __post_init__(self) -> None:
         self.id = self.request.sequence_id
         self.output = list(self.request.output)
+        self.next_emit_index = len(self.output)
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.id} {self.state.value}, {self.num_computed} of {self.num_tokens} tokens computed>"
 
     @property
     def num_tokens(self) -> int:
@@ -141,18 +203,85 @@ class Sequence:
             self.logprobs.append(logprob)
         return finish_reason(self.request, len(self.output), token)
 
-    def token_event(self, first_index: int, speculation: SpeculationCounters | None = None) -> TokenEvent:
-        """Returns the output from `first_index` on, as an event."""
+    def next_tokens_event(self) -> TokenEvent:
+        """Returns the output that is still to be reported by a decode worker; it counts as reported then."""
+        first_index, self.next_emit_index = self.next_emit_index, len(self.output)
         logprobs = self.logprobs[first_index - len(self.request.output) :] if self.logprobs else ()
         tokens = tuple(self.output[first_index:])
+        speculation = self.speculation if self.speculation.steps else None
         return TokenEvent(self.id, first_index, tokens, tuple(logprobs), (), self.cached_tokens, speculation)
 
-    def move(self, state: State) -> None:
-        """Changes to `state`.
+    @property
+    def rank(self) -> tuple[int, bool, int]:
+        """Which sequences of a decode worker come first: the lowest ranks."""
+        return self.request.priority, not self.boosted, self.number
 
-        Raises:
-            InvariantError: LEGAL_MOVES does not allow it.
-        """
-        if state not in LEGAL_MOVES[self.state]:
-            raise InvariantError(f"sequence {self.id} cannot go from {self.state.value} to {state.value}")
-        self.state = state
+    def prefill_stamps(self) -> StageStamps:
+        if self.started_at is None:
+            return StageStamps()
+        prefill_s = 0.0 if self.computed_at is None else self.computed_at - self.started_at
+        return StageStamps(queue_s=self.started_at - self.arrived_at, prefill_s=prefill_s)
+
+    def decode_stamps(self, now: float | None) -> StageStamps:
+        if self.received_at is None:
+            return StageStamps()
+        transfer_s = self.received_at - self.arrived_at
+        if self.running_at is None:
+            return StageStamps(transfer_s=transfer_s)
+        decode_s = 0.0 if now is None else now - self.running_at
+        return StageStamps(transfer_s=transfer_s, decode_queue_s=self.running_at - self.received_at, decode_s=decode_s)
+
+    # States.
+
+    def on(self, event: Event, now: float = 0.0) -> None:
+        """Changes the state; `now` matters only to events whose time is kept. Raises InvariantError if TABLE does not
+        list the event for the present state."""
+        handle(TABLE, self, event, now)
+
+    def _start(self, event: Started, now: float) -> list[None]:
+        self.state, self.started_at = State.PREFILLING, now
+        return []
+
+    def _prefilled(self, event: Prefilled, now: float) -> list[None]:
+        self.state = State.PREFILLED
+        return []
+
+    def _received(self, event: KVReceived, now: float) -> list[None]:
+        self.state, self.received_at, self.last_token_at = State.READY, now, now
+        return []
+
+    def _admit(self, event: Admitted, now: float) -> list[None]:
+        self.state = State.RUNNING
+        if self.running_at is None:
+            self.running_at = now
+        return []
+
+    def _preempt(self, event: Preempted, now: float) -> list[None]:
+        self.state = State.PREEMPTED
+        return []
+
+    def _finish(self, event: Finished, now: float) -> list[None]:
+        self.state = State.FINISHED
+        return []
+
+
+Event = Started | Prefilled | KVReceived | Admitted | Preempted | Finished
+_FINISH = to(Sequence._finish, State.FINISHED)
+_PREEMPT = to(Sequence._preempt, State.PREEMPTED)
+
+TABLE: Table = {
+    (State.WAITING, Started): to(Sequence._start, State.PREFILLING),
+    (State.WAITING, Finished): _FINISH,
+    (State.PREFILLING, Prefilled): to(Sequence._prefilled, State.PREFILLED),
+    (State.PREFILLING, Finished): _FINISH,
+    (State.PREFILLED, Finished): _FINISH,
+    (State.RECEIVING, KVReceived): to(Sequence._received, State.READY),
+    (State.RECEIVING, Finished): _FINISH,
+    (State.READY, Admitted): to(Sequence._admit, State.RUNNING),
+    (State.READY, Preempted): _PREEMPT,
+    (State.READY, Finished): _FINISH,
+    (State.RUNNING, Preempted): _PREEMPT,
+    (State.RUNNING, Finished): _FINISH,
+    (State.PREEMPTED, Admitted): to(Sequence._admit, State.RUNNING),
+    (State.PREEMPTED, Finished): _FINISH,
+}

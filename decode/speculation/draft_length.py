@@ -4,10 +4,6 @@ Drafting pays off while the tokens it is expected to gain would take longer to g
 that a draft token is accepted if all before it were, the d-th draft token of a sequence gains p^d tokens. It costs one
 more token in the target's step and its share of a draft pass. `choose_lengths` selects the sequences with the highest
 p, 1, 2, 4, ... of them, lengthens their drafts while tokens per second rise, and keeps the fastest of these choices.
-
-p is estimated per sequence; the fewer recent observations it has, the more it is weighted towards the average of all
-sequences. So while a sequence is not drafted for, its p returns to the worker's average: observations become outdated,
-and the text may become easier to predict.
 """
 
 from __future__ import annotations
@@ -16,58 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 8
-
-_KEPT = 0.98  # decay of a sequence's observations per draft token
-_KEPT_SHARED = 0.995  # decay of the worker's observations per draft token
-_KEPT_IDLE = 0.985  # decay of a sequence's observations per step without a draft token for it
-_PRIOR = 16.0  # weight of the worker's average in a sequence's estimate, in draft tokens
-_START, _START_PRIOR = 0.6, 24.0  # the worker's initial average, and its weight in draft tokens
-
-
-@dataclass(slots=True)
-class Acceptance:
-    """Verified draft tokens, up to the first rejected one: `right` of `seen` were accepted. Both decay."""
-
-    right: float = 0.0
-    seen: float = 0.0
-
-    def observe(self, drafted: int, accepted: int, kept: float) -> None:
-        """Records that `accepted` of `drafted` were accepted; those after the first rejected one do not count."""
-        for index in range(min(accepted + 1, drafted)):
-            self.right = self.right * kept + (index < accepted)
-            self.seen = self.seen * kept + 1.0
-
-    def fade(self, kept: float) -> None:
-        self.right *= kept
-        self.seen *= kept
-
-    def rate(self, prior: float, weight: float) -> float:
-        """Returns p, with `prior` weighted like `weight` observed draft tokens."""
-        return (self.right + prior * weight) / (self.seen + weight)
-
-
-class AcceptanceEstimates:
-    """Complete state: the acceptance over all sequences. The caller keeps each sequence's own Acceptance."""
-
-    def __init__(self) -> None:
-        self._all = Acceptance(_START * _START_PRIOR, _START_PRIOR)  # decays like observations
-
-    @property
-    def shared(self) -> float:
-        """p over all sequences."""
-        return self._all.right / self._all.seen
-
-    def rate(self, acceptance: Acceptance) -> float:
-        """Returns p of a sequence."""
-        return acceptance.rate(self.shared, _PRIOR)
-
-    def observe(self, acceptance: Acceptance, drafted: int, accepted: int) -> None:
-        """Records a step with `drafted` draft tokens for a sequence, `accepted` of which were accepted."""
-        if drafted:
-            acceptance.observe(drafted, accepted, _KEPT)
-            self._all.observe(drafted, accepted, _KEPT_SHARED)
-        else:
-            acceptance.fade(_KEPT_IDLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +63,8 @@ def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPri
     best = [0] * len(rates)
     count = 1
     while able:
-        speed, found = _deepen(able[:count], rates, limits, price, speed)
-        best = found or best
+        speed, lengths = _deepen(able[:count], rates, limits, price, speed)
+        best = lengths or best
         if count >= len(able):
             break
         count = min(2 * count, len(able))

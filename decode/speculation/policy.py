@@ -13,10 +13,9 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
+from decode.speculation.acceptance import AcceptanceEstimates
 from decode.speculation.draft_length import (
     MAX_DRAFT_TOKENS,
-    Acceptance,
-    AcceptanceEstimates,
     StepPrice,
     choose_length,
     choose_lengths,
@@ -38,10 +37,7 @@ Room = Callable[[Sequence, int], int]
 
 
 class Speculation:
-    """Complete state: `model`, the source of draft tokens, the acceptance estimates, each sequence with its acceptance,
-    the sequences whose draft KV is to be filled (`_wanted`), `trials`, the average answer length (`_usual_tokens`), the
-    index of the sequence that was checked last (`_last_checked`), the number of `_steps`, how many of the last ones
-    chose nothing (`_skipped`), and `counters`. Without `drafts` nothing is drafted.
+    """Without `drafts` nothing is drafted.
 
     `fixed_length` draft tokens per step (0: chosen adaptively). `forced_rate` is for benchmarks only: draft tokens
     count as accepted with that probability, and the output is not real.
@@ -62,26 +58,30 @@ class Speculation:
         self.acceptance = AcceptanceEstimates()
         self.trials = Trials()
         self.counters = SpeculationCounters(forced=forced_rate is not None)
-        self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
-        self._wanted: dict[SequenceId, Sequence] = {}
+        # Sequences that are here, with or without KV.
+        self._num_sequences = 0
+        # Those whose draft KV is to be filled.
+        self._to_fill: dict[SequenceId, Sequence] = {}
+        # The average length of an answer.
         self._usual_tokens = _USUAL_TOKENS
+        # The index of the sequence that was checked last, the steps so far, how many of the last ones chose nothing.
         self._last_checked = self._steps = self._skipped = 0
 
     def open(self, sequence: Sequence) -> None:
         """Registers a sequence whose KV is about to arrive."""
         if self.drafts is not None:
             self.drafts.open(sequence)
-            self._open[sequence.id] = sequence, Acceptance()
-            self._wanted[sequence.id] = sequence
+            self._num_sequences += 1
+            self._to_fill[sequence.id] = sequence
 
-    def close(self, sequence_id: SequenceId) -> None:
+    def close(self, sequence: Sequence) -> None:
         if self.drafts is not None:
-            self.drafts.close(sequence_id)
-            sequence, _ = self._open.pop(sequence_id)
+            self.drafts.close(sequence.id)
+            self._num_sequences -= 1
             if sequence.output:  # a sequence that never arrived does not count
                 self._usual_tokens += _USUAL_WEIGHT * (len(sequence.output) - self._usual_tokens)
-            self._wanted.pop(sequence_id, None)
-            self.trials.close(sequence_id)
+            self._to_fill.pop(sequence.id, None)
+            self.trials.close(sequence.id)
 
     def extend(self, plan: StepPlan, sequences: list[Sequence], room: Room) -> StepPlan:
         """Returns the plan with draft tokens, or draft rows that will make them. `sequences[i]` is that of row i."""
@@ -108,59 +108,59 @@ class Speculation:
         drafts += self._fills(idle=not rows)
         return StepPlan(plan.step_id, tuple(rows), tuple(drafts))
 
-    def verify(
-        self, sequence: Sequence, row: Row, sampled: tuple[int, ...], counters: SpeculationCounters
-    ) -> tuple[tuple[int, ...], SpeculationCounters]:
-        """Returns the tokens that a row's samples add to its sequence, which the caller appends, and the new
-        counters."""
+    def verify(self, sequence: Sequence, row: Row, sampled: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the tokens that a row's samples add to its sequence, which the caller appends."""
         drafted = row.num_sampled - 1
         if self.drafts is None or drafted < 0:
-            return sampled, counters
+            return sampled
         draft_tokens = row.tokens[len(row.tokens) - drafted :]
         accepted = accepted_length(draft_tokens, sampled)
         taken = sampled[: accepted + 1]
         if self.forced_rate is not None:
             accepted = forced_length(drafted, row.output_index, row.sampling.seed, self.forced_rate)
             taken = draft_tokens[:accepted] + sampled[accepted : accepted + 1]
-        self.acceptance.observe(self._open[sequence.id][1], drafted, accepted)
+        self.acceptance.observe(sequence, drafted, accepted)
         self.drafts.on_verified(sequence, drafted, accepted)
-        if not drafted:
-            return taken, counters
-        self.counters = self.counters.plus(drafted, accepted)
-        return taken, counters.plus(drafted, accepted, forced=self.forced_rate is not None)
+        if drafted:
+            self.counters = self.counters.plus(drafted, accepted)
+            sequence.speculation = sequence.speculation.plus(drafted, accepted, forced=self.forced_rate is not None)
+        return taken
 
     def check_idle(self) -> None:
         """Raises InvariantError, in constant time, if state of any sequence is left."""
         if self.drafts is not None:
             self.drafts.check_idle()
-            self._check_open(set())
+            self._check_sequences(set())
 
     def check(self, sequence_ids: set[SequenceId]) -> None:
         """Raises InvariantError unless there is state of exactly these sequences."""
         if self.drafts is not None:
             self.drafts.check(sequence_ids)
-            self._check_open(sequence_ids)
+            self._check_sequences(sequence_ids)
 
-    def _check_open(self, sequence_ids: set[SequenceId]) -> None:
-        if set(self._open) != sequence_ids or not set(self._wanted) <= sequence_ids:
-            raise InvariantError(f"speculation does not match the sequences: {set(self._open) ^ sequence_ids}")
+    def _check_sequences(self, sequence_ids: set[SequenceId]) -> None:
+        ended = set(self._to_fill) - sequence_ids
+        if self._num_sequences != len(sequence_ids) or ended:
+            raise InvariantError(
+                f"speculation has {self._num_sequences} of {len(sequence_ids)} sequences, and fills drafts of {ended}"
+            )
 
     def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
-        """Returns the draft length of each sequence of the plan that samples; may add sequences to `_wanted`."""
-        most = [min(MAX_DRAFT_TOKENS, s.request.max_tokens - len(s.output) - 1) for s in sequences]
+        """Returns the draft length of each sequence of the plan that samples; may add sequences to `_to_fill`."""
+        longest = [min(MAX_DRAFT_TOKENS, s.request.max_tokens - len(s.output) - 1) for s in sequences]
         behind = [self.drafts.behind(s) if self.drafts is not None else 0 for s in sequences]
         if self.fixed_length:
-            self._wanted |= {s.id: s for s, n in zip(sequences, behind, strict=True) if n > CATCH_UP}
-            return [max(0, min(self.fixed_length, limit)) for limit in most]
+            self._to_fill |= {s.id: s for s, n in zip(sequences, behind, strict=True) if n > CATCH_UP}
+            return [max(0, min(self.fixed_length, limit)) for limit in longest]
         if not sequences:
             return []
         self._steps += 1
         # A lone sequence that cannot be drafted for, and no trial runs: there is nothing to choose.
-        far_off = len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
+        far_off = self._num_sequences == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
         if far_off and self._steps % _CHECK_INTERVAL:
             self._skipped += 1
             return [0]
-        limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(most, behind, strict=True)]
+        limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(longest, behind, strict=True)]
         lone = self.model.of_one_row() if plan.num_tokens == 1 else None
         if lone is not None:
             plain_s = lone[0]
@@ -171,9 +171,9 @@ class Speculation:
             lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
         self.trials.stepped(plain_s, 1 + self._skipped)
         self._skipped = 0
-        if len(self._open) > 1 or self._steps % _CHECK_INTERVAL == 0:
+        if self._num_sequences > 1 or self._steps % _CHECK_INTERVAL == 0:
             index = self._last_checked = (self._last_checked + 1) % len(sequences)  # one at a time is enough
-            if not lengths[index] and most[index] >= TRIAL_DRAFT_TOKENS:
+            if not lengths[index] and longest[index] >= TRIAL_DRAFT_TOKENS:
                 self._look(plan, sequences[index], behind[index], len(sequences))
         for index, sequence in enumerate(sequences):
             if sequence.id == self.trials.sequence_id and limits[index] > 0:
@@ -181,18 +181,18 @@ class Speculation:
         return lengths
 
     def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
-        """Adds `sequence`, one of `rows` and not drafted for, to `_wanted` if filling its draft KV pays off, or for a
+        """Adds `sequence`, one of `rows` and not drafted for, to `_to_fill` if filling its draft KV pays off, or for a
         trial."""
         price = self._price(len(plan.rows), plan.num_tokens)
         each_s = price.draft_token_s(1)
         if behind <= CATCH_UP:  # it can draft immediately: if that almost pays off, it is nearly free
             each_s = max(each_s - self._rate(sequence) * price.plain_s / rows, 0.0)
         cost_s = self._fill_s(behind) + TRIAL_DRAFT_TOKENS * each_s
-        if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s, alone=len(self._open) == 1):
-            self._wanted[sequence.id] = sequence
+        if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s, alone=self._num_sequences == 1):
+            self._to_fill[sequence.id] = sequence
 
     def _rate(self, sequence: Sequence) -> float:
-        return self.acceptance.rate(self._open[sequence.id][1])
+        return self.acceptance.rate(sequence)
 
     def _price(self, rows: int, tokens: int) -> StepPrice:
         model = self.model
@@ -209,23 +209,23 @@ class Speculation:
         all sequences that are here decode."""
         if self.drafts is None:
             return False
-        rows, done = len(self._open), len(sequence.output)
+        rows, done = self._num_sequences, len(sequence.output)
         left = min(sequence.request.max_tokens - done, max(self._usual_tokens - done, self._usual_tokens / 4))
         saved_s = left * saved_per_token(self._rate(sequence), rows, self._price(rows, rows))
         return saved_s > _MARGIN * self._fill_s(self.drafts.behind(sequence))
 
     def _fills(self, idle: bool) -> list[DraftRow]:
-        """Returns the draft rows that fill the draft KV of `_wanted` sequences, where that pays off."""
+        """Returns the draft rows that fill the draft KV of `_to_fill` sequences, where that pays off."""
         rows: list[DraftRow] = []
-        tokens = self.model.fill_tokens(idle) if self._wanted else 0
-        for sequence_id, sequence in list(self._wanted.items()):
+        tokens = self.model.fill_tokens(idle) if self._to_fill else 0
+        for sequence_id, sequence in list(self._to_fill.items()):
             if tokens <= 0 or self.drafts is None:
                 break
             paid = self.fixed_length or sequence_id == self.trials.sequence_id or self._pays_back(sequence)
             near = self.drafts.behind(sequence) <= CATCH_UP and self.drafts.room(sequence, 1) > 0
             row = self.drafts.fill(sequence, tokens) if paid and not near else None
             if row is None:  # near enough to draft, not worth it, or its draft has no blocks
-                del self._wanted[sequence_id]
+                del self._to_fill[sequence_id]
             else:
                 rows.append(row)
                 tokens -= len(row.tokens)

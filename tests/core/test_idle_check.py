@@ -58,6 +58,6 @@ def test_idle_check_detects_a_leaked_block_of_a_draft_model() -> None:
 def test_idle_check_detects_a_queue_that_is_not_empty() -> None:
     scheduler = make_prefill()
     scheduler.submit(make_request("left"), 0.0, hand_over=False)
-    scheduler._entries.clear()
+    scheduler.sequences.clear()
     with pytest.raises(InvariantError, match="left"):
         scheduler.check_idle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from baton.core.errors import InvariantError
 from baton.core.events import TokenEvent
 from baton.core.request import SamplingParams, SequenceId, TokenLogprob, finish_reason
-from baton.core.sequence import LEGAL_MOVES, Sequence, State
+from baton.core.sequence import TABLE, Event, Sequence, State
 from baton.core.step import StepPlan
 from tests.support.builders import EOS, make_request
 
@@ -61,25 +62,27 @@ def test_sequence_does_not_write_into_its_request() -> None:
     assert request.output == (5,)
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)))
-def test_only_legal_state_transitions_are_made(before: State, after: State) -> None:
+@pytest.mark.parametrize(("before", "kind"), list(itertools.product(State, get_args(Event))))
+def test_only_legal_state_transitions_are_made(before: State, kind: type) -> None:
     sequence = Sequence(make_request(), before, 0.0)
-    if after in LEGAL_MOVES[before]:
-        sequence.move(after)
-        assert sequence.state is after
+    if (before, kind) in TABLE:
+        sequence.on(kind(), 1.0)
+        assert {sequence.state} == TABLE[before, kind].states
     else:
-        with pytest.raises(InvariantError, match=f"from {before.value} to {after.value}"):
-            sequence.move(after)
+        with pytest.raises(InvariantError, match=f"in state {before.value} cannot handle {kind.__name__}"):
+            sequence.on(kind(), 1.0)
         assert sequence.state is before
 
 
 def test_every_state_can_finish_and_prefill_and_decode_states_never_mix() -> None:
-    assert set(LEGAL_MOVES) == set(State)
-    assert all(State.FINISHED in moves for state, moves in LEGAL_MOVES.items() if state is not State.FINISHED)
-    assert not LEGAL_MOVES[State.FINISHED]
-    prefill, decode = {State.WAITING, State.PREFILLING, State.PREFILLED}, {State.RECEIVING, State.READY, State.RUNNING}
+    after = {state: {s for (before, _), t in TABLE.items() if before is state for s in t.states} for state in State}
+    assert all(State.FINISHED in states for state, states in after.items() if state is not State.FINISHED)
+    assert not after[State.FINISHED]
+    prefill = {State.WAITING, State.PREFILLING, State.PREFILLED}
+    decode = {State.RECEIVING, State.READY, State.RUNNING, State.PREEMPTED}
+    assert prefill | decode | {State.FINISHED} == set(State)
     for mine, others in ((prefill, decode), (decode, prefill)):
-        assert not set().union(*(LEGAL_MOVES[state] for state in mine)) & others
+        assert not set().union(*(after[state] for state in mine)) & others
 
 
 def test_every_attempt_of_every_choice_has_its_own_sequence_id() -> None:
@@ -138,4 +141,6 @@ def test_log_probabilities_are_reported_with_their_tokens() -> None:
     first, second = TokenLogprob(7, -0.5, 1), TokenLogprob(8, -1.0, 2)
     sequence.append(7, first)
     sequence.append(8, second)
-    assert sequence.token_event(1) == TokenEvent(sequence.id, 1, (8,), (second,))
+    sequence.next_emit_index = 1
+    assert sequence.next_tokens_event() == TokenEvent(sequence.id, 1, (8,), (second,))
+    assert sequence.next_emit_index == 2

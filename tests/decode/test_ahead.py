@@ -160,7 +160,7 @@ def test_sampling_that_depends_on_previous_tokens_prevents_planning_ahead(sampli
         finish(scheduler, plan)
     assert scheduler.steps_ahead == 0
     with pytest.raises(InvariantError, match="depends on its token"):
-        scheduler._entries[A].sequence.row_behind(plan.rows[0])
+        scheduler.sequences[A].row_behind(plan.rows[0])
 
 
 def test_sampling_that_depends_only_on_the_token_count_allows_planning_ahead() -> None:
@@ -270,10 +270,10 @@ class Drive:
     def hand_over(self, scheduler: DecodeScheduler, runner: FakeRunner, request: GenerateRequest) -> bool:
         """Reserves blocks and writes the KV into them immediately, outside the steps; False if none can be reserved."""
         try:
-            blocks = scheduler.reserve(request, 0.0)
+            blocks = scheduler.reserve(request, 0.0).block_ids
         except Unavailable:
             return False
-        cached = scheduler.num_cached(request.sequence_id)
+        cached = scheduler.sequences[request.sequence_id].prefix_tokens
         row = Row(request.sequence_id, cached, request.prompt[cached:], blocks, request.sampling, 1)
         (first,) = runner.step(StepPlan(0, (row,))).sampled[0]
         ended = scheduler.received(request.sequence_id, first, 0.0)

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.blocks import BlockTable
-from baton.core.prefix_cache import PrefixCache, PrefixUse
-from baton.core.sequence import Sequence, State
+from baton.core.sequence import Finished, Sequence, State
 from decode.anti_starvation import (
     BOOST_TOKENS,
     RECOMPUTE_SHARE,
@@ -20,13 +18,10 @@ from decode.anti_starvation import (
     num_unthrottled,
     throttled,
 )
-from decode.entry import Entry
 from decode.speculation.step_cost import StepModel
 from tests.support.builders import make_request
 from tests.support.half_pool import FAST, Stream, drive, half_pool
 from tests.support.overload_sim import COSTS
-
-CACHE = PrefixCache(BlockTable(1), 16, "", enabled=False)
 
 
 @pytest.mark.parametrize(("count", "most_s", "most_recomputed"), [(8, 5.6, 1_600), (16, 6.7, 2_600), (32, 9.9, 3_300)])
@@ -101,65 +96,67 @@ def test_all_streams_end_and_wait_at_most_one_round_of_boosts_in_any_pool(
     assert found.longest_silence_s < TOKEN_GAP_S + THROTTLED_INTERVAL_S + 0.7 * round_s
 
 
-def waiting(name: str, tokens: int, last_token_at: float, priority: int = 0) -> Entry:
-    sequence = Sequence(make_request(name, tokens, 100, priority=priority), State.PREEMPTED, 0.0)
-    number = int(name[1:])
-    return Entry(sequence, PrefixUse(CACHE, sequence), number, 0, last_token_at=last_token_at)
+def waiting(name: str, tokens: int, last_token_at: float, priority: int = 0) -> Sequence:
+    request = make_request(name, tokens, 100, priority=priority)
+    return Sequence(request, State.PREEMPTED, 0.0, int(name[1:]), last_token_at=last_token_at)
 
 
-def boosted(entries: list[Entry]) -> list[str]:
-    return [entry.sequence.id.request_id for entry in entries if entry.boosted]
+def boosted(sequences: list[Sequence]) -> list[str]:
+    return [sequence.id.request_id for sequence in sequences if sequence.boosted]
 
 
 def test_boost_starts_as_late_as_the_silence_limit_allows() -> None:
     """At 10 ms a token and a share of 0.3, a boost of a sequence of 9 tokens takes 0.3 s."""
-    turns, entries = AntiStarvation(), [waiting("s1", 9, 0.1), waiting("s2", 9, 0.0), waiting("s3", 9, 0.05)]
-    turns.update(entries, 0.6, 0.01)
-    assert boosted(entries) == []
-    turns.update(entries, 0.71, 0.01)
-    assert boosted(entries) == ["s2"], "who has been silent longest; the third would be heard at 1.5 s"
-    turns.update(entries, 5.0, 0.01)
-    assert boosted(entries) == ["s2"], "one at a time"
+    turns, sequences = AntiStarvation(), [waiting("s1", 9, 0.1), waiting("s2", 9, 0.0), waiting("s3", 9, 0.05)]
+    turns.update(sequences, 0.6, 0.01)
+    assert boosted(sequences) == []
+    turns.update(sequences, 0.71, 0.01)
+    assert boosted(sequences) == ["s2"], "who has been silent longest; the third would be heard at 1.5 s"
+    turns.update(sequences, 5.0, 0.01)
+    assert boosted(sequences) == ["s2"], "one at a time"
 
 
 def test_boost_ends_after_some_tokens_and_the_next_starts_when_the_share_allows() -> None:
-    turns, entries = AntiStarvation(), [waiting("s1", 9, 0.0), waiting("s2", 9, 0.1)]
-    turns.update(entries, 2.0, 0.01)
-    first = entries[0]
-    first.sequence.output.extend([7] * (BOOST_TOKENS - 1))
-    turns.update(entries[1:], 2.1, 0.01)
-    assert boosted(entries) == ["s1"]
-    first.sequence.output.append(7)
-    turns.update(entries[1:], 2.2, 0.01)
-    assert boosted(entries) == []
-    turns.update(entries[1:], 2.31, 0.01)
-    assert boosted(entries) == ["s2"]
+    turns, sequences = AntiStarvation(), [waiting("s1", 9, 0.0), waiting("s2", 9, 0.1)]
+    turns.update(sequences, 2.0, 0.01)
+    first = sequences[0]
+    first.output.extend([7] * (BOOST_TOKENS - 1))
+    turns.update(sequences[1:], 2.1, 0.01)
+    assert boosted(sequences) == ["s1"]
+    first.output.append(7)
+    turns.update(sequences[1:], 2.2, 0.01)
+    assert boosted(sequences) == []
+    turns.update(sequences[1:], 2.31, 0.01)
+    assert boosted(sequences) == ["s2"]
 
 
 def test_ended_sequence_releases_its_boost_and_each_priority_has_its_own() -> None:
-    turns, entries = AntiStarvation(), [waiting("s1", 9, 0.0, priority=1), waiting("s2", 9, 1.9), waiting("s3", 9, 1.9)]
-    turns.update(entries, 2.0, 0.01)
-    assert boosted(entries) == ["s1"]
-    turns.update(entries, 4.0, 0.01)
-    assert boosted(entries) == ["s1", "s2"]
-    entries[1].sequence.move(State.FINISHED)
-    turns.update([entries[0], entries[2]], 6.0, 0.01)
-    assert boosted(entries) == ["s1", "s3"]
+    turns, sequences = (
+        AntiStarvation(),
+        [waiting("s1", 9, 0.0, priority=1), waiting("s2", 9, 1.9), waiting("s3", 9, 1.9)],
+    )
+    turns.update(sequences, 2.0, 0.01)
+    assert boosted(sequences) == ["s1"]
+    turns.update(sequences, 4.0, 0.01)
+    assert boosted(sequences) == ["s1", "s2"]
+    sequences[1].on(Finished())
+    turns.update([sequences[0], sequences[2]], 6.0, 0.01)
+    assert boosted(sequences) == ["s1", "s3"]
 
 
 def test_unthrottled_count_follows_the_recompute_cost_but_is_at_least_a_quarter() -> None:
-    entries = [waiting(f"s{index}", 100, 0.0) for index in range(32)]
-    assert num_unthrottled(entries, 1e-3) == 8
-    assert num_unthrottled(entries, RECOMPUTE_SHARE * TOKEN_GAP_S / 100 / 20.5) == 20
-    assert num_unthrottled(entries[:1], 1.0) == 1
+    sequences = [waiting(f"s{index}", 100, 0.0) for index in range(32)]
+    assert num_unthrottled(sequences, 1e-3) == 8
+    assert num_unthrottled(sequences, RECOMPUTE_SHARE * TOKEN_GAP_S / 100 / 20.5) == 20
+    assert num_unthrottled(sequences[:1], 1.0) == 1
 
 
 def test_sequence_with_a_recent_token_is_throttled_unless_boosted_or_of_higher_priority() -> None:
-    entries = [waiting(f"s{index}", 8, 0.0, priority=int(index > 1)) for index in range(6)]
-    for entry in entries:
-        entry.sequence.num_computed = 7
-    entries[3].boosted = True
-    entries[4].sequence.num_computed = 3
-    running = sorted(entries, key=lambda entry: entry.rank)
+    sequences = [waiting(f"s{index}", 8, 0.0, priority=int(index > 1)) for index in range(6)]
+    for sequence in sequences:
+        sequence.num_computed = 7
+    sequences[3].boosted = True
+    sequences[4].num_computed = 3
+    running = sorted(sequences, key=lambda sequence: sequence.rank)
     assert {found.request_id for found in throttled(running, 1, THROTTLED_INTERVAL_S / 2)} == {"s2", "s5"}
     assert throttled(running, 1, THROTTLED_INTERVAL_S) == set() and throttled(running, 6, 0.0) == set()

@@ -8,8 +8,10 @@ from functools import cache
 
 import pytest
 
-from decode.speculation.draft_length import Acceptance, AcceptanceEstimates
+from baton.core.sequence import Sequence, State
+from decode.speculation.acceptance import AcceptanceEstimates
 from tests.support.accepted_drafts import GREEDY, WARM, bits
+from tests.support.builders import make_request
 from tests.support.draft_sim import Prices, serve
 
 SERVED = Prices()
@@ -141,22 +143,26 @@ def test_drafting_starts_when_the_text_becomes_predictable() -> None:
     assert (all_of_it.tokens - hard.tokens) / easy_s > 0.8 * best
 
 
+def sequence() -> Sequence:
+    return Sequence(make_request(), State.RUNNING, 0.0)
+
+
 def test_acceptance_estimate_returns_to_the_shared_rate_without_draft_tokens() -> None:
-    estimates, one = AcceptanceEstimates(), Acceptance()
+    estimates, one = AcceptanceEstimates(), sequence()
     for _ in range(30):
         estimates.observe(one, 1, 0)
     for _ in range(200):
-        estimates.observe(Acceptance(), 4, 4)
+        estimates.observe(sequence(), 4, 4)
     assert estimates.shared > 0.95 and estimates.rate(one) < 0.5
     for _ in range(400):
         estimates.observe(one, 0, 0)
     assert estimates.rate(one) > 0.95 * estimates.shared
-    assert estimates.rate(Acceptance()) == estimates.shared
+    assert estimates.rate(sequence()) == estimates.shared
 
 
 def test_draft_tokens_after_the_first_rejected_one_do_not_count() -> None:
-    estimates, one = AcceptanceEstimates(), Acceptance()
+    estimates, one = AcceptanceEstimates(), sequence()
     estimates.observe(one, 8, 2)
-    assert 2.9 < one.seen < 3.0 and one.right < 2.0
-    estimates.observe(other := Acceptance(), 2, 2)
-    assert other.right == other.seen and 1.9 < other.seen < 2.0
+    assert 2.9 < one.verified_weight < 3.0 and one.accepted_weight < 2.0
+    estimates.observe(other := sequence(), 2, 2)
+    assert other.accepted_weight == other.verified_weight and 1.9 < other.verified_weight < 2.0

@@ -109,7 +109,7 @@ async def test_other_error_in_a_task_closes_the_link_and_is_logged(
     async with peer() as p:
         await p.request(p.offer())
         await p.open_edge(1)
-        monkeypatch.setattr(p.decode.worker.scheduler, "landed", broken)
+        monkeypatch.setattr(p.decode.worker.scheduler, "tokens_received", broken)
         chunk, buffer = p.chunk(0, 3)
         assert isinstance(await p.request(chunk), Posted)
         with caplog.at_level(logging.ERROR, "baton.incoming"):

@@ -58,7 +58,7 @@ def test_newest_sequence_is_preempted_and_recomputed_to_the_same_position() -> N
     ready(scheduler, "a")
     ready(scheduler, "b")
     assert names(until_preempted(scheduler)) == ["a"]
-    output = list(scheduler._entries[SequenceId("b")].sequence.output)
+    output = list(scheduler.sequences[SequenceId("b")].output)
     while names(plan := step(scheduler)) == ["a"]:
         pass
     (row,) = plan.rows

@@ -18,7 +18,7 @@ def offered(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
     """Reserves blocks; returns how many tokens need not be sent."""
     scheduler.reserve(request, 0.0)
     scheduler.check()
-    return scheduler.num_cached(request.sequence_id)
+    return scheduler.sequences[request.sequence_id].prefix_tokens
 
 
 def ready(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
@@ -72,7 +72,7 @@ def test_blocks_of_an_arriving_prompt_are_shared_as_soon_as_they_are_complete() 
     a = make_request("a", 15)
     assert offered(scheduler, a) == 0
     for landed, receiving, cached in ((3, 4, 0), (7, 3, 4), (12, 1, 12), (14, 1, 12)):
-        scheduler.landed(a.sequence_id, landed)
+        scheduler.tokens_received(a.sequence_id, landed)
         assert scheduler.blocks.counts().receiving == receiving
         later = make_request(f"at {landed}", 15)
         assert offered(scheduler, later) == cached
@@ -86,7 +86,7 @@ def test_received_blocks_of_an_aborted_prompt_are_free_and_cached() -> None:
     scheduler = make_decode(num_blocks=8)
     a = make_request("a", 15)
     offered(scheduler, a)
-    scheduler.landed(a.sequence_id, 9)
+    scheduler.tokens_received(a.sequence_id, 9)
     scheduler.abort(a.sequence_id)
     scheduler.check()
     assert scheduler.blocks.num_free == 8

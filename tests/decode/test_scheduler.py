@@ -63,7 +63,7 @@ def test_sequences_that_run_alone_take_turns_and_every_other_step_is_for_all_oth
 
 def test_sequence_starts_with_the_blocks_of_its_prompt_and_grows() -> None:
     scheduler = make_decode(num_blocks=8, block_size=4)
-    assert len(scheduler.reserve(make_request("a", prompt=5, max_tokens=8), 0.0)) == 2
+    assert len(scheduler.reserve(make_request("a", prompt=5, max_tokens=8), 0.0).block_ids) == 2
     assert scheduler.blocks.counts().receiving == 2
     scheduler.received(A, 5, 0.0)
     held = []
@@ -224,9 +224,9 @@ def test_outcome_of_another_step_is_refused() -> None:
 def test_stage_stamps_do_not_depend_on_the_origin_of_the_clock() -> None:
     scheduler = make_decode()
     scheduler.reserve(make_request("a", max_tokens=2), -4.0)
-    assert scheduler._entries[A].stamps(None) == StageStamps()
+    assert scheduler.sequences[A].decode_stamps(None) == StageStamps()
     scheduler.received(A, 5, -3.0)
-    assert scheduler._entries[A].stamps(None) == StageStamps(transfer_s=1.0)
+    assert scheduler.sequences[A].decode_stamps(None) == StageStamps(transfer_s=1.0)
     plan = scheduler.begin_step(-1.0)
     assert plan is not None
     result = scheduler.finish_step(make_outcome(plan), 0.0)
@@ -237,7 +237,7 @@ def test_stage_stamps_do_not_depend_on_the_origin_of_the_clock() -> None:
 def test_check_detects_a_lost_block_hold_and_an_impossible_state(spoil: str) -> None:
     scheduler = make_decode()
     ready(scheduler, make_request("a"))
-    sequence = scheduler._entries[A].sequence
+    sequence = scheduler.sequences[A]
     {
         "blocks": lambda: setattr(sequence, "block_ids", ()),
         "state": lambda: setattr(sequence, "num_computed", 1000),

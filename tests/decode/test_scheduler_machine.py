@@ -98,14 +98,14 @@ class DecodeMachine(RuleBasedStateMachine):
         pool, layout = self.scheduler.blocks, self.scheduler.layout
         needed, most = layout.blocks_for(prompt + output), layout.blocks_for(prompt + output + more - 1)
         try:
-            blocks = self.scheduler.reserve(request, self.now)
+            blocks = self.scheduler.reserve(request, self.now).block_ids
         except Unavailable as error:
             assert (error.code == "exceeds_pool") == (most > pool.num_blocks)
             assert self.sequences or error.code == "exceeds_pool", "an idle worker takes all that could ever fit"
             return
         assert len(blocks) == needed and most <= pool.num_blocks
         tracked = self.sequences[request.sequence_id] = Tracked(request, list(request.output), len(request.output))
-        cached = self.scheduler.num_cached(request.sequence_id)
+        cached = self.scheduler.sequences[request.sequence_id].prefix_tokens
         assert cached % self.size == 0 and cached < len(tracked.tokens)
         self.kv.check(tracked, blocks, cached)
 
@@ -136,10 +136,10 @@ class DecodeMachine(RuleBasedStateMachine):
     def chunk_arrives(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.in_phase("receiving", aborted=False)))
         tracked = self.sequences[sequence]
-        start = max(tracked.landed, self.scheduler.num_cached(sequence))
+        start = max(tracked.landed, self.scheduler.sequences[sequence].prefix_tokens)
         end = data.draw(st.integers(start, len(tracked.tokens) - 1))
         self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:end])
-        self.scheduler.landed(sequence, end)
+        self.scheduler.tokens_received(sequence, end)
         tracked.landed = end
 
     @precondition(lambda self: self.in_phase("receiving"))
@@ -149,7 +149,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def arrive(self, sequence: SequenceId, token: int) -> None:
         tracked = self.sequences[sequence]
-        start = max(tracked.landed, self.scheduler.num_cached(sequence))
+        start = max(tracked.landed, self.scheduler.sequences[sequence].prefix_tokens)
         self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:])
         ended = self.scheduler.received(sequence, token, self.now)
         tracked.output.append(token)
@@ -292,7 +292,9 @@ class DecodeMachine(RuleBasedStateMachine):
         used: list[int] = []
         for sequence, tracked in self.sequences.items():
             blocks, receiving = self.scheduler.block_ids(sequence), tracked.phase == "receiving"
-            first = max(tracked.landed, self.scheduler.num_cached(sequence)) // self.size if receiving else 0
+            first = (
+                max(tracked.landed, self.scheduler.sequences[sequence].prefix_tokens) // self.size if receiving else 0
+            )
             for index, block in enumerate(blocks):
                 holders = self.scheduler.blocks.holders(block)
                 assert Holder("receiving" if receiving and index >= first else "sequence", sequence) in holders

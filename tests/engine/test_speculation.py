@@ -150,7 +150,7 @@ def test_every_request_has_speculation_stats_and_draft_tokens_add_up(target: Run
     engine.step = step  # type: ignore[method-assign]
 
     def record_stats(scheduler: object) -> None:
-        stats.update({i: e.speculation for i, e in scheduler._entries.items()})  # type: ignore[attr-defined]
+        stats.update({i: e.speculation for i, e in scheduler.sequences.items()})  # type: ignore[attr-defined]
 
     run = decode_all(target, requests(2), speculation=drafting, engine=engine, each_step=record_stats)
     assert sum(len(g) for o in outcomes for g in o.draft_tokens) == run.counters.drafted_tokens

@@ -387,14 +387,14 @@ FAULTS = (
     # The schedulers.
     Fault(
         "prefill/scheduler.py",
-        "                room = room and self._start(entry, now)",
-        "                room = self._start(entry, now)",
+        "                room = room and self._start(sequence, now)",
+        "                room = self._start(sequence, now)",
         "tests/prefill/test_scheduler.py tests/prefill/test_scheduler_machine.py",
     ),
     Fault(
         "decode/scheduler.py",
-        "if waiting or not prefix.claim(needed, *holders, leave=here):",
-        "if not prefix.claim(needed, *holders, leave=here):",
+        "if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here):",
+        "if not self.cache.allocate(sequence, needed, *holders, leave=here):",
         "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
     ),
     # Grammars and tools.

@@ -198,10 +198,10 @@ def test_check_detects_a_lost_block_hold_and_a_lost_queue_entry(spoil: str) -> N
     request = make_request()
     scheduler.submit(request, 0.0, hand_over=True)
     scheduler.begin_step(0.0)
-    entry = scheduler._entries[request.sequence_id]
+    sequence = scheduler.sequences[request.sequence_id]
     {
-        "pin": lambda: setattr(entry, "pinned", False),
-        "hold": lambda: setattr(entry.sequence, "block_ids", ()),
+        "pin": lambda: setattr(sequence, "send_pinned", False),
+        "hold": lambda: setattr(sequence, "block_ids", ()),
         "queue": lambda: scheduler._running.clear(),
     }[spoil]()
     with pytest.raises(InvariantError):

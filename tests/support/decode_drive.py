@@ -99,7 +99,7 @@ def decode_all(
 
 def _hand_over(scheduler: DecodeScheduler, target: Runner, request: GenerateRequest, run: Run) -> bool:
     try:
-        blocks = scheduler.reserve(request, time.monotonic())
+        blocks = scheduler.reserve(request, time.monotonic()).block_ids
     except Unavailable as error:
         assert error.code == "no_free_blocks"
         return False

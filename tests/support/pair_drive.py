@@ -224,7 +224,7 @@ class _Drive:
         """Copies the KV that decode has not cached, block by block; returns False if decode has no free blocks."""
         sequence, size = request.sequence_id, self.decode.layout.block_size
         try:
-            there = self.decode.reserve(request, self.now)
+            there = self.decode.reserve(request, self.now).block_ids
         except Unavailable as error:
             assert error.code == "no_free_blocks"
             return False
