@@ -12,8 +12,9 @@ import click
 
 from baton.core.errors import StartupError
 from baton.runtime.options import NumberRange
-from launch.bench.load import WORKLOADS, Load, parse_lengths, read_trace
-from launch.bench.stats import Slo, parse_slo
+from launch.bench.load import WORKLOADS, Load, parse_lengths
+from sim.stats import Slo, parse_slo
+from sim.trace import TRACES, read_trace, trace_path
 
 DEFAULT_REPEATS = 3
 
@@ -57,9 +58,7 @@ _FILE = click.Path(dir_okay=False, writable=True)
 @click.option("--shared-len", type=click.IntRange(0), default=0, help="Tokens that all conversations begin with.")
 @click.option("--token-ids", type=_LENGTHS, default="300-3999", show_default=True, help="Ids that prompts are made of.")
 @click.option("--rate", type=NumberRange(1e-6), default=None, help="Open loop: requests per second, Poisson arrivals.")
-@click.option(
-    "--trace", "trace_path", type=click.Path(exists=True, dir_okay=False), help="Open loop: a recorded trace."
-)
+@click.option("--trace", default="", metavar="FILE", help=f"Open loop: a recorded trace; also {', '.join(TRACES)}.")
 @click.option("--scale", type=NumberRange(1e-6), default=1.0, show_default=True, help="Speed-up factor of the trace.")
 @click.option("--slo", type=_SLO, default=None, help="Latency limits; goodput counts requests within.")
 @click.option(
@@ -85,7 +84,7 @@ def bench_command(
     concurrency: int,
     requests: int | None,
     rate: float | None,
-    trace_path: str | None,
+    trace: str,
     slo: Slo | None,
     slo_share: float,
     sweep: bool,
@@ -105,17 +104,17 @@ def bench_command(
 
     if min(work["input_len"].low, work["output_len"].low) < 1:
         raise StartupError("--input-len and --output-len must be at least 1")
-    if sweep and (slo is None or against or trace_path):
+    if sweep and (slo is None or against or trace):
         raise StartupError("--sweep needs --slo, and cannot be combined with --against or --trace")
-    if rate and trace_path:
+    if rate and trace:
         raise StartupError("--rate and --trace both set arrival times; give only one")
     try:
-        trace = read_trace(Path(trace_path)) if trace_path else ()
+        rows = read_trace(trace_path(trace)) if trace else ()
     except (OSError, ValueError) as error:
-        raise StartupError(f"--trace {trace_path}: {error}") from None
+        raise StartupError(f"--trace {trace}: {error}") from None
     seed = secrets.randbelow(1 << 31) if seed is None else seed  # the prompts of an earlier command may be cached
-    load = Load(**work, seed=seed, rate=0.0 if sweep else rate or 0.0, trace=trace)
-    default = len(trace) if trace else 8 * concurrency
+    load = Load(**work, seed=seed, rate=0.0 if sweep else rate or 0.0, trace=rows)
+    default = len(rows) if rows else 8 * concurrency
     options = Options(
         load=load,
         concurrency=0 if load.is_open else concurrency,

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from launch.bench.report import PACKAGES, Report, best, machine_line, stage_times, tables
-from launch.bench.stats import Record, Summary
+from launch.bench.stats import Record
 from launch.console import versions
+from sim.stats import Summary
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 240, 56, 34
 COLORS = ("#2b7bd9", "#d9822b", "#238551", "#7a4fd0")

@@ -1,17 +1,13 @@
-"""The requests to send: prompts, lengths and due times, the same for the same seed. Pure, except for `read_trace`."""
+"""The requests to send: prompts, lengths and due times, the same for the same seed. Pure."""
 
 from __future__ import annotations
 
-import csv
-import itertools
-import json
-import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import Any, Literal, get_args
+
+from sim.trace import TRACE_BLOCK, TraceRow
 
 _WORDS = """
     the of and to in is that for it was on are as with they be at one have this from by hot but some what there
@@ -21,11 +17,6 @@ _WORDS = """
 """.split()  # noqa: SIM905
 Workload = Literal["tokens", "text", "turns", "tools", "schema"]
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
-TRACE_BLOCK = 512
-"""Tokens of a prefix block in Mooncake's traces."""
-MOST_ROWS = 100_000
-MOST_TOKENS = 10_000_000
-"""Limit of the prompt, and of the output, of one request of a trace."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -71,16 +62,6 @@ class Session:
 
     jobs: tuple[Job, ...]
     at_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One request of a recorded trace. `blocks` are the ids of its prefix blocks: equal ids mean equal tokens."""
-
-    at_s: float
-    input_len: int
-    output_len: int
-    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,53 +170,3 @@ def parse_lengths(text: str) -> Lengths:
     if lengths.low < 0 or lengths.high < lengths.low:
         raise ValueError(f"{text!r} is neither a length nor a range")
     return lengths
-
-
-def read_trace(path: Path) -> tuple[TraceRow, ...]:
-    """Reads the first MOST_ROWS rows of a trace in Mooncake's format (JSON lines) or Azure's (CSV), sorted by time.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it has neither format; the message names the row.
-    """
-    with path.open(encoding="utf-8") as file:
-        if path.suffix == ".csv":
-            rows = _numbered(csv.DictReader(file), _azure)
-        else:
-            rows = _numbered((json.loads(line) for line in file if line.strip()), _mooncake)
-        found = list(itertools.islice(rows, MOST_ROWS))
-    if not found:
-        raise ValueError("the trace has no rows")
-    return tuple(sorted(found, key=lambda row: row.at_s))
-
-
-def _numbered(lines: Iterable[Any], parse: Any) -> Iterator[TraceRow]:
-    number = 0
-    try:
-        for line in lines:
-            yield parse(line)
-            number += 1
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, csv.Error) as error:
-        raise ValueError(f"row {number + 1} is not a trace row: {error!r}") from None
-
-
-def _mooncake(row: dict[str, Any]) -> TraceRow:
-    blocks: Sequence[int] = row.get("hash_ids", ())
-    at_s = float(row["timestamp"]) / 1e3
-    return _checked(TraceRow(at_s, int(row["input_length"]), int(row["output_length"]), tuple(map(int, blocks))))
-
-
-def _azure(row: dict[str, str]) -> TraceRow:
-    at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-    seconds = at.timestamp() if at.tzinfo else (at - datetime(1970, 1, 1)).total_seconds()
-    return _checked(TraceRow(seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
-
-
-def _checked(row: TraceRow) -> TraceRow:
-    if not math.isfinite(row.at_s):
-        raise ValueError(f"invalid timestamp {row.at_s}")
-    if not (1 <= row.input_len <= MOST_TOKENS and 0 <= row.output_len <= MOST_TOKENS):
-        raise ValueError(f"{row.input_len} prompt tokens and {row.output_len} output tokens: out of range")
-    if len(row.blocks) * TRACE_BLOCK > MOST_TOKENS:
-        raise ValueError(f"too many prefix blocks: {len(row.blocks)}")
-    return row

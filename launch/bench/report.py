@@ -13,9 +13,10 @@ from typing import Any
 from rich.console import Console
 
 from coordinator.policy.timeline import SPANS
-from launch.bench.stats import Record, Slo, Statistics, Summary, interval, statistics, summarize
+from launch.bench.stats import Record, Statistics, interval, statistics
 from launch.console import versions
 from launch.tables import make_table, show
+from sim.stats import Slo, Summary, summarize
 
 _TIMES = (
     ("TTFT", "ttft", "first text - sent"),

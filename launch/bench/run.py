@@ -21,7 +21,8 @@ from launch.bench.client import Target, base_url, first_model, run_load, server_
 from launch.bench.html import as_html
 from launch.bench.load import Load, Session
 from launch.bench.report import Report, Run, as_json, as_markdown, print_report
-from launch.bench.stats import Record, Slo, statistics
+from launch.bench.stats import Record, statistics
+from sim.stats import Slo
 
 SWEEP_S = 20.0
 MOST_STEPS = 16

@@ -9,58 +9,20 @@ by the server's own count (usage):
     ITL  = t_(i+1) - t_i            every gap, over all requests; an event may carry several tokens
     E2E  = e - s
     throughput = sum of n over requests that succeeded / (last end - first start)
-
-A percentile p of sorted values x_0 .. x_(m-1) is linear between the two nearest ranks: at position p/100 (m - 1).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
-PERCENTILES = (50, 95, 99)
+from sim.stats import Slo, Summary, summarize
+
 # Student's t at 97.5 %, by degrees of freedom (1, 2, ...); beyond the table that of the normal distribution.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """The limits of a request in seconds (0: none), and the `share` of the requests that must meet them."""
-
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    share: float = 0.9
-
-    def met(self, record: Record) -> bool:
-        """Whether a request meets the limits; a failed one never does."""
-        if record.error is not None or record.ttft_s is None:
-            return False
-        slow = self.ttft_s and record.ttft_s > self.ttft_s
-        return not (slow or (self.tpot_s and (record.tpot_s or 0.0) > self.tpot_s))
-
-    def __str__(self) -> str:
-        named = (("ttft", self.ttft_s), ("tpot", self.tpot_s))
-        return ",".join(f"{name}={value:g}" for name, value in named if value)
-
-
-def parse_slo(text: str) -> Slo:
-    """Parses `ttft=0.5,tpot=0.05`, in seconds, or in milliseconds with the suffix `ms`.
-
-    Raises:
-        ValueError: the text has another form.
-    """
-    given: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in ("ttft", "tpot") or name in given:
-            raise ValueError(f"{name!r} is not ttft or tpot, or is repeated")
-        given[name] = float(value.removesuffix("ms")) / 1e3 if value.endswith("ms") else float(value)
-        if not 0 < given[name] < math.inf:
-            raise ValueError(f"{part!r} is not a positive time")
-    return Slo(given.get("ttft", 0.0), given.get("tpot", 0.0))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -112,18 +74,6 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """The distribution of one kind of time, in seconds. All fields are zero without a sample."""
-
-    count: int
-    mean: float
-    p50: float
-    p95: float
-    p99: float
-    max: float
-
-
-@dataclass(frozen=True, slots=True)
 class Statistics:
     requests: int
     failed: int
@@ -149,31 +99,14 @@ class Statistics:
     met_share: float
 
 
-def percentile(ordered: Sequence[float], p: float) -> float:
-    """Returns a percentile of ascending values, linear between the nearest ranks."""
-    if not ordered:
-        return 0.0
-    position = p / 100 * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def summarize(values: Iterable[float | None]) -> Summary:
-    ordered = sorted(value for value in values if value is not None)
-    if not ordered:
-        return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    p50, p95, p99 = (percentile(ordered, p) for p in PERCENTILES)
-    return Summary(len(ordered), sum(ordered) / len(ordered), p50, p95, p99, ordered[-1])
-
-
 def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: float | None = None) -> Statistics:
     """Computes the statistics. `duration_s` defaults to the time from the first start to the last end of a successful
     request."""
     good = [record for record in records if record.error is None]
     if duration_s is None:
         duration_s = max(r.ended for r in good) - min(r.sent for r in good) if good else 0.0
-    met = sum(map((slo or Slo()).met, records))
+    limits = slo or Slo()
+    met = sum(record.error is None and limits.met(record.ttft_s, record.tpot_s) for record in records)
     prompt_tokens = sum(record.prompt_tokens for record in good)
     cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
     output_tokens = sum(record.output_tokens for record in good)

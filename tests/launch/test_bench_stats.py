@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.load import Lengths, Load, parse_lengths, read_trace
+from launch.bench.load import Lengths, Load, parse_lengths
 from launch.bench.run import MOST_STEPS, Search
-from launch.bench.stats import Record, interval, parse_slo, percentile, statistics, summarize
+from launch.bench.stats import Record, interval, statistics
+from sim.stats import parse_slo, percentile, summarize
+from sim.trace import read_trace
 
 
 def test_percentile_is_linear_between_ranks() -> None:
