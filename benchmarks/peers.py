@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kit import BATON, RESULTS, Server, by_turns, checkpoint, commit, parser, report, serving, table
 from launch.bench.client import client_session, send
-from launch.bench.load import Lengths, Load
+from launch.bench.load import Load
 from launch.bench.stats import Record
 from launch.bench.stats import statistics as numbers
+from sim.scale.workload import Lengths
 
 IDS = Lengths(300, 48_999)
 TORCH, VLLM = "2.13.0", "0.32.0"

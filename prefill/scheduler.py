@@ -75,9 +75,11 @@ class PrefillScheduler:
         model_digest: str = "",
         prefix_cache: bool = True,
         plan_ahead: bool = False,
+        blocks: BlockTable | None = None,
     ) -> None:
+        """`blocks`: another table of `num_blocks` blocks, for simulations."""
         self.layout = layout
-        self.blocks = BlockTable(num_blocks)
+        self.blocks = blocks or BlockTable(num_blocks)
         self.cache = PrefixCache(self.blocks, layout.block_size, model_digest, enabled=prefix_cache)
         self.step_tokens = step_tokens
         # All sequences: waiting, running, and prefilled ones.

@@ -12,7 +12,8 @@ import click
 
 from baton.core.errors import StartupError
 from baton.runtime.options import NumberRange
-from launch.bench.load import WORKLOADS, Load, parse_lengths
+from launch.bench.load import WORKLOADS, Load
+from sim.scale.workload import parse_lengths
 from sim.stats import Slo, parse_slo
 from sim.trace import TRACES, read_trace, trace_path
 

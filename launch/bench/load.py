@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from sim.scale.workload import Lengths
 from sim.trace import TRACE_BLOCK, TraceRow
 
 _WORDS = """
@@ -16,6 +17,7 @@ _WORDS = """
     my
 """.split()  # noqa: SIM905
 Workload = Literal["tokens", "text", "turns", "tools", "schema"]
+TOKEN_IDS = Lengths(300, 3999)
 WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 _TOOL = {
     "type": "function",
@@ -31,20 +33,6 @@ _TOOL = {
     },
 }
 _SCHEMA = {"type": "json_schema", "json_schema": {"name": "table", "schema": _TOOL["function"]["parameters"]}}  # type: ignore[index]
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """A fixed length, or a uniform distribution between two, both included."""
-
-    low: int
-    high: int
-
-    def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
-
-    def draw(self, source: random.Random) -> int:
-        return source.randint(self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +71,7 @@ class Load:
     input_len: Lengths
     output_len: Lengths
     workload: Workload = "tokens"
-    token_ids: Lengths = Lengths(300, 3999)
+    token_ids: Lengths = TOKEN_IDS
     turns: int = 1
     shared_len: int = 0
     rate: float = 0.0
@@ -157,16 +145,3 @@ class Load:
 def completion(prompt: list[int] | str, max_tokens: int) -> Job:
     """Returns a request for exactly `max_tokens` tokens: the model's end-of-sequence token is ignored."""
     return Job("/completions", {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})
-
-
-def parse_lengths(text: str) -> Lengths:
-    """Parses `512` or `128-1024`.
-
-    Raises:
-        ValueError: the text has neither form.
-    """
-    low, dash, high = text.partition("-")
-    lengths = Lengths(int(low), int(high) if dash else int(low))
-    if lengths.low < 0 or lengths.high < lengths.low:
-        raise ValueError(f"{text!r} is neither a length nor a range")
-    return lengths

@@ -19,9 +19,10 @@ from click.testing import CliRunner
 from baton.core.errors import StartupError
 from launch.bench import client as bench_client
 from launch.bench.client import Target, client_session, first_model, run_load, send
-from launch.bench.load import Job, Lengths, Load, completion
+from launch.bench.load import Job, Load, completion
 from launch.bench.stats import Record
 from launch.cli import baton
+from sim.scale.workload import Lengths
 from tests.support.fake_openai_server import FakeServer, fake_server
 
 

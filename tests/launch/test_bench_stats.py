@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.load import Lengths, Load, parse_lengths
+from launch.bench.load import Load
 from launch.bench.run import MOST_STEPS, Search
 from launch.bench.stats import Record, interval, statistics
+from sim.scale.workload import Lengths, parse_lengths
 from sim.stats import parse_slo, percentile, summarize
 from sim.trace import read_trace
 

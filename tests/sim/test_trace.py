@@ -41,7 +41,7 @@ def test_compressed_files_are_read(tmp_path: Path, ending: str, pack: object) ->
     path.write_bytes(pack(ROW.encode()))  # type: ignore[operator]
     assert [row.output_len for row in read_trace(path)] == [3]
     path.write_bytes(path.read_bytes()[:-12])
-    with pytest.raises(ValueError, match="row . is not a trace row"):
+    with pytest.raises(ValueError, match=r"row \d is not a trace row"):
         read_trace(path)
     path.write_bytes(b"not compressed")
     with pytest.raises((ValueError, OSError)):

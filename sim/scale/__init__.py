@@ -1,0 +1,1 @@
+"""Scale mode: a trace on many workers, with the production policies and measured costs."""

@@ -1,0 +1,211 @@
+"""What things cost in seconds: the values that `baton calibrate` measures, and the simulator and the planner use. Pure.
+
+A step costs a sum of few terms, each fitted by least squares:
+
+    prefill   base + row x rows + token x tokens + pair x sum over rows of tokens x mean context
+    decode    base + row x rows + context x sum over rows of context
+              + token x tokens of long rows (recomputation) + draft x draft tokens
+
+The context of a token is the number of positions before it, its own included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+from baton.core.errors import InvalidRequest
+from baton.core.step import StepPlan
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCosts:
+    """Seconds of a prefill worker's step. `pair_s` is the cost of one token attending to one position."""
+
+    base_s: float
+    token_s: float
+    row_s: float = 0.0
+    pair_s: float = 0.0
+
+    def seconds(self, plan: StepPlan) -> float:
+        tokens = pairs = 0.0
+        for row in plan.rows:
+            count = len(row.tokens)
+            tokens += count
+            pairs += count * (row.start + (count + 1) / 2)
+        return self.base_s + self.row_s * len(plan.rows) + self.token_s * tokens + self.pair_s * pairs
+
+    def prompt_s(self, tokens: int, step_tokens: int) -> float:
+        """Returns the seconds that the steps of one prompt take without another in them."""
+        steps = math.ceil(tokens / step_tokens)
+        return (self.base_s + self.row_s) * steps + self.token_s * tokens + self.pair_s * tokens * (tokens + 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCosts:
+    """Seconds of a decode worker's step. `token_s` is the cost of a token in a long row; `draft_s` that of proposing
+    and verifying one draft token, of which the share `accepted` is accepted (0: no speculation)."""
+
+    base_s: float
+    row_s: float
+    context_s: float = 0.0
+    token_s: float = 0.0
+    draft_s: float = 0.0
+    accepted: float = 0.0
+
+    def seconds(self, plan: StepPlan, draft_tokens: int = 0) -> float:
+        context = long = 0
+        for row in plan.rows:
+            context += row.end
+            long += len(row.tokens) - 1
+        return self.plain_s(len(plan.rows), context) + self.token_s * long + self.draft_s * draft_tokens
+
+    def plain_s(self, rows: int, context: float) -> float:
+        """Returns the seconds of a step of `rows` rows of one token whose contexts add up to `context`."""
+        return self.base_s + self.row_s * rows + self.context_s * context
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """A hand-over's last chunk takes `latency_s` plus its bytes over `bytes_per_s`; a link sends one chunk at a
+    time."""
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FrontCosts:
+    """`request_s` is the time from a client's request to its prefill worker's scheduler and from its first token back
+    to the client, beyond queue and steps; `token_s` that of a later token from its worker to the client. `*_cpu_s` is
+    the processor time that one request, or one token, takes at the coordinator and (`client_*`) at the client that
+    measured. Without a measurement they are 0, and the coordinator's utilisation is unknown."""
+
+    request_s: float = 0.0
+    token_s: float = 0.0
+    request_cpu_s: float = 0.0
+    token_cpu_s: float = 0.0
+    client_request_cpu_s: float = 0.0
+    client_token_cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """A prefill or decode worker as it was measured: `blocks` of its KV pool, the limits of its options, and
+    `start_s`, the time from its start to its first work (0: not measured)."""
+
+    blocks: int
+    step_tokens: int
+    max_running: int = 0
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """How far a fit is from its measurements: the median and the largest relative error, of `count` values."""
+
+    median: float
+    largest: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"median {self.median:.1%}, largest {self.largest:.1%} of {self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """One kind of worker, measured: `name` identifies it in prices and plans. `residuals` are by the name of the fit,
+    `about` describes machine, model, versions and command, `errors` are those of the simulator against a real cluster,
+    by the name of the number (`ttft_p50`), relative."""
+
+    name: str
+    block_size: int
+    max_model_len: int
+    token_bytes: int
+    tensor_parallel: int
+    prefill: PrefillCosts
+    decode: DecodeCosts
+    link: LinkCosts
+    front: FrontCosts
+    prefill_worker: WorkerKind
+    decode_worker: WorkerKind
+    residuals: Mapping[str, Residual] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+_PARTS: dict[str, type] = {
+    "prefill": PrefillCosts,
+    "decode": DecodeCosts,
+    "link": LinkCosts,
+    "front": FrontCosts,
+    "prefill_worker": WorkerKind,
+    "decode_worker": WorkerKind,
+}
+_AT_LEAST_ONE = ("block_size", "max_model_len", "token_bytes", "tensor_parallel", "blocks", "step_tokens")
+
+
+def parse_calibration(document: object) -> Calibration:
+    """Returns the calibration that `as_json` describes.
+
+    Raises:
+        InvalidRequest: a field is missing, unknown or has a wrong value; the message names it.
+    """
+    values = _object(document, "")
+    if (number := values.pop("format", None)) != FORMAT:
+        raise InvalidRequest(f"format: {number!r} is not {FORMAT}; run `baton calibrate` again", param="format")
+    for name, of in _PARTS.items():
+        values[name] = _build(of, values.get(name), name)
+    residuals = _object(values.get("residuals", {}), "residuals")
+    values["residuals"] = {key: _build(Residual, found, f"residuals.{key}") for key, found in residuals.items()}
+    values["about"] = {key: str(found) for key, found in _object(values.get("about", {}), "about").items()}
+    errors = _object(values.get("errors", {}), "errors")
+    values["errors"] = {key: _number(found, f"errors.{key}") for key, found in errors.items()}
+    if not isinstance(values.get("name"), str) or not values["name"]:
+        raise InvalidRequest("name: must be a text that is not empty", param="name")
+    calibration: Calibration = _build(Calibration, values, "")
+    if calibration.link.bytes_per_s <= 0:
+        raise InvalidRequest("link.bytes_per_s: must be above 0", param="link.bytes_per_s")
+    return calibration
+
+
+def _object(found: object, name: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{name or 'the calibration'}: must be a JSON object", param=name)
+    return dict(found)
+
+
+def _build(of: type, found: object, name: str) -> Any:
+    values, prefix = _object(found, name), f"{name}." if name else ""
+    known = {f.name: f for f in fields(of)}
+    for key in values:
+        if key not in known:
+            raise InvalidRequest(f"{prefix}{key}: unknown field", param=f"{prefix}{key}")
+    made = {}
+    for key, f in known.items():
+        if key not in values:
+            if f.default is not MISSING or f.default_factory is not MISSING:
+                continue
+            raise InvalidRequest(f"{prefix}{key}: is missing", param=f"{prefix}{key}")
+        value = values[key]
+        if f.type in ("int", "float"):
+            value = _number(value, prefix + key, whole=f.type == "int")
+            if key in _AT_LEAST_ONE and value < 1:
+                raise InvalidRequest(f"{prefix}{key}: must be at least 1, not {value}", param=prefix + key)
+        made[key] = value
+    return of(**made)
+
+
+def _number(value: object, name: str, *, whole: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InvalidRequest(f"{name}: must be a number from 0 on, not {value!r:.40}", param=name)
+    if whole and value != int(value):
+        raise InvalidRequest(f"{name}: must be a whole number, not {value!r:.40}", param=name)
+    return int(value) if whole else float(value)

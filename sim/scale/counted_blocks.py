@@ -1,0 +1,80 @@
+"""A block table that only counts: each operation takes the same time for any number of blocks.
+
+It stands for `BlockTable` where no block is shared by two sequences, so without a prefix cache. Then which blocks a
+sequence has does not matter, only how many: all have id 0. Replays of both tables give the same times
+(tests/sim/test_replay.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sized
+
+from baton.core.blocks import Holder
+from baton.core.errors import InvariantError
+from baton.core.request import SequenceId
+
+
+class CountedBlocks:
+    """Complete state: for each sequence how many blocks are being received into, and how many it and its send pin hold;
+    and the number of free blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = self.num_free = num_blocks
+        self.on_evict: Callable[[int], None] = lambda block: None
+        self._held: dict[SequenceId, dict[str, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<CountedBlocks {self.num_free} free of {self.num_blocks}>"
+
+    @property
+    def num_idle(self) -> int:
+        return 0
+
+    def num_free_besides(self, shared: Sized) -> int:
+        if len(shared):
+            raise InvariantError("blocks that are only counted cannot be cached")
+        return self.num_free
+
+    def num_free_without(self, holders: Collection[Holder], blocks: Iterable[int]) -> int:
+        return self.num_free + sum(self._size(holder.sequence) for holder in holders)
+
+    def allocate(self, count: int, holder: Holder) -> tuple[int, ...] | None:
+        if count > self.num_free:
+            return None
+        self._add(count, holder)
+        return (0,) * count
+
+    def hold(self, blocks: Sized, holder: Holder) -> None:
+        if len(blocks):
+            self._add(len(blocks), holder)
+
+    def convert(self, blocks: Sized, old: Holder, new: Holder) -> None:
+        self._add(-len(blocks), old)
+        self._add(len(blocks), new)
+
+    def release(self, blocks: Sized, holder: Holder) -> int:
+        before = self.num_free
+        if len(blocks):
+            self._add(-len(blocks), holder)
+        return self.num_free - before
+
+    def check_idle(self) -> None:
+        if self._held or self.num_free != self.num_blocks:
+            raise InvariantError(f"blocks are still held although no sequence is left: {self._held}")
+
+    def _size(self, sequence: SequenceId) -> int:
+        held = self._held.get(sequence)
+        # The send pin holds the same blocks as the sequence.
+        return 0 if held is None else held["receiving"] + max(held["sequence"], held["send"])
+
+    def _add(self, change: int, holder: Holder) -> None:
+        sequence = holder.sequence
+        before = self._size(sequence)
+        held = self._held.setdefault(sequence, {"receiving": 0, "sequence": 0, "send": 0})
+        held[holder.kind] += change
+        if held[holder.kind] < 0:
+            raise InvariantError(f"{holder} releases more blocks than it holds")
+        size = self._size(sequence)
+        if not size:
+            del self._held[sequence]
+        self.num_free += before - size

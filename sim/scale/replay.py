@@ -1,0 +1,432 @@
+"""Replays requests on a cluster of any size in virtual time: production placement and schedulers, measured costs.
+
+The coordinator admits, queues and places with its own `Dispatcher` and `WorkerTable`; workers are sim/scale/workers.py.
+Streams and hand-overs are modelled by their measured times instead of simulated message by message: that is what the
+simulator's other modes are for. A request needs a few dozen events, whatever the length of its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.core.commands import Join, Role, WorkerFacts
+from baton.core.errors import BatonError, Unavailable
+from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
+from baton.core.kv_layout import KVLayout, LayerKV
+from baton.core.prefix_keys import HINT_BYTES, KeyChain
+from baton.core.request import ChoiceId, GenerateRequest, SamplingParams, SequenceId
+from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
+from coordinator.policy.workers import WorkerTable
+from prefill.scheduler import Progress
+from sim.loop import Loop
+from sim.scale.costs import Calibration
+from sim.scale.host import Host, Thread
+from sim.scale.results import Measured, Outcome, Times, summary
+from sim.scale.workers import TOKEN, DecodeWorker, PrefillWorker
+from sim.stats import Slo
+from sim.trace import TRACE_BLOCK, TraceRow
+
+GREEDY = SamplingParams(temperature=0.0)
+_FOREVER_S = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterShape:
+    """A cluster: so many workers, as measured. `cores` has the cores of each worker, prefill first, if all of them, the
+    coordinator and the client share one host of `host_cores` cores; empty: every process has cores of its own."""
+
+    prefill: Calibration
+    num_prefill: int
+    decode: Calibration
+    num_decode: int
+    cores: tuple[tuple[int, ...], ...] = ()
+    host_cores: int = 0
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One request: `prefill` and `targets` while it is placed; `sent` are the tokens whose KV is on its way, or there,
+    and `computed` those that prefill has."""
+
+    request: GenerateRequest
+    times: Times
+    client: int
+    prefill: PrefillWorker | None = None
+    targets: tuple[str, ...] = ()
+    decode: DecodeWorker | None = None
+    offered: bool = False
+    sent: int = 0
+    computed: int = 0
+    produced: int = 0
+    last_token_at: float = 0.0
+
+
+class Replay:
+    """Complete state: the loop, the coordinator's dispatcher and worker table, the workers, the requests that have not
+    ended by their choice, what is parked, when each link is free, and what was measured."""
+
+    def __init__(self, shape: ClusterShape, rows: Sequence[TraceRow], *, clients: int = 0, fast: bool = True) -> None:
+        """`rows` arrive at their times, or with `clients` in a closed loop: each client sends its next request when its
+        last one has ended. Unless `fast`, every decode step is computed by itself, and
+        every block is tracked."""
+        self.loop = Loop(0)
+        self.shape, self.measured = shape, Measured()
+        self._rows, self._next, self._clients = rows, 0, clients
+        self._prefixes = any(row.blocks for row in rows)
+        self._layout = _layout(shape.prefill)
+        host = Host(self.loop, shape.host_cores) if shape.cores else None
+        self._front = Thread(self.loop, host)
+        self._client = Thread(self.loop, host)
+        self._threads = host is not None
+        self.table = WorkerTable(_FOREVER_S)
+        self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens)
+        self._jobs: dict[ChoiceId, _Job] = {}
+        self._parked: list[_Job] = []
+        self._links: dict[tuple[str, str], float] = {}
+        cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
+        made: dict[str, PrefillWorker | DecodeWorker] = {}
+        for number in range(shape.num_prefill):
+            name = f"prefill-{number}"
+            self._join(name, "prefill", shape.prefill)
+            made[name] = PrefillWorker(
+                *(name, self.loop, self, shape.prefill, self._layout, self.measured),
+                prefix_cache=self._prefixes,
+                counted=fast and not self._prefixes,
+                host=host,
+                cores=cores[number],
+            )
+        for number in range(shape.num_decode):
+            name = f"decode-{number}"
+            self._join(name, "decode", shape.decode)
+            made[name] = DecodeWorker(
+                *(name, self.loop, self, shape.decode, self._layout, self.measured),
+                prefix_cache=self._prefixes,
+                counted=fast and not self._prefixes,
+                at_once=fast,
+                host=host,
+                cores=cores[shape.num_prefill + number],
+            )
+        self._workers = made
+
+    def run(self, slo: Slo | None = None) -> Outcome:
+        """Runs until every request has ended.
+
+        Raises:
+            InvariantError: a scheduler or the dispatcher is inconsistent: a bug.
+        """
+        if self._clients:
+            for client in range(self._clients):
+                self._send_next(client)
+        else:
+            self._arm()
+        while self.loop.next():
+            pass
+        self.check()
+        shape, preemptions = self.shape, 0
+        for worker in self._workers.values():
+            preemptions += getattr(worker.scheduler, "preemptions", 0)
+        return summary(
+            self.measured, slo or Slo(), shape.num_prefill, shape.num_decode, preemptions, self.loop.executed
+        )
+
+    def check(self) -> None:
+        self.dispatcher.check()
+        for worker in self._workers.values():
+            worker.scheduler.check_idle()
+        assert not self._jobs, f"{len(self._jobs)} requests have not ended"
+
+    def _join(self, name: str, role: Role, calibration: Calibration) -> None:
+        kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
+        facts = WorkerFacts("", "", self._layout, "float32", "", False, 1 << 16, calibration.max_model_len)
+        join = Join(
+            *(name, role, 1, facts),
+            blocks_total=kind.blocks,
+            step_tokens=kind.step_tokens,
+            max_running=kind.max_running,
+        )
+        self.table.add(join, 0.0, _FOREVER_S)
+
+    # Clients.
+
+    def _arm(self) -> None:
+        """Schedules the next request of an open loop."""
+        if self._next < len(self._rows):
+            self.loop.at(max(self._rows[self._next].at_s, self.loop.now), self._due)
+
+    def _due(self) -> None:
+        self._send_next(0)
+        self._arm()
+
+    def _send_next(self, client: int) -> None:
+        if self._next >= len(self._rows):
+            return
+        row, number = self._rows[self._next], self._next
+        self._next += 1
+        request = GenerateRequest(f"r{number}", self._prompt(number, row), max(1, row.output_len), GREEDY)
+        times = Times(self.loop.now, row.input_len, max(1, row.output_len))
+        self.measured.times.append(times)
+        job = _Job(request, times, client)
+        front = self.shape.prefill.front
+        if not self._threads:
+            self._count_front(front.request_cpu_s)
+            self.loop.later(front.request_s, self._admit, job)
+            return
+        # Half of the client's work for a request is before it is sent, half after its end.
+        apart_s = front.request_s - front.request_cpu_s - front.client_request_cpu_s / 2
+        apart_s -= front.token_cpu_s + front.client_token_cpu_s
+        self._client.run(
+            front.client_request_cpu_s / 2,
+            lambda: self._front.run(front.request_cpu_s, lambda: self.loop.later(max(apart_s, 0.0), self._admit, job)),
+        )
+
+    def _prompt(self, number: int, row: TraceRow) -> tuple[int, ...]:
+        if not self._prefixes:
+            return _plain_prompt(row.input_len)
+        tokens: list[int] = []
+        for block in row.blocks:
+            tokens += [block + 8] * TRACE_BLOCK
+        tokens += [(1 << 31) + number] * (row.input_len - len(tokens))
+        return tuple(tokens[: row.input_len])
+
+    def _count_front(self, seconds: float) -> None:
+        self.measured.front_busy_s += seconds
+
+    # The coordinator.
+
+    def _admit(self, job: _Job) -> None:
+        request, times = job.request, job.times
+        times.admitted_at = self.loop.now
+        ticket = Ticket(
+            request.choice_id,
+            request.num_prefill_tokens,
+            request.max_kv_tokens,
+            needs_decode=request.max_tokens > 1,
+            prefix=self._prefix(request),
+            age=self._next,
+        )
+        try:
+            self.dispatcher.submit(ticket)
+        except BatonError as error:
+            times.refused = error.code
+            self._client_done(job)
+            return
+        self._jobs[request.choice_id] = job
+        self._place()
+        self.measured.queued_most = max(self.measured.queued_most, self.dispatcher.num_queued)
+
+    def _prefix(self, request: GenerateRequest) -> dict[int, tuple[bytes, ...]]:
+        if not self._prefixes:
+            return {}
+        size = self._layout.block_size
+        keys = KeyChain("", "", "", size).grow(lambda start, end: request.prompt[start:end], len(request.prompt))
+        return {size: tuple(key[:HINT_BYTES] for key in keys)}
+
+    def _place(self) -> None:
+        if self.dispatcher.num_queued:
+            for placement in self.dispatcher.place():
+                self._placed(placement)
+
+    def _placed(self, placement: Placement) -> None:
+        job = self._jobs[placement.name]
+        worker = self._workers[placement.prefill]
+        assert isinstance(worker, PrefillWorker)
+        job.times.placed_at = self.loop.now
+        job.prefill, job.targets = worker, placement.targets
+        worker.submit(job.request)
+
+    def _job(self, sequence: SequenceId) -> _Job:
+        return self._jobs[sequence.choice_id]
+
+    # Prefill workers report.
+
+    def began(self, worker: PrefillWorker, sequence: SequenceId) -> None:
+        job = self._job(sequence)
+        job.times.started_at = self.loop.now
+        if job.targets:
+            self._offer(job)
+
+    def progressed(self, worker: PrefillWorker, progress: Progress) -> None:
+        job = self._job(progress.sequence_id)
+        job.computed, job.times.cached = progress.computed, progress.cached
+        if progress.first_token is not None:
+            job.times.prefilled_at = self.loop.now
+            self.dispatcher.prefilled(job.request.choice_id)
+            self._produced(job, 1)
+            self._first_token(job)
+        if job.decode is not None:
+            self._send(job)
+        if progress.first_token is not None:
+            self._place()
+
+    def prefill_ended(self, worker: PrefillWorker, ended: SequenceEnded) -> None:
+        job = self._job(ended.sequence)
+        self._end(job)
+
+    def cached(self, name: str, events: KVCacheEvents) -> None:
+        found = self.table.get(name)
+        assert found is not None
+        found.update_held(events)
+
+    # Hand-overs.
+
+    def _offer(self, job: _Job) -> None:
+        """Offers the KV to the targets in order; parks it if none accepts."""
+        for name in job.targets:
+            worker = self._workers[name]
+            assert isinstance(worker, DecodeWorker)
+            try:
+                worker.reserve(job.request)
+            except Unavailable:
+                continue
+            self.dispatcher.moved(job.request.choice_id, name)
+            job.decode, job.sent = worker, worker.scheduler.num_cached(job.request.sequence_id)
+            self._report_load(worker)
+            if job.times.prefilled_at:
+                self._send(job)
+            return
+        self._parked.append(job)
+
+    def _reassign(self) -> None:
+        waiting, self._parked = self._parked, []
+        for job in waiting:
+            placement = self.dispatcher.reassign(job.request.choice_id)
+            if placement is None:
+                self._parked.append(job)
+            else:
+                job.targets = placement.targets
+                self._offer(job)
+
+    def _send(self, job: _Job) -> None:
+        """Sends the KV that is computed and not sent yet."""
+        assert job.prefill is not None and job.decode is not None
+        link, edge = self.shape.prefill.link, (job.prefill.name, job.decode.name)
+        num_bytes = max(0, job.computed - job.sent) * self.shape.prefill.token_bytes
+        job.sent = max(job.sent, job.computed)
+        free_at = max(self._links.get(edge, 0.0), self.loop.now) + num_bytes / link.bytes_per_s
+        self._links[edge] = free_at
+        if job.times.prefilled_at:
+            self.loop.at(free_at + link.latency_s, self._received, job)
+
+    def _received(self, job: _Job) -> None:
+        assert job.prefill is not None and job.decode is not None
+        job.times.received_at = self.loop.now
+        job.decode.received(job.request.sequence_id)
+        job.prefill.release(job.request.sequence_id)
+        self.dispatcher.handed_over(job.request.choice_id)
+        self._report_load(job.decode)
+        self._place()
+
+    # Decode workers report.
+
+    def running(self, worker: DecodeWorker, sequence: SequenceId) -> None:
+        self._job(sequence).times.running_at = self.loop.now
+
+    def advanced(self, sequences: Sequence[SequenceId], steps: int, now: float) -> None:
+        gaps, front = self.measured.gaps, self.shape.decode.front
+        for sequence in sequences:
+            job = self._job(sequence)
+            # All gaps but the first are the steps' own; the first may include the hand-over.
+            each_s = (now - job.last_token_at) / steps
+            gaps.add(each_s, steps)
+            job.last_token_at = now
+            self._produced(job, job.produced + steps)
+        self._count_front(front.token_cpu_s * steps * len(sequences))
+
+    def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None:
+        for event in tokens:
+            job = self._job(event.sequence)
+            self._produced(job, event.first_index + len(event.tokens))
+        self._report_load(worker)
+        self._later_tokens([self._job(event.sequence) for event in tokens])
+        for end in ended:
+            self._end(self._job(end.sequence))
+        if ended and self._parked:
+            self._reassign()
+        self._place()
+
+    def _report_load(self, worker: DecodeWorker) -> None:
+        found, scheduler = self.table.get(worker.name), worker.scheduler
+        assert found is not None
+        found.load = Load(blocks_free=scheduler.blocks.num_free, preempted=scheduler.num_preempted)
+
+    def _produced(self, job: _Job, tokens: int) -> None:
+        job.produced = tokens
+        self.dispatcher.produced(job.request.choice_id, tokens)
+
+    def _end(self, job: _Job) -> None:
+        name = job.request.choice_id
+        self._produced(job, job.request.max_tokens)
+        self.dispatcher.finish(name)
+        del self._jobs[name]
+        self._place()
+
+    # Tokens on their way to the client.
+
+    def _first_token(self, job: _Job) -> None:
+        front = self.shape.prefill.front
+        if not self._threads:  # the time back is part of `request_s`
+            self._count_front(front.token_cpu_s)
+            self._arrived(job, 1)
+            return
+        self._through(1, lambda: self._arrived(job, 1))
+
+    def _later_tokens(self, jobs: Sequence[_Job]) -> None:
+        """Tokens of one step; a gap counts at the client."""
+        front = self.shape.decode.front
+        produced = [(job, job.produced) for job in jobs]
+        if not self._threads:
+            self._count_front(front.token_cpu_s * len(jobs))
+            for job, count in produced:
+                self._arrived(job, count)
+            return
+
+        def arrive() -> None:
+            for job, count in produced:
+                self._arrived(job, count)
+
+        self._through(len(jobs), arrive)
+
+    def _through(self, tokens: int, done: Callable[[], object]) -> None:
+        front = self.shape.decode.front
+        self._front.run(front.token_cpu_s * tokens, lambda: self._client.run(front.client_token_cpu_s * tokens, done))
+
+    def _arrived(self, job: _Job, produced: int) -> None:
+        now, times = self.loop.now, job.times
+        if not times.first_at:
+            times.first_at = now
+        elif job.last_token_at:
+            self.measured.gaps.add(now - job.last_token_at)
+        job.last_token_at = now
+        if produced >= job.request.max_tokens:
+            times.last_at = now
+            self._client_done(job)
+
+    def _client_done(self, job: _Job) -> None:
+        if self._threads:
+            front = self.shape.prefill.front
+            self._client.run(front.client_request_cpu_s / 2, lambda: self._answered(job))
+        else:
+            self._answered(job)
+
+    def _answered(self, job: _Job) -> None:
+        if self._clients:
+            self._send_next(job.client)
+
+
+_prompts: dict[int, tuple[int, ...]] = {}
+
+
+def _plain_prompt(length: int) -> tuple[int, ...]:
+    """Returns a prompt of that length, shared by all requests: without a prefix cache its tokens do not matter."""
+    if length not in _prompts:
+        _prompts[length] = (TOKEN,) * length
+    return _prompts[length]
+
+
+def _layout(calibration: Calibration) -> KVLayout:
+    """Returns a layout with the measured block size; the bytes of a token only matter on links, which have their
+    own."""
+    return KVLayout(calibration.block_size, (LayerKV(1, 1, "float32"),))

@@ -1,0 +1,168 @@
+"""What a replay measures, and its summary. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sim.stats import Slo, Summary, percentile, summarize
+
+WAITS = ("queue", "prefill_queue", "prefill", "hand_over", "decode_queue", "decode")
+"""Where a request's time goes, in order: in the coordinator's queue; at its prefill worker before and during its steps;
+from its first token until decode has the KV; before its first decode step; from there to its last token."""
+_PER_DECADE = 200  # buckets of the histogram of gaps: 1.2 % wide
+_LEAST_GAP_S = 1e-6
+
+
+@dataclass(slots=True)
+class Times:
+    """One request, on the simulation's clock; 0.0: it has not happened. `refused` is why the coordinator did not accept
+    it."""
+
+    sent_at: float
+    input_len: int
+    output_len: int
+    admitted_at: float = 0.0
+    placed_at: float = 0.0
+    started_at: float = 0.0
+    prefilled_at: float = 0.0
+    received_at: float = 0.0
+    running_at: float = 0.0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    cached: int = 0
+    refused: str = ""
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.first_at - self.sent_at if self.first_at else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        return (self.last_at - self.first_at) / (self.output_len - 1) if self.last_at and self.output_len > 1 else None
+
+    def waits(self) -> tuple[float, ...]:
+        """Returns the seconds in each of WAITS, once the request has ended."""
+        received = self.received_at or self.prefilled_at
+        running = self.running_at or received
+        at = (self.admitted_at, self.placed_at, self.started_at, self.prefilled_at, received, running)
+        ends = (*at[1:], max(self.last_at, running))
+        return tuple(max(0.0, end - start) for start, end in zip(at, ends, strict=True))
+
+
+class Gaps:
+    """The distribution of times between two tokens of a request, in logarithmic buckets. Complete state: how many are
+    in each bucket, and the largest."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self.largest_s = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self._counts[round(math.log10(max(seconds, _LEAST_GAP_S)) * _PER_DECADE)] += count
+        self.largest_s = max(self.largest_s, seconds)
+
+    def summary(self) -> Summary:
+        """Returns the distribution; percentiles are exact to half of a bucket, 0.6 %."""
+        total = self._counts.total()
+        if not total:
+            return Summary(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        ordered = sorted(self._counts.items())
+        mean = sum(10 ** (bucket / _PER_DECADE) * count for bucket, count in ordered) / total
+
+        def at(p: float) -> float:
+            left = p / 100 * (total - 1)
+            for bucket, count in ordered:
+                left -= count
+                if left < 0:
+                    return float(10 ** (bucket / _PER_DECADE))
+            return self.largest_s
+
+        return Summary(total, mean, at(50), at(95), at(99), self.largest_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The summary of a replay. Rates count from the first request to the last token. `met_share` is the share of all
+    requests, refused ones too, that met the limits. Utilisations are shares of the time in which workers of a role
+    compute; `front_utilisation` is the coordinator's processor time over the duration: above 1, one coordinator does
+    not suffice. `waits_s` has the mean seconds in each of WAITS; `queued_most` is the longest queue."""
+
+    requests: int
+    refused: Mapping[str, int]
+    duration_s: float
+    ttft: Summary
+    tpot: Summary
+    itl: Summary
+    e2e: Summary
+    requests_per_s: float
+    output_tokens_per_s: float
+    goodput_per_s: float
+    met_share: float
+    prefill_utilisation: float
+    decode_utilisation: float
+    front_utilisation: float
+    queued_most: int
+    preemptions: int
+    cached_share: float
+    waits_s: Mapping[str, float]
+    steps: int
+    steps_at_once: int
+    """Decode steps that were computed many at once (`DecodeScheduler.advance`)."""
+    events: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a replay counts while it runs."""
+
+    times: list[Times] = field(default_factory=list)
+    gaps: Gaps = field(default_factory=Gaps)
+    prefill_busy_s: float = 0.0
+    decode_busy_s: float = 0.0
+    front_busy_s: float = 0.0
+    queued_most: int = 0
+    steps: int = 0
+    steps_at_once: int = 0
+
+
+def summary(measured: Measured, slo: Slo, num_prefill: int, num_decode: int, preemptions: int, events: int) -> Outcome:
+    times = measured.times
+    done = [t for t in times if t.last_at]
+    duration_s = max((t.last_at for t in done), default=0.0) - min((t.sent_at for t in times), default=0.0)
+    span_s = duration_s or math.inf
+    met = sum(slo.met(t.ttft_s, t.tpot_s) for t in done)
+    parts = [t.waits() for t in done]
+    return Outcome(
+        requests=len(times),
+        refused=dict(Counter(t.refused for t in times if t.refused)),
+        duration_s=duration_s,
+        ttft=summarize(t.ttft_s for t in done),
+        tpot=summarize(t.tpot_s for t in done),
+        itl=measured.gaps.summary(),
+        e2e=summarize(t.last_at - t.sent_at for t in done),
+        requests_per_s=len(done) / span_s,
+        output_tokens_per_s=sum(t.output_len for t in done) / span_s,
+        goodput_per_s=met / span_s,
+        met_share=met / len(times) if times else 0.0,
+        prefill_utilisation=measured.prefill_busy_s / num_prefill / span_s,
+        decode_utilisation=measured.decode_busy_s / num_decode / span_s,
+        front_utilisation=measured.front_busy_s / span_s,
+        queued_most=measured.queued_most,
+        preemptions=preemptions,
+        cached_share=sum(t.cached for t in done) / max(sum(t.input_len for t in done), 1),
+        waits_s={name: _mean([part[i] for part in parts]) for i, name in enumerate(WAITS)},
+        steps=measured.steps,
+        steps_at_once=measured.steps_at_once,
+        events=events,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def median(values: Sequence[float]) -> float:
+    return percentile(sorted(values), 50)

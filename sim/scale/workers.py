@@ -1,0 +1,313 @@
+"""Simulated workers of both tiers around the production schedulers: steps take what the calibration says.
+
+A decode worker whose next steps are all alike (`DecodeScheduler.plain_steps`) computes them at once. When something
+happens before they have ended, it first does those that have ended until then, and plans the one that computes at that
+time, so that every step begins and ends when it would otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from baton.core.blocks import BlockTable
+from baton.core.events import KVCacheEvents, SequenceEnded, TokenEvent
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from decode.scheduler import DecodeScheduler
+from decode.speculation.drafts import ModelDrafts
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
+from prefill.scheduler import PrefillScheduler, Progress
+from sim.loop import Loop, Timer, cancel
+from sim.scale.costs import Calibration
+from sim.scale.counted_blocks import CountedBlocks
+from sim.scale.host import Host
+from sim.scale.results import Measured
+
+TOKEN = 7
+"""Every token of a simulation: it ends no sequence."""
+LEAST_AT_ONCE = 2
+ROOM_SHARE = 4
+"""Steps are computed at once while at least 1 of this many blocks stays free: the coordinator learns of the blocks that
+a run uses only at its end, and with fewer free ones they decide where requests go."""
+
+
+class Owner(Protocol):
+    """What the workers report to."""
+
+    def began(self, worker: PrefillWorker, sequence: SequenceId) -> None: ...
+
+    def progressed(self, worker: PrefillWorker, progress: Progress) -> None: ...
+
+    def prefill_ended(self, worker: PrefillWorker, ended: SequenceEnded) -> None: ...
+
+    def cached(self, name: str, events: KVCacheEvents) -> None: ...
+
+    def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None: ...
+
+    def advanced(self, sequences: Sequence[SequenceId], steps: int, now: float) -> None:
+        """Each of these running sequences has generated `steps` more tokens, the last one at `now`."""
+        ...
+
+    def running(self, worker: DecodeWorker, sequence: SequenceId) -> None: ...
+
+
+class _Core:
+    """Where a worker computes: cores of its own, or cores of a host that it shares."""
+
+    def __init__(self, loop: Loop, host: Host | None, cores: tuple[int, ...]) -> None:
+        self._loop, self._host, self._cores = loop, host, cores
+
+    @property
+    def shared(self) -> bool:
+        return self._host is not None
+
+    def run(self, seconds: float, done: Callable[[], object]) -> None:
+        if self._host is None:
+            self._loop.later(seconds, done)
+        else:
+            self._host.run(seconds, self._cores, done)
+
+
+class PrefillWorker:
+    """Complete state: the scheduler, the sequences that have started, and whether a step is computed."""
+
+    def __init__(
+        self,
+        name: str,
+        loop: Loop,
+        owner: Owner,
+        calibration: Calibration,
+        layout: KVLayout,
+        measured: Measured,
+        *,
+        prefix_cache: bool,
+        counted: bool,
+        host: Host | None = None,
+        cores: tuple[int, ...] = (),
+    ) -> None:
+        kind = calibration.prefill_worker
+        self.name, self.costs = name, calibration.prefill
+        self.scheduler = PrefillScheduler(
+            layout, kind.blocks, kind.step_tokens, prefix_cache=prefix_cache, blocks=_blocks(kind.blocks, counted)
+        )
+        self._loop, self._owner, self._measured = loop, owner, measured
+        self._core = _Core(loop, host, cores)
+        self._busy = False
+        self._started: set[SequenceId] = set()
+
+    def submit(self, request: GenerateRequest) -> None:
+        self.scheduler.submit(request, self._loop.now, hand_over=request.max_tokens > 1)
+        self.wake()
+
+    def release(self, sequence: SequenceId) -> None:
+        self.scheduler.release_send(sequence)
+        self.wake()
+
+    def wake(self) -> None:
+        if self._busy:
+            return
+        plan = self.scheduler.begin_step(self._loop.now)
+        if plan is None:
+            return
+        self._busy = True
+        seconds = self.costs.seconds(plan)
+        self._measured.prefill_busy_s += seconds
+        for row in plan.rows:
+            if row.sequence_id not in self._started:
+                self._started.add(row.sequence_id)
+                self._owner.began(self, row.sequence_id)
+        self._core.run(seconds, lambda: self._stepped(plan, seconds))
+
+    def _stepped(self, plan: StepPlan, seconds: float) -> None:
+        self._busy = False
+        self._measured.steps += 1
+        sampled = tuple((TOKEN,) * row.num_sampled for row in plan.rows)
+        result = self.scheduler.finish_step(StepOutcome(plan.step_id, sampled, seconds), self._loop.now)
+        if self.scheduler.cache.enabled and (events := self.scheduler.cache.take_events()) is not None:
+            self._owner.cached(self.name, events)
+        for progress in result.progress:
+            if progress.first_token is not None:
+                self._started.discard(progress.sequence_id)
+            self._owner.progressed(self, progress)
+        for ended in result.ended:
+            self._owner.prefill_ended(self, ended)
+        self.wake()
+
+
+class _Run:
+    """Steps that are computed at once: `steps` of `rows` rows from `began_at` on, whose contexts add up to `context` in
+    the first and to `rows` more in each later one."""
+
+    __slots__ = ("began_at", "first_s", "more_s", "rows", "steps", "timer")
+
+    def __init__(self, began_at: float, first_s: float, more_s: float, rows: int, steps: int) -> None:
+        self.began_at, self.first_s, self.more_s, self.rows, self.steps = began_at, first_s, more_s, rows, steps
+        self.timer: Timer | None = None
+
+    def ends_at(self, step: int) -> float:
+        """Returns when step number `step`, from 1 on, ends; 0 is the beginning."""
+        return self.began_at + step * self.first_s + self.more_s * step * (step - 1) / 2
+
+    def ended_by(self, now: float) -> int:
+        """Returns how many steps have ended at `now`."""
+        passed = now - self.began_at
+        if self.more_s <= 0.0:
+            count = int(passed / self.first_s)
+        else:
+            half = self.first_s - self.more_s / 2
+            count = int((math.sqrt(half * half + 2 * self.more_s * passed) - half) / self.more_s)
+        count = min(max(count, 0), self.steps)
+        while count < self.steps and self.ends_at(count + 1) <= now:  # rounding
+            count += 1
+        while count > 0 and self.ends_at(count) > now:
+            count -= 1
+        return count
+
+
+class DecodeWorker:
+    """Complete state: the scheduler, the sequences that have not run yet, and the outstanding step, or the run of steps
+    that are computed at once."""
+
+    def __init__(
+        self,
+        name: str,
+        loop: Loop,
+        owner: Owner,
+        calibration: Calibration,
+        layout: KVLayout,
+        measured: Measured,
+        *,
+        prefix_cache: bool,
+        counted: bool,
+        at_once: bool,
+        host: Host | None = None,
+        cores: tuple[int, ...] = (),
+    ) -> None:
+        kind = calibration.decode_worker
+        self.name, self.costs = name, calibration.decode
+        speculation = _speculation(calibration, layout)
+        running = kind.max_running or 1 << 20
+        self.scheduler = DecodeScheduler(
+            *(layout, kind.blocks, running, speculation),
+            prefix_cache=prefix_cache,
+            blocks=_blocks(kind.blocks, counted),
+        )
+        self._loop, self._owner, self._measured = loop, owner, measured
+        self._core = _Core(loop, host, cores)
+        self._at_once = at_once and not self._core.shared
+        self._busy = False
+        self._run: _Run | None = None
+        self._new: set[SequenceId] = set()
+
+    def reserve(self, request: GenerateRequest) -> None:
+        """Raises Unavailable if blocks are short."""
+        self.interrupt()
+        self.scheduler.reserve(request, self._loop.now)
+        self.wake()
+
+    def received(self, sequence: SequenceId) -> None:
+        self.interrupt()
+        self.scheduler.received(sequence, TOKEN, self._loop.now)
+        self._new.add(sequence)
+        self.wake()
+
+    def interrupt(self) -> None:
+        """Brings the scheduler to the present: nothing may be asked of it, or changed in it, in the middle of a run."""
+        run, now = self._run, self._loop.now
+        if run is None:
+            return
+        self._run = None
+        cancel(run.timer)
+        done = run.ended_by(now)
+        self._advance(run, done)
+        if done == run.steps:
+            self._busy = False
+            return
+        plan = self.scheduler.begin_step(run.ends_at(done))
+        assert plan is not None
+        self._busy = True
+        seconds = self.costs.seconds(plan)
+        self._measured.decode_busy_s += seconds
+        self._loop.at(run.ends_at(done + 1), self._stepped, plan, seconds)
+
+    def wake(self) -> None:
+        if self._busy or self._run is not None:
+            return
+        now = self._loop.now
+        leave = self.scheduler.blocks.num_blocks // ROOM_SHARE
+        at_once = self._at_once and not self._new
+        if at_once and (steps := self.scheduler.plain_steps(leave)) >= LEAST_AT_ONCE:
+            rows, context = self.scheduler.running_context()
+            first_s = self.costs.plain_s(rows, context)
+            run = self._run = _Run(now, first_s, self.costs.context_s * rows, rows, steps)
+            run.timer = self._loop.at(run.ends_at(steps), self._run_ended)
+            return
+        plan = self.scheduler.begin_step(now)
+        if plan is None:
+            return
+        self._busy = True
+        if self._new:
+            for row in plan.rows:
+                if row.sequence_id in self._new:
+                    self._new.discard(row.sequence_id)
+                    self._owner.running(self, row.sequence_id)
+        seconds = self.costs.seconds(plan, sum(draft.num_draft_tokens for draft in plan.drafts))
+        self._measured.decode_busy_s += seconds
+        self._core.run(seconds, lambda: self._stepped(plan, seconds))
+
+    def _run_ended(self) -> None:
+        run, self._run = self._run, None
+        assert run is not None
+        self._advance(run, run.steps)
+        self.wake()
+
+    def _advance(self, run: _Run, steps: int) -> None:
+        if steps:
+            ended_at = run.ends_at(steps)
+            self._owner.advanced(self.scheduler.advance(steps, TOKEN, ended_at), steps, ended_at)
+            seconds = ended_at - run.began_at
+            self._measured.decode_busy_s += seconds
+            self._measured.steps += steps
+            self._measured.steps_at_once += steps
+
+    def _stepped(self, plan: StepPlan, seconds: float) -> None:
+        self._busy = False
+        self._measured.steps += 1
+        drafted = [0] * len(plan.rows)
+        for draft in plan.drafts:
+            if draft.num_draft_tokens:
+                drafted[draft.row] = draft.num_draft_tokens
+        sampled = tuple(
+            (TOKEN,) * (r.num_sampled + d) if r.num_sampled else () for r, d in zip(plan.rows, drafted, strict=True)
+        )
+        drafts = tuple((TOKEN,) * count for count in drafted) if any(drafted) else ()
+        draft_s = self.costs.draft_s * sum(drafted) / 2
+        outcome = StepOutcome(plan.step_id, sampled, seconds, draft_tokens=drafts, draft_s=draft_s)
+        result = self.scheduler.finish_step(outcome, self._loop.now)
+        if self.scheduler.cache.enabled and (events := self.scheduler.cache.take_events()) is not None:
+            self._owner.cached(self.name, events)
+        self._owner.decoded(self, result.tokens, result.ended)
+        self.wake()
+
+
+def _blocks(num_blocks: int, counted: bool) -> BlockTable | None:
+    return cast(BlockTable, CountedBlocks(num_blocks)) if counted else None
+
+
+def _speculation(calibration: Calibration, layout: KVLayout) -> Speculation:
+    """Returns the policy of draft tokens with the measured costs; each draft token is accepted with the measured
+    probability."""
+    costs, kind = calibration.decode, calibration.decode_worker
+    points = [(rows, costs.plain_s(rows, 0.0)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    long = [(n, costs.base_s + (costs.token_s or costs.row_s) * n) for n in (1, 16, 128, kind.step_tokens + 129)]
+    each = [(rows, costs.draft_s / 2 * rows) for rows, _ in points]
+    draft = [(rows, costs.draft_s / 2 * rows) for rows, _ in points]
+    model = StepModel(long, draft, rows=points, per_draft_token=each, step_tokens=kind.step_tokens)
+    if not costs.accepted:
+        return Speculation(model=model)
+    drafts = ModelDrafts(layout, kind.blocks, calibration.max_model_len)
+    return Speculation(drafts, model, forced_rate=costs.accepted)

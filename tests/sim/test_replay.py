@@ -1,0 +1,119 @@
+"""Scale mode: times that follow from the costs, and steps computed at once that equal steps computed one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sim.loop import Loop
+from sim.scale.host import Host, Thread
+from sim.scale.replay import ClusterShape, Replay
+from sim.scale.workload import first_seconds, scaled
+from sim.stats import Slo
+from sim.trace import TraceRow, read_trace, trace_path
+from tests.support.scale import CALIBRATION, even, shape
+
+SLO = Slo(1.0, 0.05)
+SHORT_BLOCKS = shape(blocks=90)
+UNEVEN = [TraceRow(i * 0.05, 100, 600 if i % 3 == 0 else 15) for i in range(80)]
+"""Outputs that are often longer than recent ones: they need more blocks than is expected."""
+
+
+def test_one_request_takes_what_its_parts_cost() -> None:
+    replay = Replay(shape(), [TraceRow(0.0, 1000, 11)])
+    outcome = replay.run(SLO)
+    costs, front, link = CALIBRATION.prefill, CALIBRATION.front, CALIBRATION.link
+    ttft_s = front.request_s + costs.prompt_s(1000, 2048)
+    hand_over_s = 1000 * CALIBRATION.token_bytes / link.bytes_per_s + link.latency_s
+    decode_s = sum(CALIBRATION.decode.plain_s(1, 1001 + i) for i in range(10))
+    assert outcome.ttft.p50 == pytest.approx(ttft_s, rel=1e-9)
+    assert outcome.e2e.p50 == pytest.approx(ttft_s + hand_over_s + decode_s, rel=1e-9)
+    assert outcome.tpot.p50 == pytest.approx((hand_over_s + decode_s) / 10, rel=1e-9)
+    assert (outcome.itl.count, outcome.met_share, outcome.steps) == (10, 1.0, 11)
+    assert outcome.steps_at_once > 0
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rows"),
+    [
+        pytest.param(shape(), even(40, 0.2), id="light"),
+        pytest.param(shape(2, 3), even(300, 0.02, 500, 80), id="several workers"),
+        pytest.param(shape(max_running=4), even(60, 0.03), id="more than run at once"),
+        pytest.param(shape(2, 2), even(50, 0.05, 6000, 30), id="prompts of several steps"),
+        pytest.param(shape(), [TraceRow(i / 9, 20, 1 + i % 2) for i in range(30)], id="short outputs"),
+        pytest.param(shape(3, 9), scaled(first_seconds(read_trace(trace_path("azure-conv")), 40), 3, 1), id="trace"),
+    ],
+)
+def test_steps_at_once_equal_steps_one_by_one(cluster: ClusterShape, rows: list[TraceRow]) -> None:
+    at_once, one_by_one = Replay(cluster, rows), Replay(cluster, rows, fast=False)
+    fast, slow = at_once.run(SLO), one_by_one.run(SLO)
+    assert fast.events < slow.events or max(row.output_len for row in rows) < 3
+    for a, b in zip(at_once.measured.times, one_by_one.measured.times, strict=True):
+        assert (a.first_at, a.last_at) == pytest.approx((b.first_at, b.last_at), abs=1e-6)
+    assert (fast.steps, fast.preemptions, fast.itl.count) == (slow.steps, slow.preemptions, slow.itl.count)
+    assert fast.decode_utilisation == pytest.approx(slow.decode_utilisation, rel=1e-6)
+    assert fast.itl.p99 == pytest.approx(slow.itl.p99, rel=0.02)
+
+
+def test_short_blocks_preempt_and_queue() -> None:
+    """Boosts depend on the expected cost of recomputation, which follows the steps that were computed by themselves:
+    here both ways are alike and not equal."""
+    outcome, slow = Replay(SHORT_BLOCKS, UNEVEN).run(SLO), Replay(SHORT_BLOCKS, UNEVEN, fast=False).run(SLO)
+    assert outcome.preemptions == pytest.approx(slow.preemptions, rel=0.1)
+    assert (outcome.ttft.p50, outcome.tpot.p50) == pytest.approx((slow.ttft.p50, slow.tpot.p50), rel=0.01)
+    assert outcome.preemptions > 0 and outcome.queued_most > 1
+    assert outcome.waits_s["queue"] > 1.0 and outcome.met_share < 0.5
+
+
+def test_a_closed_loop_keeps_its_number_of_requests() -> None:
+    replay = Replay(shape(), even(40, 0.0), clients=4)
+    outcome = replay.run(SLO)
+    times = replay.measured.times
+    assert outcome.requests == 40 and not outcome.refused
+    assert max(sum(a.sent_at <= t.sent_at < a.last_at for a in times) for t in times) == 4
+
+
+def test_a_full_queue_refuses() -> None:
+    cluster = replace(shape(), max_queued_requests=5)
+    outcome = Replay(cluster, even(100, 0.0001, 2000)).run(SLO)
+    assert sum(outcome.refused.values()) > 50 and outcome.requests == 100
+    assert outcome.met_share <= (100 - sum(outcome.refused.values())) / 100
+
+
+def test_shared_prefixes_are_computed_once() -> None:
+    rows = [TraceRow(i * 0.5, 2048, 5, (0, 1, 2, 3 + i)) for i in range(10)]
+    apart = [TraceRow(i * 0.5, 2048, 5, tuple(range(4 * i, 4 * i + 4))) for i in range(10)]
+    shared, alone = Replay(shape(2, 2), rows).run(SLO), Replay(shape(2, 2), apart).run(SLO)
+    assert shared.cached_share > 0.6 and alone.cached_share == 0.0
+    assert shared.prefill_utilisation < 0.5 * alone.prefill_utilisation
+
+
+def test_speculation_accepts_with_the_measured_probability() -> None:
+    decode = replace(CALIBRATION.decode, accepted=0.8, draft_s=2e-4)
+    calibration = replace(CALIBRATION, decode=decode, max_model_len=2048)
+    worker = replace(calibration.decode_worker, blocks=400)
+    drafting = ClusterShape(
+        replace(calibration, decode_worker=worker), 1, replace(calibration, decode_worker=worker), 1
+    )
+    plain = Replay(shape(), even(5, 1.0, 100, 100)).run(SLO)
+    fast = Replay(drafting, even(5, 1.0, 100, 100)).run(SLO)
+    assert fast.steps < 0.6 * plain.steps and fast.tpot.p50 < 0.7 * plain.tpot.p50
+
+
+def test_tasks_on_one_core_share_it() -> None:
+    loop, ended = Loop(0), dict[str, float]()
+    host = Host(loop, 2)
+    thread = Thread(loop, host)
+    host.run(1.0, (0,), lambda: ended.update(a=loop.now))
+    host.run(0.5, (0,), lambda: ended.update(b=loop.now))
+    host.run(1.0, (0, 1), lambda: ended.update(both=loop.now))
+    thread.run(0.25, lambda: ended.update(job=loop.now))
+    thread.run(0.25, lambda: ended.update(next=loop.now))
+    while loop.next():
+        pass
+    # Three on core 0 until b ends, at 1.5 s; core 1 has the thread's jobs besides.
+    assert ended["b"] == pytest.approx(1.5) and ended["a"] == pytest.approx(2.5)
+    assert ended["both"] == pytest.approx(2.5)
+    assert ended["job"] == pytest.approx(0.5) and ended["next"] == pytest.approx(1.0)
+    assert thread.busy_s == pytest.approx(0.5)
