@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.core.commands import Join, Role, WorkerFacts
+from baton.core.commands import Join, Role
+from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.errors import BatonError, Unavailable
 from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout, LayerKV
@@ -140,7 +141,11 @@ class Replay:
 
     def _join(self, name: str, role: Role, calibration: Calibration) -> None:
         kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
-        facts = WorkerFacts("", "", self._layout, "float32", "", False, 1 << 16, calibration.max_model_len)
+        facts = Compatibility(
+            *(PROTOCOL_VERSION, "", False, "float32", "none", "gloo", "", "", 1 << 16),
+            max_model_len=calibration.max_model_len,
+            layout=self._layout,
+        )
         join = Join(
             *(name, role, 1, facts),
             blocks_total=kind.blocks,
