@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton.core.commands import Join, Role
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
-from baton.core.errors import BatonError, Unavailable
+from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
@@ -30,6 +31,7 @@ from sim.trace import TRACE_BLOCK, TraceRow
 
 GREEDY = SamplingParams(temperature=0.0)
 _FOREVER_S = 1e15
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,12 @@ class Replay:
         self._parked: list[_Job] = []
         self._links: dict[tuple[str, str], float] = {}
         cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
-        made: dict[str, PrefillWorker | DecodeWorker] = {}
+        self._prefill: dict[str, PrefillWorker] = {}
+        self._decode: dict[str, DecodeWorker] = {}
         for number in range(shape.num_prefill):
             name = f"prefill-{number}"
             self._join(name, "prefill", shape.prefill)
-            made[name] = PrefillWorker(
+            self._prefill[name] = PrefillWorker(
                 *(name, self.loop, self, shape.prefill, self._layout, self.measured),
                 prefix_cache=self._prefixes,
                 counted=fast and not self._prefixes,
@@ -102,7 +105,7 @@ class Replay:
         for number in range(shape.num_decode):
             name = f"decode-{number}"
             self._join(name, "decode", shape.decode)
-            made[name] = DecodeWorker(
+            self._decode[name] = DecodeWorker(
                 *(name, self.loop, self, shape.decode, self._layout, self.measured),
                 prefix_cache=self._prefixes,
                 counted=fast and not self._prefixes,
@@ -110,7 +113,6 @@ class Replay:
                 host=host,
                 cores=cores[shape.num_prefill + number],
             )
-        self._workers = made
 
     def run(self, slo: Slo | None = None) -> Outcome:
         """Runs until every request has ended.
@@ -127,17 +129,18 @@ class Replay:
             pass
         self.check()
         shape, preemptions = self.shape, 0
-        for worker in self._workers.values():
-            preemptions += getattr(worker.scheduler, "preemptions", 0)
+        for worker in self._decode.values():
+            preemptions += worker.scheduler.preemptions
         return summary(
             self.measured, slo or Slo(), shape.num_prefill, shape.num_decode, preemptions, self.loop.executed
         )
 
     def check(self) -> None:
         self.dispatcher.check()
-        for worker in self._workers.values():
+        for worker in (*self._prefill.values(), *self._decode.values()):
             worker.scheduler.check_idle()
-        assert not self._jobs, f"{len(self._jobs)} requests have not ended"
+        if self._jobs:
+            raise InvariantError(f"{len(self._jobs)} requests have not ended: {list(self._jobs)[:3]}")
 
     def _join(self, name: str, role: Role, calibration: Calibration) -> None:
         kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
@@ -236,8 +239,7 @@ class Replay:
 
     def _placed(self, placement: Placement) -> None:
         job = self._jobs[placement.name]
-        worker = self._workers[placement.prefill]
-        assert isinstance(worker, PrefillWorker)
+        worker = self._prefill[placement.prefill]
         job.times.placed_at = self.loop.now
         job.prefill, job.targets = worker, placement.targets
         worker.submit(job.request)
@@ -271,17 +273,14 @@ class Replay:
         self._end(job)
 
     def cached(self, name: str, events: KVCacheEvents) -> None:
-        found = self.table.get(name)
-        assert found is not None
-        found.update_held(events)
+        _present(self.table.get(name)).update_held(events)
 
     # Hand-overs.
 
     def _offer(self, job: _Job) -> None:
         """Offers the KV to the targets in order; parks it if none accepts."""
         for name in job.targets:
-            worker = self._workers[name]
-            assert isinstance(worker, DecodeWorker)
+            worker = self._decode[name]
             try:
                 worker.reserve(job.request)
             except Unavailable:
@@ -306,8 +305,7 @@ class Replay:
 
     def _send(self, job: _Job) -> None:
         """Sends the KV that is computed and not sent yet."""
-        assert job.prefill is not None and job.decode is not None
-        link, edge = self.shape.prefill.link, (job.prefill.name, job.decode.name)
+        link, edge = self.shape.prefill.link, (_present(job.prefill).name, _present(job.decode).name)
         num_bytes = max(0, job.computed - job.sent) * self.shape.prefill.token_bytes
         job.sent = max(job.sent, job.computed)
         free_at = max(self._links.get(edge, 0.0), self.loop.now) + num_bytes / link.bytes_per_s
@@ -316,12 +314,12 @@ class Replay:
             self.loop.at(free_at + link.latency_s, self._received, job)
 
     def _received(self, job: _Job) -> None:
-        assert job.prefill is not None and job.decode is not None
+        decode = _present(job.decode)
         job.times.received_at = self.loop.now
-        job.decode.received(job.request.sequence_id)
-        job.prefill.release(job.request.sequence_id)
+        decode.received(job.request.sequence_id)
+        _present(job.prefill).release(job.request.sequence_id)
         self.dispatcher.handed_over(job.request.choice_id)
-        self._report_load(job.decode)
+        self._report_load(decode)
         self._place()
 
     # Decode workers report.
@@ -353,9 +351,10 @@ class Replay:
         self._place()
 
     def _report_load(self, worker: DecodeWorker) -> None:
-        found, scheduler = self.table.get(worker.name), worker.scheduler
-        assert found is not None
-        found.load = Load(blocks_free=scheduler.blocks.num_free, preempted=scheduler.num_preempted)
+        scheduler = worker.scheduler
+        _present(self.table.get(worker.name)).load = Load(
+            blocks_free=scheduler.blocks.num_free, preempted=scheduler.num_preempted
+        )
 
     def _produced(self, job: _Job, tokens: int) -> None:
         job.produced = tokens
@@ -419,6 +418,12 @@ class Replay:
     def _answered(self, job: _Job) -> None:
         if self._clients:
             self._send_next(job.client)
+
+
+def _present(found: T | None) -> T:
+    if found is None:
+        raise InvariantError("a request or worker of the simulation lacks what its stage needs")
+    return found
 
 
 _prompts: dict[int, tuple[int, ...]] = {}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from baton.core.blocks import BlockTable
+from baton.core.errors import InvariantError
 from baton.core.events import KVCacheEvents, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
@@ -228,7 +229,8 @@ class DecodeWorker:
             self._busy = False
             return
         plan = self.scheduler.begin_step(run.ends_at(done))
-        assert plan is not None
+        if plan is None:
+            raise InvariantError(f"{self.name} has no step {done + 1} of {run.steps}")
         self._busy = True
         seconds = self.costs.seconds(plan)
         self._measured.decode_busy_s += seconds
@@ -244,7 +246,7 @@ class DecodeWorker:
             rows, context = self.scheduler.running_context()
             first_s = self.costs.plain_s(rows, context)
             run = self._run = _Run(now, first_s, self.costs.context_s * rows, rows, steps)
-            run.timer = self._loop.at(run.ends_at(steps), self._run_ended)
+            run.timer = self._loop.at(run.ends_at(steps), self._run_ended, run)
             return
         plan = self.scheduler.begin_step(now)
         if plan is None:
@@ -259,9 +261,8 @@ class DecodeWorker:
         self._measured.decode_busy_s += seconds
         self._core.run(seconds, lambda: self._stepped(plan, seconds))
 
-    def _run_ended(self) -> None:
-        run, self._run = self._run, None
-        assert run is not None
+    def _run_ended(self, run: _Run) -> None:
+        self._run = None
         self._advance(run, run.steps)
         self.wake()
 
