@@ -46,8 +46,8 @@ from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2, worker_pb2, worke
 from benchmarks.kit import BATON, ROOT, commit, machine, ready_url
 from launch.bench.client import Target, base_url, client_session, send
 from launch.bench.load import Load
-from launch.bench.stats import percentile
 from sim.scale.workload import Lengths
+from sim.stats import percentile
 
 STREAMS, PROMPT, OUTPUT = 4, 64, 128
 ROUND_S, CALM_S, WARM_UP_S, GONE_S = 60.0, 15.0, 6.0, 8.0

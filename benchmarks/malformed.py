@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bad_clients import idle_class
 from benchmarks.kit import BATON, ROOT, commit, machine, ready_url
-from launch.bench.stats import percentile
+from sim.stats import percentile
 from tests.support.bad_inputs import TABLE
 from tests.support.requests_kit import Bad
 

@@ -36,7 +36,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kit import ROOT, cluster, parser, report, table
-from launch.bench.stats import percentile
+from sim.stats import percentile
 
 BAR = 1.3
 CONTROL = "nobody"

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from baton.engine.grammar_automaton import Automaton, Lexers, load_tokenizer
 from benchmarks.kit import by_turns, checkpoint, cluster, parser, report, table
 from coordinator.structured_output import Constraint, to_grammar
-from launch.bench.stats import percentile
+from sim.stats import percentile
 
 BAR = 1.1
 SETTLE_S, WINDOW_S, LIMIT_S = 1.0, 6.0, 120.0

@@ -31,7 +31,6 @@ from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
 from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
 from decode.speculation.policy import Speculation
 
-MAX_PLAIN_STEPS = 1 << 20
 _ROOM_TOKENS = 64  # an unboosted preempted sequence resumes only with blocks for this many new tokens as well
 _HOLDING = (State.READY, State.RUNNING)
 
@@ -273,53 +272,6 @@ class DecodeScheduler:
                 else:
                     sequence.ending, sequence.end_reported = reason, True
         return DecodeResult(tuple(tokens), tuple(ended))
-
-    def plain_steps(self, leave: int = 0) -> int:
-        """Returns how many of the next steps are certain to be alike, if nothing else happens: one token for each
-        running sequence, none ends, none starts, and `leave` blocks stay free. `advance` does as many at once. 0 while
-        a step is outstanding, and with draft tokens, whose number differs from step to step."""
-        running = self._in(State.RUNNING)
-        free = self.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
-        waits = self.num_preempted or (len(running) < self.max_running and self._number(State.READY))
-        if self._out or waits or self.speculation.drafts is not None or not running:
-            return 0
-        steps = MAX_PLAIN_STEPS
-        for entry in running:
-            sequence, request = entry.sequence, entry.sequence.request
-            alike = sequence.num_uncomputed == 1 and sequence.ending is None and not (request.alone or entry.boosted)
-            if not alike or request.sampling.grammar:
-                return 0
-            steps = min(steps, request.max_tokens - len(sequence.output) - 1)
-        size = self.layout.block_size
-        while steps > 0:
-            needed = sum(
-                max(0, self.layout.blocks_for(e.sequence.num_tokens + steps - 1) - len(e.sequence.block_ids))
-                for e in running
-            )
-            if needed <= free:
-                break
-            steps = min(steps - 1, (free // len(running)) * size)
-        return max(steps, 0)
-
-    def running_context(self) -> tuple[int, int]:
-        """Returns how many sequences run, and how many positions all of them attend to in the next step."""
-        running = self._in(State.RUNNING)
-        return len(running), sum(entry.sequence.num_tokens for entry in running)
-
-    def advance(self, steps: int, token: int, now: float) -> list[SequenceId]:
-        """Does what the next `steps` steps, at most `plain_steps()`, would do if each sampled `token`, which ends no
-        sequence, and the last of them ended at `now`. Returns the sequences. For simulations: nothing is reported."""
-        running = self._in(State.RUNNING)
-        for entry in running:
-            sequence = entry.sequence
-            end = sequence.num_tokens + steps - 1
-            self._extend(entry, self.layout.blocks_for(end) - len(sequence.block_ids))
-            sequence.output += [token] * steps
-            sequence.num_computed = end
-            entry.next_emit_index, entry.last_token_at = len(sequence.output), now
-        self.tokens_generated += steps * len(running)
-        self._next_step += steps
-        return [entry.sequence.id for entry in running]
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
         """Aborts a sequence. Its blocks are freed immediately, unless a row of it is outstanding or, with `in_flight`,

@@ -154,7 +154,7 @@ def two_ranks(checks: Checks) -> None:
 
 async def beside_hand_overs(model: Path, kind: str) -> None:
     """Streams alone, then the same streams while prompts are handed over one after the other."""
-    from launch.bench.stats import percentile
+    from sim.stats import percentile
     from tests.support.client import Client
     from tests.support.cluster import cluster as running_cluster
     from tests.support.one_gpu import one_gpu_settings

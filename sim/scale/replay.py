@@ -137,8 +137,8 @@ class Replay:
 
     def check(self) -> None:
         self.dispatcher.check()
-        for worker in (*self._prefill.values(), *self._decode.values()):
-            worker.scheduler.check_idle()
+        for scheduler in (w.scheduler for workers in (self._prefill, self._decode) for w in workers.values()):
+            scheduler.check_idle()
         if self._jobs:
             raise InvariantError(f"{len(self._jobs)} requests have not ended: {list(self._jobs)[:3]}")
 
@@ -282,11 +282,11 @@ class Replay:
         for name in job.targets:
             worker = self._decode[name]
             try:
-                worker.reserve(job.request)
+                cached = worker.reserve(job.request)
             except Unavailable:
                 continue
             self.dispatcher.moved(job.request.choice_id, name)
-            job.decode, job.sent = worker, worker.scheduler.num_cached(job.request.sequence_id)
+            job.decode, job.sent = worker, cached
             self._report_load(worker)
             if job.times.prefilled_at:
                 self._send(job)

@@ -110,7 +110,7 @@ class Outcome:
     waits_s: Mapping[str, float]
     steps: int
     steps_at_once: int
-    """Decode steps that were computed many at once (`DecodeScheduler.advance`)."""
+    """Decode steps that were computed many at once (sim/scale/at_once.py)."""
     events: int
 
 

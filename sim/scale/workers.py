@@ -1,6 +1,6 @@
 """Simulated workers of both tiers around the production schedulers: steps take what the calibration says.
 
-A decode worker whose next steps are all alike (`DecodeScheduler.plain_steps`) computes them at once. When something
+A decode worker whose next steps are all alike (`plain_steps`) computes them at once. When something
 happens before they have ended, it first does those that have ended until then, and plans the one that computes at that
 time, so that every step begins and ends when it would otherwise.
 """
@@ -23,6 +23,7 @@ from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from prefill.scheduler import PrefillScheduler, Progress
 from sim.loop import Loop, Timer, cancel
+from sim.scale.at_once import advance, plain_steps, running_context
 from sim.scale.costs import Calibration
 from sim.scale.counted_blocks import CountedBlocks
 from sim.scale.host import Host
@@ -204,11 +205,12 @@ class DecodeWorker:
         self._run: _Run | None = None
         self._new: set[SequenceId] = set()
 
-    def reserve(self, request: GenerateRequest) -> None:
-        """Raises Unavailable if blocks are short."""
+    def reserve(self, request: GenerateRequest) -> int:
+        """Returns how many positions are in the prefix cache. Raises Unavailable if blocks are short."""
         self.interrupt()
-        self.scheduler.reserve(request, self._loop.now)
+        sequence = self.scheduler.reserve(request, self._loop.now)
         self.wake()
+        return sequence.prefix_tokens
 
     def received(self, sequence: SequenceId) -> None:
         self.interrupt()
@@ -242,8 +244,8 @@ class DecodeWorker:
         now = self._loop.now
         leave = self.scheduler.blocks.num_blocks // ROOM_SHARE
         at_once = self._at_once and not self._new
-        if at_once and (steps := self.scheduler.plain_steps(leave)) >= LEAST_AT_ONCE:
-            rows, context = self.scheduler.running_context()
+        if at_once and (steps := plain_steps(self.scheduler, leave)) >= LEAST_AT_ONCE:
+            rows, context = running_context(self.scheduler)
             first_s = self.costs.plain_s(rows, context)
             run = self._run = _Run(now, first_s, self.costs.context_s * rows, rows, steps)
             run.timer = self._loop.at(run.ends_at(steps), self._run_ended, run)
@@ -269,7 +271,7 @@ class DecodeWorker:
     def _advance(self, run: _Run, steps: int) -> None:
         if steps:
             ended_at = run.ends_at(steps)
-            self._owner.advanced(self.scheduler.advance(steps, TOKEN, ended_at), steps, ended_at)
+            self._owner.advanced(advance(self.scheduler, steps, TOKEN, ended_at), steps, ended_at)
             seconds = ended_at - run.began_at
             self._measured.decode_busy_s += seconds
             self._measured.steps += steps
