@@ -178,7 +178,13 @@ def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> 
                     raise OSError("no listener")
             made = TCPStore(host, int(port), None, False, limit, False)
     except (RuntimeError, OSError) as error:
-        raise StartupError(f"cannot connect to the store at {host}:{port}: {str(error).splitlines()[0]}") from None
+        hint = ""
+        if env.get("LOCAL_WORLD_SIZE") != env.get("WORLD_SIZE"):
+            hint = (
+                "; MASTER_ADDR must be node 0 as this node reaches it (torchrun with c10d: --local-addr on each node)"
+            )
+        reason = f"{str(error).splitlines()[0]}{hint}"
+        raise StartupError(f"cannot connect to the store at {host}:{port}: {reason}") from None
     return PrefixStore(f"baton/tp/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", made)
 
 

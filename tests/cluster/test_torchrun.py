@@ -67,6 +67,20 @@ def script_commands() -> list[tuple[str, str]]:
     ]
 
 
+def c10d_commands() -> list[tuple[str, str]]:
+    """README's commands with the other rendezvous: the nodes agree on their ranks, whatever their --node-rank."""
+    static, c10d = "--master-addr 10.0.0.1 --master-port 9000", "--rdzv-backend c10d --rdzv-endpoint 10.0.0.1:9000"
+
+    def changed(node: str, command: str) -> str:
+        host = f"--rdzv-id prefill-0 --rdzv-conf is_host={int(node == '10.0.0.1')} --local-addr {node}"
+        return command.replace(static, f"{c10d} {host}")
+
+    return [(node, changed(node, command)) for node, command in readme_commands()[1]]
+
+
+COMMANDS = {"README": lambda: readme_commands()[1], "scripts": script_commands, "c10d": c10d_commands}
+
+
 class Nodes:
     """The processes of one cluster, `coordinator`, `prefill-0`, `prefill-1` and `decode`, each with a log."""
 
@@ -153,7 +167,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Nodes]]:
         made: list[Nodes] = []
 
         def begin(how: str) -> Nodes:
-            made.append(Nodes(network, tmp_path, readme_commands()[1] if how == "README" else script_commands()))
+            made.append(Nodes(network, tmp_path, COMMANDS[how]()))
             made[0].wait_ready()
             return made[0]
 
@@ -205,6 +219,18 @@ def test_two_nodes_serve_the_reference_tokens_and_a_signal_at_one_drains_both(
     nodes.send("coordinator", signal.SIGINT)
     assert nodes.ends("coordinator", "decode") == (0, 0), nodes.logs()
     assert "shadowed" not in nodes.logs()
+
+
+@pytest.mark.long
+def test_two_nodes_with_a_c10d_rendezvous_serve_the_reference_tokens(start: Callable[[str], Nodes]) -> None:
+    nodes = start("c10d")
+    assert any("--rdzv-backend c10d" in command for _, command in c10d_commands())
+    expected = oracle.greedy(Path(baton.builtin.__file__).parent / "target", PROMPT, COUNT)
+    assert nodes.tokens() == expected.tokens
+    left, began = [pid for name in WORKER for pid in nodes.pids(name)], time.monotonic()
+    nodes.send("coordinator", signal.SIGINT)
+    expect_nothing_left(nodes, left, began)
+    assert nodes.ends("coordinator", "decode", *WORKER) == (0, 0, 0, 0), nodes.logs()
 
 
 @pytest.mark.long

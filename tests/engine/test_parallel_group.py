@@ -137,3 +137,6 @@ def test_missing_or_unreachable_store_is_refused() -> None:
         open_store({})
     with pytest.raises(StartupError, match=r"cannot connect to the store at 127\.0\.0\.1:1: "):
         open_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, 1.0)
+    several_nodes = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+    with pytest.raises(StartupError, match=r"--local-addr on each node\)$"):
+        open_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **several_nodes}, 1.0)
