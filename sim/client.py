@@ -80,7 +80,7 @@ class Client:
         self._front, self._loop, self._verify, self._on_end = front, front.loop, verify, on_end
         self._coordinator = front.coordinator
         self._left = behaviour.tries
-        self._over = False
+        self._over = self._waits = False
 
     @property
     def over(self) -> bool:
@@ -91,12 +91,18 @@ class Client:
         if not coordinator.alive:
             self._refused(Unavailable("connection refused"))
         else:
+            self._waits = True
             coordinator.receives(self._admit, coordinator)
 
     def coordinator_died(self) -> None:
         """The connection ends without a finish reason."""
-        if self.admitted and not self._over:
+        if self._over:
+            return
+        if self.admitted:
             self._end_all("cut", None)
+        elif self._waits:
+            self._waits = False
+            self._refused(Unavailable("the connection was reset"))
 
     def leave(self) -> None:
         """The client disconnects."""
@@ -115,6 +121,7 @@ class Client:
             self._end_all("error", error)
 
     def _admit(self, coordinator: Coordinator) -> None:
+        self._waits = False
         if self._over:
             return
         try:
@@ -263,6 +270,8 @@ class _Choice:
         self._outcome.end(ended, self._client.loop.now, error)
         coordinator = self._client.coordinator
         coordinator.execute(coordinator.requests.end(self.request, ended, coordinator.now))
+        if self._index == 0:
+            self._client.first_changed()  # Cluster.end
         self._client.choice_over(error)
 
     def _verify(self) -> None:

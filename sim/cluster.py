@@ -67,6 +67,8 @@ class ClusterOptions:
     coordinator: CoordinatorOptions = field(default_factory=CoordinatorOptions)
     layers: tuple[LayerKV, ...] = LAYERS
     max_model_len: int = 1 << 20
+    expected_output_tokens: float | None = None
+    """The average output that the dispatcher expects at first: a low one lets decode workers run out of blocks."""
     vocabulary: int = VOCABULARY
     restart_s: Callable[[Loop], float] = field(default=lambda loop: loop.random.choice((0.3, 1.0, 2.0, 4.0)))
     """After how long a supervisor has started a worker again that has ended."""
@@ -128,7 +130,10 @@ class Cluster:
     def _start_coordinator(self) -> Coordinator:
         loop, options = self.loop, self.options.coordinator
         incarnation = self._next_incarnation("coordinator")
-        return Coordinator(loop, self.network, incarnation, self._make_clock(loop), options)
+        coordinator = Coordinator(loop, self.network, incarnation, self._make_clock(loop), options)
+        if self.options.expected_output_tokens is not None:
+            coordinator.requests.dispatcher.expectation.mean_tokens = self.options.expected_output_tokens
+        return coordinator
 
     def start_worker(self, name: str) -> Worker:
         """Starts a worker, or the next incarnation of one; its role follows from the first letter of its name."""
@@ -251,6 +256,20 @@ class Cluster:
     def run(self, until_s: float, done: Callable[[], bool] | None = None) -> None:
         """Runs until virtual time `until_s`, or until `done()`."""
         self.loop.run(until_s, done)
+
+    def preempted(self) -> int:
+        """Returns how many sequences were preempted, by workers that have ended, too."""
+        tiers = (worker.tier for worker in self.workers.values() if worker.alive)
+        return self.preemptions + sum(t.scheduler.preemptions for t in tiers if isinstance(t, DecodeTier))
+
+    def repeat_offer(self) -> None:
+        """Sends an earlier offer again, as a faulty peer may: a handle is valid once."""
+        tiers = [w.tier for w in self.workers.values() if w.alive and isinstance(w.tier, PrefillTier)]
+        offers = [(tier, link, offer) for tier in tiers for link, offer in tier.sender.offered]
+        if offers:
+            tier, link, offer = self.loop.random.choice(offers)
+            self.loop.note("repeat offer", tier.worker, offer.request.sequence_id)
+            link.repeat(offer)
 
     # Invariants.
 

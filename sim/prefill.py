@@ -28,6 +28,7 @@ from baton.core.handover import (
     EdgeReady,
     LinkHello,
     LinkWelcome,
+    Offer,
     Ping,
     Posted,
     Refuse,
@@ -238,7 +239,8 @@ class PrefillTier:
                     now_ms=worker.run_clock_ms(),
                 )
         except StaleHandle as e:
-            worker.report_ended(sequence, e.tier_code, e.message)
+            expired = e.param == "expires_ms"
+            worker.report_ended(sequence, ErrorCode.DEADLINE_EXCEEDED if expired else e.tier_code, e.message)
             return False
         return True
 
@@ -301,7 +303,7 @@ class ChunkSend:
 
 
 class Sender:
-    """Complete state: the hand-overs by the sequence id at their start, and the links."""
+    """Complete state: the hand-overs by the sequence id at their start, the links, and the latest offers."""
 
     def __init__(self, tier: PrefillTier) -> None:
         self.tier, self.worker = tier, tier.worker
@@ -309,6 +311,7 @@ class Sender:
         self.links: dict[tuple[str, int], SendingLink] = {}
         self.counters = Counters()
         self.generations = itertools.count(1)
+        self.offered: deque[tuple[SendingLink, Offer]] = deque(maxlen=8)
         self._limits = Limits(tier.facts.layout, SECTION_BYTES, MAX_CHUNK_TOKENS, STAGING_BYTES)
 
     # From the worker.
@@ -430,6 +433,7 @@ class Sender:
         wait = run.next_wait()
 
         def answered(reply: Any) -> None:
+            self.offered.append((link, offer))
             if run.waits == wait:
                 self._answered(run, link, reply)
 
@@ -647,6 +651,11 @@ class SendingLink:
     def abort(self, message: AbortTransfer) -> None:
         if self._end is not None:
             self._end.send(message)
+
+    def repeat(self, offer: Offer) -> None:
+        """Sends an offer a second time."""
+        if self._end is not None:
+            self._end.send(offer)
 
     def _ping(self, number: int) -> None:
         def replied(reply: Any) -> None:

@@ -1,0 +1,55 @@
+"""One seed is one run: its trace is the same in every process, and its command shows why it failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import sim.client
+import sim.seeds
+from baton.core.request import GenerateRequest, TokenLogprob
+from sim.__main__ import main
+from sim.engine import expected
+from sim.seeds import run_seed
+
+
+def test_one_seed_gives_one_trace_in_every_process() -> None:
+    lines = set()
+    for hash_seed in ("0", "1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "sim", "--seed", "11", "--trace"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            timeout=60,
+            check=True,
+        )
+        lines.add(done.stdout)
+    assert len(lines) == 1 and len(lines.pop().splitlines()) > 200
+
+
+def test_seeds_and_modes_differ_and_a_repetition_in_the_same_process_does_not() -> None:
+    digests = [run_seed(seed, mode).digest for seed in (1, 2) for mode in sim.seeds.MODES]
+    assert len(set(digests)) == 4
+    assert [run_seed(seed, mode).digest for seed in (1, 2) for mode in sim.seeds.MODES] == digests
+
+
+def test_wrong_token_fails_the_seed_and_the_command_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def other(request: GenerateRequest) -> tuple[list[int], list[TokenLogprob]]:
+        tokens, scores = expected(request)
+        return [tokens[0] + 1, *tokens[1:]], scores
+
+    monkeypatch.setattr(sim.client, "expected", other)
+    assert main(["--seeds", "3", "--mode", "safety", "--stop"]) == 1
+    shown = capsys.readouterr().out
+    assert "seed 1 safety: FAILED InvariantError" in shown and "python -m sim --seed 1 --mode safety --trace" in shown
+
+
+def test_request_that_never_ends_fails_a_liveness_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sim.seeds, "LIVENESS_S", -1.0)
+    assert any("not over" in run_seed(seed, "liveness").error for seed in range(1, 10))
