@@ -132,6 +132,7 @@ class Cluster:
     def end(self, in_flight: InFlight, reason: str) -> None:
         """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
         self._execute(self.requests.end(in_flight.request, reason, time.monotonic()))
+        in_flight.changed.set()  # the other choices of its request may wait for its end
 
     def forget(self, in_flight: InFlight) -> None:
         """Ends a request and removes it, so that its id can be reused."""

@@ -17,6 +17,7 @@ from coordinator.policy.quotas import Client, Limits
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
 from coordinator.text.stream import Vocabulary
+from tests.support.builders import make_request
 from tests.support.fake_workers import Reader, bench, run_to_end
 from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_fallback, byte_level
@@ -324,6 +325,19 @@ async def test_choices_share_one_prompt_and_end_independently() -> None:
             mine = [x for x in reader.deltas if x.choice == choice]
             assert [i for x in mine for i in x.token_ids] == [5, 6, 7 + choice]
             assert mine[-1].usage is not None and mine[-1].usage.completion_tokens == 3
+
+
+async def test_other_choices_are_woken_when_the_first_one_ends_before_it_decodes() -> None:
+    """Its reader may be slow, and see a stop string only after they have begun to wait. (Seed 3 of the simulator.)"""
+    async with bench("p0", "d0") as b:
+        first = b.cluster.admit(make_request("r", max_tokens=9), choices=2)
+        p, _ = b.workers
+        p.report((await p.received(Prefill)).request.sequence_id, 0, 5)
+        await until(first.changed.is_set)
+        first.changed.clear()
+        b.cluster.end(first, "stop string")
+        assert first.request.ended and first.changed.is_set()
+        b.cluster.forget(first)
 
 
 async def test_failed_choice_ends_the_other_choices() -> None:
