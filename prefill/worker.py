@@ -257,7 +257,8 @@ class PrefillWorker:
                 )
         except StaleHandle as e:
             self.handles_refused += 1
-            self.main_loop.report_ended(sequence, e.tier_code, e.message)
+            expired = e.param == "expires_ms"  # handles are valid until the request's deadline
+            self.main_loop.report_ended(sequence, ErrorCode.DEADLINE_EXCEEDED if expired else e.tier_code, e.message)
             return False
         return True
 

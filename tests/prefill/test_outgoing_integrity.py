@@ -98,6 +98,14 @@ async def test_a_forged_handle_is_refused_and_counted() -> None:
         assert decode.worker.scheduler.num_sequences == 0
 
 
+async def test_expired_handle_ends_its_sequence_by_the_deadline() -> None:
+    """A handle is valid until the request's deadline; the client received `stale_handle` (simulator, seed 881)."""
+    async with pair() as (source, [decode]):
+        handle = decode.handle(R, source.worker, expires_ms=1)
+        source.submit(make_request("r", 6, max_tokens=4), decode, handle=handle)
+        assert [e.code for e in source.posted.ended] == ["deadline_exceeded"] and source.idle
+
+
 def reserve(decode: DecodeNode, source: PrefillNode, offer: Offer) -> None:
     peer = Peer(source.worker.config.worker_id, source.worker.incarnation, {})
     decode.worker.hand_overs.reserve(peer, offer, decode.worker.admission(), now=0.0)

@@ -156,9 +156,9 @@ class DecodeNode:
             "source_incarnation": source.incarnation,
             "destination_worker": self.worker.config.worker_id,
             "destination_incarnation": self.worker.incarnation,
+            "expires_ms": round(self.worker.main_loop.run_clock_ms()) + 60_000,
         }
-        expires_ms = round(self.worker.main_loop.run_clock_ms()) + 60_000
-        return sign(KEY, Handle(sequence, **{**values, **changes}, expires_ms=expires_ms, nonce=os.urandom(8)))  # type: ignore[arg-type]
+        return sign(KEY, Handle(sequence, **{**values, **changes}, nonce=os.urandom(8)))  # type: ignore[arg-type]
 
     def target(self, sequence: SequenceId, source: PrefillWorker, handle: Handle | None = None) -> Target:
         name, incarnation = self.worker.config.worker_id, self.worker.incarnation
