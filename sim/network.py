@@ -168,9 +168,8 @@ class Network:
             self.counters.partitions += 1
 
     def heal(self, source: str, to: str) -> None:
-        after_s = self._message_s()  # the same for all, which keeps their order
         for act, args in self._waiting.pop((source, to), []):
-            self.loop.later(after_s, act, *args)
+            act(*args)
 
     def heal_all(self) -> None:
         for source, to in list(self._waiting):
@@ -230,7 +229,7 @@ class Network:
     def _send_between(self, source: str, to: str, act: Callable[..., object], *args: Any) -> None:
         waiting = self._waiting.get((source, to))
         if waiting is not None:
-            waiting.append((act, args))
+            waiting.append((self._send_between, (source, to, act, *args)))
         else:
             self.loop.later(self._message_s(), act, *args)
 
@@ -253,7 +252,7 @@ class Network:
 
     def _transmitted(self, end: End, number: int, message: Any) -> None:
         """A message that waited for the end of a partition continues."""
-        self.loop.at(end.next_arrival(self.loop.now), end.arrive, number, message)
+        self.loop.at(end.next_arrival(self.loop.now + self._message_s()), end.arrive, number, message)
 
     def break_stream(self, end: End, reason: str) -> None:
         self.counters.broken += 1

@@ -33,7 +33,7 @@ MODES: tuple[Mode, ...] = ("safety", "liveness")
 LIVENESS_S = 60.0
 """After the end of all faults: the longest limits that follow each other are a lease, a link's silence, an edge's
 timeout, a dial's, and the pauses between offers."""
-SETTLE_S = 60.0
+QUIET_S = 60.0
 """Until a worker that was cut off has noticed (30 s), and has ended its sequences."""
 CHECK_EVERY = 150
 """Events between two checks of all books."""
@@ -119,7 +119,7 @@ def _run(cluster: Cluster, injector: Injector, requests: int, mode: Mode, faults
         raise InvariantError(f"not over at {cluster.loop.now:.1f} s: {late}; {cluster.coordinator.requests!r}")
     _check_outcomes(cluster)
     injector.stop()
-    limit_s = cluster.loop.now + SETTLE_S
+    limit_s = cluster.loop.now + QUIET_S
     while cluster.loop.now < limit_s:
         cluster.run(limit_s, lambda: cluster.settled)
         cluster.run(cluster.loop.now + 1.0)
