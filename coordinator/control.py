@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Protocol
 
 import grpc.aio
 
@@ -18,13 +19,36 @@ from baton.runtime.status import grpc_code
 from baton.runtime.streams import SERVER_OPTIONS, LinkLost, MessageStream, deserializer, serve_stream
 from baton.runtime.tls import ClusterTls, check_role, peer_role
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from coordinator.cluster import Cluster
+from coordinator.cluster import ToWorker
 
 log = logging.getLogger("baton.coordinator")
 
 
+class Sessions(Protocol):
+    """Who owns the sessions: `coordinator.cluster.Cluster`, or a check of workers."""
+
+    # Where workers dial, as host:port.
+    address: str
+
+    def join(self, join: Join, peer: str) -> asyncio.Queue[ToWorker]: ...
+
+    def refused(self, error: JoinRefused, peer: str) -> None: ...
+
+    def is_current(self, worker: str, queue: asyncio.Queue[ToWorker]) -> bool: ...
+
+    def on_message(self, worker: str, incarnation: int, message: object) -> bool: ...
+
+    def session_ended(self, worker: str, incarnation: int, queue: asyncio.Queue[ToWorker], why: str) -> None: ...
+
+    def fail(self, error: InvariantError) -> None: ...
+
+    def check_token(self, presented: str, who: str) -> None: ...
+
+    def drain_worker(self, worker: str, timeout_s: float) -> None: ...
+
+
 class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
-    def __init__(self, cluster: Cluster, tls: ClusterTls | None) -> None:
+    def __init__(self, cluster: Sessions, tls: ClusterTls | None) -> None:
         self._cluster = cluster
         self._tls = tls
 
@@ -97,7 +121,7 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
 
 
 async def serve_control(
-    cluster: Cluster, host: str, port: int, tls: ClusterTls | None = None
+    cluster: Sessions, host: str, port: int, tls: ClusterTls | None = None
 ) -> tuple[grpc.aio.Server, int]:
     """Starts the service, sets the cluster's address, and returns the server with its port.
 

@@ -63,7 +63,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     cluster_tls = read_cluster_tls(config.cluster_tls_dir, "coordinator")
     model_dir = resolve_model(config.model)
     name = config.served_model_name or served_name(config.model)
-    own_model = _own_model(model_dir)
+    own_model = read_own_model(model_dir)
     longest = config.max_model_len or None
     text = TextModel.load(model_dir, max_model_len=longest, tool_parser=config.tool_parser)
     text.start()
@@ -202,7 +202,7 @@ def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:
         log.warning("generation_config: ignoring unsupported settings: %s", text.ignored_defaults)
 
 
-def _own_model(model_dir: Path) -> OwnModel:
+def read_own_model(model_dir: Path) -> OwnModel:
     """Reads the model's config.json. Raises StartupError with one line that names the file."""
     path = model_dir / "config.json"
     try:

@@ -48,6 +48,8 @@ def up_command(config: UpConfig) -> int:
     "and whether ranks that communicate reach each other. For several nodes run it on each at the same time.",
 )
 def doctor_command(config: DoctorConfig) -> int:
+    # Read when grpc is imported: with its handlers, starting a process beside a server may abort.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     from launch.doctor.run import doctor
     from launch.members import nodes_here
     from launch.plan_checks import check_memory, host_memory_bytes

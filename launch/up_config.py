@@ -37,9 +37,8 @@ class UpConfig(CoordinatorOptions, WorkerOptions):
 class DoctorConfig(UpConfig):
     """What `baton doctor` looks at: what `baton up` with the same options would start."""
 
-    limit_s: float = option(10.0, "time limit for each step of a probe", low=1)
-    wait_s: float = option(60.0, "time limit for the doctors of the other nodes to connect", low=1)
-    full_digest: bool = option(False, "compare every byte of the model, not only sizes and headers")
+    limit_s: float = option(30.0, "time limit for each hand-over", low=1)
+    wait_s: float = option(300.0, "time limit for the workers of all nodes to load and join", low=1)
 
 
 COORDINATOR_FIELDS = tuple(f.name for f in fields(CoordinatorOptions) if f.name != "served_model_name")

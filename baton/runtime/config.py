@@ -131,6 +131,7 @@ class WorkerConfig(WorkerOptions):
 
     worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
     replace: bool = option(False, "take the place of a live worker that has this worker's id")
+    check: bool = option(False, "load, join the coordinator, leave and exit: with 0 if this worker could serve")
     coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
     host: str = option("127.0.0.1", "address this worker listens on for its peers", listens=True)
     cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")

@@ -17,7 +17,7 @@ from typing import Protocol
 from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, Command, Drain, Join, Welcome
 from baton.core.deadlines import Deadlines, Tombstones
-from baton.core.errors import BatonError, InvariantError
+from baton.core.errors import BatonError, InvariantError, StartupError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
@@ -30,6 +30,8 @@ log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
 ALONE_REPORT_S = 1.0  # how long a step waits until the coordinator has the report which request it computes alone
 SWEEP_S = 30.0  # between two removals of expired tombstones
+CHECK_JOIN_S = 10.0  # how long a worker that is only checked waits for the coordinator
+CHECK_POLL_S = 0.05
 DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 
 
@@ -106,6 +108,7 @@ class WorkerLoop:
 
         Raises:
             JoinRefused: this worker does not fit the cluster; the message names the field.
+            StartupError: it is to be checked, and no coordinator replies.
             InvariantError: a bug. The process must exit; its supervisor starts another.
         """
         compute = StepThread(self._step, self._launcher)
@@ -117,6 +120,8 @@ class WorkerLoop:
                     group.create_task(self._housekeeping(compute), name="housekeeping"),
                     group.create_task(self._fails(), name="failure"),
                 ]
+                if self.config.check:
+                    tasks.append(group.create_task(self._leave_once_joined(), name="check"))
                 await self._drained()
                 for task in tasks:
                     task.cancel()
@@ -243,6 +248,17 @@ class WorkerLoop:
 
     async def _fails(self) -> None:
         raise await self._failures.get()  # most workers never have one
+
+    async def _leave_once_joined(self) -> None:
+        """For --check. Raises StartupError if no coordinator replies."""
+        deadline = time.monotonic() + CHECK_JOIN_S
+        while not self.session.run_id:
+            if time.monotonic() > deadline:
+                where = f"no coordinator at {self.config.coordinator} replied within {CHECK_JOIN_S:g} s"
+                raise StartupError(f"{where}; start it first, or run `baton doctor`, which takes its place")
+            await asyncio.sleep(CHECK_POLL_S)
+        log.info("check passed: %s accepted %s, which leaves", self.config.coordinator, self.config.worker_id)
+        self.leave(self.config.drain_timeout_s)
 
     def _begin_drain(self, timeout_s: float) -> None:
         self._drain_until = min(self._drain_until, time.monotonic() + timeout_s)

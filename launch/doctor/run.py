@@ -1,167 +1,222 @@
-"""`baton doctor`: checks, on every node, what a cluster needs before it is started.
+"""`baton doctor`: starts the workers of a plan as `baton up` would, lets each pair hand over one prompt, and ends them.
 
-On each node it checks what the node provides (`findings`) and starts one probe (`probe`) for each rank that the plan
-places there. The doctor on the coordinator's node hosts the board, opens one step after the other, collects the results
-that the probes put there, and prints the verdict; the doctors of other nodes wait for it and print the same.
+On each node it checks what the node provides (`findings`) and starts the plan's own commands. The doctor of the
+coordinator's node takes the coordinator's place (`sessions`): it accepts the joins, checks every pair, and drains the
+workers, which ends the doctors of the other nodes too. A worker that fails reports why itself, as in `baton up`.
 """
 
 from __future__ import annotations
 
-import errno
-import json
+import asyncio
+import contextlib
 import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
 
-from baton.core.errors import StartupError
+from baton.core.errors import HandoffError, StartupError
+from baton.core.names import host_port
+from baton.runtime.config import CoordinatorConfig, resolve
 from baton.runtime.model_source import resolve_model
-from launch.child import Child, ChildSpec
-from launch.doctor.board import Board, BoardClient
-from launch.doctor.findings import Finding, check_node, compare, on_node, print_verdict, read_results
-from launch.doctor.tasks import STEPS, Task, exited_key, make_tasks, plan_digest
+from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.token_file import read_token
+from coordinator.control import serve_control
+from coordinator.serving import read_own_model
+from launch.child import Child
+from launch.console import Console
+from launch.doctor.findings import Finding, check_node, print_verdict
+from launch.doctor.sessions import CheckSessions
 from launch.failure import describe_exit
+from launch.members import Addresses, Members, Programs
 from launch.plan import Plan
+from launch.run_directory import run_directory
 from launch.up_config import DoctorConfig
 
-PROBE = (sys.executable, "-m", "launch.doctor.probe")
-_GRACE_S = 3.0
-_POLL_S = 0.05
-_REPORT_EVERY_S = 0.5
-
-_Local = Mapping[str, tuple[list[Finding], dict[str, str]]]
+POLL_S = 0.1
+DRAIN_S = 1.0
+EXIT_S = 10.0
+REMIND_S = 10.0
 
 
-def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple[str, ...] = PROBE) -> int:
-    """Runs this host's part; returns 0 when all checks passed on all nodes, else 1. `config` has the limits.
+def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, programs: Programs | None = None) -> int:
+    """Runs this host's part; returns 0 when all checks passed, else 1. `config` has the limits.
 
     Raises:
-        StartupError: the doctor on the coordinator's node cannot be reached, or sends no verdict.
+        StartupError: the run directory, or a log in it, cannot be written.
     """
-    local = {name: check_node(plan, name, config.full_digest) for name in sorted(nodes)}
-    tasks = make_tasks(plan, _heads(plan), config.limit_s)
-    front, port, digest = plan.topology.front, plan.topology.coordinator.config.control_port, plan_digest(plan)
-    with ExitStack() as stack:
-        board = None
-        if front.name in nodes:
+    findings = [finding for name in sorted(nodes) for finding in check_node(plan, name)]
+    with run_directory(config.run_dir) as run_dir:
+        check = Check(plan, nodes, config, run_dir, programs or Programs())
+        check.console.stage("logs", str(run_dir))
+        findings += asyncio.run(check.run())
+    return print_verdict(findings)
+
+
+class Check:
+    """The workers of this host while they are checked."""
+
+    def __init__(
+        self, plan: Plan, nodes: frozenset[str], config: DoctorConfig, run_dir: Path, programs: Programs
+    ) -> None:
+        self.console = Console()
+        self._plan, self._config = plan, config
+        self._members = Members(plan, nodes, run_dir, programs, config.wait_s, DRAIN_S)
+        # By part; a worker over several nodes has one on each.
+        self._children: dict[str, Child] = {}
+        # Why a part ended before it was drained.
+        self._failed: dict[str, str] = {}
+
+    async def run(self) -> list[Finding]:
+        """Checks the workers; nothing is left running."""
+        if not self._members.has_coordinator:
+            return await self._follow()
+        try:
+            sessions = self._sessions()
+            config, front = self._options(), self._plan.topology.front
+            tls = read_cluster_tls(config.cluster_tls_dir, "coordinator")
+            server, port = await serve_control(sessions, front.address, config.control_port, tls)
+        except StartupError as error:
+            return [Finding("coordinator", f"node {self._plan.topology.front.name}", error.message)]
+        try:
+            self._start(Addresses("", "", host_port(front.address, port)))
+            findings = await self._joined(sessions)
+            findings += await self._hand_overs(sessions, {f.where for f in findings if not f.error})
+            sessions.drain(DRAIN_S)
+            return findings + await self._exited()
+        finally:
+            self._kill()
+            await server.stop(grace=0.2)
+
+    def _options(self) -> CoordinatorConfig:
+        """Returns the coordinator's options, as its process would have them."""
+        given = self._plan.topology.coordinator.options
+        return resolve(CoordinatorConfig, file={}, env=os.environ, flags=given)
+
+    def _sessions(self) -> CheckSessions:
+        own = None
+        with contextlib.suppress(StartupError, OSError):  # `check_node` and the workers of this node report it
+            own = read_own_model(resolve_model(self._plan.model))
+        workers = [worker.name for worker in self._plan.topology.workers]
+        return CheckSessions(workers, own, read_token(self._options().cluster_token_file))
+
+    def _start(self, bound: Addresses) -> None:
+        for name in self._members.parts:
             try:
-                board = Board(front.address, port, digest)
+                self._children[name] = Child(spec := self._members.worker(name, bound))
+                self.console.stage(name, f"starting   {spec.note}   log {spec.log}")
             except StartupError as error:
-                return print_verdict(_without_board(front.name, error.message, plan.url, local))
-            stack.callback(board.close)
-            port = board.address[1]
-        client = BoardClient(front.address, port, digest)
-        _put_findings(client, local, plan, config.wait_s)
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-doctor-")))
-        probes: dict[str, Child] = {}  # probes of this host whose exit is not reported yet
-        for task in (task for name in sorted(nodes) for task in tasks[name]):
-            key, path = task.me.key, directory / f"{task.me.key}.json"
-            path.write_text(json.dumps({"task": asdict(task), "board": (front.address, port, digest)}))
-            probes[key] = Child(ChildSpec(key, (*probe, str(path)), directory / f"{key}.log"))
-            stack.callback(probes[key].kill)
-        if board is not None:
-            verdict = _collect(board, plan, tasks, config, probes)
-            board.values["report"] = [asdict(finding) for finding in verdict]
-            time.sleep(_GRACE_S if set(tasks) - nodes else 0)  # lets the doctors of other nodes read it
-        else:
-            report, deadline = None, time.monotonic() + config.wait_s + sum(_step_s(tasks, step) for step in STEPS)
-            while report is None and time.monotonic() < deadline:
-                with suppress(OSError):  # no reply: retried
-                    _report_exited(probes, client.put)
-                report = client.wait("report", _REPORT_EVERY_S)
-            if report is None:
-                raise StartupError(f"the doctor of node {front.name} at {front.address}:{port} sent no verdict")
-            verdict = [Finding(**finding) for finding in report]
-    return print_verdict(verdict)
+                self._failed[name] = error.message
 
+    def _look(self) -> None:
+        """Records why each part that has ended did."""
+        for name, child in self._children.items():
+            if name not in self._failed and (code := child.poll()):
+                last = next((line.strip() for line in reversed(child.tail()) if line.strip()), "no output")
+                self._failed[name] = f"{describe_exit(code)}: {child.error_line() or last}"
 
-def _report_exited(probes: dict[str, Child], put: Callable[[str, str], object]) -> None:
-    """Reports why each newly exited probe ended, and drops it; one whose `put` raises is reported at the next call."""
-    for key, child in list(probes.items()):
-        if (code := child.poll()) is not None:
-            last = next((line.strip() for line in reversed(child.tail()) if line.strip()), "")
-            put(exited_key(key), f"exited ({describe_exit(code)}){f': {last}' if last else '; no output'}")
-            del probes[key]
+    def _failure(self, worker: str) -> str:
+        """Returns why parts of a worker on this host ended; empty if they run."""
+        parts = [name for name, part in self._members.parts.items() if part.worker.name == worker]
+        return "; ".join(self._failed[name] for name in parts if name in self._failed)
 
+    async def _joined(self, sessions: CheckSessions) -> list[Finding]:
+        """Waits until each worker has joined, was refused, or has ended."""
+        started, reminded = time.monotonic(), time.monotonic()
+        findings: dict[str, Finding] = {}
+        workers = [worker.name for worker in self._plan.topology.workers]
+        while len(findings) < len(workers):
+            self._look()
+            seconds = time.monotonic() - started
+            late = [name for name in workers if name not in findings]
+            for name in late:
+                if error := sessions.refusals.get(name) or self._failure(name):
+                    findings[name] = Finding("join", name, error)
+                elif name in sessions.connected:
+                    findings[name] = Finding("join", name, seconds=seconds)
+                    self.console.stage(name, "joined")
+                elif seconds > self._config.wait_s:
+                    findings[name] = Finding("join", name, self._late(name))
+            if time.monotonic() - reminded > REMIND_S:
+                reminded = time.monotonic()
+                self.console.stage("waiting", f"for {', '.join(late)}; on another node `baton doctor` must run too")
+            await asyncio.sleep(POLL_S)
+        return [findings[name] for name in workers]
 
-def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float) -> None:
-    """Puts this host's findings on the board, which may not be open yet.
+    def _late(self, worker: str) -> str:
+        """Returns why a worker that has not joined may be late: the last line that it wrote here."""
+        lines = [
+            line.strip()
+            for name, child in self._children.items()
+            if self._members.parts[name].worker.name == worker
+            for line in child.tail()
+            if line.strip()
+        ]
+        elsewhere = f"is `baton doctor` running on {' and '.join(self._nodes(worker))}?"
+        last = f"its last line: {lines[-1]}" if lines else elsewhere
+        return f"it has not joined within {self._config.wait_s:g} s; {last}"
 
-    Raises:
-        StartupError: no doctor hosts the board, or one with another topology does.
-    """
-    front, port = plan.topology.front, plan.topology.coordinator.config.control_port
-    deadline = time.monotonic() + wait_s
-    for name, (findings, facts) in local.items():
-        while True:
+    def _nodes(self, worker: str) -> list[str]:
+        return [part.node.name for part in self._plan.parts if part.worker.name == worker]
+
+    async def _hand_overs(self, sessions: CheckSessions, joined: set[str]) -> list[Finding]:
+        """Checks every pair. A worker takes part in one hand-over at a time, so that none slows another one down."""
+        workers = [worker for worker in self._plan.topology.workers if worker.name in joined]
+        prefill = [worker.name for worker in workers if worker.role == "prefill"]
+        decode: list[str | None] = [worker.name for worker in workers if worker.role == "decode"]
+        decode += [None] * (len(prefill) - len(decode))
+
+        async def one(source: str, target: str) -> Finding:
+            where = f"{source} ({self._host(source)}) → {target} ({self._host(target)})"
             try:
-                client.put(f"node/{name}", {"findings": [asdict(f) for f in findings], "facts": facts})
-                break
-            except PermissionError as error:
-                raise StartupError(f"node {name}: {error}; give every node the same file") from None
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    what = f"node {name} cannot reach the doctor of node {front.name} at {front.address}:{port}"
-                    check = "is it running there, does a firewall drop the port, is the address on the right interface?"
-                    raise StartupError(f"{what}: {error.strerror or error}; {check}") from None
-                time.sleep(_POLL_S)
+                measured = await sessions.hand_over(source, target, self._config.limit_s)
+            except HandoffError as error:
+                return Finding("hand-over", where, error.message)
+            return Finding("hand-over", where, "", measured.seconds, measured.num_bytes)
 
+        findings: list[Finding] = []
+        for turn in range(len(decode) if prefill else 0):
+            pairs = [(source, decode[(index + turn) % len(decode)]) for index, source in enumerate(prefill)]
+            findings += await asyncio.gather(*(one(source, target) for source, target in pairs if target is not None))
+        return sorted(findings, key=lambda finding: finding.where)
 
-def _collect(
-    board: Board, plan: Plan, tasks: dict[str, list[Task]], config: DoctorConfig, probes: dict[str, Child]
-) -> list[Finding]:
-    """Opens the steps one by one and waits for the results of each, up to its time limit."""
-    everyone = [task for of_node in tasks.values() for task in of_node]
-    awaited = [(f"here/{task.me.key}", task.me.key) for task in everyone] + [(f"node/{name}", "") for name in tasks]
-    _wait_for(board, awaited, config.wait_s, probes)
-    for step in STEPS:
-        board.values[f"step/{step}"] = True
-        awaited = [(name, task.me.key) for task in everyone for name in task.expected(step)]
-        _wait_for(board, awaited, _step_s(tasks, step), probes)
-    nodes = {name: board.values[f"node/{name}"] for name in tasks if f"node/{name}" in board.values}
-    findings = [Finding(**finding) for node in nodes.values() for finding in node["findings"]]
-    for name in tasks:
-        if name not in nodes and (tasks[name] or name == plan.topology.front.name):
-            what = f"no doctor reported within {config.wait_s:g} s; run `baton doctor --topology FILE` there too"
-            findings.append(on_node("doctor", name, what))
-    findings += compare({name: node["facts"] for name, node in nodes.items() if tasks[name]})
-    for stranger in sorted(board.mismatched_hosts):
-        findings.append(on_node("doctor", stranger, "it has a different topology file than the coordinator's node"))
-    return findings + read_results(dict(board.values), everyone, config.limit_s)
+    def _host(self, worker: str) -> str:
+        return self._plan.topology.node(self._nodes(worker)[0]).address
 
+    async def _exited(self) -> list[Finding]:
+        """Waits until the workers of this host, which drain, have exited; returns those that failed only now."""
+        reported, deadline = set(self._failed), time.monotonic() + EXIT_S
+        while time.monotonic() < deadline and any(child.poll() is None for child in self._children.values()):
+            await asyncio.sleep(POLL_S)
+        self._look()
+        running = {name: f"still running after {EXIT_S:g} s" for name, c in self._children.items() if c.poll() is None}
+        late = {name: why for name, why in (running | self._failed).items() if name not in reported}
+        return [Finding("exit", name, why) for name, why in late.items()]
 
-def _wait_for(board: Board, awaited: Sequence[tuple[str, str]], timeout_s: float, probes: dict[str, Child]) -> None:
-    """Waits until every name is on the board, except those of a probe (the second of each pair) that has exited."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        _report_exited(probes, board.values.__setitem__)
-        if all(name in board.values or exited_key(probe) in board.values for name, probe in awaited):
-            return
-        time.sleep(_POLL_S)
+    async def _follow(self) -> list[Finding]:
+        """Runs this host's workers until the doctor of the coordinator's node has drained them."""
+        self._start(self._members.addresses)
+        front, started = self._plan.topology.front, time.monotonic()
+        self.console.stage("check", f"the doctor of node {front.name} ({front.address}) prints the table of hand-overs")
+        pairs = len(self._plan.topology.workers) ** 2
+        limit_s = self._config.wait_s + pairs * self._config.limit_s + EXIT_S
+        try:
+            while any(child.poll() is None for child in self._children.values()):
+                if time.monotonic() - started > limit_s:
+                    break
+                await asyncio.sleep(POLL_S)
+            self._look()
+            findings = []
+            for name, part in self._members.parts.items():
+                if (child := self._children.get(name)) is not None and child.poll() is None:
+                    where = host_port(front.address, self._options().control_port)
+                    line = next((line.strip() for line in reversed(child.tail()) if line.strip()), "no output")
+                    why = f"the doctor of node {front.name} at {where} has not drained it within {limit_s:g} s"
+                    findings.append(Finding("no reply", name, f"{why}; its last line: {line}"))
+                else:
+                    findings.append(Finding("join", f"{name} of {part.worker.name}", self._failed.get(name, "")))
+            return findings
+        finally:
+            self._kill()
 
-
-def _step_s(tasks: Mapping[str, Iterable[Task]], step: str) -> float:
-    """Returns how long a step may take on all nodes."""
-    return max((task.step_s(step) for of_node in tasks.values() for task in of_node), default=0.0) + _GRACE_S
-
-
-def _without_board(node: str, error: str, url: str, local: _Local) -> list[Finding]:
-    """Returns the findings on this host, and why nothing was tried between ranks."""
-    if os.strerror(errno.EADDRINUSE) in error:
-        error += f"; a cluster may be running there, see `baton ps {url}`: run the doctor before starting one"
-    return [*(found for findings, _ in local.values() for found in findings), on_node("doctor", node, error)]
-
-
-def _heads(plan: Plan) -> tuple[int, ...]:
-    """Returns the KV heads of each layer; empty when the model cannot be read here: `check_node` reports why."""
-    from baton.engine.checkpoint import read_model_config
-
-    try:
-        config = read_model_config(resolve_model(plan.model))
-    except (StartupError, OSError):
-        return ()
-    return (config.num_kv_heads,) * config.num_layers
+    def _kill(self) -> None:
+        for child in self._children.values():
+            child.kill()

@@ -1,31 +1,39 @@
-"""`baton doctor` with real probes: a healthy cluster, and pairs that cannot reach each other."""
+"""`baton doctor` with real workers: a healthy cluster, and workers that fail or cannot reach each other."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import io
-import json
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from baton.core.errors import StartupError
+from baton.core.commands import Prefill, Welcome
+from baton.core.errors import HandoffError, JoinRefused
+from baton.core.events import HandedOver, Parked, SequenceEnded, StageStamps, StepEvents
+from baton.core.handles import verify
 from baton.runtime.options import read_config_file
-from launch.doctor.board import Board, BoardClient
-from launch.doctor.findings import compare, on_node, print_verdict, read_results
+from coordinator.policy.pool import Pool, Worker
+from launch.doctor.findings import Finding, print_verdict
 from launch.doctor.run import doctor
-from launch.doctor.tasks import STEPS, Task, make_tasks, plan_digest, task_from_json
+from launch.doctor.sessions import CHECK_BYTES, CheckSessions, Measured, check_prompt
+from launch.members import Programs
 from launch.plan import Plan, make_plan
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig
 from tests.support import netns
+from tests.support.builders import make_join, make_layout
 from tests.support.checkpoints import make_checkpoint
+from tests.support.fake_workers import bench
 from tests.support.topologies import free_ports, loopback_topology
 
 DOCTOR = (sys.executable, "-m", "launch.cli", "doctor")
@@ -40,151 +48,155 @@ def run(*words: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_tasks_cover_every_rank_and_both_ends_of_every_edge(tmp_path: Path) -> None:
-    plan = plan_of(loopback_topology(tmp_path / "t.toml", "m", tensor_parallel=4))
-    tasks = make_tasks(plan, (2, 2), 10.0)
-    assert {name: [task.me.key for task in found] for name, found in tasks.items()} == {
-        "a": ["prefill-0.0", "prefill-0.1"],
-        "b": ["prefill-0.2", "prefill-0.3", "decode-0.0"],
-    }
-    everyone = [task for found in tasks.values() for task in found]
-    senders = {(task.me.key, peer.key) for task in everyone if task.role == "prefill" for peer in task.peers}
-    takers = {(peer.key, task.me.key) for task in everyone if task.role == "decode" for peer in task.peers}
-    assert senders == takers == {("prefill-0.0", "decode-0.0"), ("prefill-0.2", "decode-0.0")}  # a replica of each head
-    everything = make_tasks(plan, (), 10.0)["b"][-1]
-    assert len(everything.peers) == 4
-    assert all(task_from_json(json.loads(json.dumps(asdict(task)))) == task for task in everyone)
+class Sessions:
+    """A check with a prefill and a decode worker that a test plays."""
+
+    def __init__(self) -> None:
+        self.sessions = CheckSessions(("p0", "d0"), None, "")
+        self.joins = {name: replace(make_join(name, blocks=64), max_running=4) for name in ("p0", "d0")}
+        self.queues = {name: self.sessions.join(join, "peer") for name, join in self.joins.items()}
+        self.key = b""
+
+    async def command(self, name: str, kind: type) -> Any:
+        while not isinstance(message := await asyncio.wait_for(self.queues[name].get(), 5.0), kind):
+            pass
+        return message
+
+    def report(self, name: str, **events: Any) -> None:
+        assert self.sessions.on_message(name, 1, StepEvents(**{k: (v,) for k, v in events.items()}))
 
 
-def test_different_plans_have_different_digests(tmp_path: Path) -> None:
-    plan = plan_of(loopback_topology(tmp_path / "t.toml", "m"))
-    assert plan_digest(plan) == plan_digest(plan_of(tmp_path / "t.toml")) != plan_digest(replace(plan, model="n"))
+@asynccontextmanager
+async def handing_over(limit_s: float = 5.0) -> AsyncIterator[tuple[Sessions, Prefill, asyncio.Task[Measured]]]:
+    check = Sessions()
+    check.key = (await check.command("p0", Welcome)).handle_key
+    task = asyncio.create_task(check.sessions.hand_over("p0", "d0", limit_s))
+    yield check, await check.command("p0", Prefill), task
+    assert not check.sessions._tries and not task.cancel()
 
 
-def test_client_with_another_digest_can_neither_read_nor_write_the_board() -> None:
-    with contextlib.closing(Board("127.0.0.1", 0, "mine")) as board:
-        friend, stranger = (BoardClient(*board.address, digest) for digest in ("mine", "other"))
-        friend.put("x", {"a": 1})
-        assert friend.get("x") == {"a": 1} and friend.get("y") is None
-        for call in (lambda: stranger.get("x"), lambda: stranger.put("x", 2)):
-            with pytest.raises(PermissionError, match="different topology"):
-                call()
-        assert board.values == {"x": {"a": 1}} and board.mismatched_hosts == {"127.0.0.1"}
-        with pytest.raises(StartupError, match="cannot listen"):
-            Board("127.0.0.1", board.address[1], "mine")
-
-
-def test_version_differences_are_reported_with_their_node() -> None:
-    facts = {"a": {"torch": "2", "model digest": "x"}, "b": {"torch": "1", "model digest": "x"}}
-    assert compare(facts) == [on_node("versions", "a"), on_node("versions", "b", "torch is 1, but 2 on node a")]
-
-
-def results(tmp_path: Path) -> tuple[dict[str, object], list[Task]]:
-    plan = plan_of(loopback_topology(tmp_path / "t.toml", "m", tensor_parallel=2))
-    tasks = [task for found in make_tasks(plan, (), 10.0).values() for task in found]
-    values: dict[str, object] = {f"here/{task.me.key}": {} for task in tasks}
-    return values | {name: {"seconds": 0.01} for t in tasks for step in STEPS for name in t.expected(step)}, tasks
-
-
-def test_failed_pair_is_reported_with_a_hint(tmp_path: Path) -> None:
-    values, tasks = results(tmp_path)
-    assert not any(found.error for found in read_results(values, tasks, 10.0))
-    values["edge/prefill-0.1/decode-0.0"] = {"error": "no answer"}
-    values["end/decode-0.0/prefill-0.1"] = {"error": "nobody came"}
-    verdict = read_results(values, tasks, 10.0)
-    (failed,) = (found for found in verdict if found.error)
-    assert failed.where == "prefill-0 rank 1 (127.0.0.2) → decode-0 rank 0 (127.0.0.2)"
-    assert failed.error == "no answer; at the other end: nobody came"
-    out = io.StringIO()
-    assert print_verdict(verdict, Console(file=out, width=150)) == 1
-    assert "1 of 7 checks failed" in out.getvalue() and "check: edges need" in out.getvalue()
-
-
-def test_probe_that_never_started_is_reported(tmp_path: Path) -> None:
-    values, tasks = results(tmp_path)
-    for name in ("here/decode-0.0", "edge/prefill-0.0/decode-0.0", "edge/prefill-0.1/decode-0.0"):
-        del values[name]
-    errors = {found.error for found in read_results(values, tasks, 10.0) if found.error}
-    assert errors == {"no probe connected for decode-0 rank 0 (127.0.0.2)"}
-
-
-def test_missing_result_is_attributed_to_the_exited_probe_and_not_to_the_network(tmp_path: Path) -> None:
-    values, tasks = results(tmp_path)
-    del values["rendezvous/prefill-0.0"]
-    values["exited/prefill-0.1"] = "ended with exit code 1: x"
-    (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
-    assert failed.error == "the probe of prefill-0 rank 1 (127.0.0.2) ended with exit code 1: x" and failed.untried
+@pytest.mark.parametrize("order", [("sent", "decoded"), ("decoded", "sent")])
+async def test_hand_over_has_succeeded_when_both_workers_have_reported_it(order: tuple[str, str]) -> None:
+    async with handing_over() as (check, command, task):
+        name, (target,) = command.request.sequence_id, command.targets
+        ends = {"source": "p0", "source_incarnation": 1, "destination": "d0", "incarnation": 1}
+        verify(check.key, target.handle, sequence=name, now_ms=0.0, **ends)
+        assert command.request.max_tokens == 2 and target.link_address == check.joins["d0"].link_address
+        for part in order:
+            assert not task.done()
+            if part == "sent":
+                check.report("p0", handed_over=HandedOver(name, "d0", 512, StageStamps(transfer_s=0.5)))
+            else:
+                check.report("d0", ended=SequenceEnded(name, "length"))
+            await asyncio.sleep(0)
+        assert await task == Measured(512, 0.5)
 
 
 @pytest.mark.parametrize(
-    ("name", "exited"),
+    ("worker", "kind", "reason"),
     [
-        ("rendezvous/prefill-0.0", "prefill-0.1"),
-        ("all-reduce/prefill-0.0", "prefill-0.1"),
-        ("link/prefill-0.0/decode-0.0", "decode-0.0"),
-        ("edge/prefill-0.0/decode-0.0", "decode-0.0"),
+        ("p0", "parked", "p0: no answer"),
+        ("p0", "ended", "p0: no answer"),
+        ("d0", "ended", "d0: no answer"),
+        ("p0", "length", "p0: length"),  # it never reached decode
+        ("d0", "session", "the session of d0 ended: killed"),
+        ("d0", "nothing", "no result within 0.2 s"),
     ],
 )
-def test_measured_error_is_reported_even_if_the_other_probe_exited(name: str, exited: str, tmp_path: Path) -> None:
-    values, tasks = results(tmp_path)
-    values[name] = {"error": "cannot reach 127.0.0.2: No route to host"}
-    values[f"exited/{exited}"] = "exited (killed)"
-    verdict = read_results(values, tasks, 10.0)
-    (failed,) = (found for found in verdict if found.error)
-    other = f"{exited.replace('.', ' rank ')} (127.0.0.2)"
-    assert failed.error == f"cannot reach 127.0.0.2: No route to host; the probe of {other} exited (killed)"
-    assert not failed.untried
-    out = io.StringIO()
-    print_verdict(verdict, Console(file=out, width=150))
-    assert "firewall" in out.getvalue() and "the network between these ranks was not tested" not in out.getvalue()
+async def test_failed_hand_over_has_the_reason_of_the_worker_that_reported_it(
+    worker: str, kind: str, reason: str
+) -> None:
+    async with handing_over(0.2 if kind == "nothing" else 5.0) as (check, command, task):
+        name = command.request.sequence_id
+        match kind:
+            case "parked":
+                check.report(worker, parked=Parked(name, "no answer"))
+            case "ended":
+                check.report(worker, ended=SequenceEnded(name, "error", None, "no answer"))
+            case "length":
+                check.report(worker, ended=SequenceEnded(name, "length"))
+            case "session":
+                check.sessions.session_ended(worker, 1, check.queues[worker], "killed")
+        with pytest.raises(HandoffError) as caught:
+            await task
+        assert caught.value.message == reason
 
 
-def test_error_measured_at_the_other_end_is_reported_even_if_its_probe_exited(tmp_path: Path) -> None:
-    values, tasks = results(tmp_path)
-    values["end/decode-0.0/prefill-0.1"] = {"error": "the bytes received differ from those sent"}
-    values["exited/decode-0.0"] = "exited (killed)"
-    (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
-    assert failed.error.startswith("at the other end: the bytes received differ from those sent; the probe of ")
-    assert failed.seconds and not failed.untried
+def test_worker_that_does_not_fit_or_is_not_in_the_plan_is_refused_with_the_reason() -> None:
+    sessions = CheckSessions(("p0", "d0"), None, "")
+    sessions.join(make_join("p0"), "peer")
+    for join, reason in (
+        (make_join("d0", quantize="int8"), "quantize: 'none' at p0 and 'int8' at d0"),
+        (make_join("d1"), "worker_id: 'd1' is not in this plan"),
+    ):
+        with pytest.raises(JoinRefused, match=reason):
+            sessions.join(join, "peer")
+        assert reason in sessions.refusals[join.worker_id]
+    with pytest.raises(JoinRefused, match="token: it is missing"):
+        CheckSessions(("p0",), None, "secret").join(make_join("p0"), "peer")
 
 
-def test_exited_probe_ends_the_wait_and_is_not_reported_as_a_firewall(
+@pytest.mark.parametrize(("blocks", "tokens"), [(1 << 20, 8192), (8, 8 * 4 - 1), (1, 3)])
+def test_prompt_has_enough_kv_but_fits(blocks: int, tokens: int) -> None:
+    """1 KiB of KV per token."""
+    layout = make_layout(4, layers=4, heads=4, head_dim=8)
+    assert layout.bytes_per_token * 8192 == CHECK_BYTES
+    p, d = (make_join(n, blocks=b, layout=layout, max_model_len=1 << 20) for n, b in (("p0", 1 << 20), ("d0", blocks)))
+    workers = [Worker(join, 0.0, 1.0, Pool(join.role)) for join in (p, d)]
+    prompt = check_prompt(*workers)
+    assert len(prompt) == tokens and set(prompt) <= set(range(p.facts.vocab_size))
+
+
+def test_verdict_names_each_failure_with_what_to_check() -> None:
+    out, console = io.StringIO(), Console
+    pair = Finding("hand-over", "p0 (a) → d0 (b)", "p0: no reply from b:9101")
+    assert print_verdict([Finding("join", "p0", seconds=1.0), pair], console(file=out, width=150)) == 1
+    assert "hand-over p0 (a) → d0 (b): p0: no reply from b:9101\n  check: between both nodes" in out.getvalue()
+    assert out.getvalue().endswith("1 of 2 checks failed\n")
+    assert print_verdict([Finding("join", "p0")], console(file=out, width=150)) == 0
+
+
+def test_worker_that_ended_is_reported_with_its_own_line_and_not_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent", tensor_parallel=2))
+    plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent"))
+    config = DoctorConfig(wait_s=100, run_dir=str(tmp_path / "run"))
+    programs = Programs(agent=(), worker=("/bin/sh", "-c", "echo noise; echo error: no such library >&2; exit 7"))
     began = time.monotonic()
-    config = DoctorConfig(limit_s=1, wait_s=100)
-    probe = ("/bin/sh", "-c", "echo noise; echo no such library >&2; exit 7")
-    assert doctor(plan, frozenset({"a", "b"}), config, probe) == 1
-    assert time.monotonic() - began < config.wait_s  # it did not wait for a probe that has ended
-    shown, why = capsys.readouterr().out, "exited (exit code 7): no such library"
-    assert f"the probe of prefill-0 rank 1 (127.0.0.2) {why}" in shown
-    assert f"the probe of decode-0 rank 0 (127.0.0.2) {why}" in shown
-    assert "firewall" not in shown and "the network between these ranks was not tested" in shown
+    assert doctor(plan, frozenset({"a", "b"}), config, programs) == 1
+    assert time.monotonic() - began < config.wait_s
+    shown = capsys.readouterr().out
+    for name in ("prefill-0", "decode-0"):
+        assert f"join {name}: exit code 7: no such library" in shown
+    assert "hand-over" not in shown
 
 
 def test_port_in_use_is_reported_as_a_running_cluster_with_the_other_findings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent"))
+    config = DoctorConfig(run_dir=str(tmp_path / "run"))
     with socket.create_server(("127.0.0.1", plan.topology.coordinator.config.control_port)):
-        assert doctor(plan, frozenset({"a", "b"}), DoctorConfig(limit_s=1, wait_s=1)) == 1
+        assert doctor(plan, frozenset({"a", "b"}), config) == 1
     shown = capsys.readouterr().out
     assert f"a cluster may be running there, see `baton ps {plan.url}`" in shown
-    assert "cores" in shown and "model directory m does not exist" in shown
+    assert "cores" in shown and "model directory m does not exist" in shown and "join" not in shown
 
 
 @pytest.mark.cluster
 def test_a_healthy_cluster_passes(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
-    code, text = run("--topology", loopback_topology(tmp_path / "t.toml", model, tensor_parallel=2))
+    topology = loopback_topology(tmp_path / "t.toml", model, tensor_parallel=2)
+    code, text = run("--topology", topology, "--run-dir", tmp_path / "run")
     assert code == 0, text
     lines = [line.split() for line in text.splitlines()]
-    assert sum(words[:1] == ["rendezvous"] for words in lines) == 2
-    assert sum(words[:1] == ["all-reduce"] and "MB/s" in words for words in lines) == 2
-    edges = [words for words in lines if words[:1] == ["edge"]]
-    assert len(edges) == 2 and all("ok" in words and "MB/s" in words and "ms" in words for words in edges)
+    joins = [words for words in lines if words[:1] == ["join"]]
+    assert [words[:3] for words in joins] == [["join", "prefill-0", "ok"], ["join", "decode-0", "ok"]]
+    (pair,) = (words for words in lines if words[:1] == ["hand-over"])
+    assert "ok" in pair and "ms" in pair and "MB" in pair
     assert "checks passed" in text
+    log = (tmp_path / "run" / "decode-0.log").read_text()
+    assert "drained" in log and "error" not in log.lower()
 
 
 @pytest.mark.cluster
@@ -192,24 +204,36 @@ def test_port_in_use_is_reported_with_its_node(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
     port = plan_of(topology).topology.workers[1].config.store_port
     with socket.create_server(("127.0.0.2", port)):
-        code, text = run("--topology", topology, "--limit-s", "4")
+        code, text = run("--topology", topology, "--run-dir", tmp_path / "run")
     assert code == 1
     assert f"node b: port {port} on 127.0.0.2 is in use; choose another with --store-port of decode-0" in text
-    assert "decode-0 cannot open its ports" in text
+    assert "join decode-0: exit code 3: " in text
 
 
-def test_node_without_a_doctor_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.cluster
+def test_node_without_a_doctor_is_reported(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
-    monkeypatch.setattr("launch.doctor.run._GRACE_S", 0.0)
-    config = DoctorConfig(limit_s=1, wait_s=2)
-    assert doctor(plan_of(topology), frozenset({"a"}), config, ("/bin/sh", "-c", "sleep 60")) == 1
-    text = capsys.readouterr().out
-    assert "node b: no doctor reported within 2 s" in text
-    assert "no probe connected for prefill-0 rank 0 (127.0.0.1), decode-0 rank 0 (127.0.0.2)" in text
-    code, text = run("--topology", topology, "--node", "b", "--wait-s", "1", "--limit-s", "2")
-    assert code == 3 and "node b cannot reach the doctor of node a at 127.0.0.1" in text
+    code, text = run("--topology", topology, "--node", "a", "--wait-s", "1", "--run-dir", tmp_path / "a")
+    assert code == 1 and "join decode-0: it has not joined within 1 s; is `baton doctor` running on b?" in text
+
+
+@pytest.mark.cluster
+async def test_worker_with_check_joins_and_leaves(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama")
+
+    async def check(port: int, *more: str) -> tuple[int | None, str]:
+        command = ["-m", "prefill", "--check", "--model", str(model), "--coordinator", f"127.0.0.1:{port}", *more]
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = await asyncio.create_subprocess_exec(sys.executable, *command, "--worker-id", "p0", **options)
+        return await process.wait(), (await process.communicate())[0].decode()
+
+    async with bench() as b:
+        code, log = await check(b.port)
+        assert code == 0 and "check passed: " in log, log
+        assert b.cluster.workers.present() == [] and b.cluster.joins_refused == {}
+        await b.add("d0", quantize="int8")
+        code, log = await check(b.port)
+        assert code == 3 and "error: p0: the coordinator refused this worker: " in log, log
 
 
 @pytest.mark.cluster
@@ -232,14 +256,13 @@ def test_pair_with_dropped_packets_is_reported_within_the_time_limit(tmp_path: P
         replace_neighbour = ["ip", "neigh", "replace", network["c"].address, *lost]
         assert network["b"].start(replace_neighbour).wait(10) == 0
         began = time.monotonic()
-        command = [*DOCTOR, "--topology", str(topology), "--limit-s", "5"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        doctors = [node.start(command, **options) for node in network.values()]
-        texts = [str(doctor.communicate(timeout=90)[0]) for doctor in doctors]
+        command = [*DOCTOR, "--topology", str(topology), "--run-dir"]
+        doctors = [node.start([*command, str(tmp_path / node.name)], **options) for node in network.values()]
+        first, *others = [str(doctor.communicate(timeout=90)[0]) for doctor in doctors]
         b, c = (network[name].address for name in "bc")
-    assert [doctor.returncode for doctor in doctors] == [1, 1, 1], texts
+    assert [doctor.returncode for doctor in doctors] == [1, 0, 0], [first, *others]
     assert time.monotonic() - began < 80
-    for text in texts:
-        assert f"edge prefill-0 rank 0 ({b}) → decode-0 rank 0 ({c}): " in text, text
-        assert f"{c}:{store}" in text and f"{c}:{link}" in text and "firewall" in text
-        assert "2 of " in text  # the link and the edge, and nothing else
+    assert f"hand-over prefill-0 ({b}) → decode-0 ({c}): prefill-0: decode-0: " in first, first
+    assert f"{c}:{link}" in first and "firewall" in first and "1 of " in first
+    assert all("the doctor of node a" in text and "prints the table of hand-overs" in text for text in others)

@@ -122,7 +122,7 @@ def test_url_is_usable_by_a_client(http: str) -> None:
 
 
 def test_block_sizes_of_which_neither_divides_the_other_are_refused() -> None:
-    with pytest.raises(StartupError, match="block_size: 24 and 16, neither divides the other"):
+    with pytest.raises(StartupError, match="block_size: 24 at prefill-0 and 16 at decode-0"):
         plan_for(UpConfig(prefill_block_size=24))
 
 

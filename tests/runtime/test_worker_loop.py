@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 
 from baton.core.commands import Abort, Assign, Command, Drain, Join
-from baton.core.errors import HandoffError, InvariantError
+from baton.core.errors import HandoffError, InvariantError, StartupError, innermost
 from baton.core.events import Load, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
-from baton.runtime import step_thread
+from baton.runtime import step_thread, worker_loop
 from baton.runtime.config import WorkerConfig
 from baton.runtime.worker_loop import HOUSEKEEPING_S, WorkerLoop
 from tests.support.builders import make_facts, make_request
@@ -361,3 +361,17 @@ async def test_abandoning_an_arriving_sequence_leaves_it_to_the_prefill_worker(r
     running.main_loop.abandon("the drain timeout has passed")
     ((ended_event,),) = [sent.ended for sent in running.sent]
     assert (ended_event.sequence, ended_event.code) == (R, "worker_lost") and not running.tier.here
+
+
+async def test_a_check_without_a_coordinator_ends_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_loop, "CHECK_JOIN_S", 0.1)
+    loop = WorkerLoop(
+        WorkerConfig(check=True, coordinator="127.0.0.1:1"),
+        tier := FakeTier(),
+        lambda plan: StepOutcome(plan.step_id, ()),
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(loop.run(), HANG_S)
+    error = innermost(caught.value)
+    assert isinstance(error, StartupError) and tier.closed
+    assert "no coordinator at 127.0.0.1:1 replied within 0.1 s; start it first" in error.message
