@@ -8,7 +8,7 @@ Streams run on both pairs, and a long prompt arrives. Shortly afterwards the dec
 another run its prefill worker, which computes that prompt; in a third run, the control, no worker. The figure is the
 99th percentile of the gaps of the streams on the other decode worker in the seconds after that instant, compared with
 the same seconds of the control run of the same turn, in which work and stream lengths are equal. The seconds before
-that instant, printed too, have shorter streams and no prompt (decision 0045). The window includes the expiry of the
+that instant, printed too, have shorter streams and no prompt (decision 0003). The window includes the expiry of the
 dead worker's lease and the start of its replacement. Processor time is that of the dead worker's restart, agent and
 rank, until the window ends: it depends less on other load. Every run has its own cluster, since a supervisor waits
 longer before each restart. The kinds alternate, in an order that changes with the turn. Writes

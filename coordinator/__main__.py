@@ -17,7 +17,7 @@ _TUNABLES = "GLIBC_TUNABLES"
 
 def use_huge_pages() -> None:
     """Re-executes this program in its process, with large blocks of memory in huge pages: glibc reads the setting only
-    at process start. Other C libraries and glibc before 2.35 ignore it (decision 0069)."""
+    at process start. Other C libraries and glibc before 2.35 ignore it (decision 0020)."""
     given = os.environ.get(_TUNABLES, "")
     if sys.platform == "linux" and "glibc.malloc.hugetlb" not in given:
         os.environ[_TUNABLES] = f"{given}:{HUGE_PAGES}".lstrip(":")

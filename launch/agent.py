@@ -3,7 +3,7 @@
 Its flags and the environment of each rank are those of torchrun: `--nnodes --node-rank --nproc-per-node --master-addr
 --master-port -m module arguments`. A worker that spans several nodes has one agent on each. The agent does not import
 torch and opens at most one port, where the ranks rendezvous: it listens on `--master-addr` only, and rank 0 serves the
-store on it. Plain torchrun works in its place; decision 0050 explains the advantages of the agent:
+store on it. Plain torchrun works in its place; decision 0027 explains the advantages of the agent:
 
 - It exits with the code of the rank that failed first, and the last thing it prints is one box about that rank.
 - It dies with its parent, and its ranks with it, even under `kill -9`. A user's `decode.py` does not shadow Baton's.

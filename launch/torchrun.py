@@ -4,7 +4,7 @@
       └─ torchrun ... --max-restarts 0 --rdzv-id WORKER_ID --log-dir LOGS/WORKER_ID --tee 3 -m prefill ...
            └─ the ranks of this node
 
-torchrun starts and watches the ranks. This process adds what torchrun lacks (decision 0073):
+torchrun starts and watches the ranks. This process adds what torchrun lacks (decision 0027):
 
 - The first SIGTERM, SIGINT or SIGHUP goes to the ranks, not to torchrun: they drain, torchrun sees them succeed, and
   the exit code is 0. torchrun itself would kill them after 30 s, and exit with 1. A second signal kills.

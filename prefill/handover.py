@@ -16,7 +16,7 @@ Each event returns the next action; the code that executes the action reports th
 A chunk is a `Span` of the sequence, tokens by layers, sent over all edges of the link concurrently, its own heads over
 each. Its size is decided only when it can be sent: on a busy link many small chunks become one. The tokens of the last
 step are sent as two chunks if they are many bytes: the first layers while the others compute, so that little is left to
-send at the end (decision 0044). Edges are never locked for layers that are not computed. Each edge is acknowledged
+send at the end (decision 0007). Edges are never locked for layers that are not computed. Each edge is acknowledged
 separately; if the checksum does not match, only that edge resends the chunk, once.
 """
 

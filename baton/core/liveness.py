@@ -11,7 +11,7 @@ REDIAL_S = 1.5
 """A live worker whose session broke redials within this time: it is longer than its longest pause between two dials. A
 dead worker's connections close immediately, so its requests need not wait for the whole lease."""
 MAX_LEASE_GAP_S = 0.2
-"""Leases advance by this per tick at most: when ticks are late, messages wait unread (decisions 0031, 0055)."""
+"""Leases advance by this per tick at most: when ticks are late, messages wait unread (decision 0003)."""
 
 # 2. The session, at a worker: the coordinator's silence.
 LEASE_CHECK_S = 0.2
@@ -29,7 +29,7 @@ LINK_SILENCE_S = 4.0
 RANK_HEARTBEAT_S = 1.0
 RANK_SILENCE_S = 4.0
 MAX_RANK_GAP_S = 1.5
-"""A gap between two reads counts as at most so much silence: heartbeats may wait unread (decision 0031)."""
+"""A gap between two reads counts as at most so much silence: heartbeats may wait unread (decision 0003)."""
 LOADING_SILENCE_S = 60.0
 """While a model is loaded, the control thread may be blocked for a while: one large tensor is read in one call."""
 

@@ -26,7 +26,7 @@ class Section:
 
 def early_layers(layer_bytes: Sequence[int], section_bytes: int) -> int:
     """Returns how many layers of a chunk of `layer_bytes` are worth sending while the others are computed: all but
-    those of the last section, none if there is only one (decision 0044)."""
+    those of the last section, none if there is only one (decision 0007)."""
     sections = cut_sections(layer_bytes, section_bytes)
     return sections[-1].first if sections else 0
 

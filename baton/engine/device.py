@@ -73,6 +73,6 @@ def cpu_multiplies_bfloat16() -> bool:
 
 def kernels_widen_bfloat16(kernels: str) -> bool:
     """Whether the kernels will be compiled ones that read bfloat16, half the bytes of float32, and multiply in float32
-    at the same speed (decisions 0029, 0042). On such processors torch's bfloat16 is slower than its float32."""
+    at the same speed (decision 0014). On such processors torch's bfloat16 is slower than its float32."""
     level = fastest_level() if kernels == "auto" else kernels
     return level in ("avx2", "avx512") and can_compile(level)

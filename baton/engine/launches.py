@@ -6,7 +6,7 @@ of the next step. `collect` waits for the copies of the oldest step while a newe
 
 A step that verifies a draft model's tokens also reads them on the device (draft_tokens_device.py `Queued`): they are
 inserted into their rows there, counted as output there if draws depend on earlier tokens, and copied to the host with
-the step's tokens. So such a step has only one wait, too (decision 0041).
+the step's tokens. So such a step has only one wait, too (decision 0016).
 
 A draw that is too close for the device to decide (kernels/sampling.py) provisionally uses the likeliest token. When the
 step is collected, the plain sampler decides the draw; if it chooses another token, the outcome reports that the next

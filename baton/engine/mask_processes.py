@@ -1,7 +1,7 @@
 """The processes that compute grammar masks for a worker, as its engine uses them.
 
 A grammar of a client can need any amount of processor time, memory or stack for one mask: llguidance's limits do not
-bound a row of its parser (decision 0071). So masks are computed in processes (`baton.runtime.grammar_process`) that the
+bound a row of its parser (decision 0021). So masks are computed in processes (`baton.runtime.grammar_process`) that the
 kernel kills at a limit; then the mask's own sequence ends, and the automata of the others are built again from their
 outputs.
 

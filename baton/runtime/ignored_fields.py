@@ -1,7 +1,7 @@
 """Fields of a body that Baton does not serve: which are accepted and named, and which are refused.
 
 An unknown field is accepted, unless it looks like a mistake: a typo of a name that is known at its place, or a name
-that is known at another place of the same body (docs/decisions/0070-unknown-fields-are-named.md).
+that is known at another place of the same body (docs/decisions/0022-unknown-fields-are-named.md).
 """
 
 from __future__ import annotations

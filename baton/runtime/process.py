@@ -34,7 +34,7 @@ FORWARD_VARIABLE = "BATON_FORWARDS_SIGNALS"
 
 SWITCH_INTERVAL_S = 0.0005
 """How long another thread may keep the event loop from running. Python's default is 5 ms, and a hand-over needs a
-handful of such switches (decision 0005)."""
+handful of such switches (decision 0018)."""
 
 NAME_LOOKUP_S = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"

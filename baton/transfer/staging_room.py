@@ -1,4 +1,4 @@
-"""Bounds the bytes of KV that a worker packs or receives at once, separately from its KV blocks (decision 0026).
+"""Bounds the bytes of KV that a worker packs or receives at once, separately from its KV blocks (decision 0008).
 
 A holder of bytes never waits for a caller that waits here: a prefill worker's holder waits for room at a decode worker,
 and a decode worker's holder for bytes that are packed already. So every wait ends, and none depends on KV blocks.

@@ -4,7 +4,7 @@ The event loop does not run between the passes. The target's plan is an ordinary
 tensor-parallel followers replay it like any other; the draft model runs on the leader only.
 
 On a GPU the draft tokens are not copied to the host before they are verified: all passes of both models are launched,
-followed by one wait for draft tokens and tokens together (decision 0041), unless the host checks draft tokens against a
+followed by one wait for draft tokens and tokens together (decision 0016), unless the host checks draft tokens against a
 grammar or bad words. On CPU a pass is computed when it is launched, and its draft tokens are in the plan.
 """
 

@@ -17,6 +17,7 @@ PAGES = sorted(
     if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)
 )
 IMAGES = sorted((ROOT / "docs/images").glob("*.svg"))
+TEXT = {".py", ".md", ".h", ".cpp", ".proto", ".toml", ".sh", ".html", ".in", ".yaml"}
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 _MACHINE = re.compile(r"/(?:work|root|home/\w+|tmp)/|/tmp\b(?!/)")
@@ -111,6 +112,31 @@ def test_decisions_are_numbered_and_listed() -> None:
         assert f"]({page})" in index
         assert text.startswith(f"# {page[:4]}. ")
         assert [h for h in ("## Context", "## Decision", "## Consequences") if h not in text] == []
+
+
+def decisions_named(text: str) -> set[str]:
+    """Numbers of decision records, and file names of records in links."""
+    numbers = re.findall(r"[Dd]ecisions?(?:\s+(?:#|//)?\s*)\[?(\d{4})\b", text)
+    return {*numbers, *re.findall(r"\b(\d{4}-[a-z-]+\.md)\b", text)}
+
+
+def test_decisions_that_the_repository_names_exist() -> None:
+    pages = [page.name for page in (ROOT / "docs/decisions").glob("[0-9]*.md")]
+    known = {*pages, *(page[:4] for page in pages)}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("no repository")
+    text_files = [name for name in listed.stdout.splitlines() if Path(name).suffix in TEXT and (ROOT / name).is_file()]
+    named = {name: decisions_named((ROOT / name).read_text(encoding="utf-8")) for name in text_files}
+    assert sum(map(bool, named.values())) > 30
+    missing = [f"{name}: {number}" for name, numbers in named.items() for number in sorted(numbers - known)]
+    assert not missing, "\n".join(missing)
+
+
+def test_named_decisions_are_found_across_lines_and_comments() -> None:
+    one, two, three = "0099", "0098", "0097"  # not beside the word: this file is read, too
+    text = f"see decision {one}, [Decision\n{two}](x/{two}-some-name.md)\n# (decision\n# {three}); decision of {one}0"
+    assert decisions_named(text) == {one, two, three, f"{two}-some-name.md"}
 
 
 def test_python_in_the_pages_compiles() -> None:

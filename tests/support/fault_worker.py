@@ -11,7 +11,7 @@ Faults are requested by files in $BATON_TEST_FAULTS named WORKER.WHAT; the produ
     swap                    once: the next send has the bytes and valid checksums of the last one of the same length
     late                    once: before the next chunk, a chunk of an older generation of the edge is announced again
 
-Every layer is a section, so that small chunks have several, and a prompt's last chunk is sent in two (decision 0044).
+Every layer is a section, so that small chunks have several, and a prompt's last chunk is sent in two (decision 0007).
 
 SIGUSR1 writes WORKER.state: the checked invariants, the load, threads and tasks. Followers are named WORKER.RANK. A
 process that ends because another rank is lost writes when it detected that to WORKER.lost (monotonic clock, seconds).

@@ -55,7 +55,7 @@ def processor_levels(cpuinfo: str | None = None) -> tuple[str, ...]:
 
 def fastest_level(cpuinfo: str | None = None) -> str | None:
     """The fastest of `processor_levels`: the last one, except `avx512` on Intel processors with avx512_bf16 but without
-    AMX, which multiply bf16 at half the rate of float32 (decision 0042)."""
+    AMX, which multiply bf16 at half the rate of float32 (decision 0014)."""
     if cpuinfo is None:
         cpuinfo = _cpuinfo()
     levels = processor_levels(cpuinfo)

@@ -4,7 +4,7 @@
 //
 // One product of tiles sums 32 elements (of a key, or keys of a value): the even ones front to back from 0, the odd
 // ones likewise, by FMA in float32; then the sum of both is added to the previous value. Subnormal numbers are zero
-// throughout (Intel's manual, TDPBF16PS). The same is done here by vectors, on bf16 widened to float32: decision 0043.
+// throughout (Intel's manual, TDPBF16PS). The same is done here by vectors, on bf16 widened to float32: decision 0014.
 #pragma once
 
 #include "attention_ahead.h"
