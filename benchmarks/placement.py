@@ -33,9 +33,9 @@ LIMIT_S = 120.0
 def measure(workers: int, shared: bool) -> dict[str, float]:
     """Times in microseconds."""
     from baton.core.events import KVCacheEvents, Load
-    from coordinator.policy.dispatch import Dispatcher, Ticket
     from coordinator.policy.workers import WorkerTable
     from tests.support.builders import add_worker
+    from tests.support.placing import Placing, make_choice
 
     table, dice = WorkerTable(3.0), random.Random(1)
     decodes = []
@@ -46,19 +46,18 @@ def measure(workers: int, shared: bool) -> dict[str, float]:
         for worker in made if shared else ():
             events = KVCacheEvents(stored=hints[: dice.choice((64, 64, 64, 32, 5))])
             getattr(worker, "update_held", worker.held.update)(events)
-    dispatcher = Dispatcher(table, 10**6, 1 << 40)
+    placing = Placing(table)
     prefix = {BLOCK: hints} if shared else {}
     active = workers * ACTIVE_PER_WORKER
 
     def start(name: str) -> float:
-        dispatcher.submit(Ticket(name, PROMPT, TOTAL, prefix=prefix))  # type: ignore[arg-type]
+        placing.submit(make_choice(name, PROMPT, TOTAL, prefix=prefix))
         began = time.perf_counter()
-        placed = dispatcher.place()
+        placed = placing.dispatcher.place()
         took = time.perf_counter() - began
         if len(placed) != 1:
             raise SystemExit(f"{len(placed)} requests were placed, not one")
-        dispatcher.prefilled(name)  # type: ignore[arg-type]
-        dispatcher.handed_over(name)  # type: ignore[arg-type]
+        placing.handed_over(name)
         return took * 1e6
 
     for n in range(active):
@@ -70,16 +69,16 @@ def measure(workers: int, shared: bool) -> dict[str, float]:
         places.append(start(f"n{n}"))
         began = time.perf_counter()
         for produced in range(1, 33):
-            dispatcher.produced(f"n{n}", produced)  # type: ignore[arg-type]
+            placing.produced(f"n{n}", produced)
         tokens.append((time.perf_counter() - began) * 1e6 / 32)
-        dispatcher.finish(f"r{n % active}" if n < active else f"n{n - active}")  # type: ignore[arg-type]
+        placing.finish(f"r{n % active}" if n < active else f"n{n - active}")
     for worker in decodes:
         worker.load = Load(blocks_free=0)
-    dispatcher.submit(Ticket("head", PROMPT, TOTAL))  # type: ignore[arg-type]
-    dispatcher.place()
+    placing.submit(make_choice("head", PROMPT, TOTAL))
+    placing.dispatcher.place()
     began = time.perf_counter()
     for _ in range(100):
-        dispatcher.place()
+        placing.dispatcher.place()
     places.sort()
     return {
         "p50": places[TIMES // 2],

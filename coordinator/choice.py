@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from coordinator.cluster import InFlight
-from coordinator.policy.in_flight import Request
+from coordinator.policy.choice import Choice
 from coordinator.policy.timeline import timeline
 from coordinator.submission import Delta, Sink, Usage
 from coordinator.text.stream import TextStream
@@ -66,12 +66,10 @@ class ChoiceReader:
     def _has_more(self) -> bool:
         """Returns whether there is a new delta. The first one needs the prompt's log-probabilities too, if requested:
         they come from prefill, possibly after tokens from decode."""
-        journal = self._in_flight.request.journal
-        if journal.next_index == self._read:
+        request = self._in_flight.request
+        if request.journal.next_index == self._read:
             return False
-        return (
-            bool(self._read) or journal.request.sampling.prompt_logprobs is None or journal.prompt_logprobs is not None
-        )
+        return bool(self._read) or not request.awaits_prompt_logprobs
 
     def _push(self) -> bool:
         """Passes new tokens to the sink. Returns False if the reader's task has to handle them."""
@@ -103,7 +101,7 @@ class ChoiceReader:
         logprobs = tuple(journal.logprobs[read : read + len(tokens)]) if journal.logprobs else ()
         delta = Delta(piece.text, tokens, logprobs=logprobs, events=piece.events if text.parses else None)
         if not read:
-            delta = delta._replace(prompt_logprobs=journal.prompt_logprobs, cached_tokens=_cached_tokens(request))
+            delta = delta._replace(prompt_logprobs=request.prompt_logprobs, cached_tokens=_cached_tokens(request))
         self._read += len(tokens)
         if piece.stopped is not None:
             self.done = True
@@ -116,7 +114,7 @@ class ChoiceReader:
         return delta
 
 
-def _last(r: Request, delta: Delta, total: int, text: TextStream) -> Delta:
+def _last(r: Choice, delta: Delta, total: int, text: TextStream) -> Delta:
     """Returns the last delta of a choice of `total` tokens."""
     stopped = text.stopped
     finish = r.journal.finish if stopped is None else "stop"
@@ -128,5 +126,5 @@ def _last(r: Request, delta: Delta, total: int, text: TextStream) -> Delta:
     return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=timeline(r, time.monotonic()))
 
 
-def _cached_tokens(r: Request) -> int:
+def _cached_tokens(r: Choice) -> int:
     return min(r.cached_tokens, len(r.request.prompt))

@@ -35,7 +35,16 @@ from baton.core.listening import ListeningClock
 from baton.core.liveness import MAX_LEASE_GAP_S
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from baton.runtime.cluster_token import FLAG, check_token
-from coordinator.policy.in_flight import Action, AssignTargets, Log, Notify, Request, Send, StartPrefill
+from coordinator.policy.actions import (
+    Action,
+    AssignTargets,
+    KVParked,
+    Notify,
+    Rescheduled,
+    Send,
+    StartPrefill,
+)
+from coordinator.policy.choice import Choice
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
 from coordinator.policy.requests import Requests
@@ -53,7 +62,7 @@ class InFlight:
     when its deadline has passed. `push`, set while the reader waits, passes new tokens on without waking it if
     possible, and returns whether it did."""
 
-    request: Request
+    request: Choice
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
     push: Callable[[], bool] | None = None
@@ -305,8 +314,10 @@ class Cluster:
                 case AssignTargets(prefill, sequence, targets, attempt, deadline_at):
                     signed = self._sign(sequence._replace(attempt=attempt), prefill, targets, deadline_at)
                     self.send(prefill, Assign(sequence, signed, attempt))
-                case Log(text):
-                    log.info("%s", text)
+                case Rescheduled(sequence, next_index, reason):
+                    log.info("%s is rescheduled at index %d: %s", sequence, next_index, reason)
+                case KVParked(sequence, reason):
+                    log.info("KV of %s is parked: %s", sequence, reason)
 
     def _sign(
         self, sequence: SequenceId, prefill: str, targets: Iterable[str], deadline_at: float

@@ -31,7 +31,7 @@ from coordinator.choice import ChoiceReader
 from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
-from coordinator.policy.in_flight import Request, Stage
+from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.quotas import Client, Quotas
 from coordinator.recent import RecentRequests, Record
 from coordinator.structured_output import GrammarCompiler
@@ -261,7 +261,7 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
     )
 
 
-def _outcome(request: Request, reason: str) -> str:
+def _outcome(request: Choice, reason: str) -> str:
     """Returns how a choice ended, for its record; `reason` is why its reader stopped."""
     if request.error is not None:
         return request.error.code

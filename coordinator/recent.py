@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from coordinator.policy.in_flight import Request, Stage
+from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.timeline import Timeline, timeline
 
 KEPT = 1_000
@@ -57,17 +57,17 @@ class RecentRequests:
     def __init__(self) -> None:
         self._ended: deque[Record] = deque(maxlen=KEPT)
 
-    def ended(self, request: Request, outcome: str, now: float) -> Record:
-        """Adds and returns the record of an ended choice; `now` is on the clock of `request`."""
-        record = _record(request, outcome, now)
+    def ended(self, choice: Choice, outcome: str, now: float) -> Record:
+        """Adds and returns the record of an ended choice; `now` is on the clock of `choice`."""
+        record = _record(choice, outcome, now)
         self._ended.append(record)
         return record
 
-    def latest(self, running: Iterable[Request], limit: int, now: float) -> list[Record]:
+    def latest(self, running: Iterable[Choice], limit: int, now: float) -> list[Record]:
         """Returns at most `limit` records: running choices, then ended ones, the latest first."""
         return list(islice(self._all(running, now), limit))
 
-    def named(self, running: Iterable[Request], request_id: str, now: float) -> list[Record]:
+    def named(self, running: Iterable[Choice], request_id: str, now: float) -> list[Record]:
         """Returns the choices of a request by its id: the client's own, the one in a response (`chatcmpl-...`), or the
         one in the log."""
         request_id = request_id.replace(" ", SPACE)
@@ -76,7 +76,7 @@ class RecentRequests:
         found = [r for r in self._all(here, now) if _own_id(r.request_id) & asked]
         return sorted(found, key=lambda r: (r.admitted_at, r.choice))
 
-    def _all(self, running: Iterable[Request], now: float) -> Iterator[Record]:
+    def _all(self, running: Iterable[Choice], now: float) -> Iterator[Record]:
         yield from (_record(r, "running", now) for r in running if r.stage is not Stage.ENDED)
         yield from reversed(self._ended)
 
@@ -88,7 +88,7 @@ def _own_id(inner: str) -> set[str]:
     return {inner, *filter(None, parts.group(1, 2))} if parts else {inner}
 
 
-def _record(r: Request, outcome: str, now: float) -> Record:
+def _record(r: Choice, outcome: str, now: float) -> Record:
     return Record(
         request_id=r.request.request_id,
         choice=r.request.choice,

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.request import GenerateRequest
-from coordinator.policy.in_flight import Request, Stage
+from coordinator.policy.choice import Choice, Stage
 from sim.coordinator import Coordinator
 from sim.engine import expected, expected_prompt_logprobs
 from sim.loop import Loop, Timer, cancel
@@ -135,7 +135,7 @@ class Client:
         if self.behaviour.leaves_after_s is not None:
             self._loop.later(self.behaviour.leaves_after_s, self.leave)
 
-    def _add(self, index: int, r: Request) -> None:
+    def _add(self, index: int, r: Choice) -> None:
         choice = self.choices[index] = _Choice(self, index, r)
         self._coordinator.readers[r.name] = choice.notified
 
@@ -212,7 +212,7 @@ class Client:
 class _Choice:
     """The reader of one choice."""
 
-    def __init__(self, client: Client, index: int, request: Request) -> None:
+    def __init__(self, client: Client, index: int, request: Choice) -> None:
         self.request = request
         self._client, self._index = client, index
         self._outcome = client.outcomes[index]
@@ -244,8 +244,8 @@ class _Choice:
         outcome, r, client = self._outcome, self.request, self._client
         if self._closed or outcome.ended:
             return
-        journal, params = r.journal, r.journal.request.sampling
-        if params.prompt_logprobs is not None and journal.prompt_logprobs is None and not outcome.tokens:
+        journal = r.journal
+        if r.awaits_prompt_logprobs and not outcome.tokens:
             if r.error is not None:
                 self._end("error", r.error)
             return
@@ -288,7 +288,7 @@ class _Choice:
             raise InvariantError(f"{self.request.sequence} has log-probabilities of other tokens")
         if sampling.logprobs is not None and len(journal.logprobs) != len(journal.tokens):
             raise InvariantError(f"{self.request.sequence} lacks log-probabilities")
-        if journal.prompt_logprobs is not None and not self._index:
+        if self.request.prompt_logprobs is not None and not self._index:
             wanted = expected_prompt_logprobs(self._client.request)
-            if journal.prompt_logprobs != wanted:
+            if self.request.prompt_logprobs != wanted:
                 raise InvariantError(f"{self.request.sequence} has log-probabilities of another prompt")

@@ -29,7 +29,15 @@ from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
 from baton.core.liveness import MAX_LEASE_GAP_S
 from baton.core.request import ChoiceId, SequenceId
-from coordinator.policy.in_flight import Action, AssignTargets, Log, Notify, Send, StartPrefill
+from coordinator.policy.actions import (
+    Action,
+    AssignTargets,
+    KVParked,
+    Notify,
+    Rescheduled,
+    Send,
+    StartPrefill,
+)
 from coordinator.policy.pool import Worker as Member
 from coordinator.policy.requests import Requests
 from coordinator.policy.workers import WorkerTable
@@ -191,8 +199,8 @@ class Coordinator(Process):
                 case AssignTargets(prefill, sequence, targets, attempt, deadline_at):
                     signed = self._sign(sequence._replace(attempt=attempt), prefill, targets, deadline_at)
                     self._send(prefill, Assign(sequence, signed, attempt))
-                case Log(text):
-                    self.loop.note("log", text)
+                case Rescheduled() | KVParked():
+                    self.loop.note("log", action)
 
     def _sign(
         self, sequence: SequenceId, prefill: str, targets: Iterable[str], deadline_at: float

@@ -28,7 +28,8 @@ from baton.core.errors import InvariantError
 
 
 class Machine(Protocol):
-    state: Any
+    @property
+    def state(self) -> Any: ...
 
 
 Handler = Callable[[Any, Any, float], list[Any]]

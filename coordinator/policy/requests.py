@@ -1,27 +1,22 @@
-"""The state machine of every request. Pure: it receives events and `now`, and returns actions.
+"""The state machine of every choice. Pure: it receives events and `now`, and returns actions.
 
-    QUEUED    waits for a prefill worker and a decode worker (policy.dispatch)
-    PREFILL   at a prefill worker; its first token is not known yet
-    HANDOVER  the first token is known; the KV is on its way to a decode worker
-    PARKED    no decode worker accepted the KV: it stays at the prefill worker until one has room
-    DECODE    a decode worker has all KV and generates
-    ENDED     finished, failed, or its client disconnected
+`Requests.table` lists every stage of a choice (policy.choice) with the events that it handles, and where they lead.
 
-A request survives the loss of its workers. When the worker that runs it is lost, gives it back, or cannot hand it over,
-the request is rescheduled: it returns to QUEUED under the next attempt, with the journal as its output so far, and
-generation continues at the next index. KV that is still at the prefill worker is offered to another decode worker
-first. Events of earlier attempts are stale. A request that no present worker can serve ends after `hold_s`.
+A choice survives the loss of its workers. When the worker that runs it is lost, gives it back, or cannot hand it over,
+it is rescheduled: it returns to QUEUED under the next attempt, with the journal as its output so far, and generation
+continues at the next index. KV that is still at the prefill worker is offered to another decode worker first. Events of
+earlier attempts are stale. A choice that no present worker can serve ends after `hold_s`.
 
-Whether a request ended its worker cannot be determined from outside. A request that was running on SUSPECT_DEATHS
+Whether a choice ended its worker cannot be determined from outside. A choice that was running on SUSPECT_DEATHS
 workers when they were lost may be the cause: from then on it is computed in steps of its own, announced by its worker
-(`StepEvents.alone`), so that a loss in such a step concerns no other request, and a loss in another step not this one.
+(`StepEvents.alone`), so that a loss in such a step concerns no other choice, and a loss in another step not this one.
 It ends with an error when it was alone in its step at ALONE_DEATHS losses, or at `max_deaths` losses in all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,35 +35,39 @@ from baton.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from baton.core.events import (
-    HandedOver,
-    Parked,
-    SequenceEnded,
-    StageStamps,
-    StepEvents,
-    TokenEvent,
-)
+from baton.core.events import StepEvents, TokenEvent
+from baton.core.machine import Table, Transition, handle, ignore, to
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
-from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
-from coordinator.policy.in_flight import (
-    AT_PREFILL,
-    LEGAL_MOVES,
-    WAITING,
+from coordinator.policy.actions import (
     Action,
     AssignTargets,
-    Entered,
-    Log,
-    Request,
+    KVParked,
+    Rescheduled,
     Send,
-    Stage,
     StartPrefill,
-    WorkerInstance,
 )
-from coordinator.policy.journal import Journal
-from coordinator.policy.pool import Prefix
+from coordinator.policy.choice import (
+    Choice,
+    DecodeTokens,
+    EndedBy,
+    Fail,
+    HandedOverBy,
+    LostWorker,
+    OfferDue,
+    ParkedBy,
+    Placed,
+    PrefillTokens,
+    Stage,
+    Stop,
+)
+from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.workers import WorkerTable
 
+QUEUED, PREFILL, HANDOVER, PARKED, DECODE, ENDED = Stage
+AT_WORKERS = PREFILL, HANDOVER, PARKED, DECODE
+WAITING = QUEUED, PARKED
 ALONE_DEATHS = 2
 """One could be a kill from outside that coincides with its step."""
 MAX_TIMES_PARKED = 30
@@ -102,10 +101,7 @@ class InFlightCounts(NamedTuple):
 
 
 class Requests:
-    """Complete state: the requests by choice; those that wait for a worker; a time before which no deadline of any
-    request passes; the request that each worker computes alone now; the dispatcher and its worker table; the last
-    numbers assigned (`_attempt` is global: no two requests share a value, so a request id can be reused immediately);
-    whether the cluster is draining; and counters. Methods return actions, which the caller executes in order."""
+    """Methods return actions, which the caller executes in order."""
 
     def __init__(
         self,
@@ -117,78 +113,72 @@ class Requests:
     ) -> None:
         self.workers = workers
         self.dispatcher = Dispatcher(workers, max_queued_requests, max_queued_tokens)
+        self.table = self._transitions()
         self.draining = False
-        self.stale_events = 0
-        self.rescheduled = 0
-        self.reassigned = 0
+        self.stale_events = self.rescheduled = self.reassigned = 0  # counters
         self._hold_s, self._max_deaths = hold_s, max_deaths
-        self._alone: dict[str, ChoiceId] = {}
-        self._requests: dict[tuple[str, int], Request] = {}  # by ChoiceId
-        self._waiting: dict[ChoiceId, Request] = {}
-        self._no_deadline_before = math.inf
-        self._attempt = 0
-        self._age = 0
+        self._choices: dict[tuple[str, int], Choice] = {}  # by ChoiceId
+        self._waiting: dict[ChoiceId, Choice] = {}  # those in a stage that waits for workers
+        self._alone: dict[str, ChoiceId] = {}  # the choice that a worker computes alone now
+        self._no_deadline_before = math.inf  # no choice has an earlier deadline
+        self._attempt = 0  # last one assigned; no two choices share a value, so an id can be reused immediately
+        self._age = 0  # last one assigned
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._choices)
 
     def __repr__(self) -> str:
-        stages = [r.stage for r in self._requests.values()]
+        stages = [choice.stage for choice in self._choices.values()]
         return "<Requests " + ", ".join(f"{stages.count(s)} {s.value}" for s in Stage if s in stages) + ">"
 
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self._choices.values())
 
     def counts(self) -> InFlightCounts:
-        started = {r.name.request_id for r in self._requests.values() if r.stage is not Stage.QUEUED}
-        names = {r.name.request_id for r in self._requests.values()}
-        return InFlightCounts(len(names), len(names) - len(started), len(self._requests), self.dispatcher.num_queued)
+        names = {choice.name.request_id for choice in self}
+        started = {choice.name.request_id for choice in self if choice.stage is not QUEUED}
+        return InFlightCounts(len(names), len(names) - len(started), len(self._choices), self.dispatcher.num_queued)
 
-    def get(self, name: ChoiceId) -> Request | None:
-        return self._requests.get(name)
+    def get(self, name: ChoiceId) -> Choice | None:
+        return self._choices.get(name)
 
     # From the front.
 
-    def admit(self, request: GenerateRequest, now: float, choices: int = 1) -> tuple[Request, list[Action]]:
+    def admit(self, request: GenerateRequest, now: float, choices: int = 1) -> tuple[Choice, list[Action]]:
         """Queues one choice and dispatches what can start. Choice 0 represents its request: it is refused if the queue
         has no room for all `choices`, and stays registered until the other choices, which have its age, have ended.
 
         Raises:
             BatonError: the request is refused, and was not queued.
         """
-        if self.draining and not (request.choice and ChoiceId(request.request_id) in self._requests):
+        if self.draining and not (request.choice and ChoiceId(request.request_id) in self._choices):
             raise Unavailable("the cluster is draining", code=ErrorCode.DRAINING, retry_after_s=5)
-        if request.choice_id in self._requests:  # it may have ended with output still unread
+        if request.choice_id in self._choices:  # it may have ended with output still unread
             raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
-        first = self._requests.get(ChoiceId(request.request_id)) if request.choice else None
+        first = self._choices.get(ChoiceId(request.request_id)) if request.choice else None
         self._age += first is None
-        attempt = self._next_attempt()
-        r = Request(
-            Journal(replace(request, attempt=attempt)),
-            self._age if first is None else first.age,
-            started_at=now,
-            deadline_at=now + request.deadline_s,
-            queued_at=now,
-        )
+        age = self._age if first is None else first.age
+        choice = Choice(replace(request, attempt=self._next_attempt()), age, now, now + request.deadline_s)
         if request.deadline_s <= 0:
-            raise r.late()
+            raise choice.late()
+        choice.prefix = self._prefix(choice)
         if first is None:
-            self.dispatcher.submit(self._ticket(r), choices)
+            self.dispatcher.submit(choice, choices)
         else:
-            self.dispatcher.submit_later(self._ticket(r), first.name)
-        self._requests[request.choice_id] = self._waiting[request.choice_id] = r
-        self._no_deadline_before = min(self._no_deadline_before, r.deadline_at)
-        return r, self._place(now)
+            self.dispatcher.submit_later(choice, first.name)
+        self._choices[choice.name] = self._waiting[choice.name] = choice
+        self._no_deadline_before = min(self._no_deadline_before, choice.deadline_at)
+        return choice, self._place(now)
 
-    def end(self, r: Request, reason: str, now: float) -> list[Action]:
+    def end(self, choice: Choice, reason: str, now: float) -> list[Action]:
         """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
-        return [*self._end(r, reason, now), *self._place(now)]
+        return [*handle(self.table, choice, Stop(reason), now), *self._place(now)]
 
-    def forget(self, r: Request) -> None:
-        """Removes a request, so that its id can be reused."""
-        if self._requests.get(r.name) is r:
-            del self._requests[r.name]
-            self.dispatcher.forget(r.name)
+    def forget(self, choice: Choice) -> None:
+        """Removes a choice, so that its id can be reused."""
+        if self._choices.get(choice.name) is choice:
+            del self._choices[choice.name]
+            self.dispatcher.forget(choice.name)
 
     # From workers.
 
@@ -198,20 +188,19 @@ class Requests:
             self._alone[worker] = events.alone.choice_id
         elif events.step_id:
             self._alone.pop(worker, None)
-        queued = self.dispatcher.num_queued
+        queued, sender = self.dispatcher.num_queued, self.workers.get(worker)
         for token in events.tokens:
-            self._on_tokens(worker, token, now, actions)
+            self._on_tokens(worker, sender, token, now, actions)
         for over in events.handed_over:
-            actions += self._on_handed_over(worker, over, now)
+            actions += self._on_event(HandedOverBy(worker, over), now)
         for parked in events.parked:
-            actions += self._on_parked(worker, parked, now)
+            actions += self._on_event(ParkedBy(worker, parked), now)
         for ended in events.ended:
-            actions += self._on_ended(worker, ended, now)
-        known = self.workers.get(worker)
-        if events.kv_cache_events is not None and known is not None:
-            known.update_held(events.kv_cache_events)
+            actions += self._on_event(EndedBy(worker, ended), now)
+        if events.kv_cache_events is not None and sender is not None:
+            sender.update_held(events.kv_cache_events)
         # Tokens from decode free no room; blocks that are free there nevertheless are found at the next tick.
-        prefilled = events.tokens and known is not None and known.role == "prefill"
+        prefilled = events.tokens and sender is not None and sender.role == "prefill"
         rescheduled = self.dispatcher.num_queued > queued
         if prefilled or rescheduled or events.ended or events.handed_over or events.parked:
             actions += self._place(now)
@@ -222,365 +211,385 @@ class Requests:
         return self._place(now)
 
     def on_worker_lost(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:
-        """Handles the loss of a worker: reschedules the requests that depend on it. A request whose KV is still on its
-        way to that worker is left alone: the prefill worker parks the KV. A drained worker gave its requests back,
-        which is not a death."""
-        self.dispatcher.forget_worker(worker)
-        alone = self._alone.pop(worker, None)
-        actions: list[Action] = []
-        for r in list(self._requests.values()):
-            if r.ended:
-                continue
-            if worker == r.prefill_worker and r.stage in AT_PREFILL:
-                ran = r.stage is Stage.PREFILL
-            elif worker == r.decode_worker and r.stage is Stage.DECODE and r.journal.finish is None:
-                ran = True
-            elif worker == r.prefill_worker and r.stage is Stage.DECODE and self._awaits_prompt_logprobs(r):
-                ran = False
-            else:
-                continue
-            if ran and not drained and (r.name == alone if r.alone else alone is None):
-                r.alone_deaths += r.alone
-                how = ", alone in its step" if r.alone else ""
-                r.deaths.append(f"{worker} ({why}, stage {r.stage.value}{how})")
-            actions += self._reschedule(r, f"{worker}: {why}", now)
+        """Handles the loss of a worker: reschedules the choices that depend on it. A choice whose KV is still on its
+        way to that worker is left alone: the prefill worker parks the KV. A drained worker gave its choices back, which
+        is not a death."""
+        loss = LostWorker(worker, why, self._alone.pop(worker, None), drained)
+        actions = [action for choice in [*self] for action in handle(self.table, choice, loss, now)]
         self._update_servable(now)
         return actions + self._place(now)
 
     def oldest_queued_s(self, now: float) -> float:
-        """Returns how long the oldest queued request has waited; 0.0 if none is queued."""
-        return now - min((r.queued_at for r in self._waiting.values() if r.stage is Stage.QUEUED), default=now)
+        """Returns how long the oldest queued choice has waited; 0.0 if none is queued."""
+        return now - min((c.queued_at for c in self._waiting.values() if c.stage is QUEUED), default=now)
 
     def tracked(self, worker: str) -> tuple[TrackedSequence, ...]:
         """Returns the sequences that this coordinator expects at a worker, with the next output index of each."""
-        here = (r for r in self._requests.values() if r.stage not in (Stage.QUEUED, Stage.ENDED))
-        return tuple(
-            TrackedSequence(r.sequence, r.journal.next_index, r.runs_at(worker)) for r in here if worker in r.workers()
-        )
+        here = (choice for choice in self if choice.stage in AT_WORKERS and worker in choice.workers())
+        return tuple(TrackedSequence(c.sequence, c.journal.next_index, c.runs_at(worker)) for c in here)
 
     # Time.
 
     def tick(self, now: float) -> list[Action]:
-        """Handles deadlines, unservable requests, parked KV and the queue. Called about every 0.1 s."""
+        """Handles deadlines, unservable choices, parked KV and the queue. Called about every 0.1 s."""
         actions: list[Action] = []
         self._update_servable(now)
-        if now >= self._no_deadline_before:  # scanning 10,000 requests blocks the loop for 4 ms
-            for r in [r for r in self._requests.values() if now >= r.deadline_at and not r.ended]:
-                actions += self._fail(r, r.late(), now)
-            open_deadlines = (r.deadline_at for r in self._requests.values() if not r.ended)
+        if now >= self._no_deadline_before:  # scanning 10,000 choices blocks the loop for 4 ms
+            for choice in [choice for choice in self if now >= choice.deadline_at and not choice.ended]:
+                actions += handle(self.table, choice, Fail(choice.late()), now)
+            open_deadlines = (choice.deadline_at for choice in self if not choice.ended)
             self._no_deadline_before = min(open_deadlines, default=math.inf)
-        for r in list(self._waiting.values()):
-            if r.unservable is not None and now - r.unservable_since >= self._hold_s:
-                what, code = r.unservable
-                actions += self._fail(r, Unavailable(what, code=code, retry_after_s=2), now)
-            elif r.stage is Stage.PARKED and now >= r.offer_at:
-                actions += self._assign(r, now)
+        for choice in list(self._waiting.values()):
+            if choice.unservable is not None and now - choice.unservable_since >= self._hold_s:
+                message, code = choice.unservable
+                actions += handle(self.table, choice, Fail(Unavailable(message, code=code, retry_after_s=2)), now)
+            elif choice.stage is PARKED and now >= choice.offer_at:
+                actions += handle(self.table, choice, OfferDue(), now)
         return actions + self._place(now)
 
     def drain(self, now: float) -> list[Action]:
-        """Fails the requests that have not finished by the end of a drain."""
+        """Fails the choices that have not finished by the end of a drain."""
         error = Unavailable("the cluster is draining and the request did not finish in time", code=ErrorCode.DRAINING)
-        return [action for r in list(self._requests.values()) for action in self._fail(r, error, now)]
+        return [action for choice in [*self] for action in handle(self.table, choice, Fail(error), now)]
 
     def check(self) -> None:
-        """Raises InvariantError if the dispatcher or `_waiting` does not match the requests in flight."""
-        self.dispatcher.check()
-        if self._waiting != {name: r for name, r in self._requests.items() if r.stage in WAITING}:
-            raise InvariantError(f"{self!r} does not match the waiting requests: {[*self._waiting]}")
-        stages = [r.stage for r in self._requests.values()]
-        queued, ended = stages.count(Stage.QUEUED), stages.count(Stage.ENDED)
-        if (self.dispatcher.num_queued, self.dispatcher.num_active) != (queued, len(stages) - queued - ended):
-            raise InvariantError(f"{self!r} does not match {self.dispatcher!r}")
-        if unknown := self.dispatcher.incomplete - self._requests.keys():
+        """Raises InvariantError if the dispatcher, the counters of workers or `_waiting` do not match the choices."""
+        self.dispatcher.check(self._choices.values())
+        if self._waiting != {name: choice for name, choice in self._choices.items() if choice.stage in WAITING}:
+            raise InvariantError(f"{self!r} does not match the waiting choices: {[*self._waiting]}")
+        if unknown := self.dispatcher.incomplete - self._choices.keys():
             raise InvariantError(f"room is reserved for choices of requests that have ended: {unknown}")
 
-    # Events, one by one.
+    # The machine of a choice.
 
-    def _on_tokens(self, worker: str, event: TokenEvent, now: float, actions: list[Action]) -> None:
-        """Handles the only event that arrives for every sequence in every step; it appends to the step's `actions`."""
-        r = self._find(event.sequence)
-        if r is None or r.ended:
+    def _transitions(self) -> Table:
+        """Returns, for the stages of a choice, each event with its handler and the stages that it may lead to."""
+        from_workers = PrefillTokens, DecodeTokens, HandedOverBy, ParkedBy, EndedBy
+        rows: list[tuple[Iterable[Stage], Iterable[type], Transition]] = [
+            ([QUEUED], [Placed], to(self._on_placed, PREFILL)),
+            ([QUEUED], from_workers, to(self._on_stale)),
+            ([PREFILL], [PrefillTokens], to(self._on_first_token, HANDOVER, PARKED, ENDED)),
+            ([HANDOVER, PARKED, DECODE], [PrefillTokens], to(self._on_late_prefill_tokens, ENDED)),
+            ([PREFILL, PARKED], [DecodeTokens], to(self._on_decode_tokens, DECODE, QUEUED, ENDED)),
+            ([HANDOVER, DECODE], [DecodeTokens], to(self._on_decode_tokens, DECODE, ENDED)),
+            (AT_WORKERS, [HandedOverBy], to(self._on_handed_over, DECODE, QUEUED, ENDED)),
+            ([PREFILL], [ParkedBy], to(self._on_parked_early, ENDED)),
+            ([HANDOVER], [ParkedBy], to(self._on_parked, PARKED, ENDED)),
+            ([PARKED], [ParkedBy], to(ignore)),  # repeated after a redial
+            ([PARKED], [OfferDue], to(self._on_offer_due, HANDOVER)),
+            ([DECODE], [ParkedBy], to(self._on_lost_ack, QUEUED)),
+            (AT_WORKERS, [EndedBy], to(self._on_ended, QUEUED, ENDED)),
+            ([PREFILL], [LostWorker], to(self._on_lost_prefill, QUEUED, ENDED)),
+            ([HANDOVER, PARKED], [LostWorker], to(self._on_lost_prefill, QUEUED)),
+            ([DECODE], [LostWorker], to(self._on_lost_decode, QUEUED, ENDED)),
+            ([QUEUED, ENDED], [LostWorker], to(ignore)),
+            ([QUEUED, *AT_WORKERS], [Stop], to(self._on_stop, ENDED)),
+            ([QUEUED, *AT_WORKERS], [Fail], to(self._on_fail, ENDED)),
+            ([ENDED], [Stop, Fail], to(ignore)),
+            ([ENDED], [PrefillTokens, DecodeTokens], to(self._on_stale)),
+            ([ENDED], [HandedOverBy], to(self._on_late_hand_over)),
+            ([ENDED], [ParkedBy], to(self._on_unneeded_kv)),
+            ([ENDED], [EndedBy], to(self._on_late_end)),
+        ]
+        return {(stage, event): row for stages, events, row in rows for stage in stages for event in events}
+
+    def _on_tokens(
+        self, worker: str, sender: Worker | None, event: TokenEvent, now: float, actions: list[Action]
+    ) -> None:
+        """Records tokens, the only event that arrives for every choice in every step. Those of its decode worker change
+        no stage until the last one, and do not go through the table."""
+        choice = self._choices.get(event.sequence[:2])
+        if choice is None or choice.attempt != event.sequence.attempt:
             actions += self._stale(worker, event.sequence)
             return
-        journal = r.journal
-        if event.stamps is not None:
-            _add_stamps(r, event.stamps)
-        if event.cached_tokens and not journal.request.output:
-            r.cached_tokens = max(r.cached_tokens, event.cached_tokens)
-        try:
-            verdict = journal.accept(
-                event.sequence.attempt, event.first_index, event.tokens, event.logprobs, event.prompt_logprobs
-            )
-        except ProtocolError as e:
-            actions += self._fail(r, e, now)
-            return
-        if verdict == "appended":
-            r.first_token_at = r.first_token_at or now
-        if verdict == "appended" or event.prompt_logprobs:
-            actions.append(r.notify)
-        was_parked = r.stage is Stage.PARKED  # then a token of the decode worker means that it has all KV after all
-        self.dispatcher.produced(r.name, len(journal.tokens) - len(journal.request.output))
-        if worker == r.prefill_worker:
-            self.dispatcher.prefilled(r.name)
-            if r.stage is Stage.PREFILL:
-                self._move(r, Stage.PARKED if r.refused else Stage.HANDOVER, now)
-        else:
-            if event.speculation is not None:
-                before = r.earlier_speculation
-                r.speculation = event.speculation if before is None else before + event.speculation
-            self._decoding(r, worker, now)
-        if journal.finish is not None:
-            if not self._awaits_prompt_logprobs(r):  # prefill sends them, maybe after decode's last token
-                actions += self._end(r, "its answer is complete" if was_parked else "", now)
-        elif r.stage is Stage.PARKED:
-            actions += self._assign(r, now)
-        elif was_parked:
-            actions += self._reschedule(r, _LOST_ACK, now)
+        stage, journal = choice.stage, choice.journal
+        if stage is not QUEUED and stage is not ENDED:
+            try:
+                appended = choice.accept(event) == "appended"
+            except ProtocolError as e:
+                actions += handle(self.table, choice, Fail(e), now)
+                return
+            if appended:
+                choice.first_token_at = choice.first_token_at or now
+            if appended or event.prompt_logprobs:
+                actions.append(choice.notify)
+            if len(journal.tokens) > choice.grows_at:
+                self.dispatcher.hold(choice)
+            if stage is DECODE and choice.decode is sender and journal.finish is None:
+                return
+        tokens = PrefillTokens if worker == choice.prefill_worker else DecodeTokens
+        actions += handle(self.table, choice, tokens(worker, event), now)
 
-    def _on_handed_over(self, worker: str, over: HandedOver, now: float) -> list[Action]:
-        r = self._find(over.sequence)
-        if r is None:
-            return self._stale(worker, over.sequence)
-        _add_stamps(r, over.stamps)
-        if r.ended:
-            return [Send(worker, ReleaseRecords((over.sequence,)))]
-        self._decoding(r, over.decode_worker, now)
-        taker = next((t.incarnation for t in r.targets if t.worker == over.decode_worker), None)
-        if self.workers.has_left(over.decode_worker, taker):
-            return self._reschedule(r, f"{over.decode_worker} received the KV and left", now)
-        if self.workers.incarnation(over.decode_worker) != taker:
-            r.deaths.append(f"{over.decode_worker} (lost during the hand-over)")
-            return self._reschedule(r, f"{over.decode_worker} was lost during the hand-over", now)
-        return [r.notify]
+    def _on_event(self, event: HandedOverBy | ParkedBy | EndedBy, now: float) -> list[Action]:
+        """Passes a worker's event to its choice, if that is known and the event is of its current attempt."""
+        sequence = event.event.sequence
+        choice = self._choices.get(sequence[:2])
+        if choice is not None and choice.attempt == sequence.attempt:
+            return handle(self.table, choice, event, now)
+        if choice is None and isinstance(event, ParkedBy):
+            return self._drop_kv(event)
+        return self._stale(event.worker, sequence)  # not aborted if parked: the current attempt may offer its KV
 
-    def _decoding(self, r: Request, worker: str, now: float) -> None:
-        """Records that a decode worker has all KV; either worker may report it first."""
-        if r.stage is Stage.DECODE and r.decode_worker == worker:
-            return
-        r.decode_worker = worker
-        if r.stage is not Stage.DECODE:
-            self._move(r, Stage.DECODE, now)
-        self.dispatcher.moved(r.name, worker)
-        self.dispatcher.handed_over(r.name)
+    def _on_placed(self, choice: Choice, event: Placed, now: float) -> list[Action]:
+        self._move(choice, PREFILL, now)
+        choice.queued_s += now - choice.queued_at
+        return [self._start(choice, now)]
 
-    def _on_parked(self, worker: str, parked: Parked, now: float) -> list[Action]:
-        r = self._find(parked.sequence)
-        if parked.sequence.choice_id not in self._requests or (r is not None and r.ended):
-            # The worker keeps KV until aborted. Earlier attempts are not aborted: the current one may offer their KV.
-            drop = Abort(parked.sequence, "no request needs its KV", tombstone_s=0.0)
-            return [Send(worker, drop), *self._stale(worker, parked.sequence)]
-        if r is None:
-            return self._stale(worker, parked.sequence)
-        if r.stage is Stage.PARKED or r.refused:
-            return []  # repeated after a redial
-        actions: list[Action] = [Log(f"KV of {r.sequence} is parked: {parked.reason}")]
-        if r.stage is Stage.DECODE:
-            return actions + self._reschedule(r, _LOST_ACK, now)
-        r.times_parked += 1
-        first, most = REOFFER_BACKOFF_S
-        r.offer_at = now if r.times_parked == 1 else now + min(first * 2 ** (r.times_parked - 2), most)
-        if r.times_parked > MAX_TIMES_PARKED:
-            what = f"KV could not be handed over in {MAX_TIMES_PARKED} tries: {parked.reason}"
-            return actions + self._fail(r, HandoffError(what, retry_after_s=1), now)
-        if r.stage is Stage.PREFILL:
-            r.refused = True  # the first token is still to arrive under this attempt
+    def _on_first_token(self, choice: Choice, event: PrefillTokens, now: float) -> list[Action]:
+        self._move(choice, PARKED if choice.kv_parked else HANDOVER, now)
+        if choice.journal.finish is None and choice.kv_parked:
+            return self._offer(choice, now)
+        return self._end_if_complete(choice, now)
+
+    def _on_late_prefill_tokens(self, choice: Choice, event: PrefillTokens, now: float) -> list[Action]:
+        return self._end_if_complete(choice, now)
+
+    def _on_decode_tokens(self, choice: Choice, event: DecodeTokens, now: float) -> list[Action]:
+        self._start_decode(choice, event.worker, now)
+        if choice.kv_parked and choice.journal.finish is None:
+            return self._reschedule(choice, _LOST_ACK, now)
+        return self._end_if_complete(choice, now)
+
+    def _on_handed_over(self, choice: Choice, event: HandedOverBy, now: float) -> list[Action]:
+        choice.add_stamps(event.event.stamps)
+        worker = event.event.decode_worker
+        taker = next((t.incarnation for t in choice.targets if t.worker_id == worker), None)
+        if self.workers.has_left(worker, taker):
+            return self._reschedule(choice, f"{worker} received the KV and left", now)
+        if taker is None or self.workers.incarnation(worker) != taker:
+            choice.deaths.append(f"{worker} (lost during the hand-over)")
+            return self._reschedule(choice, f"{worker} was lost during the hand-over", now)
+        choice.kv_parked = False
+        self._start_decode(choice, worker, now)
+        return [choice.notify]
+
+    def _on_parked_early(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
+        """All targets refused before the first token is known, which is still to arrive under this attempt."""
+        return [] if choice.kv_parked else self._park(choice, event, now)
+
+    def _on_parked(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
+        actions = self._park(choice, event, now)
+        if choice.ended:
             return actions
-        self._move(r, Stage.PARKED, now)
-        if r.journal.attempt == r.request.attempt:
-            actions += self._assign(r, now)  # later offers wait for `offer_at`, since the workers have just refused
+        self._move(choice, PARKED, now)
+        if choice.attempt == choice.request.attempt:
+            actions += self._offer(choice, now)  # later offers wait for `offer_at`, since the workers have just refused
         return actions
 
-    def _on_ended(self, worker: str, ended: SequenceEnded, now: float) -> list[Action]:
-        r = self._find(ended.sequence)
-        if r is None:
-            return self._stale(worker, ended.sequence)
-        _add_stamps(r, ended.stamps)
-        if r.ended or (ended.reason != "error" and r.journal.finish is not None):
-            return []
-        here = r.runs_at(worker)
+    def _on_offer_due(self, choice: Choice, event: OfferDue, now: float) -> list[Action]:
+        return self._offer(choice, now)
+
+    def _on_lost_ack(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
+        """Its decode worker has started, and its prefill worker has made it end the sequence."""
+        if choice.kv_parked:
+            return []  # repeated after a redial
+        return [KVParked(choice.sequence, event.event.reason), *self._reschedule(choice, _LOST_ACK, now)]
+
+    def _on_ended(self, choice: Choice, event: EndedBy, now: float) -> list[Action]:
+        worker, ended = event
+        choice.add_stamps(ended.stamps)
         if ended.reason != "error":
-            r.deaths.append(f"{worker} (ended the request: {ended.reason})")
-            return self._reschedule(r, f"{worker} ended the sequence early: {ended.reason}", now)
-        targets_unchanged = all(self.workers.incarnation(t.worker) == t.incarnation for t in r.targets)
-        unknown = ended.code is ErrorCode.UNKNOWN_SEQUENCE
-        if unknown and here and r.stage is Stage.PREFILL and targets_unchanged:
-            return [self._start(r, now)]  # its session broke before the command arrived
+            if choice.journal.finish is not None:
+                return []
+            choice.deaths.append(f"{worker} (ended the request: {ended.reason})")
+            return self._reschedule(choice, f"{worker} ended the sequence early: {ended.reason}", now)
+        here, unknown = choice.runs_at(worker), ended.code is ErrorCode.UNKNOWN_SEQUENCE
+        targets_unchanged = all(self.workers.incarnation(t.worker_id) == t.incarnation for t in choice.targets)
+        if unknown and here and choice.stage is PREFILL and targets_unchanged:
+            return [self._start(choice, now)]  # its session broke before the command arrived
         if ended.code in (ErrorCode.DRAINING, ErrorCode.ABANDONED) or (unknown and here):
-            return self._reschedule(r, ended.message, now)
-        if ended.code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED) and not r.recomputed:
-            r.recomputed = True
-            return self._reschedule(r, ended.message, now)  # recomputed once; a second failure ends the request
+            return self._reschedule(choice, ended.message, now)
+        if ended.code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED) and not choice.recomputed:
+            choice.recomputed = True
+            return self._reschedule(choice, ended.message, now)  # recomputed once; a second failure ends the request
         if not here and (unknown or ended.code is ErrorCode.WORKER_LOST):
             return []  # the prefill worker has the KV and parks it; if it is lost too, `on_worker_lost` follows
         code = ended.code or ErrorCode.INTERNAL_ERROR
         kind = _WORKER_ERRORS.get(code, BatonError)
-        return self._fail(r, kind(f"{ended.message} (stage {r.stage.value})", code=code), now)
+        return self._fail(choice, kind(f"{ended.message} (stage {choice.stage.value})", code=code), now)
 
-    def _find(self, sequence: SequenceId) -> Request | None:
-        """Returns the request of a worker's event; None if it is unknown or the event is of an earlier attempt."""
-        r = self._requests.get(sequence[:2])
-        return None if r is None or r.journal.attempt != sequence.attempt or r.stage is Stage.QUEUED else r
+    def _on_lost_prefill(self, choice: Choice, event: LostWorker, now: float) -> list[Action]:
+        if event.worker != choice.prefill_worker:
+            return []
+        return self._after_loss(choice, event, now, ran=choice.stage is PREFILL)
 
-    def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
-        self.stale_events += 1
-        return [Send(worker, ReleaseRecords((sequence,)))]
+    def _on_lost_decode(self, choice: Choice, event: LostWorker, now: float) -> list[Action]:
+        if event.worker == choice.decode_worker and choice.journal.finish is None:
+            return self._after_loss(choice, event, now, ran=True)
+        if event.worker == choice.prefill_worker and choice.awaits_prompt_logprobs:
+            return self._after_loss(choice, event, now, ran=False)
+        return []
+
+    def _on_stop(self, choice: Choice, event: Stop, now: float) -> list[Action]:
+        return self._end(choice, event.reason, now)
+
+    def _on_fail(self, choice: Choice, event: Fail, now: float) -> list[Action]:
+        return self._fail(choice, event.error, now)
+
+    def _on_stale(self, choice: Choice, event: PrefillTokens | DecodeTokens, now: float) -> list[Action]:
+        return self._stale(event.worker, event.event.sequence)
+
+    def _on_late_hand_over(self, choice: Choice, event: HandedOverBy, now: float) -> list[Action]:
+        choice.add_stamps(event.event.stamps)
+        return [Send(event.worker, ReleaseRecords((choice.sequence,)))]
+
+    def _on_unneeded_kv(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
+        return self._drop_kv(event)
+
+    def _on_late_end(self, choice: Choice, event: EndedBy, now: float) -> list[Action]:
+        choice.add_stamps(event.event.stamps)
+        return []
 
     # Decisions.
 
     def _place(self, now: float) -> list[Action]:
         """Dispatches what can start."""
-        actions: list[Action] = []
-        for placement in self.dispatcher.place():
-            r = self._requests.get(placement.name)
-            if r is None:
-                raise InvariantError(f"{placement.name} was placed but is not in flight")
-            self._name_workers(r, placement)
-            self._move(r, Stage.PREFILL, now)
-            r.queued_s += now - r.queued_at
-            actions.append(self._start(r, now))
+        return [a for choice in self.dispatcher.place() for a in handle(self.table, choice, Placed(), now)]
+
+    def _start(self, choice: Choice, now: float) -> StartPrefill:
+        request = replace(choice.request, deadline_s=max(choice.deadline_at - now, 0.001), alone=choice.alone)
+        targets = tuple(target.worker_id for target in choice.targets)
+        return StartPrefill(choice.prefill_worker, request, targets, choice.deadline_at)
+
+    def _start_decode(self, choice: Choice, worker: str, now: float) -> None:
+        """Records that a decode worker has all KV; either worker may report it first."""
+        self.dispatcher.move(choice, self.workers.get(worker))
+        if choice.stage is not DECODE:
+            self._move(choice, DECODE, now)
+
+    def _park(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
+        """Records that the KV stays at its prefill worker. Fails the choice if that happens too often."""
+        choice.kv_parked = True
+        choice.times_parked += 1
+        first, longest = REOFFER_BACKOFF_S
+        repeats = choice.times_parked - 2
+        choice.offer_at = now if repeats < 0 else now + min(first * 2**repeats, longest)
+        actions: list[Action] = [KVParked(choice.sequence, event.event.reason)]
+        if choice.times_parked > MAX_TIMES_PARKED:
+            message = f"KV could not be handed over in {MAX_TIMES_PARKED} tries: {event.event.reason}"
+            actions += self._fail(choice, HandoffError(message, retry_after_s=1), now)
         return actions
 
-    def _start(self, r: Request, now: float) -> StartPrefill:
-        request = replace(r.request, deadline_s=max(r.deadline_at - now, 0.001), alone=r.alone)
-        return StartPrefill(r.prefill_worker, request, tuple(t.worker for t in r.targets), r.deadline_at)
-
-    def _name_workers(self, r: Request, placement: Placement) -> None:
-        r.prefill_worker, r.decode_worker = placement.prefill, placement.decode or ""
-        r.targets = tuple(WorkerInstance(w, self._incarnation(w)) for w in placement.targets)
-
-    def _incarnation(self, worker: str) -> int:
-        incarnation = self.workers.incarnation(worker)
-        if incarnation is None:
-            raise InvariantError(f"{worker} was chosen but is not present")
-        return incarnation
-
-    def _assign(self, r: Request, now: float) -> list[Action]:
+    def _offer(self, choice: Choice, now: float) -> list[Action]:
         """Offers parked KV to new decode workers under the next attempt, if one has room and prefill is connected."""
-        if not self.workers.connected(r.prefill_worker):
+        if not self.workers.connected(choice.prefill_worker):
             return []
-        placement = self.dispatcher.reassign(r.name)
-        if placement is None:
+        old, targets, workers = choice.sequence, choice.targets, sorted(choice.workers())
+        if not self.dispatcher.reassign(choice):
             return []
-        old = r.sequence
         # An old target may have all KV and be running: only its last acknowledgement may have been lost.
         actions: list[Action] = [
-            Send(t.worker, Abort(old, "its KV is offered to another worker", tombstone_s=0.0)) for t in r.targets
+            Send(t.worker_id, Abort(old, "its KV is offered to another worker", tombstone_s=0.0)) for t in targets
         ]
-        actions += [Send(worker, ReleaseRecords((old,))) for worker in sorted(r.workers())]
-        r.journal.begin_attempt(self._next_attempt(r))
-        r.refused = False
-        self._name_workers(r, placement)
-        self._move(r, Stage.HANDOVER, now)
+        actions += [Send(worker, ReleaseRecords((old,))) for worker in workers]
+        choice.begin_attempt(self._next_attempt(choice))
+        self._move(choice, HANDOVER, now)
         self.reassigned += 1
-        names = tuple(t.worker for t in r.targets)
-        return [*actions, AssignTargets(r.prefill_worker, old, names, r.journal.attempt, r.deadline_at)]
+        names = tuple(target.worker_id for target in choice.targets)
+        return [*actions, AssignTargets(choice.prefill_worker, old, names, choice.attempt, choice.deadline_at)]
 
-    def _reschedule(self, r: Request, why: str, now: float) -> list[Action]:
-        """Queues a request again under the next attempt: newly chosen workers prefill its prompt and journal, and
+    def _after_loss(self, choice: Choice, loss: LostWorker, now: float, *, ran: bool) -> list[Action]:
+        """Reschedules a choice that depended on a lost worker. It is a death if the worker `ran` it, unless another
+        choice, or this one among others, was computed when it has to be alone."""
+        if ran and not loss.drained and (choice.name == loss.alone if choice.alone else loss.alone is None):
+            how = ", alone in its step" if choice.alone else ""
+            choice.alone_deaths += choice.alone
+            choice.deaths.append(f"{loss.worker} ({loss.reason}, stage {choice.stage.value}{how})")
+        return self._reschedule(choice, f"{loss.worker}: {loss.reason}", now)
+
+    def _reschedule(self, choice: Choice, why: str, now: float) -> list[Action]:
+        """Queues a choice again under the next attempt: newly chosen workers prefill its prompt and journal, and
         generation continues at the next index."""
-        if r.alone_deaths >= ALONE_DEATHS or len(r.deaths) >= self._max_deaths:
-            what = f"{len(r.deaths)} workers were lost while they ran the request: {', '.join(r.deaths)}"
-            return self._fail(r, WorkerLost(what, retry_after_s=1), now)
-        actions: list[Action] = [
-            Log(f"{r.sequence} is rescheduled at index {r.journal.next_index}: {why}"),
-            *self._withdraw(r, why, now),
-        ]
-        self.dispatcher.finish(r.name, rescheduled=True)
-        self._move(r, Stage.QUEUED, now)
-        r.journal.resume(self._next_attempt(r))
-        r.prefill_worker = r.decode_worker = ""
-        r.targets, r.refused, r.times_parked, r.queued_at = (), False, 0, now
-        r.earlier_speculation = r.speculation
-        r.earlier_stamps.append(r.stamps)
-        r.stamps = StageStamps()
+        if choice.alone_deaths >= ALONE_DEATHS or len(choice.deaths) >= self._max_deaths:
+            deaths = ", ".join(choice.deaths)
+            message = f"{len(choice.deaths)} workers were lost while they ran the request: {deaths}"
+            return self._fail(choice, WorkerLost(message, retry_after_s=1), now)
+        rescheduled = Rescheduled(choice.sequence, choice.journal.next_index, why)
+        actions = [rescheduled, *self._withdraw(choice, why, now)]
+        self.dispatcher.release(choice)
+        choice.resume(self._next_attempt(choice), now)
+        self._move(choice, QUEUED, now)
+        choice.prefix = self._prefix(choice)
+        self.dispatcher.enqueue(choice)
         self.rescheduled += 1
-        self.dispatcher.enqueue(self._ticket(r))
         return actions
 
-    def _fail(self, r: Request, error: BatonError, now: float) -> list[Action]:
-        if r.ended:
+    def _end_if_complete(self, choice: Choice, now: float) -> list[Action]:
+        """Ends a choice with all its tokens. Prefill sends the log-probabilities of the prompt, maybe after decode's
+        last token; parked KV has to be aborted."""
+        if choice.journal.finish is None or choice.awaits_prompt_logprobs:
             return []
-        r.error = error
-        return [*self._end(r, error.code, now), r.notify]
+        return self._end(choice, "its answer is complete" if choice.kv_parked else "", now)
 
-    def _end(self, r: Request, reason: str, now: float) -> list[Action]:
-        """Notifies both pools and frees what the request held, without waiting for a slow client. An empty `reason`
+    def _fail(self, choice: Choice, error: BatonError, now: float) -> list[Action]:
+        choice.error = error
+        return [*self._end(choice, error.code, now), choice.notify]
+
+    def _end(self, choice: Choice, reason: str, now: float) -> list[Action]:
+        """Notifies both pools and frees what the choice held, without waiting for a slow client. An empty `reason`
         means that the workers already know that it has ended."""
-        if r.ended:
-            return []
-        actions = self._withdraw(r, reason, now)
-        self._move(r, Stage.ENDED, now)
-        self.dispatcher.finish(r.name)
+        actions = self._withdraw(choice, reason, now)
+        self.dispatcher.finish(choice)
+        self._move(choice, ENDED, now)
         return actions
 
-    def _withdraw(self, r: Request, reason: str, now: float) -> list[Action]:
+    def _withdraw(self, choice: Choice, reason: str, now: float) -> list[Action]:
         """Releases the sequence of the current attempt on its workers; with a reason, aborts it first."""
-        tombstone_s = max(r.deadline_at - now, 1.0)
+        sequence, tombstone_s = choice.sequence, max(choice.deadline_at - now, 1.0)
         actions: list[Action] = []
-        for worker in sorted(r.workers()):
+        for worker in sorted(choice.workers()):
             if reason:
-                actions.append(Send(worker, Abort(r.sequence, reason, tombstone_s)))
-            actions.append(Send(worker, ReleaseRecords((r.sequence,))))
+                actions.append(Send(worker, Abort(sequence, reason, tombstone_s)))
+            actions.append(Send(worker, ReleaseRecords((sequence,))))
         return actions
+
+    def _drop_kv(self, event: ParkedBy) -> list[Action]:
+        """Aborts KV that its prefill worker would keep until then."""
+        sequence = event.event.sequence
+        drop = Abort(sequence, "no request needs its KV", tombstone_s=0.0)
+        return [Send(event.worker, drop), *self._stale(event.worker, sequence)]
+
+    def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
+        self.stale_events += 1
+        return [Send(worker, ReleaseRecords((sequence,)))]
+
+    def _move(self, choice: Choice, stage: Stage, now: float) -> None:
+        choice.enter(stage, now)
+        if stage in WAITING:
+            self._waiting[choice.name] = choice
+        else:
+            self._waiting.pop(choice.name, None)
+        if stage in AT_WORKERS:
+            self.dispatcher.hold(choice)
 
     def _update_servable(self, now: float) -> None:
-        """Updates whether any worker that is not draining can serve each waiting request: the `hold_s` timer starts
-        when none is left. Parked KV needs only a decode worker; its prefill worker can hand it over while draining."""
+        """Updates whether any worker that is not draining can serve each waiting choice: the `hold_s` timer starts
+        when none is left."""
         capacity = self.dispatcher.capacity()
-        for r in self._waiting.values():
-            why = self.dispatcher.unservable(self._size(r), capacity, parked=r.stage is Stage.PARKED)
-            if why is not None and r.unservable is None:
-                r.unservable_since = now
-            r.unservable = why
+        for choice in self._waiting.values():
+            why = self.dispatcher.unservable(choice, capacity)
+            if why is not None and choice.unservable is None:
+                choice.unservable_since = now
+            choice.unservable = why
 
-    def _awaits_prompt_logprobs(self, r: Request) -> bool:
-        return r.request.sampling.prompt_logprobs is not None and r.journal.prompt_logprobs is None
-
-    def _move(self, r: Request, stage: Stage, now: float) -> None:
-        """Moves a request to a stage. Raises InvariantError if LEGAL_MOVES does not allow it."""
-        if stage not in LEGAL_MOVES[r.stage]:
-            raise InvariantError(f"{r.sequence} cannot go from {r.stage.value} to {stage.value}")
-        r.stage, r.unservable = stage, None
-        if stage in WAITING:
-            self._waiting[r.name] = r
-        else:
-            self._waiting.pop(r.name, None)
-        at_worker = r.decode_worker if stage is Stage.DECODE else r.prefill_worker if stage in AT_PREFILL else ""
-        r.history.append(Entered(stage, now, at_worker))
-
-    def _ticket(self, r: Request) -> Ticket:
-        return replace(self._size(r), prefix=self._prefix(r))
-
-    def _size(self, r: Request) -> Ticket:
-        request = r.request
-        needs_decode = request.max_tokens - len(request.output) > 1
-        sizes = request.num_prefill_tokens, request.max_kv_tokens
-        return Ticket(r.name, *sizes, needs_decode, age=r.age, priority=request.priority)
-
-    def _prefix(self, r: Request) -> Prefix:
+    def _prefix(self, choice: Choice) -> Prefix:
         """Returns the hints of the blocks that a worker may already hold; the last token is always computed."""
-        request, facts = r.request, self.workers.facts()
-        tokens = request.prompt + request.output
-        first = self._requests.get(ChoiceId(request.request_id), r)
-        known = first.prefixes if request.prompt is first.request.prompt and not request.output else {}
-        prefix: dict[int, tuple[bytes, ...]] = {}
+        request, facts = choice.request, self.workers.facts()
+        tokens, prefix = request.prompt + request.output, dict[int, tuple[bytes, ...]]()
+        first = self._choices.get(ChoiceId(request.request_id), choice)
+        same = request.prompt is first.request.prompt and not request.output and not first.request.output
         if facts is None:
             return prefix
         for size in self.dispatcher.held_block_sizes:
-            if size in known:
-                prefix[size] = known[size]
+            if same and size in first.prefix:
+                prefix[size] = first.prefix[size]
                 continue
             chain = KeyChain(facts.model_digest, request.tenant, request.cache_salt, size)
             keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
-            known[size] = prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
+            prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
         return prefix
 
-    def _next_attempt(self, r: Request | None = None) -> int:
-        """Returns an unused attempt that exceeds this request's last one, even if the counter wraps."""
+    def _next_attempt(self, choice: Choice | None = None) -> int:
+        """Returns an unused attempt that exceeds this choice's last one, even if the counter wraps."""
         self._attempt = self._attempt % _MAX_ATTEMPT + 1
-        return self._attempt if r is None else max(self._attempt, r.journal.attempt + 1)
-
-
-def _add_stamps(r: Request, stamps: StageStamps) -> None:
-    """Merges a worker's stamps: a worker measures only its own stages, so the larger value is the measured one."""
-    r.stamps = r.stamps.largest(stamps)
+        return self._attempt if choice is None else max(self._attempt, choice.attempt + 1)

@@ -10,7 +10,7 @@
     decode         up to its last token
     detokenise     from the last token to the last text handed to the front
 
-The stages are delimited on the coordinator's clock (`Request.history`). Within PREFILL, HANDOVER and DECODE the parts
+The stages are delimited on the coordinator's clock (`Choice.history`). Within PREFILL, HANDOVER and DECODE the parts
 have the lengths that the workers measured, at most the stage's: clocks of two hosts are never compared.
 """
 
@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from baton.core.events import StageStamps
-from coordinator.policy.in_flight import Entered, Request, Stage
+from coordinator.policy.choice import Choice, Entered, Stage
 
 SPANS = (
     *("queue", "prefill_queue", "prefill", "reserve", "transfer", "parked"),
@@ -67,24 +67,24 @@ class Timeline(StageStamps):
         }
 
 
-def timeline(r: Request, now: float) -> Timeline:
-    """Returns the timeline of a request up to `now`."""
-    s = r.all_stamps()
+def timeline(choice: Choice, now: float) -> Timeline:
+    """Returns the timeline of a choice up to `now`."""
+    s = choice.all_stamps()
     return Timeline(
-        *(r.queued_s + s.queue_s, s.prefill_s, s.reserve_s, s.transfer_s, s.decode_queue_s, s.decode_s),
-        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
-        prefill_worker=r.prefill_worker,
-        decode_worker=r.decode_worker,
-        spans=spans(r, now),
+        *(choice.queued_s + s.queue_s, s.prefill_s, s.reserve_s, s.transfer_s, s.decode_queue_s, s.decode_s),
+        first_token_s=choice.first_token_at - choice.started_at if choice.first_token_at else 0.0,
+        prefill_worker=choice.prefill_worker,
+        decode_worker=choice.decode_worker,
+        spans=spans(choice, now),
     )
 
 
-def spans(request: Request, now: float) -> tuple[Span, ...]:
-    """Returns the spans of a request up to `now`, contiguous from its admission; empty ones are left out."""
-    began, stamps = request.started_at, [*request.earlier_stamps, request.stamps]
+def spans(choice: Choice, now: float) -> tuple[Span, ...]:
+    """Returns the spans of a choice up to `now`, contiguous from its admission; empty ones are left out."""
+    began, stamps = choice.started_at, [*choice.earlier_stamps, choice.stamps]
     found: list[Span] = []
     run = -1
-    for entered, following in pairwise([*request.history, Entered(Stage.ENDED, max(now, request.history[-1].at))]):
+    for entered, following in pairwise([*choice.history, Entered(Stage.ENDED, max(now, choice.history[-1].at))]):
         run += entered.stage is Stage.QUEUED
         start = entered.at - began
         for name, length in _parts(entered.stage, following.at - entered.at, stamps[run]):

@@ -18,7 +18,8 @@ from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SamplingParams, SequenceId
-from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
+from coordinator.policy.choice import Choice, Stage
+from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.workers import WorkerTable
 from prefill.scheduler import Progress
 from sim.loop import Loop
@@ -51,19 +52,18 @@ class ClusterShape:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One request: `prefill` and `targets` while it is placed; `sent` are the tokens whose KV is on its way, or there,
-    and `computed` those that prefill has."""
+    """One request: `prefill` while it is placed; `sent` are the tokens whose KV is on its way, or there, and `computed`
+    those that prefill has."""
 
+    choice: Choice
     request: GenerateRequest
     times: Times
     client: int
     prefill: PrefillWorker | None = None
-    targets: tuple[str, ...] = ()
     decode: DecodeWorker | None = None
     offered: bool = False
     sent: int = 0
     computed: int = 0
-    produced: int = 0
     last_token_at: float = 0.0
 
 
@@ -136,7 +136,7 @@ class Replay:
         )
 
     def check(self) -> None:
-        self.dispatcher.check()
+        self.dispatcher.check(job.choice for job in self._jobs.values())
         for scheduler in (w.scheduler for workers in (self._prefill, self._decode) for w in workers.values()):
             scheduler.check_idle()
         if self._jobs:
@@ -176,7 +176,7 @@ class Replay:
         request = GenerateRequest(f"r{number}", self._prompt(number, row), max(1, row.output_len), GREEDY)
         times = Times(self.loop.now, row.input_len, max(1, row.output_len))
         self.measured.times.append(times)
-        job = _Job(request, times, client)
+        job = _Job(Choice(request, number, self.loop.now, _FOREVER_S), request, times, client)
         front = self.shape.prefill.front
         if not self._threads:
             self._count_front(front.request_cpu_s)
@@ -207,16 +207,9 @@ class Replay:
     def _admit(self, job: _Job) -> None:
         request, times = job.request, job.times
         times.admitted_at = self.loop.now
-        ticket = Ticket(
-            request.choice_id,
-            request.num_prefill_tokens,
-            request.max_kv_tokens,
-            needs_decode=request.max_tokens > 1,
-            prefix=self._prefix(request),
-            age=self._next,
-        )
+        job.choice.prefix = self._prefix(request)
         try:
-            self.dispatcher.submit(ticket)
+            self.dispatcher.submit(job.choice)
         except BatonError as error:
             times.refused = error.code
             self._client_done(job)
@@ -234,15 +227,16 @@ class Replay:
 
     def _place(self) -> None:
         if self.dispatcher.num_queued:
-            for placement in self.dispatcher.place():
-                self._placed(placement)
+            for choice in self.dispatcher.place():
+                job = self._jobs[choice.name]
+                self._move(job, Stage.PREFILL)
+                job.times.placed_at = self.loop.now
+                job.prefill = self._prefill[choice.prefill_worker]
+                job.prefill.submit(job.request)
 
-    def _placed(self, placement: Placement) -> None:
-        job = self._jobs[placement.name]
-        worker = self._prefill[placement.prefill]
-        job.times.placed_at = self.loop.now
-        job.prefill, job.targets = worker, placement.targets
-        worker.submit(job.request)
+    def _move(self, job: _Job, stage: Stage) -> None:
+        job.choice.enter(stage, self.loop.now)
+        self.dispatcher.hold(job.choice)
 
     def _job(self, sequence: SequenceId) -> _Job:
         return self._jobs[sequence.choice_id]
@@ -252,7 +246,7 @@ class Replay:
     def began(self, worker: PrefillWorker, sequence: SequenceId) -> None:
         job = self._job(sequence)
         job.times.started_at = self.loop.now
-        if job.targets:
+        if job.choice.targets:
             self._offer(job)
 
     def progressed(self, worker: PrefillWorker, progress: Progress) -> None:
@@ -260,7 +254,7 @@ class Replay:
         job.computed, job.times.cached = progress.computed, progress.cached
         if progress.first_token is not None:
             job.times.prefilled_at = self.loop.now
-            self.dispatcher.prefilled(job.request.choice_id)
+            self._move(job, Stage.HANDOVER)
             self._produced(job, 1)
             self._first_token(job)
         if job.decode is not None:
@@ -279,13 +273,13 @@ class Replay:
 
     def _offer(self, job: _Job) -> None:
         """Offers the KV to the targets in order; parks it if none accepts."""
-        for name in job.targets:
-            worker = self._decode[name]
+        for target in job.choice.targets:
+            worker = self._decode[target.worker_id]
             try:
                 cached = worker.reserve(job.request)
             except Unavailable:
                 continue
-            self.dispatcher.moved(job.request.choice_id, name)
+            self.dispatcher.move(job.choice, target)
             job.decode, job.sent = worker, cached
             self._report_load(worker)
             if job.times.prefilled_at:
@@ -296,12 +290,10 @@ class Replay:
     def _reassign(self) -> None:
         waiting, self._parked = self._parked, []
         for job in waiting:
-            placement = self.dispatcher.reassign(job.request.choice_id)
-            if placement is None:
-                self._parked.append(job)
-            else:
-                job.targets = placement.targets
+            if self.dispatcher.reassign(job.choice):
                 self._offer(job)
+            else:
+                self._parked.append(job)
 
     def _send(self, job: _Job) -> None:
         """Sends the KV that is computed and not sent yet."""
@@ -318,7 +310,7 @@ class Replay:
         job.times.received_at = self.loop.now
         decode.received(job.request.sequence_id)
         _present(job.prefill).release(job.request.sequence_id)
-        self.dispatcher.handed_over(job.request.choice_id)
+        self._move(job, Stage.DECODE)
         self._report_load(decode)
         self._place()
 
@@ -335,7 +327,7 @@ class Replay:
             each_s = (now - job.last_token_at) / steps
             gaps.add(each_s, steps)
             job.last_token_at = now
-            self._produced(job, job.produced + steps)
+            self._produced(job, job.choice.produced + steps)
         self._count_front(front.token_cpu_s * steps * len(sequences))
 
     def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None:
@@ -357,14 +349,15 @@ class Replay:
         )
 
     def _produced(self, job: _Job, tokens: int) -> None:
-        job.produced = tokens
-        self.dispatcher.produced(job.request.choice_id, tokens)
+        known = job.choice.journal.tokens
+        known += [TOKEN] * (tokens - len(known))
+        if len(known) > job.choice.grows_at:
+            self.dispatcher.hold(job.choice)
 
     def _end(self, job: _Job) -> None:
-        name = job.request.choice_id
         self._produced(job, job.request.max_tokens)
-        self.dispatcher.finish(name)
-        del self._jobs[name]
+        self.dispatcher.finish(job.choice)
+        del self._jobs[job.choice.name]
         self._place()
 
     # Tokens on their way to the client.
@@ -380,7 +373,7 @@ class Replay:
     def _later_tokens(self, jobs: Sequence[_Job]) -> None:
         """Tokens of one step; a gap counts at the client."""
         front = self.shape.decode.front
-        produced = [(job, job.produced) for job in jobs]
+        produced = [(job, job.choice.produced) for job in jobs]
         if not self._threads:
             self._count_front(front.token_cpu_s * len(jobs))
             for job, count in produced:

@@ -10,7 +10,7 @@ import pytest
 from baton.core.commands import Abort, Prefill
 from baton.core.errors import JoinRefused
 from baton.runtime import session
-from coordinator.policy.in_flight import Stage
+from coordinator.policy.choice import Stage
 from tests.support.fake_workers import bench, wait_for_dispatch
 from tests.support.nodes import until
 

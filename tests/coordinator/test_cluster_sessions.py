@@ -14,7 +14,7 @@ from baton.core.events import GpuUsage, StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
 from baton.runtime import codec
 from baton.runtime.streams import LARGE_BYTES
-from coordinator.policy.in_flight import Stage
+from coordinator.policy.choice import Stage
 from coordinator.submission import Submission
 from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until

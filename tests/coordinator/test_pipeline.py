@@ -94,7 +94,7 @@ async def test_slow_reader_does_not_delay_workers_or_other_requests() -> None:
         p.hand_over(s2, "d0")
         d.report(s2, 0, 5, 6, 7, 8, ended="length")
         assert len(await other.done()) == 4
-        assert b.dispatcher.num_active == 0 and len(b.requests) == 1
+        assert b.num_active == 0 and len(b.requests) == 1
         await until(lambda: len(d.session.log) == len(p.session.log) == 0)
         deltas = [delta async for delta in slow]
         assert [t for x in deltas for t in x.token_ids] == [6, 7, 8, 9, 10]
@@ -114,7 +114,7 @@ async def test_failure_frees_both_pools_even_if_the_client_does_not_read() -> No
             worker.wire.refuses = True
             worker.cut()
         assert (await p.received(Abort)).sequence == s
-        await until(lambda: b.dispatcher.num_active == b.dispatcher.num_queued == 0, what="nothing held")
+        await until(lambda: b.num_active == b.dispatcher.num_queued == 0, what="nothing held")
         with pytest.raises(Unavailable, match="no decode worker is left"):
             await slow.__anext__()
 
@@ -226,7 +226,7 @@ async def test_request_id_stays_in_use_until_the_client_has_read_the_end() -> No
         p.report(s, 0, 5)
         await first
         d.report(s, 0, 5, 6, ended="length")
-        await until(lambda: b.dispatcher.num_active == 0)
+        await until(lambda: b.num_active == 0)
         assert (await b.submit("slow").failed()).code == "duplicate_request"
         assert [t for x in [delta async for delta in slow] for t in x.token_ids] == [6]
 
@@ -353,7 +353,7 @@ async def test_failed_choice_ends_the_other_choices() -> None:
         assert (await reader.failed()).code == "worker_lost"
         await d.received(Abort, 2)
         assert {a.sequence for a in d.all(Abort)} == {s, other}
-        assert b.dispatcher.num_active == len(b.requests) == 0
+        assert b.num_active == len(b.requests) == 0
 
 
 async def test_client_disconnect_ends_all_choices_including_those_not_started() -> None:
@@ -365,7 +365,7 @@ async def test_client_disconnect_ends_all_choices_including_those_not_started() 
         await reader.got(1)
         await reader.leave()
         assert (await p.received(Abort)).sequence == s
-        assert b.dispatcher.num_active == len(b.requests) == 0
+        assert b.num_active == len(b.requests) == 0
         assert len(p.all(Prefill)) == 1
 
 

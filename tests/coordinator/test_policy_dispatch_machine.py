@@ -7,12 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.core.errors import DuplicateRequest, Unavailable
+from baton.core.errors import Unavailable
 from baton.core.events import KVCacheEvents
-from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
+from coordinator.policy.choice import Choice
 from coordinator.policy.pool import BACKLOG_STEPS, Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker
+from tests.support.placing import Placement, Placing, make_choice
 
 MAX_REQUESTS, MAX_TOKENS = 4, 60
 HINTS = tuple(bytes([n]) * 8 for n in range(3))
@@ -25,8 +26,8 @@ class Model:
     """What each request holds, recomputed from the calls so far."""
 
     def __init__(self) -> None:
-        self.queue: list[Ticket] = []
-        self.placed: dict[str, Ticket] = {}
+        self.queue: list[Choice] = []
+        self.placed: dict[str, Choice] = {}
         self.prefill: dict[str, str | None] = {}
         self.decode: dict[str, str | None] = {}
         self.computing: set[str] = set()
@@ -40,7 +41,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.table, self.m, self.counter = WorkerTable(3.0), Model(), 0
-        self.d = Dispatcher(self.table, MAX_REQUESTS, MAX_TOKENS)
+        self.d = Placing(self.table, MAX_REQUESTS, MAX_TOKENS)
         for worker in ("p0", "d0"):
             self.add(worker, 12)
 
@@ -51,26 +52,31 @@ class DispatcherMachine(RuleBasedStateMachine):
     def left(self, worker: str) -> int:
         mine = [self.m.placed[r] for r, d in self.m.decode.items() if d == worker]
         arriving = [self.m.placed[r] for r, d in self.m.decode.items() if d == worker and r not in self.m.arrived]
-        return self.m.workers[worker].join.blocks_total - sum(-(-t.prefill_tokens // 4) for t in arriving) - len(mine)
+        return (
+            self.m.workers[worker].join.blocks_total
+            - sum(-(-c.request.num_prefill_tokens // 4) for c in arriving)
+            - len(mine)
+        )
 
     def backlog(self, worker: str) -> int:
         return sum(self.m.cost[r] for r in self.m.computing if self.m.prefill[r] == worker)
 
-    def to_compute(self, worker: str, ticket: Ticket) -> int:
-        held = [hint in self.m.held[worker] for hint in ticket.prefix[4]]
-        return max(1, ticket.prefill_tokens - 4 * [*held, False].index(False))
+    def to_compute(self, worker: str, choice: Choice) -> int:
+        held = [hint in self.m.held[worker] for hint in choice.prefix[4]]
+        return max(1, choice.request.num_prefill_tokens - 4 * [*held, False].index(False))
 
     def pool_holds(self, role: str, tokens: int) -> bool:
         pool = [w for w in self.m.workers.values() if w.role == role]
         return any(-(-tokens // 4) <= w.join.blocks_total for w in pool)
 
-    @rule(prefill=st.integers(1, 16), extra=st.integers(0, 12), decode=st.booleans())
+    @rule(prefill=st.integers(1, 16), extra=st.integers(1, 12), decode=st.booleans())
     def submit(self, prefill: int, extra: int, decode: bool) -> None:
         self.counter += 1
         prefix = {4: HINTS[: (prefill - 1) // 4]}
-        ticket = Ticket(f"r{self.counter}", prefill, prefill + extra, decode, prefix, self.counter)
+        extra = extra if decode else 0
+        choice = make_choice(f"r{self.counter}", prefill, prefill + extra, prefix=prefix, age=self.counter)
         ready = {w.role for w in self.m.workers.values() if w.ready}
-        queued = sum(t.prefill_tokens for t in self.m.queue)
+        queued = sum(c.request.num_prefill_tokens for c in self.m.queue)
         fits = (
             ready == {"prefill", "decode"}
             and len(self.m.queue) < MAX_REQUESTS
@@ -79,51 +85,48 @@ class DispatcherMachine(RuleBasedStateMachine):
             and (not decode or self.pool_holds("decode", prefill + extra))
         )
         if fits:
-            self.d.submit(ticket)
-            self.m.queue.append(ticket)
+            self.d.submit(choice)
+            self.m.queue.append(choice)
         else:
             with pytest.raises(Unavailable):
-                self.d.submit(ticket)
-
-    @rule(data=st.data())
-    def submit_again(self, data: st.DataObject) -> None:
-        known = list(self.m.queue) + list(self.m.placed.values())
-        if known:
-            with pytest.raises(DuplicateRequest):
-                self.d.submit(data.draw(st.sampled_from(known)))
+                self.d.submit(choice)
 
     @rule()
     def place(self) -> None:
         for p in self.d.place():
-            ticket = next(t for t in self.m.queue if not self.unservable(t))  # first come, first served
-            self.m.queue.remove(ticket)
-            assert p.name == ticket.name not in self.m.placed
-            self.check_prefill(p, ticket)
-            self.m.placed[p.name], self.m.prefill[p.name] = ticket, p.prefill
-            self.check_decode(p, ticket)
+            choice = next(c for c in self.m.queue if not self.unservable(c))  # first come, first served
+            self.m.queue.remove(choice)
+            assert p.name == choice.name.request_id not in self.m.placed
+            self.check_prefill(p, choice)
+            self.m.placed[p.name], self.m.prefill[p.name] = choice, p.prefill
+            self.check_decode(p, choice)
             self.m.decode[p.name] = p.decode
             self.m.computing.add(p.name)
 
-    def check_prefill(self, p: Placement, ticket: Ticket) -> None:
-        worker, backlog, cost = self.m.workers[p.prefill], self.backlog(p.prefill), self.to_compute(p.prefill, ticket)
+    def check_prefill(self, p: Placement, choice: Choice) -> None:
+        worker, backlog, cost = self.m.workers[p.prefill], self.backlog(p.prefill), self.to_compute(p.prefill, choice)
         self.m.cost[p.name] = cost
         assert worker.ready and worker.role == "prefill"
         assert backlog == 0 or backlog + cost <= BACKLOG_STEPS * worker.step_tokens
 
-    def check_decode(self, p: Placement, ticket: Ticket) -> None:
-        if not ticket.needs_decode:
+    def check_decode(self, p: Placement, choice: Choice) -> None:
+        if not choice.needs_decode:
             assert p.decode is None and p.spare is None
             return
         assert p.decode is not None and p.decode != p.spare
         for worker in [w for w in (p.decode, p.spare) if w is not None]:
             view = self.m.workers[worker]
-            assert view.ready and view.role == "decode" and view.join.blocks_total >= -(-ticket.kv_tokens // 4)
+            assert (
+                view.ready and view.role == "decode" and view.join.blocks_total >= -(-choice.request.max_kv_tokens // 4)
+            )
             alone = worker not in self.m.decode.values()
-            assert alone or self.left(worker) >= -(-ticket.prefill_tokens // 4)
+            assert alone or self.left(worker) >= -(-choice.request.num_prefill_tokens // 4)
 
-    def unservable(self, ticket: Ticket) -> bool:
+    def unservable(self, choice: Choice) -> bool:
         """Returns whether no present worker could hold the request."""
-        needs = [("prefill", ticket.prefill_tokens)] + [("decode", ticket.kv_tokens)] * ticket.needs_decode
+        needs = [("prefill", choice.request.num_prefill_tokens)] + [
+            ("decode", choice.request.max_kv_tokens)
+        ] * choice.needs_decode
         roles = {w.role for w in self.m.workers.values()}
         return any(role not in roles or not self.pool_holds(role, tokens) for role, tokens in needs)
 
@@ -133,63 +136,61 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def prefilled(self, data: st.DataObject) -> None:
         if (r := self.draw_placed(data)) is not None:
-            self.d.prefilled(r)
-            self.m.computing.discard(r)
+            self.prefilled_now(r)
 
-    @rule(data=st.data())
-    def handed_over(self, data: st.DataObject) -> None:
-        if (r := self.draw_placed(data)) is not None:
-            self.d.handed_over(r)
-            self.m.arrived.add(r)
-            self.m.computing.discard(r)
-            self.m.prefill[r] = None
+    def prefilled_now(self, r: str) -> None:
+        self.d.prefilled(r)
+        self.m.computing.discard(r)
 
     @rule(data=st.data(), to=decode_ids)
-    def moved(self, data: st.DataObject, to: str) -> None:
-        if (r := self.draw_placed(data)) is not None and self.m.placed[r].needs_decode:
-            self.d.moved(r, to)
-            if self.m.decode[r] != to:
-                self.m.decode[r] = to if to in self.m.workers else None
-                self.m.arrived.discard(r)
+    def handed_over(self, data: st.DataObject, to: str) -> None:
+        if (r := self.draw_placed(data)) is None or not self.m.placed[r].needs_decode:
+            return
+        self.d.handed_over(r, to)
+        self.m.decode[r] = to if to in self.m.workers else None
+        self.m.arrived.add(r)
+        self.m.computing.discard(r)
 
     @rule(data=st.data())
     def reassign(self, data: st.DataObject) -> None:
-        if (r := self.draw_placed(data)) is None or not self.m.placed[r].needs_decode:
+        r = self.draw_placed(data)
+        if r is None or not self.m.placed[r].needs_decode or r in self.m.arrived:
             return
+        self.prefilled_now(r)
         placement = self.d.reassign(r)
-        if self.m.prefill[r] is None:
-            assert placement is None
-            return
         self.m.decode[r] = None
         if placement is not None:
             assert placement.prefill == self.m.prefill[r]
             self.check_decode(placement, self.m.placed[r])
             self.m.decode[r] = placement.decode
 
-    @rule(data=st.data())
-    def reschedule(self, data: st.DataObject) -> None:
-        """Reschedules a request: it returns to its place by age in the queue, even if the queue is full."""
-        if (r := self.draw_placed(data)) is None:
-            return
-        ticket = self.m.placed[r]
-        self.d.finish(r)
-        self.d.enqueue(ticket)
-        self.m.queue = sorted([*self.m.queue, ticket], key=lambda t: t.age)
-        for table in (self.m.placed, self.m.prefill, self.m.decode):
-            table.pop(r, None)
+    def forget(self, r: str) -> None:
+        for placed in (self.m.placed, self.m.prefill, self.m.decode):
+            placed.pop(r, None)
         self.m.computing.discard(r)
         self.m.arrived.discard(r)
 
+    def reschedule_now(self, r: str) -> None:
+        choice = self.m.placed[r]
+        self.d.reschedule(r)
+        self.m.queue = sorted([*self.m.queue, choice], key=lambda c: c.age)
+        self.forget(r)
+
+    @rule(data=st.data())
+    def reschedule(self, data: st.DataObject) -> None:
+        """Reschedules a request: it returns to its place by age in the queue, even if the queue is full."""
+        if (r := self.draw_placed(data)) is not None:
+            self.reschedule_now(r)
+
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        known = [t.name for t in self.m.queue] + sorted(self.m.placed) + ["unknown"]
+        known = [c.name.request_id for c in self.m.queue] + sorted(self.m.placed)
+        if not known:
+            return
         r = data.draw(st.sampled_from(known))
         self.d.finish(r)
-        self.m.queue = [t for t in self.m.queue if t.name != r]
-        for table in (self.m.placed, self.m.prefill, self.m.decode):
-            table.pop(r, None)
-        self.m.computing.discard(r)
-        self.m.arrived.discard(r)
+        self.m.queue = [c for c in self.m.queue if c.name.request_id != r]
+        self.forget(r)
 
     @rule(worker=prefill_ids | decode_ids, blocks=st.integers(3, 30))
     def join(self, worker: str, blocks: int) -> None:
@@ -200,12 +201,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     def remove(self, worker: str) -> None:
         if self.m.workers.pop(worker, None) is not None:
             self.table._workers[worker].state = "lost"
-        self.d.forget_worker(worker)
-        for r in self.m.placed:
-            if self.m.prefill[r] == worker:
-                self.m.prefill[r] = None
-                self.m.computing.discard(r)
-            if self.m.decode[r] == worker:
+        for r in list(self.m.placed):
+            if self.m.prefill[r] == worker and r not in self.m.arrived:
+                self.reschedule_now(r)
+            elif self.m.decode[r] == worker:
                 self.m.decode[r] = None
 
     @rule(worker=prefill_ids | decode_ids, ready=st.booleans())
@@ -228,9 +227,12 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def invariants_hold(self) -> None:
         self.d.check()
-        assert (self.d.num_queued, self.d.num_active) == (len(self.m.queue), len(self.m.placed))
-        for r, active in self.d._active.items():
-            assert (active.prefill, active.decode) == (self.m.prefill[r], self.m.decode[r])
+        assert self.d.dispatcher.num_queued == len(self.m.queue)
+        assert self.d.choices.keys() == {c.name.request_id for c in self.m.queue} | self.m.placed.keys()
+        for r in self.m.placed:
+            choice, present = self.d.choices[r], self.table.get(self.m.decode[r] or "")
+            assert choice.decode is present or (present is None and choice.decode is not None and choice.decode.lost)
+            assert choice.prefill_worker == self.m.prefill[r]
 
 
 TestDispatcher = DispatcherMachine.TestCase

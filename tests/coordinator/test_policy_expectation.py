@@ -7,11 +7,12 @@ import random
 import pytest
 
 from baton.core.events import Load
-from coordinator.policy.dispatch import START_TOKENS, Dispatcher, OutputExpectation, Ticket
+from coordinator.policy.dispatch import START_TOKENS, OutputExpectation
 from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker, make_request
 from tests.support.overload_sim import Overload, make_worker, overload
+from tests.support.placing import Placing, make_choice
 
 
 class PromptsAlone(OutputExpectation):
@@ -28,11 +29,11 @@ class EveryToken(OutputExpectation):
         return -(-kv_tokens // block_size)
 
 
-def busy_dispatcher(blocks: int) -> tuple[Dispatcher, Worker]:
+def busy_placing(blocks: int) -> tuple[Placing, Worker]:
     """A dispatcher, and its one decode worker."""
     table = WorkerTable(3.0)
     add_worker(table, "p0", blocks=1000, block_size=16, step_tokens=10_000)
-    return Dispatcher(table, 100, 10_000), add_worker(table, "d0", blocks=blocks, block_size=16)
+    return Placing(table, 100, 10_000), add_worker(table, "d0", blocks=blocks, block_size=16)
 
 
 def test_mean_output_follows_finished_requests_and_ignores_empty_ones() -> None:
@@ -54,31 +55,34 @@ def test_expected_blocks_are_capped_by_max_tokens_and_growth_is_at_least_one_blo
 
 
 def test_output_of_a_rescheduled_request_does_not_count_as_ended() -> None:
-    dispatcher, _ = busy_dispatcher(28)
+    placing, _ = busy_placing(28)
     for rescheduled in (True, False):
-        dispatcher.submit(Ticket("a", 32, 4096 // 16))
-        assert [p.name for p in dispatcher.place()] == ["a"]
-        dispatcher.produced("a", 5)
-        dispatcher.finish("a", rescheduled=rescheduled)
-        assert (dispatcher.expectation.mean_tokens == START_TOKENS) == rescheduled
+        placing.submit(make_choice("a", 32, 4096 // 16))
+        assert placing.names() == ["a"]
+        placing.produced("a", 5)
+        if rescheduled:
+            placing.reschedule("a")
+            assert placing.dispatcher.expectation.mean_tokens == START_TOKENS
+        placing.finish("a")
+        assert (placing.dispatcher.expectation.mean_tokens == START_TOKENS) == rescheduled
 
 
 def test_room_for_growth_is_reserved_while_running_and_released_at_the_end() -> None:
-    dispatcher, decode = busy_dispatcher(28)
+    placing, decode = busy_placing(28)
     for name in ("a", "b", "c"):
-        dispatcher.submit(Ticket(name, 32, 4096 // 16))
-    assert [p.name for p in dispatcher.place()] == ["a", "b"], "ten blocks each"
+        placing.submit(make_choice(name, 32, 4096 // 16))
+    assert placing.names() == ["a", "b"], "ten blocks each"
     for name in ("a", "b"):
-        dispatcher.handed_over(name)
+        placing.handed_over(name)
     decode.load = Load(blocks_free=24)
-    assert dispatcher.place() == []
-    dispatcher.produced("a", 100)
+    assert placing.place() == []
+    placing.produced("a", 100)
     decode.load = Load(blocks_free=18)
-    assert dispatcher.place() == [], "one for a, eight for b"
-    dispatcher.finish("a")
+    assert placing.place() == [], "one for a, eight for b"
+    placing.finish("a")
     decode.load = Load(blocks_free=25)
-    assert [p.name for p in dispatcher.place()] == ["c"]
-    dispatcher.check()
+    assert placing.names() == ["c"]
+    placing.check()
 
 
 def flooded(expectation: OutputExpectation | None, count: int = 200) -> Overload:

@@ -7,54 +7,60 @@ import random
 import pytest
 
 from baton.core.events import KVCacheEvents, Load
-from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher, Ticket
+from coordinator.policy.choice import Choice
+from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher
 from coordinator.policy.pool import BACKLOG_STEPS, Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker
+from tests.support.placing import make_choice
 
 SIZES = (4, 8)
 HINTS = {size: tuple(bytes([size, n]) for n in range(12)) for size in SIZES}
 
 
-def held_tokens(worker: Worker, ticket: Ticket) -> int:
-    return worker.held.count(ticket.prefix.get(worker.block_size, ())) * worker.block_size
+def held_tokens(worker: Worker, choice: Choice) -> int:
+    return worker.held.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
 
 
-def plain_prefill(table: WorkerTable, ticket: Ticket) -> str | None:
+def plain_prefill(table: WorkerTable, choice: Choice) -> str | None:
     """The reference for Dispatcher._pick_prefill, as a linear scan."""
     scored = []
     for worker in table.present():
-        to_compute = max(1, ticket.prefill_tokens - held_tokens(worker, ticket))
+        to_compute = max(1, choice.request.num_prefill_tokens - held_tokens(worker, choice))
         backlog = worker.backlog_tokens
         under_cap = backlog == 0 or backlog + to_compute <= BACKLOG_STEPS * worker.step_tokens
-        if worker.ready and worker.role == "prefill" and under_cap and ticket.prefill_tokens <= worker.max_tokens:
+        if (
+            worker.ready
+            and worker.role == "prefill"
+            and under_cap
+            and choice.request.num_prefill_tokens <= worker.max_tokens
+        ):
             scored.append((backlog + to_compute, backlog, worker.worker_id))
     return min(scored)[-1] if scored else None
 
 
-def plain_decode(dispatcher: Dispatcher, table: WorkerTable, ticket: Ticket) -> tuple[str | None, str | None]:
+def plain_decode(dispatcher: Dispatcher, table: WorkerTable, choice: Choice) -> list[str]:
     """The reference for Dispatcher._pick_decode, as a linear scan."""
     fits = []
     for worker in table.present():
         size = worker.block_size
-        blocks = dispatcher.expectation.blocks(ticket.prefill_tokens, ticket.kv_tokens, size)
+        blocks = dispatcher.expectation.blocks(choice.request.num_prefill_tokens, choice.request.max_kv_tokens, size)
         left = worker.load.blocks_free if worker.load else worker.join.blocks_total
         left = left - worker.reserved_blocks - worker.growth
         if worker.load and worker.load.preempted:
             left = 0
         if worker.running == 0:
             left = worker.join.blocks_total
-        holds = worker.running < worker.max_running and ticket.kv_tokens <= worker.max_tokens
+        holds = worker.running < worker.max_running and choice.request.max_kv_tokens <= worker.max_tokens
         if worker.ready and worker.role == "decode" and holds and blocks <= left:
             fits.append(worker)
     emptiest = min((w.running for w in fits), default=0)
 
     def score(w: Worker) -> tuple[int, int, int, str]:
-        held = held_tokens(w, ticket) if w.running <= emptiest + PREFIX_SLACK else 0
+        held = held_tokens(w, choice) if w.running <= emptiest + PREFIX_SLACK else 0
         return -held, w.running, w.reserved_blocks, w.worker_id
 
-    names = [w.worker_id for w in sorted(fits, key=score)][:2]
-    return (*names, None, None)[:2]  # type: ignore[return-value]
+    return [w.worker_id for w in sorted(fits, key=score)][:2]
 
 
 def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int, ...]) -> None:
@@ -87,11 +93,12 @@ def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[i
         disturb(dice, table, dice.choice(names), sizes)
         prefix = {size: hints[: dice.randrange(12)] for size, hints in HINTS.items()}
         tokens = dice.randrange(1, 120)
-        ticket = Ticket(f"r{turn}", tokens, tokens + dice.randrange(200), prefix=prefix)  # type: ignore[arg-type]
-        prefill, decode = dispatcher._pick_prefill(ticket), dispatcher._pick_decode(ticket)
-        assert (prefill.worker_id if prefill else None) == plain_prefill(table, ticket), turn
-        assert decode == plain_decode(dispatcher, table, ticket), turn
-        found["of a prefix"] += prefill is not None and held_tokens(prefill, ticket) > 0
+        choice = make_choice(f"r{turn}", tokens, tokens + dice.randrange(200), prefix=prefix)
+        prefill, decode = dispatcher._pick_prefill(choice), dispatcher._pick_decode(choice)
+        assert (prefill.worker_id if prefill else None) == plain_prefill(table, choice), turn
+        targets = [worker.worker_id for worker in decode]
+        assert targets == plain_decode(dispatcher, table, choice), turn
+        found["of a prefix"] += prefill is not None and held_tokens(prefill, choice) > 0
         found["no prefill"] += prefill is None
-        found["no decode"] += decode[0] is None
+        found["no decode"] += not decode
     assert found["of a prefix"] > 50 and (workers > 2 or min(found.values()) > 50), found

@@ -10,7 +10,15 @@ import pytest
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, ReleaseRecords, TrackedSequence
-from baton.core.errors import BatonError, HandoffError, InvariantError, ProtocolError, Unavailable, WorkerLost
+from baton.core.errors import (
+    BatonError,
+    DuplicateRequest,
+    HandoffError,
+    InvariantError,
+    ProtocolError,
+    Unavailable,
+    WorkerLost,
+)
 from baton.core.events import (
     HandedOver,
     Parked,
@@ -21,8 +29,9 @@ from baton.core.events import (
     TokenEvent,
 )
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
+from coordinator.policy.actions import Action, AssignTargets, Notify, Send, StartPrefill
+from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import START_TOKENS
-from coordinator.policy.in_flight import LEGAL_MOVES, Action, AssignTargets, Notify, Request, Send, Stage, StartPrefill
 from coordinator.policy.requests import MAX_TIMES_PARKED, InFlightCounts, Requests
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import make_join, make_request
@@ -73,7 +82,7 @@ class Drive:
             worker.state = "lost"
         self.record(self.requests.on_worker_lost(name, "silent", self.now, drained=drained))
 
-    def submit(self, name: str = "r", max_tokens: int = 4, **more: object) -> Request:
+    def submit(self, name: str = "r", max_tokens: int = 4, **more: object) -> Choice:
         values: dict[str, object] = {"prompt": (1, 2, 3), "max_tokens": max_tokens, **more}
         r, actions = self.requests.admit(GenerateRequest(name, **values), self.now)  # type: ignore[arg-type]
         self.record(actions)
@@ -100,7 +109,7 @@ class Drive:
         self.now += after
         self.record(self.requests.tick(self.now))
 
-    def at(self, stage: Stage, name: str = "r", **more: object) -> tuple[Request, SequenceId]:
+    def at(self, stage: Stage, name: str = "r", **more: object) -> tuple[Choice, SequenceId]:
         """Returns a request that has been brought to a stage on p0 and d0, and its sequence at that stage."""
         r = self.submit(name, **more)  # type: ignore[arg-type]
         s = r.sequence
@@ -117,7 +126,7 @@ class Drive:
         self.new.clear()
         return r, s
 
-    def error(self, r: Request) -> BatonError:
+    def error(self, r: Choice) -> BatonError:
         assert r.ended and r.error is not None
         assert r.error.message.isprintable()
         return r.error
@@ -174,7 +183,7 @@ def test_request_that_was_running_at_two_losses_runs_alone_and_only_its_own_step
     r, _ = d.at(Stage.DECODE, max_tokens=12)
     other, _ = d.at(Stage.DECODE, "other", max_tokens=12)
 
-    def lose_decode(alone: Request | None = None) -> StartPrefill:
+    def lose_decode(alone: Choice | None = None) -> StartPrefill:
         """Loses the worker in a step of all requests, or of this one, and returns the next start of `r`."""
         if alone is not None:
             d.events("d0", StepEvents(alone=alone.sequence))
@@ -272,7 +281,7 @@ def test_unreported_prompt_logprobs_are_recomputed() -> None:
     d.join("p1")
     (start,) = d.take(StartPrefill)[-1:]
     assert start.request.sampling.prompt_logprobs is None, "known: the prompt may come from a cache"
-    assert r.journal.prompt_logprobs == scores
+    assert r.prompt_logprobs == scores
 
 
 @pytest.mark.parametrize("dies", ["", "d0"])
@@ -435,7 +444,7 @@ def test_requests_of_a_drained_worker_are_rescheduled_and_count_no_death(stage: 
     r, _ = d.at(stage)
     d.lose("d0" if stage is Stage.DECODE else "p0", drained=True)
     assert (r.deaths, r.stage) == ([], Stage.PREFILL)
-    assert r.journal.request.output == tuple(r.journal.tokens)
+    assert r.request.output == tuple(r.journal.tokens)
 
 
 def test_hand_over_to_a_worker_that_has_left_is_rescheduled() -> None:
@@ -477,7 +486,7 @@ def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attem
     assert [(w, c.sequence) for w, c in sent if isinstance(c, Abort)] == [("d0", s)]
     assert [w for w, c in sent if isinstance(c, ReleaseRecords)] == ["d0", "p0"], "nothing is kept of the old attempt"
     (assign,) = d.take(AssignTargets)
-    assert (assign.sequence, assign.attempt) == (s, r.journal.attempt) and r.stage is Stage.HANDOVER
+    assert (assign.sequence, assign.attempt) == (s, r.attempt) and r.stage is Stage.HANDOVER
     d.tokens("d0", s, 1, 99)
     assert d.requests.stale_events == 1
 
@@ -680,7 +689,7 @@ def test_request_end_is_sent_to_every_worker_that_may_hold_state(stage: Stage) -
         r, s = d.at(stage)
         d.record(d.requests.end(r, "the client left", d.now))
         assert [(w, c.sequence) for w, c in d.sent(Abort)] == [("d0", s), ("d1", s), ("p0", s)]
-    assert r.ended and not LEGAL_MOVES[r.stage]
+    assert r.ended
 
 
 def test_deadline_error_names_the_stage() -> None:
@@ -708,6 +717,15 @@ def test_queue_room_for_choices_is_released_with_their_request() -> None:
     d.requests.dispatcher._to_come[r.name] = 4
     with pytest.raises(InvariantError, match="room is reserved"):
         d.requests.check()
+
+
+def test_a_second_request_with_an_id_in_flight_is_refused() -> None:
+    d = Drive("p0", "d0")
+    first, queued = d.submit("a", prompt=(1,) * 40), d.submit("b")
+    for choice in (first, queued):
+        with pytest.raises(DuplicateRequest):
+            d.submit(choice.name.request_id)
+    d.requests.check()
 
 
 def test_deadlines_expire_in_any_order_of_arrival() -> None:

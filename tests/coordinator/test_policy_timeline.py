@@ -7,19 +7,19 @@ from itertools import pairwise
 import pytest
 
 from baton.core.events import SequenceEnded, StageStamps, StepEvents
-from coordinator.policy.in_flight import Request, Stage
+from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.timeline import SPANS, Span, spans
 from tests.coordinator.test_policy_cluster import NAMES, make_requests
 from tests.coordinator.test_policy_requests import Drive
 from tests.support.cluster_sim import ClusterSim
 
 
-def check_spans(request: Request, found: tuple[Span, ...], now: float) -> None:
-    assert found[0].start_s == 0.0 and found[-1].end_s == pytest.approx(now - request.started_at)
+def check_spans(choice: Choice, found: tuple[Span, ...], now: float) -> None:
+    assert found[0].start_s == 0.0 and found[-1].end_s == pytest.approx(now - choice.started_at)
     for before, after in pairwise(found):
         assert before.end_s == pytest.approx(after.start_s)
     assert all(span.end_s > span.start_s and span.name in SPANS for span in found)
-    assert sum(span.end_s - span.start_s for span in found) == pytest.approx(now - request.started_at)
+    assert sum(span.end_s - span.start_s for span in found) == pytest.approx(now - choice.started_at)
 
 
 def named(found: tuple[Span, ...]) -> list[tuple[str, float, str]]:

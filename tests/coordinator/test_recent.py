@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.policy.in_flight import Stage
+from coordinator.policy.choice import Stage
 from coordinator.policy.timeline import Span
 from coordinator.recent import KEPT, RecentRequests, Record
 from coordinator.submission import Delta, Timeline, Usage

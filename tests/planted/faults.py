@@ -18,6 +18,7 @@ T_SECURITY, T_BAD, T_CHAT = (
     "tests/coordinator/test_bad_input.py",
     "tests/coordinator/test_chat.py",
 )
+CHOICE = "coordinator/policy/choice.py"
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK = (
@@ -56,8 +57,8 @@ FAULTS = (
     ),
     Fault(
         REQUESTS,
-        "        self._no_deadline_before = min(self._no_deadline_before, r.deadline_at)\n",
-        "        self._no_deadline_before = r.deadline_at\n",
+        "        self._no_deadline_before = min(self._no_deadline_before, choice.deadline_at)\n",
+        "        self._no_deadline_before = choice.deadline_at\n",
         T_REQUESTS,
     ),
     Fault(
@@ -196,15 +197,15 @@ FAULTS = (
     ),
     Fault("baton/runtime/health.py", "options=_OPTIONS", "", "tests/runtime/test_health.py"),
     # The request lifecycle.
-    Fault(REQUESTS, "len(r.deaths) >= self._max_deaths:", "len(r.deaths) > self._max_deaths:", T_REQUESTS),
-    Fault(REQUESTS, "(r.name == alone if r.alone else alone is None)", "True", T_REQUESTS),
+    Fault(REQUESTS, "len(choice.deaths) >= self._max_deaths:", "len(choice.deaths) > self._max_deaths:", T_REQUESTS),
+    Fault(REQUESTS, "(choice.name == loss.alone if choice.alone else loss.alone is None)", "True", T_REQUESTS),
     Fault(
         "decode/scheduler.py", "groups = [others, *alone] if", "groups = [running] if", "tests/decode/test_scheduler.py"
     ),
-    Fault(REQUESTS, "if ran and not drained and", "if ran and", T_REQUESTS),
-    Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
-    Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),
-    Fault(REQUESTS, "        r.earlier_stamps.append(r.stamps)\n", "", T_REQUESTS),
+    Fault(REQUESTS, "if ran and not loss.drained and", "if ran and", T_REQUESTS),
+    Fault(REQUESTS, "ran=choice.stage is PREFILL", "ran=True", T_REQUESTS),
+    Fault(CHOICE, "        self.earlier_speculation = self.speculation\n", "", T_REQUESTS),
+    Fault(CHOICE, "        self.earlier_stamps.append(self.stamps)\n", "", T_REQUESTS),
     Fault(
         "coordinator/batches/store.py",
         " and status is null order by",
@@ -224,33 +225,40 @@ FAULTS = (
     Fault("coordinator/control.py", '("operator",), "drain")', '("operator", "decode"), "drain")', T_TLS),
     Fault("coordinator/policy/quotas.py", "        account.running -= choices\n", "", T_QUOTAS),
     Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
-    Fault(DISPATCH, "key = (ticket.priority, ticket.age,", "key = (0, ticket.age,", T_DISPATCH),
+    Fault(
+        DISPATCH, "choice.place = (choice.request.priority, choice.age,", "choice.place = (0, choice.age,", T_DISPATCH
+    ),
     Fault("coordinator/submission.py", "max(self.priority, client.priority)", "self.priority", T_KEYS),
     Fault(TIMELINE, "stamps[run]", "stamps[0]", T_TIMELINE),
     Fault(TIMELINE, 'yield "detokenise", whole', "return", T_TIMELINE),
-    Fault(REQUESTS, "            _add_stamps(r, event.stamps)\n", "            pass\n", T_REQUESTS),
-    Fault(REQUESTS, "r.queued_s += now - r.queued_at", "r.queued_s = now - r.queued_at", T_REQUESTS),
-    Fault(REQUESTS, "len(journal.tokens) - len(journal.request.output))", "len(journal.tokens))", T_REQUESTS),
+    Fault(CHOICE, "            self.add_stamps(event.stamps)\n", "            pass\n", T_REQUESTS),
     Fault(
-        REQUESTS,
-        "event.cached_tokens and not journal.request.output:",
+        REQUESTS, "choice.queued_s += now - choice.queued_at", "choice.queued_s = now - choice.queued_at", T_REQUESTS
+    ),
+    Fault(CHOICE, "len(self.journal.tokens) - len(self.request.output)", "len(self.journal.tokens)", T_REQUESTS),
+    Fault(
+        CHOICE,
+        "event.cached_tokens and not request.output:",
         "event.cached_tokens:",
         T_REQUESTS,
     ),
     Fault(
         REQUESTS,
-        "        if r.stage is Stage.PARKED or r.refused:\n            return []",
-        "        if False:\n            return []",
+        "return [] if choice.kv_parked else self._park(choice, event, now)",
+        "return self._park(choice, event, now)",
         T_REQUESTS,
     ),
-    Fault(REQUESTS, "if r.journal.attempt == r.request.attempt:", "if True:", T_REQUESTS),
+    Fault(REQUESTS, "if choice.attempt == choice.request.attempt:", "if True:", T_REQUESTS),
     Fault(
-        REQUESTS, "        if not self.workers.connected(r.prefill_worker):\n            return []\n", "", T_REQUESTS
+        REQUESTS,
+        "        if not self.workers.connected(choice.prefill_worker):\n            return []\n",
+        "",
+        T_REQUESTS,
     ),
     Fault(REQUESTS, "and targets_unchanged:", "and True:", T_REQUESTS),
     Fault(
         REQUESTS,
-        "code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED) and not r.recomputed:",
+        "code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED) and not choice.recomputed:",
         "code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED):",
         T_REQUESTS,
     ),
@@ -265,11 +273,11 @@ FAULTS = (
     ),
     Fault(
         REQUESTS,
-        "        elif was_parked:\n            actions += self._reschedule(r, _LOST_ACK, now)\n",
+        "        if choice.kv_parked and choice.journal.finish is None:\n            return self._reschedule(choice, _LOST_ACK, now)\n",
         "",
         T_REQUESTS,
     ),
-    Fault(REQUESTS, "self.workers.incarnation(over.decode_worker) != taker", "False", T_REQUESTS),
+    Fault(REQUESTS, "self.workers.incarnation(worker) != taker", "False", T_REQUESTS),
     Fault(
         REQUESTS,
         "        self._update_servable(now)\n        if now >= self._no_deadline_before:",
@@ -277,25 +285,25 @@ FAULTS = (
         T_REQUESTS,
     ),
     Fault(REQUESTS, "self._age if first is None else first.age", "self._age", T_REQUESTS),
-    Fault(REQUESTS, "            actions += self._fail(r, r.late(), now)", "            pass", T_REQUESTS),
+    Fault(REQUESTS, "Fail(choice.late()), now)", "Placed(), now) if False else []", T_REQUESTS),
     # Placement.
     Fault(
         DISPATCH,
-        "key = (ticket.priority, ticket.age, self._submitted)",
-        "key = (ticket.priority, 0, self._submitted)",
+        "choice.place = (choice.request.priority, choice.age, self._submitted)",
+        "choice.place = (choice.request.priority, 0, self._submitted)",
         T_DISPATCH,
     ),
     Fault(
         DISPATCH,
-        "                if self.unservable(ticket, self.capacity()) is None:\n                    pool",
+        "                if self.unservable(choice, self.capacity()) is None:\n                    pool",
         "                if True:\n                    pool",
         T_DISPATCH,
     ),
     Fault(POOL, "self.backlog_tokens if self.backlog_tokens else _NO_LIMIT", "self.backlog_tokens", T_DISPATCH),
     Fault(
         DISPATCH,
-        "if worker is not None and active.arriving:",
-        "if worker is not None:",
+        "0 if stage is Stage.DECODE else _blocks(",
+        "_blocks(",
         T_DISPATCH,
     ),
     Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
@@ -306,7 +314,7 @@ FAULTS = (
         "            pass\n        self.room = room",
         T_DISPATCH,
     ),
-    Fault(DISPATCH, "self._queued_tokens -= ticket.prefill_tokens", "pass", T_DISPATCH),
+    Fault(DISPATCH, "self._queued_tokens -= choice.request.num_prefill_tokens", "pass", T_DISPATCH),
     # Workers.
     Fault(
         WORKERS,
@@ -323,9 +331,7 @@ FAULTS = (
     Fault(POOL, "return 0 if load.preempted else", "return", T_DISPATCH),
     # Tokens.
     Fault("coordinator/policy/journal.py", "if known is not None and known != token:", "if False:", T_JOURNAL),
-    Fault(
-        "coordinator/policy/journal.py", "        self._held.clear()\n\n    def resume", "\n    def resume", T_JOURNAL
-    ),
+    Fault(CHOICE, "        self.journal.drop_held()\n", "", T_JOURNAL),
     Fault(
         "baton/core/output_log.py",
         "start = max(item.next_index, first)",
@@ -429,7 +435,7 @@ FAULTS = (
     Fault("baton/engine/grammar_automaton.py", "or known[0] == full", "", T_GRAMMARS),
     Fault("baton/engine/mask_processes.py", "                    self._start_thread()\n", "", T_MASKS),
     Fault("baton/engine/mask_queue.py", "len(turns) < MAX_RUNNING", "True", "tests/engine/test_mask_queue.py"),
-    Fault(REQUESTS, " and now >= r.offer_at:", ":", T_REQUESTS),
+    Fault(REQUESTS, " and now >= choice.offer_at:", ":", T_REQUESTS),
     Fault(QUEUE, "key=self._used_s.__getitem__", "key=lambda c: 0", T_QUEUE),
     Fault(QUEUE, "if c not in self._running", "if True", T_QUEUE),
     Fault(QUEUE, "max(self._used_s.get(client, 0.0), self._level_s)", "self._used_s.get(client, 0.0)", T_QUEUE),

@@ -21,7 +21,8 @@ from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, Token
 from baton.core.handles import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId, finish_reason
 from baton.core.step import Row, StepOutcome, StepPlan
-from coordinator.policy.in_flight import Action, AssignTargets, Request, Send, StartPrefill
+from coordinator.policy.actions import Action, AssignTargets, Send, StartPrefill
+from coordinator.policy.choice import Choice
 from coordinator.policy.requests import Requests
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
@@ -90,7 +91,7 @@ class ClusterSim:
         self.table = WorkerTable(LEASE_S)
         self.requests = Requests(self.table, 1 << 20, 1 << 30, hold_s=60.0)
         self.workers: dict[str, Worker] = {}
-        self.sent: list[Request] = []
+        self.sent: list[Choice] = []
         self.steps = self.kills = self.lost_acks = self.transfers = 0
         self.chunks_early = self.chunks_resent = 0
         self.killers: set[str] = set()  # requests that end any worker in whose step they run

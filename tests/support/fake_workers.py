@@ -20,7 +20,7 @@ from baton.runtime.session import WorkerSession
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.pipeline import Pipeline
-from coordinator.policy.in_flight import Request
+from coordinator.policy.choice import Choice, Stage
 from coordinator.submission import Delta, Submission
 from coordinator.text.stream import Vocabulary
 from tests.support.builders import make_facts
@@ -207,11 +207,16 @@ class Bench:
         found = [w.state for w in self.cluster.workers.all() if w.worker_id == name]
         return found[0] if found else "forgotten"
 
-    def in_flight(self, sequence: SequenceId) -> Request:
-        """Returns the request that a sequence belongs to, as the policy tracks it."""
+    def in_flight(self, sequence: SequenceId) -> Choice:
+        """Returns the choice that a sequence belongs to."""
         found = self.requests.get(sequence.choice_id)
         assert found is not None
         return found
+
+    @property
+    def num_active(self) -> int:
+        """Number of choices that may be at workers."""
+        return sum(choice.stage not in (Stage.QUEUED, Stage.ENDED) for choice in self.requests)
 
     def set_ready(self, name: str, ready: bool) -> None:
         """Sets whether a worker may be chosen."""
@@ -286,7 +291,7 @@ async def bench(
         assert not made.tick.done(), made.tick
         await until(lambda: not len(made.requests), what="no request in flight", timeout_s=2)
         made.requests.check()
-        assert (made.dispatcher.num_active, made.dispatcher.num_queued) == (0, 0)
+        assert (made.num_active, made.dispatcher.num_queued) == (0, 0)
     finally:
         for worker in made.workers:
             await worker.stop()

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from baton.core.errors import Unavailable
 from baton.core.events import Load
 from baton.core.request import GenerateRequest
-from coordinator.policy.dispatch import Dispatcher, OutputExpectation, Ticket
+from coordinator.policy.choice import Choice
+from coordinator.policy.dispatch import OutputExpectation
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from tests.support.builders import add_worker, make_decode, make_outcome
+from tests.support.placing import Placing
 
 HAND_OVER_S = 0.05
 COSTS = ((1, 0.010), (8, 0.012), (64, 0.030), (512, 0.200))
@@ -53,17 +55,17 @@ def overload(
     be free at the end."""
     size, result = worker.layout.block_size, Overload()
     table = WorkerTable(3.0)
-    dispatcher = Dispatcher(table, len(requests), 1 << 30)
-    dispatcher.expectation = expectation or dispatcher.expectation
+    placing = Placing(table)
+    placing.dispatcher.expectation = expectation or placing.dispatcher.expectation
     add_worker(table, "p0", blocks=1 << 20, block_size=size, step_tokens=1 << 20)
     decode = add_worker(table, "d0", blocks=worker.blocks.num_blocks, block_size=size)
-    by_name = {request.choice_id: request for request in requests}
+    by_name = {request.request_id: request for request in requests}
     length_of = {request.request_id: length for request, length in zip(requests, lengths, strict=True)}
     for request in requests:
-        dispatcher.submit(Ticket(request.choice_id, request.num_prefill_tokens, request.max_kv_tokens))
+        placing.submit(Choice(request, 0, 0.0, 1e9))
     now, arriving, last_token_at = 0.0, list[tuple[float, GenerateRequest]](), dict[str, tuple[float, int]]()
     while len(result.lengths) < len(requests):
-        for placement in dispatcher.place():
+        for placement in placing.place():
             arriving.append((now + HAND_OVER_S, by_name[placement.name]))
         for entry in [e for e in arriving if e[0] <= now]:
             request = entry[1]
@@ -74,7 +76,7 @@ def overload(
                 continue
             arriving.remove(entry)
             worker.received(request.sequence_id, 7, now)
-            dispatcher.handed_over(request.choice_id)
+            placing.handed_over(request.request_id)
             last_token_at[request.request_id] = now, result.steps
         plan = worker.begin_step(now)
         if plan is None:
@@ -91,14 +93,14 @@ def overload(
             result.longest_silence_s = max(result.longest_silence_s, now - at)
             result.longest_silence_steps = max(result.longest_silence_steps, result.steps - step)
             last_token_at[name] = now, result.steps
-            dispatcher.produced(event.sequence.choice_id, produced)
+            placing.produced(name, produced)
             if produced >= length_of[name]:
                 result.lengths[name] = produced
                 worker.abort(event.sequence)
-                dispatcher.finish(event.sequence.choice_id)
+                placing.finish(name)
         worker.check()
         decode.load = Load(blocks_free=worker.blocks.num_free, preempted=worker.num_preempted)
-    dispatcher.check()
+    placing.check()
     assert worker.blocks.num_free == worker.blocks.num_blocks
     result.preemptions, result.ended_at = worker.preemptions, now
     return result

@@ -1,0 +1,304 @@
+"""One choice of a request: everything about it that changes in the coordinator, and what may happen to it. Pure.
+
+    QUEUED    waits for a prefill worker and a decode worker (policy.dispatch)
+    PREFILL   at a prefill worker; its first token is not known yet
+    HANDOVER  the first token is known; the KV is on its way to a decode worker
+    PARKED    no decode worker accepted the KV: it stays at the prefill worker until one has room
+    DECODE    a decode worker has all KV and generates
+    ENDED     finished, failed, or its client disconnected
+
+The table of `policy.requests` lists which event leads from which stage to which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
+from baton.core.events import (
+    HandedOver,
+    Parked,
+    SequenceEnded,
+    SpeculationCounters,
+    StageStamps,
+    TokenEvent,
+)
+from baton.core.request import ChoiceId, GenerateRequest, SequenceId, TokenLogprob
+from coordinator.policy.actions import Notify
+from coordinator.policy.journal import Journal, Verdict
+from coordinator.policy.pool import Prefix, Worker
+
+SUSPECT_DEATHS = 2
+NEVER = 1 << 62
+
+
+class Stage(Enum):
+    QUEUED = "queue"
+    PREFILL = "prefill"
+    HANDOVER = "handover"
+    PARKED = "parked"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+# Events. The first five come from workers, under the current attempt.
+
+
+class PrefillTokens(NamedTuple):
+    """Its prefill worker sent tokens, which are in the journal."""
+
+    worker: str
+    event: TokenEvent
+
+
+class DecodeTokens(NamedTuple):
+    """A decode worker sent tokens, which are in the journal: it has all KV."""
+
+    worker: str
+    event: TokenEvent
+
+
+class HandedOverBy(NamedTuple):
+    worker: str
+    event: HandedOver
+
+
+class ParkedBy(NamedTuple):
+    worker: str
+    event: Parked
+
+
+class EndedBy(NamedTuple):
+    worker: str
+    event: SequenceEnded
+
+
+class Placed(NamedTuple):
+    """The dispatcher has taken it out of the queue and named its workers."""
+
+
+class OfferDue(NamedTuple):
+    """Its parked KV may be offered again."""
+
+
+class LostWorker(NamedTuple):
+    """A worker is lost; if it drained, it gave back what it had. `alone` is the only choice in its last step, if there
+    was only one."""
+
+    worker: str
+    reason: str
+    alone: ChoiceId | None
+    drained: bool
+
+
+class Stop(NamedTuple):
+    """The front needs no more output."""
+
+    reason: str
+
+
+class Fail(NamedTuple):
+    error: BatonError
+
+
+class Entered(NamedTuple):
+    """A choice entered `stage` at time `at`, on `worker` if the stage has one."""
+
+    stage: Stage
+    at: float
+    worker: str = ""
+
+
+class Held(NamedTuple):
+    """What a choice adds to the counters of its prefill worker (the first) and of its decode worker (the others)."""
+
+    backlog_tokens: int = 0
+    reserved_blocks: int = 0
+    running: int = 0
+    growth: int = 0
+
+
+NOTHING = Held()
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 if an event has not happened."""
+
+    request: GenerateRequest  # as it was last queued, with the output so far at that time
+    age: int  # position of its request in the order of admission
+    started_at: float
+    deadline_at: float
+    stage: Stage = Stage.QUEUED
+    attempt: int = field(init=False)  # the one that counts; KV offered again has a later one than `request`
+    journal: Journal = field(init=False)
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # once received
+    error: BatonError | None = None
+
+    # In the queue.
+    place: tuple[int, int, int] | None = None  # priority, age and number of submission; None outside the queue
+    prefix: Prefix = field(default_factory=dict)  # hints of its full blocks, which workers may hold
+    unservable: tuple[str, str] | None = None  # why no present worker can serve it, and the error code
+    unservable_since: float = 0.0
+    queued_at: float = 0.0
+    queued_s: float = 0.0
+
+    # At its workers.
+    prefill: Worker | None = None
+    decode: Worker | None = None  # the preferred one, then the one that has the KV
+    targets: tuple[Worker, ...] = ()  # decode workers named for this attempt; each may hold the sequence
+    to_compute: int = 0  # tokens that prefill is expected to compute
+    held: Held = NOTHING
+    grows_at: int = NEVER  # with more output tokens than this it needs another block at its decode worker
+    kv_parked: bool = False  # the prefill worker keeps the KV: every target of this attempt has refused it
+    times_parked: int = 0
+    offer_at: float = 0.0  # parked KV is not offered before
+    recomputed: bool = False  # damaged or missing KV was computed again
+
+    # Losses.
+    deaths: list[str] = field(default_factory=list)  # workers lost in a step with this choice, with the reason
+    alone_deaths: int = 0  # of these, in steps of this choice alone
+
+    # For the timeline and usage.
+    first_token_at: float = 0.0
+    cached_tokens: int = 0
+    stamps: StageStamps = field(default_factory=StageStamps)  # as workers measured since it was last queued
+    earlier_stamps: list[StageStamps] = field(default_factory=list)  # of each earlier run
+    history: list[Entered] = field(default_factory=list)
+    speculation: SpeculationCounters | None = None
+    earlier_speculation: SpeculationCounters | None = None
+
+    name: ChoiceId = field(init=False)
+    notify: Notify = field(init=False)  # built once: it is returned for every token
+
+    def __post_init__(self) -> None:
+        self.name = self.request.choice_id
+        self.notify = Notify(self.name)
+        self.attempt = self.request.attempt
+        self.journal = Journal(self.request.output)
+        self.queued_at = self.started_at
+        self.history.append(Entered(self.stage, self.started_at))
+
+    def __repr__(self) -> str:
+        return f"<Choice {self.sequence} {self.stage.value}, {self.journal.next_index} tokens>"
+
+    @property
+    def state(self) -> Stage:
+        """The stage, under the name that `baton.core.machine` reads."""
+        return self.stage
+
+    @property
+    def sequence(self) -> SequenceId:
+        """Its id on the workers under the current attempt."""
+        return SequenceId(*self.name, self.attempt)
+
+    @property
+    def ended(self) -> bool:
+        return self.stage is Stage.ENDED
+
+    @property
+    def alone(self) -> bool:
+        """Whether it is computed in steps of its own."""
+        return len(self.deaths) >= SUSPECT_DEATHS
+
+    @property
+    def needs_decode(self) -> bool:
+        """Whether tokens remain for a decode worker after the one that prefill samples."""
+        return self.request.max_tokens - len(self.request.output) > 1
+
+    @property
+    def produced(self) -> int:
+        """Number of tokens generated since it was last queued."""
+        return len(self.journal.tokens) - len(self.request.output)
+
+    @property
+    def prefill_worker(self) -> str:
+        return "" if self.prefill is None else self.prefill.worker_id
+
+    @property
+    def decode_worker(self) -> str:
+        return "" if self.decode is None else self.decode.worker_id
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None and self.prompt_logprobs is None
+
+    def runs_at(self, worker: str) -> bool:
+        """Returns whether that worker has the sequence, as far as the coordinator knows."""
+        return worker == (self.decode_worker if self.stage is Stage.DECODE else self.prefill_worker)
+
+    def workers(self) -> set[str]:
+        """Returns every worker that may hold state of this choice."""
+        named = (self.prefill, self.decode, *self.targets)
+        return {worker.worker_id for worker in named if worker is not None}
+
+    def accept(self, event: TokenEvent) -> Verdict:
+        """Records what a worker sent about tokens of the current attempt.
+
+        Raises:
+            ProtocolError: see `Journal.add`; or tokens without the log-probabilities asked for.
+        """
+        request = self.request
+        sampling, logprobs, scores = request.sampling, event.logprobs, event.prompt_logprobs
+        if len(logprobs) != (0 if sampling.logprobs is None else len(event.tokens)):
+            mismatch = f"{len(logprobs)} log-probabilities received with {len(event.tokens)} tokens"
+            raise ProtocolError(f"{request.request_id}: {mismatch}")
+        if event.stamps is not None:
+            self.add_stamps(event.stamps)
+        if event.cached_tokens and not request.output:
+            self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        if sampling.prompt_logprobs is not None and len(scores) == len(request.prompt) - 1:
+            self.prompt_logprobs = scores
+        if event.speculation is not None:
+            before = self.earlier_speculation
+            self.speculation = event.speculation if before is None else before + event.speculation
+        return self.journal.add(request, event.first_index, event.tokens, logprobs)
+
+    def add_stamps(self, stamps: StageStamps) -> None:
+        """Merges a worker's stamps: a worker measures only its own stages, so the larger value is the measured one."""
+        self.stamps = self.stamps.largest(stamps)
+
+    def begin_attempt(self, attempt: int) -> None:
+        """Makes `attempt` the only one that counts; drops the held tokens of earlier ones.
+
+        Raises:
+            InvariantError: `attempt` is not higher than the current one.
+        """
+        if attempt <= self.attempt:
+            raise InvariantError(f"attempt {attempt} is not higher than {self.attempt}")
+        self.attempt = attempt
+        self.journal.drop_held()
+        self.kv_parked = False
+
+    def resume(self, attempt: int, now: float) -> None:
+        """Returns to the queue as `attempt`, with all tokens so far as its output; generation continues after them.
+
+        Raises:
+            InvariantError: `attempt` is not higher than the current one.
+        """
+        self.begin_attempt(attempt)
+        sampling = self.request.sampling
+        if self.prompt_logprobs is not None:  # not requested again: the prompt may then come from a prefix cache
+            sampling = replace(sampling, prompt_logprobs=None)
+        self.request = replace(self.request, output=tuple(self.journal.tokens), attempt=attempt, sampling=sampling)
+        self.prefill = self.decode = None
+        self.targets, self.times_parked, self.queued_at = (), 0, now
+        self.earlier_speculation = self.speculation
+        self.earlier_stamps.append(self.stamps)
+        self.stamps = StageStamps()
+
+    def enter(self, stage: Stage, now: float) -> None:
+        self.stage, self.unservable = stage, None
+        at_prefill = stage in (Stage.PREFILL, Stage.HANDOVER, Stage.PARKED)
+        worker = self.prefill_worker if at_prefill else self.decode_worker if stage is Stage.DECODE else ""
+        self.history.append(Entered(stage, now, worker))
+
+    def late(self) -> DeadlineExceeded:
+        limit_s, stage = self.deadline_at - self.started_at, self.stage.value
+        return DeadlineExceeded(f"the request did not finish within its deadline of {limit_s:.1f} s (stage {stage})")
+
+    def all_stamps(self) -> StageStamps:
+        """Returns the seconds spent in each stage, over all attempts."""
+        return sum(self.earlier_stamps, self.stamps)
