@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import (
@@ -56,26 +56,6 @@ DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster ha
 ToWorker = Welcome | Command | HeartbeatAck
 
 
-@dataclass(slots=True, eq=False)
-class InFlight:
-    """A request with the reader that waits for it. `changed` is set when the reader has something to read, `expired`
-    when its deadline has passed. `push`, set while the reader waits, passes new tokens on without waking it if
-    possible, and returns whether it did."""
-
-    request: Choice
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    expired: bool = False
-    push: Callable[[], bool] | None = None
-
-    def notify(self) -> None:
-        if self.push is None or not self.push():
-            self.changed.set()
-
-    def expire(self) -> None:
-        self.expired = True
-        self.changed.set()
-
-
 class HandleSigner:
     """Signs handles for decode workers when a placement is executed: clients neither send nor receive them. `key` is
     the key of this run; workers receive it when they join, with the coordinator's `time.monotonic`."""
@@ -99,10 +79,6 @@ class HandleSigner:
 
 
 class Cluster:
-    """Complete state: the worker table and the requests (policy), the readers by choice, the queue of commands to each
-    connected worker, the lease clock, and how often a join was refused for each field. `address` is where workers dial;
-    they must present `token`, unless it is empty."""
-
     def __init__(
         self,
         lease_s: float,
@@ -113,43 +89,46 @@ class Cluster:
         hold_s: float = 30.0,
         max_deaths: int = 5,
     ) -> None:
+        """Workers must present `token`, unless it is empty."""
         self.workers = WorkerTable(lease_s, own_model)
         self.requests = Requests(self.workers, max_queued_requests, max_queued_tokens, hold_s, max_deaths)
         self.run_id = secrets.token_hex(8)
-        self.address = ""
-        self.joins_refused: Counter[str] = Counter()
+        self.address = ""  # where workers dial
+        self.joins_refused: Counter[str] = Counter()  # by field
         self._signer = HandleSigner()
         self._token = token
-        self._in_flight: dict[ChoiceId, InFlight] = {}
-        self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}
+        self._notify: dict[ChoiceId, Callable[[], None]] = {}  # of the reader of each choice
+        self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}  # to each connected worker
         self._lease_clock = ListeningClock(time.monotonic(), MAX_LEASE_GAP_S)
         self._failure: InvariantError | None = None
 
     # For the fronts.
 
-    def admit(self, request: GenerateRequest, choices: int = 1) -> InFlight:
+    def admit(self, request: GenerateRequest, choices: int = 1) -> Choice:
         """Queues one choice of a request, which has `choices` if this is the first, and dispatches what can start.
 
         Raises:
             BatonError: the request is refused, and was not queued.
         """
-        admitted, actions = self.requests.admit(request, time.monotonic(), choices)
-        in_flight = self._in_flight[admitted.name] = InFlight(admitted)
+        choice, actions = self.requests.admit(request, time.monotonic(), choices)
         self._execute(actions)
-        return in_flight
+        return choice
 
-    def end(self, in_flight: InFlight, reason: str) -> None:
+    def listen(self, choice: Choice, notify: Callable[[], None]) -> None:
+        """Calls `notify` after each change of a choice, until that is forgotten."""
+        self._notify[choice.name] = notify
+
+    def end(self, choice: Choice, reason: str) -> None:
         """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
-        self._execute(self.requests.end(in_flight.request, reason, time.monotonic()))
-        in_flight.changed.set()  # the other choices of its request may wait for its end
+        self._execute(self.requests.end(choice, reason, time.monotonic()))
+        self._execute([choice.notify])  # the other choices of its request may wait for its end
 
-    def forget(self, in_flight: InFlight) -> None:
-        """Ends a request and removes it, so that its id can be reused."""
-        self.end(in_flight, "the client disconnected")
-        name = in_flight.request.name
-        if self._in_flight.get(name) is in_flight:
-            del self._in_flight[name]
-        self.requests.forget(in_flight.request)
+    def forget(self, choice: Choice) -> None:
+        """Ends a choice and removes it, so that its id can be reused."""
+        self.end(choice, "the client disconnected")
+        if self.requests.get(choice.name) is choice:
+            self._notify.pop(choice.name, None)
+        self.requests.forget(choice)
 
     # For sessions with workers.
 
@@ -304,8 +283,8 @@ class Cluster:
         for action in actions:
             match action:
                 case Notify(name):
-                    if (in_flight := self._in_flight.get(name)) is not None:
-                        in_flight.notify()
+                    if (notify := self._notify.get(name)) is not None:
+                        notify()
                 case Send(worker, command):
                     self.send(worker, command)
                 case StartPrefill(prefill, request, targets, deadline_at):

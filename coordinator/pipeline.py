@@ -27,12 +27,12 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
 from baton.runtime.loop_watch import LoopWatch
-from coordinator.choice import ChoiceReader
-from coordinator.cluster import Cluster, InFlight
+from coordinator.cluster import Cluster
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.quotas import Client, Quotas
+from coordinator.reader import Reader
 from coordinator.recent import RecentRequests, Record
 from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission
@@ -77,18 +77,17 @@ class Pipeline:
         """
         observed = self._metrics.request(submission)
         error: BaseException | None = None
-        first: InFlight | None = None
+        first: Reader | None = None
         client, counted = submission.client, submission.admitted
         try:
             if not counted:
                 self._quotas.admit(client, time.monotonic(), submission.n)
             counted = True
             submission = await with_grammar(submission, self._grammars)
-            first = self._cluster.admit(_request(submission, 0), submission.n)
-            if submission.n == 1:
-                deltas = self._choice(submission, first, sink, observed.delta)
-            else:
-                deltas = merged([self._choice(submission, first), *self._others(submission, first)])
+            first = self._admit(submission, _request(submission, 0), sink, observed.delta)
+            deltas = self._choice(submission, first)
+            if submission.n > 1:
+                deltas = merged([deltas, *self._others(submission, first)])
             async with aclosing(deltas):
                 async for delta in deltas:
                     observed.delta(delta)
@@ -98,7 +97,7 @@ class Pipeline:
             raise
         finally:
             if first is not None:
-                self._cluster.forget(first)
+                self._cluster.forget(first.choice)
             if counted:
                 self._quotas.charge(client, observed.tokens_used, time.monotonic())
             if counted and not submission.admitted:
@@ -119,49 +118,54 @@ class Pipeline:
         finally:
             self._quotas.ended(client, choices)
 
-    def _others(self, submission: Submission, first: InFlight) -> Iterator[AsyncGenerator[Delta, None]]:
+    def _admit(
+        self,
+        submission: Submission,
+        request: GenerateRequest,
+        sink: Sink | None = None,
+        observe: Callable[[Delta], None] = lambda delta: None,
+    ) -> Reader:
+        """Queues a choice. Deltas of several choices are merged by a task, so none of them goes to the sink."""
+        s, shown = submission, (submission.shown_token_ids, submission.include_stop)
+        text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, *shown, s.prompt, s.new_parser())
+        choice = self._cluster.admit(request, 1 if request.choice else s.n)
+        reader = Reader(choice, text, sink if s.n == 1 else None, observe)
+        self._cluster.listen(choice, reader.notify)
+        return reader
+
+    def _others(self, submission: Submission, first: Reader) -> Iterator[AsyncGenerator[Delta, None]]:
         """Returns the generators of choices 1 and up."""
 
-        async def begin(choice: int) -> AsyncGenerator[Delta, None]:
-            request = first.request
-            while not request.ended and not (request.stage is Stage.DECODE and request.journal.tokens):
-                first.changed.clear()
-                async with asyncio.timeout(max(0.0, request.deadline_at - time.monotonic()) + 1.0):
-                    await first.changed.wait()
-            if request.error is not None:
-                raise request.error
-            remaining = request.deadline_at - time.monotonic()
-            other = self._cluster.admit(replace(_request(submission, choice), deadline_s=remaining))
+        async def begin(index: int) -> AsyncGenerator[Delta, None]:
+            choice = first.choice
+            while not choice.ended and not (choice.stage is Stage.DECODE and choice.journal.tokens):
+                async with asyncio.timeout(max(0.0, choice.deadline_at - time.monotonic()) + 1.0):
+                    await first.changed()
+            if choice.error is not None:
+                raise choice.error
+            remaining_s = choice.deadline_at - time.monotonic()
+            other = self._admit(submission, replace(_request(submission, index), deadline_s=remaining_s))
             try:
                 async with aclosing(self._choice(submission, other)) as deltas:
                     async for delta in deltas:
-                        yield delta._replace(choice=choice)
+                        yield delta._replace(choice=index)
             finally:
-                self._cluster.forget(other)
+                self._cluster.forget(other.choice)
 
-        return (begin(choice) for choice in range(1, submission.n))
+        return (begin(index) for index in range(1, submission.n))
 
-    async def _choice(
-        self,
-        submission: Submission,
-        in_flight: InFlight,
-        sink: Sink | None = None,
-        observe: Callable[[Delta], None] = lambda delta: None,
-    ) -> AsyncGenerator[Delta, None]:
-        s, request = submission, in_flight.request
+    async def _choice(self, submission: Submission, reader: Reader) -> AsyncGenerator[Delta, None]:
+        choice = reader.choice
         reason: str = "the client disconnected"
-        shown = s.shown_token_ids, s.include_stop
-        text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, *shown, s.prompt, s.new_parser())
-        reader = ChoiceReader(in_flight, text, sink, observe)
         # One timer for the whole choice, not one for each wait: there is a wait for every step.
-        timer = asyncio.get_running_loop().call_later(request.deadline_at - time.monotonic(), in_flight.expire)
+        timer = asyncio.get_running_loop().call_later(choice.deadline_at - time.monotonic(), reader.expire)
         try:
             while not reader.done:
                 delta = await reader.next()
                 if reader.done:
                     reason = "done"
                     # Only a stop string still has to be reported to the workers: otherwise the journal has ended it.
-                    self._cluster.end(in_flight, "stop string" if isinstance(delta.stop_reason, str) else reason)
+                    self._cluster.end(choice, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
         except DeadlineExceeded:
             reason = ErrorCode.DEADLINE_EXCEEDED
@@ -171,8 +175,8 @@ class Pipeline:
             raise
         finally:
             timer.cancel()
-            self._cluster.end(in_flight, reason)
-            record = self._recent.ended(request, _outcome(request, reason), time.monotonic())
+            self._cluster.end(choice, reason)
+            record = self._recent.ended(choice, _outcome(choice, reason), time.monotonic())
             if self._tracing is not None:
                 self._tracing.ended(record, submission.traceparent)
 
@@ -261,10 +265,10 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
     )
 
 
-def _outcome(request: Choice, reason: str) -> str:
+def _outcome(choice: Choice, reason: str) -> str:
     """Returns how a choice ended, for its record; `reason` is why its reader stopped."""
-    if request.error is not None:
-        return request.error.code
+    if choice.error is not None:
+        return choice.error.code
     if reason == "done":
-        return request.journal.finish or "stop"
+        return choice.journal.finish or "stop"
     return reason

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import coordinator.reader
 from baton.core.commands import Abort, Prefill
 from baton.core.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, Unavailable
 from baton.core.events import StepEvents, TokenEvent
@@ -16,7 +17,7 @@ from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.policy.quotas import Client, Limits
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
-from coordinator.text.stream import Vocabulary
+from coordinator.text.stream import TextStream, Vocabulary
 from tests.support.builders import make_request
 from tests.support.fake_workers import Reader, bench, run_to_end
 from tests.support.nodes import until
@@ -331,12 +332,16 @@ async def test_other_choices_are_woken_when_the_first_one_ends_before_it_decodes
     """Its reader may be slow, and see a stop string only after they have begun to wait. (Seed 3 of the simulator.)"""
     async with bench("p0", "d0") as b:
         first = b.cluster.admit(make_request("r", max_tokens=9), choices=2)
+        reader = coordinator.reader.Reader(first, TextStream(Vocabulary(byte_level())))
+        b.cluster.listen(first, reader.notify)
         p, _ = b.workers
         p.report((await p.received(Prefill)).request.sequence_id, 0, 5)
-        await until(first.changed.is_set)
-        first.changed.clear()
+        await until(lambda: first.journal.tokens)
+        other = asyncio.create_task(reader.changed())
+        await asyncio.sleep(0)
         b.cluster.end(first, "stop string")
-        assert first.request.ended and first.changed.is_set()
+        await asyncio.wait_for(other, 3)
+        assert first.ended
         b.cluster.forget(first)
 
 

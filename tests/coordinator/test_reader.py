@@ -14,9 +14,9 @@ import pytest
 from baton.core.commands import Prefill
 from baton.core.errors import DeadlineExceeded
 from baton.core.request import SequenceId
-from coordinator.choice import MAX_PUSHED_TOKENS
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.reader import MAX_PUSHED_TOKENS
 from coordinator.submission import Delta, Submission
 from coordinator.text.model import TextModel
 from tests.support.fake_workers import Bench, FakeWorker, bench
