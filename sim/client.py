@@ -59,6 +59,8 @@ class Front(Protocol):
     loop: Loop
     coordinator: Coordinator
 
+    def client_ended(self, client: Client) -> None: ...
+
 
 class Client:
     """One request. `verify`: its tokens are those of `sim.engine.expected`. `on_end` is called at its end."""
@@ -193,6 +195,7 @@ class Client:
                     choice.close()
                     coordinator.execute(coordinator.requests.end(choice.request, "the client left", coordinator.now))
                     coordinator.requests.forget(choice.request)
+        self._front.client_ended(self)
         if self._on_end is not None:
             self._on_end(self)
 

@@ -108,6 +108,8 @@ class Cluster:
         self.network = Network(loop, self.costs.message_s, network_faults)
         self.workers: dict[str, Worker] = {}
         self.clients: list[Client] = []
+        self.running = 0
+        """Clients that have not ended, and those still to begin."""
         self.requests: dict[str, GenerateRequest] = {}
         self.poison: set[str] = set()
         """Ids of requests that end any worker in whose step they run."""
@@ -245,6 +247,7 @@ class Cluster:
     ) -> None:
         """Sends a client's request at virtual time `at_s`, or now if that has passed."""
         self.requests[request.request_id] = request
+        self.running += 1
         self.loop.at(max(at_s, self.loop.now), self._send, request, behaviour, on_end)
 
     def _send(self, request: GenerateRequest, behaviour: Behaviour, on_end: Callable[[Client], object] | None) -> None:
@@ -252,6 +255,9 @@ class Cluster:
         self.clients.append(client)
         self.loop.note("client", request.request_id, len(request.prompt), request.max_tokens)
         client.send()
+
+    def client_ended(self, client: Client) -> None:
+        self.running -= 1
 
     def run(self, until_s: float, done: Callable[[], bool] | None = None) -> None:
         """Runs until virtual time `until_s`, or until `done()`."""

@@ -88,7 +88,8 @@ class End:
     def process_died(self, silently: bool) -> None:
         self.open = False
         if not silently:
-            self._network.ended(self.peer, f"{self.process} died")
+            # What it had sent is in its kernel, which delivers it.
+            self._network.ended(self.peer, f"{self.process} died", lossless=True)
 
     # Of what arrives here.
 
@@ -259,10 +260,10 @@ class Network:
         self.loop.note("break", end.process, end.peer.process)
         end.break_(reason)
 
-    def ended(self, end: End, reason: str) -> None:
-        """The stream of `end` ends: it receives some of the messages in transit and then the end."""
+    def ended(self, end: End, reason: str, *, lossless: bool = False) -> None:
+        """The stream of `end` ends: it receives some of the messages in transit, or all, and then the end."""
         arrived, sent = end.expects()
-        end.stop_at(self.loop.random.randint(arrived, sent))
+        end.stop_at(sent if lossless else self.loop.random.randint(arrived, sent))
         source, to = end.peer.process.name, end.process.name
         waiting = self._waiting.get((source, to))
         if waiting is not None:

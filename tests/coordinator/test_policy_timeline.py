@@ -9,9 +9,8 @@ import pytest
 from baton.core.events import SequenceEnded, StageStamps, StepEvents
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.timeline import SPANS, Span, spans
-from tests.coordinator.test_policy_cluster import NAMES, make_requests
 from tests.coordinator.test_policy_requests import Drive
-from tests.support.cluster_sim import ClusterSim
+from tests.support.virtual_cluster import make_cluster, make_requests, policy_request, run, send_all
 
 
 def check_spans(choice: Choice, found: tuple[Span, ...], now: float) -> None:
@@ -81,17 +80,17 @@ def test_parked_time_has_its_own_span() -> None:
     assert named(spans(r, d.now)) == [("parked", 4.0, "p0")]
 
 
-def test_spans_of_a_thousand_requests_add_up_despite_worker_losses() -> None:
-    sim = ClusterSim(*NAMES, seed=3, kill_every=20, lost_acks=0.02)
-    requests = make_requests(1000, 3)
-    for i, request in enumerate(requests):
-        sim.submit(request, at=i * 0.01)
-    sim.run(len(requests))
+def test_spans_of_hundreds_of_requests_add_up_despite_worker_losses() -> None:
+    cluster = make_cluster(3, kill_every_s=0.3)
+    requests = make_requests(400, 3)
+    send_all(cluster, requests, every_s=0.02)
+    run(cluster, len(requests))
     seen: set[str] = set()
-    for r in sim.sent:
+    for client in cluster.clients:
+        r = policy_request(client)
         ended_at = r.history[-1].at
         assert r.stage is Stage.ENDED and ended_at > r.started_at
         found = spans(r, ended_at)
         check_spans(r, found, ended_at)
         seen |= {span.name for span in found}
-    assert sim.kills > 10 and seen >= {"queue", "prefill", "transfer", "decode"}, seen
+    assert cluster.kills > 10 and seen >= {"queue", "prefill", "transfer", "decode"}, seen

@@ -29,7 +29,8 @@ def requests(count: int, seed: int) -> list[GenerateRequest]:
 
 
 def run(cluster: Cluster, count: int) -> None:
-    cluster.run(600.0, lambda: len(cluster.clients) == count and all(client.over for client in cluster.clients))
+    cluster.run(600.0, lambda: not cluster.running)
+    assert len(cluster.clients) == count
     cluster.run(cluster.loop.now + 1.0)
     cluster.check_settled()
 
