@@ -96,6 +96,7 @@ class DatabaseResponses:
         self.max_bytes = max_bytes
         self._thread = DiskThread(FLAG, "stored responses")
         try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             create_private(path)
             self._database = sqlite3.connect(path, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import os
 import re
@@ -17,14 +16,17 @@ from urllib.parse import urlsplit
 from baton.core.errors import StartupError
 from baton.core.model_config import parse_config_json, parse_model_config
 from baton.core.names import host_port
+from baton.runtime.batches_access import access_key
+from baton.runtime.cluster_token import FLAG as TOKEN_FLAG
 from baton.runtime.cluster_token import check_listening, on_loopback
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.loop_watch import LoopWatch
 from baton.runtime.model_source import resolve_model, served_name
+from baton.runtime.ports import bind
+from baton.runtime.ready_file import write_ready_file
 from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
 from coordinator.api_keys import FROM_UP, SHORT, ApiKeys, is_short, read_api_keys
-from coordinator.batches.store import BatchStore
 from coordinator.cluster import Cluster
 from coordinator.connections import allow_connections, few_connections
 from coordinator.control import serve_control
@@ -32,7 +34,7 @@ from coordinator.front_tls import read_front_tls
 from coordinator.garbage import collect_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.http.server import HttpServer, bind
+from coordinator.http.server import HttpServer
 from coordinator.inference.served import ServedModel
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
@@ -88,11 +90,11 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     await asyncio.to_thread(text.check)
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
     front = bind(config.host, config.port)
-    settings = _settings(config, name, keys, "api" if apart else "all", front)
-    store = _store(config, keys)
+    batches_key = _batches_key(config, keys, token)
+    settings = _settings(config, name, keys, "api" if apart else "all", front, batches_key)
     responses = _responses(config)
     inference = ServedModel(name, settings.version)
-    app = create_app(pipeline, text, settings, store, inference, responses)
+    app = create_app(pipeline, text, settings, inference, responses)
     allow_connections()
     if few := few_connections():
         log.warning("%s", few)
@@ -119,9 +121,6 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             asyncio.create_task(loop_watch.run(), name="loop watch"),
             asyncio.create_task(collect_when_grown(lambda: len(cluster.requests)), name="garbage"),
         ]
-        batches = app.state.batches
-        if batches is not None:
-            background.append(asyncio.create_task(batches.run(), name="batches"))
         for task in background:
             task.add_done_callback(lambda t: _end_on_failure(t, stop))
         addresses = {
@@ -134,7 +133,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         if apart:
             addresses["admin"] = host_port(config.control_host, servers["admin server"].address[1])
         log.info("serving %s: %s", name, addresses)
-        _write_ready_file(config.ready_file, addresses)
+        write_ready_file(config.ready_file, addresses)
 
         await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
         await cluster.drain(config.drain_timeout_s)
@@ -146,11 +145,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         await control.stop(1.0)
         for task in background:
             task.cancel()
-        if app.state.batches is not None:
-            await asyncio.gather(*background, return_exceptions=True)
-            app.state.batches.close()
         for each in apps:
-            each.state.close()
+            await each.state.close()
         grammars.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -162,7 +158,12 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
 
 
 def _settings(
-    config: CoordinatorConfig, name: str, keys: ApiKeys, routes: Literal["all", "api", "admin"], sock: socket.socket
+    config: CoordinatorConfig,
+    name: str,
+    keys: ApiKeys,
+    routes: Literal["all", "api", "admin"],
+    sock: socket.socket,
+    batches_key: str | None = None,
 ) -> HttpSettings:
     """Returns the settings of the clients' or the operators' server; only clients, which have keys, use origins."""
     return HttpSettings(
@@ -173,15 +174,19 @@ def _settings(
         allowed_origins=() if routes == "admin" else _origins(config.allowed_origins),
         routes=routes,
         local_names_only=not keys and on_loopback(sock.getsockname()[0]),
-        max_file_bytes=round(config.max_file_mib * (1 << 20)),
         strict_fields=config.strict_fields,
+        batches_address=config.batches_address,
+        batches_key=batches_key,
     )
 
 
-def _store(config: CoordinatorConfig, keys: ApiKeys) -> BatchStore | None:
-    max_bytes = round(config.max_data_mib * (1 << 20))
-    several = keys.has_several_tenants()
-    return BatchStore(config.data_dir, max_bytes, several_tenants=several) if config.data_dir else None
+def _batches_key(config: CoordinatorConfig, keys: ApiKeys, token: str) -> str | None:
+    """Returns what the batches process authenticates with, None if it cannot. Raises StartupError."""
+    if not keys or token:
+        return access_key(token)
+    if config.batches_address:  # without a token, any client could run requests for any key
+        raise StartupError(f"--batches-address with API keys requires {TOKEN_FLAG}")
+    return None
 
 
 def _responses(config: CoordinatorConfig) -> Responses:
@@ -232,15 +237,3 @@ def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("%s failed", task.get_name(), exc_info=task.exception())
         stop.set()
-
-
-def _write_ready_file(path: str, addresses: dict[str, str]) -> None:
-    """Writes the file atomically, for its readers; does nothing without a path."""
-    if not path:
-        return
-    temporary = Path(path).with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps(addresses))
-        os.replace(temporary, path)
-    except OSError as error:
-        raise StartupError(f"--ready-file {path}: {error.strerror or error}") from None

@@ -22,7 +22,7 @@ from pathlib import Path
 from baton.core.codes import ErrorCode
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch")
+PACKAGES = ("baton", "batches", "prefill", "decode", "coordinator", "launch")
 WORKERS = ("baton/", "prefill/", "decode/")
 GENERATED = "baton/v1/"
 LONG = 600

@@ -188,11 +188,9 @@ class CoordinatorOptions:
         choices=("auto", *TOOL_FORMATS),
     )
     otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that receives a span per request")
-    data_dir: str = option("", "directory for /v1/files and /v1/batches, which survive a restart; default: disabled")
-    max_file_mib: float = option(200.0, "maximum size of a batch file", low=0.001)
-    responses_mib: float = option(64.0, "maximum total size of stored /v1/responses; 0: none is stored", low=0)
+    data_dir: str = option("", "directory for stored responses, with --store")
     store: bool = option(False, "stored /v1/responses are kept in --data-dir, over restarts")
-    max_data_mib: float = option(4096.0, "maximum total size of files in --data-dir", low=0.001)
+    responses_mib: float = option(64.0, "maximum total size of stored /v1/responses; 0: none is stored", low=0)
     slow_request_s: float = option(0.0, "requests that take longer are logged as warnings; 0: off", low=0)
     log_level: str = option("info", "minimum severity of log messages", choices=("debug", "info", "warning", "error"))
 
@@ -205,6 +203,34 @@ class CoordinatorConfig(CoordinatorOptions):
     control_host: str = option("127.0.0.1", "address to listen on for workers", listens=True)
     cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
     ready_file: str = option("", "file to write the bound addresses to, as JSON, once all ports are open")
+    batches_address: str = option(
+        "", "HOST:PORT of the process that serves /v1/files and /v1/batches; default: these are refused", dialled=True
+    )
+
+
+@dataclass(frozen=True)
+class BatchesOptions:
+    """What the batches process of a cluster may be given."""
+
+    data_dir: str = option("", "directory for /v1/files and /v1/batches, which survive a restart")
+    batches_port: int = option(8104, "port the coordinator dials; 0: any free one", low=0, high=65535)
+    max_file_mib: float = option(200.0, "maximum size of a batch file", low=0.001)
+    max_data_mib: float = option(4096.0, "maximum total size of files in --data-dir", low=0.001)
+    strict_fields: bool = option(False, "refuse requests with unknown fields, instead of naming these in the response")
+    request_timeout_s: float = option(600.0, "the coordinator's total time limit of a request", low=0.1)
+    drain_timeout_s: float = option(30.0, "time limit for running requests to finish at shutdown", low=0)
+    log_level: str = option("info", "minimum severity of log messages", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesConfig(BatchesOptions):
+    """Files and batches: a client of the coordinator's HTTP API."""
+
+    coordinator_url: str = option("http://127.0.0.1:8100", "URL of the coordinator's HTTP port")
+    batches_host: str = option("127.0.0.1", "address to listen on for the coordinator", listens=True)
+    tls_cert_file: str = option("", "PEM file with the coordinator's certificate, the only one accepted over https")
+    cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
+    ready_file: str = option("", "file to write the bound address to, as JSON, once the port is open")
 
 
 def with_step_tokens(config: WorkerConfig, role: str, device: str) -> WorkerConfig:

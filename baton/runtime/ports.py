@@ -1,4 +1,4 @@
-"""Checks whether a port is free, and opens that of a gRPC server. gRPC does not report why opening one fails."""
+"""Opens ports, and checks whether one is free: gRPC does not report why opening one fails."""
 
 from __future__ import annotations
 
@@ -11,6 +11,31 @@ from baton.core.names import host_port
 
 if TYPE_CHECKING:
     import grpc.aio
+
+
+BACKLOG = 1_024
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a listening TCP socket, so that a second server on the port fails now and not later.
+
+    Raises:
+        StartupError: the port cannot be opened.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
 
 
 def open_port(

@@ -31,7 +31,6 @@ from coordinator.anthropic.models import model_object, model_page
 from coordinator.anthropic.render import MessagesRender
 from coordinator.anthropic.schema import CountTokensBody, MessagesBody
 from coordinator.api_keys import ApiKeys
-from coordinator.batches.store import BatchStore
 from coordinator.http.batches import BatchRoutes, limit_of
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import (
@@ -81,7 +80,8 @@ _PAGE_HEADERS = {
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
     """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds.
-    `routes`: serve the routes for clients, those for operators, or both. `local_names_only`: see `guard.Names`."""
+    `routes`: serve the routes for clients, those for operators, or both. `local_names_only`: see `guard.Names`.
+    `batches_address` is that of the batches process, `batches_key` what it authenticates with (`access_key`)."""
 
     model_name: str
     version: str = field(default_factory=lambda: _installed_version())
@@ -93,24 +93,22 @@ class HttpSettings:
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     routes: Literal["all", "api", "admin"] = "all"
     local_names_only: bool = False
-    max_file_bytes: int = 200 << 20
     strict_fields: bool = False
+    batches_address: str = ""
+    batches_key: str | None = None
 
 
 def create_app(
     generator: Pipeline,
     text_model: TextModel,
     settings: HttpSettings,
-    store: BatchStore | None = None,
     inference: ServedModel | None = None,
     responses: Responses | None = None,
 ) -> FastAPI:
-    """Builds the application. With a `store` it serves files and batches, and the caller must run the runner in
-    `app.state.batches`. The application owns only the process that parses large bodies, which `app.state.close()` ends:
-    generator and text model outlive it."""
+    """Builds the application. It owns only the process that parses large bodies, and the connections to the batches
+    process, which `app.state.close()` ends: generator and text model outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings, responses)
-    app.state.close = front.parser.close
     for_all = (
         ("GET", "/", front.page, "text/html"),
         ("GET", "/live", front.live, "Live"),
@@ -146,23 +144,39 @@ def create_app(
     if settings.routes != "admin":
         parts = front.reader, front.parser, settings.strict_fields
         InferenceRoutes(generator, front.translator, inference, *parts).add_to(app)
-    app.state.batches = None
-    if store is not None and settings.routes != "admin":
-        limits = settings.max_file_bytes, settings.api_keys, settings.allowed_origins
-        named = generator.ignored, settings.strict_fields
-        app.state.batches = BatchRoutes(store, app, front.reader, *limits, *named).runner
+    batches: BatchRoutes | None = None
+    if settings.batches_address and settings.routes != "admin":
+        batches = BatchRoutes(
+            app,
+            settings.batches_address,
+            settings.batches_key or "",
+            settings.api_keys,
+            front.reader,
+            settings.allowed_origins,
+            generator.ignored,
+            settings.strict_fields,
+        )
     elif settings.routes != "admin":
         for path in ("/v1/files", "/v1/batches"):
             app.add_api_route(
                 path, front.no_batches, methods=["GET", "POST"], response_model=None, include_in_schema=False
             )
+
+    async def close() -> None:
+        front.parser.close()
+        if batches is not None:
+            await batches.close()
+
+    app.state.close = close
     served: tuple[tuple[Any, ...], ...] = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
     for route in (*for_all, *served):
         add_route(app, *route)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
     names = Names(settings.allowed_origins) if settings.local_names_only else None
-    app.add_middleware(Guard, answered=generator.answered, keys=settings.api_keys, names=names)
+    app.add_middleware(
+        Guard, answered=generator.answered, keys=settings.api_keys, names=names, batches_key=settings.batches_key
+    )
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -322,7 +336,8 @@ class _Front:
         return json_response({"prompt": await self._text.decode_async(body.tokens, skip_special_tokens=False)})
 
     async def no_batches(self, request: Request) -> Response:
-        raise InvalidRequest("files and batches are disabled; enable them with --data-dir", code="not_enabled")
+        what = "files and batches are not served: start `python -m batches --data-dir DIR`, and set --batches-address"
+        raise InvalidRequest(what, code="not_enabled")
 
     async def page(self) -> Response:
         return Response(PAGE, headers=_PAGE_HEADERS, media_type="text/html")

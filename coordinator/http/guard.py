@@ -12,15 +12,20 @@ import re
 import socket
 import uuid
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.core.codes import ErrorCode
+from baton.core.errors import Unauthenticated
+from baton.runtime import batches_access
 from baton.runtime.ignored_fields import as_header
 from baton.runtime.status import HttpProblem
-from coordinator.api_keys import ApiKeys
+from coordinator.api_keys import MAX_PRIORITY, ApiKeys
 from coordinator.http.errors import REQUEST_ID, error_response, is_for_anthropic
+from coordinator.policy.quotas import Client
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 8 * 1024
@@ -30,7 +35,7 @@ MAX_ID_CHARS = 128
 OPEN_PATHS = ("/", "/live", "/health", "/ready", "/v2/health/live", "/v2/health/ready")
 """The page, which has no data of its own, and the health checks."""
 CLIENT = "baton.client"
-"""The scope key of the client; already set in requests that the coordinator sends to itself."""
+"""The scope key of the client."""
 IGNORED = "baton.ignored"
 """The scope key under which a route stores the names of the fields that it ignores, for the header."""
 
@@ -51,8 +56,10 @@ class Guard:
         answered: Callable[[int], None] = lambda status: None,
         keys: ApiKeys | None = None,
         names: Names | None = None,
+        batches_key: str | None = None,
     ) -> None:
         self._app, self._answered, self._keys, self._names = app, answered, keys or ApiKeys(), names
+        self._batches_key = batches_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,8 +98,8 @@ class Guard:
                     " others, except for operators",
                     param="host",
                 )
-            if scope["path"] not in OPEN_PATHS and CLIENT not in scope:
-                scope[CLIENT] = self._keys.client(_authorization(scope))
+            if scope["path"] not in OPEN_PATHS:
+                scope[CLIENT] = self._client(Headers(scope=scope))
             if given and not named:
                 raise HttpProblem(
                     400,
@@ -108,12 +115,23 @@ class Guard:
             if not started:
                 await response(scope, receive, tagged)
 
+    def _client(self, headers: Headers) -> Client:
+        """Returns the client of a request: of a line of a batch, the key that created the batch, at the lowest
+        priority. Raises Unauthenticated."""
+        if self._batches_key is None or batches_access.HEADER not in headers:
+            return self._keys.client(_authorization(headers))
+        client = self._keys.named(batches_access.owner_of(headers, self._batches_key).key)
+        if client is None:
+            what = "the API key that created the batch no longer exists"
+            raise Unauthenticated(what, code=batches_access.KEY_REMOVED)
+        return replace(client, priority=MAX_PRIORITY)
 
-def _authorization(scope: Scope) -> str:
+
+def _authorization(headers: Headers) -> str:
     """Returns the Authorization header, or one made of Anthropic's `x-api-key`; empty if there is not exactly one."""
-    for name, scheme in ((b"authorization", ""), (b"x-api-key", "Bearer ")):
-        if sent := [value for given, value in scope["headers"] if given == name]:
-            return scheme + sent[0].decode("latin-1") if len(sent) == 1 else ""
+    for name, scheme in (("authorization", ""), ("x-api-key", "Bearer ")):
+        if sent := headers.getlist(name):
+            return scheme + sent[0] if len(sent) == 1 else ""
     return ""
 
 

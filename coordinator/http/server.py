@@ -1,6 +1,5 @@
-"""The listening socket and the server under the app: uvicorn with httptools, without its signal handlers.
+"""The server under the app: uvicorn with httptools, without its signal handlers.
 
-    bind(host, port)         immediately: a port in use raises a one-line StartupError
     await server.serve()     accepts until shutdown, returns when running answers or the grace period have ended
     server.stop()            stop accepting, close idle connections, let running answers end
 
@@ -28,7 +27,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.core.codes import ErrorCode
-from baton.core.errors import StartupError, Unavailable
+from baton.core.errors import Unavailable
+from baton.runtime.ports import BACKLOG
 from baton.runtime.status import error_body
 from coordinator.connections import ConnectionLimit
 from coordinator.http.errors import error_response
@@ -50,7 +50,6 @@ SEND_TIMEOUT_S = 30.0
 """How long a client may read nothing, or less than MIN_READ_BYTES, of the buffered output."""
 MIN_READ_BYTES = 32 * 1024
 COUNT_FILES_S = 1.0
-BACKLOG = 1_024
 ACCEPTS_PER_TURN = 16  # so that a burst is refused before it uses up the reserved files
 SEND_BUFFER_BYTES = 64 * 1024
 
@@ -356,24 +355,6 @@ class HttpServer(uvicorn.Server):
 
     def _log_started_message(self, listeners: Any) -> None:
         pass
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening TCP socket, so that a second server on the port fails now and not later."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    sock.setblocking(False)
-    return sock
 
 
 class _ShutdownMiddleware:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch", "sim")
+PACKAGES = ("baton", "batches", "prefill", "decode", "coordinator", "launch", "sim")
 GENERATED = "baton/v1/"
 
 # Pure: decides on values and `now` only, so that tests and the simulator drive the same objects.
@@ -32,6 +32,8 @@ PURE = (
     *PURE_PREFILL,
     *PURE_DECODE,
     "coordinator/policy/*",
+    "batches/expiry.py",
+    "batches/storage_share.py",
 )
 
 

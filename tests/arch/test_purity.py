@@ -78,7 +78,7 @@ def test_pure_modules_load_with_the_standard_library_alone() -> None:
 WITH_TORCH = ("launch/doctor/probe.py", "launch/dry_run.py")  # a process like a rank, and what only a dry run loads
 
 
-@pytest.mark.parametrize("package", ["coordinator", "launch"])
+@pytest.mark.parametrize("package", ["batches", "coordinator", "launch"])
 def test_coordinator_and_launch_never_load_torch(package: str) -> None:
     files = [path for path in source_files() if path.startswith(package + "/") and path not in WITH_TORCH]
     loaded = loaded_by([module_name(path) for path in files])

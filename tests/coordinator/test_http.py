@@ -386,3 +386,9 @@ async def test_one_byte_order_mark_in_front_of_a_body_is_skipped(client: httpx.A
     assert (await client.post("/v1/completions", content=mark + raw, headers=kind)).status_code == 200
     for wrong in (mark + mark + raw, raw + mark, mark):
         assert (await client.post("/v1/completions", content=wrong, headers=kind)).status_code == 400
+
+
+async def test_files_and_batches_are_off_without_a_batches_process(client: httpx.AsyncClient) -> None:
+    for path in ("/v1/files", "/v1/batches"):
+        for answer in (await client.get(path), await client.post(path)):
+            assert answer.status_code == 400 and "--data-dir" in answer.json()["error"]["message"]

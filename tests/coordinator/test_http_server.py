@@ -15,10 +15,10 @@ import pytest
 from fastapi import FastAPI
 
 from baton.core.errors import StartupError
+from baton.runtime.ports import bind
 from coordinator import connections as connection_limits
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.http.server import bind
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, reply

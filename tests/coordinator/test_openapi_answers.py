@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from baton.core.request import TokenLogprob
-from coordinator.batches.store import BatchStore
-from coordinator.http.app import HttpSettings, create_app
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
+from tests.support.batches_kit import with_batches
 from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
@@ -25,9 +25,9 @@ MESSAGE = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
-def app(text_model: TextModel, generator: FakeGenerator, tmp_path: Path) -> FastAPI:
-    store = BatchStore(str(tmp_path / "data"), 1 << 20)
-    return create_app(generator, text_model, HttpSettings("tiny"), store=store)
+async def app(text_model: TextModel, generator: FakeGenerator, tmp_path: Path) -> AsyncIterator[ASGIApp]:
+    async with with_batches(tmp_path / "data", generator, text_model) as both:
+        yield both.app
 
 
 class Document:

@@ -16,9 +16,8 @@ from fastapi import FastAPI
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.core.request import TokenLogprob
 from coordinator import translate
-from coordinator.api_keys import ApiKeys
+from coordinator.api_keys import ApiKeys, digest_of
 from coordinator.http import app as http_app
-from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.policy.quotas import Client, Limits
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
@@ -196,12 +195,15 @@ async def test_a_list_of_prompts_is_admitted_as_one_request(
     """More prompts than a key may run at once need the key to have nothing else running, as more choices do."""
     who = Client("k", "t", limits=Limits(requests_at_once=8, requests_per_minute=2))
     generator.refuse = refuse
-    app = create_app(generator, text_model, HttpSettings("tiny", api_keys=ApiKeys({b"": who})))
-    body = json.dumps({"prompt": ["a"] * 9}).encode()
-    with generator.admitted(who):
-        assert (await http_batches.ask(app, COMPLETIONS, body, who)).status == 429
-        assert not generator.submissions, "none of them was started"
-    assert (await http_batches.ask(app, COMPLETIONS, body, who)).status == (200 if refuse < 0 else 503)
+    app = create_app(generator, text_model, HttpSettings("tiny", api_keys=ApiKeys({digest_of("sk-k"): who})))
+    body, headers = {"prompt": ["a"] * 9}, {"authorization": "Bearer sk-k"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://baton", headers=headers
+    ) as client:
+        with generator.admitted(who):
+            assert (await client.post(COMPLETIONS, json=body)).status_code == 429
+            assert not generator.submissions, "none of them was started"
+        assert (await client.post(COMPLETIONS, json=body)).status_code == (200 if refuse < 0 else 503)
     account = generator.quotas._accounts["k"]
     assert account.running == 0 and account.requests is not None and account.requests.level < 1
     assert all(submission.admitted for submission in generator.submissions)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch", "sim")
+PACKAGES = ("baton", "batches", "prefill", "decode", "coordinator", "launch", "sim")
 SOURCES = (*PACKAGES, "pyproject.toml", "README.md", "LICENSE")
 
 

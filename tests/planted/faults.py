@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
 T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
-T_BATCHES = "tests/coordinator/test_batches.py"
+T_BATCHES = "tests/batches/test_batches.py"
 T_TLS = "tests/runtime/test_tls.py"
 T_SECURITY, T_BAD, T_CHAT = (
     "tests/cluster/test_security.py",
@@ -48,7 +48,7 @@ FAULTS = (
         "        account.running += 1\n",
         T_QUOTAS,
     ),
-    Fault("coordinator/http/batches.py", 'not in (b"utf-8", b"utf8"):', "in ():", T_BATCHES),
+    Fault("batches/routes.py", 'not in (b"utf-8", b"utf8"):', "in ():", T_BATCHES),
     Fault(
         "coordinator/text/parser.py",
         '    return _HALVES.sub("\\ufffd", text)',
@@ -207,18 +207,18 @@ FAULTS = (
     Fault(CHOICE, "        self.earlier_speculation = self.speculation\n", "", T_REQUESTS),
     Fault(CHOICE, "        self.earlier_stamps.append(self.stamps)\n", "", T_REQUESTS),
     Fault(
-        "coordinator/batches/store.py",
+        "batches/store.py",
         " and status is null order by",
         " order by",
         T_BATCHES,
     ),
     Fault(
-        "coordinator/batches/store.py",
+        "batches/store.py",
         'where id = ? and owner = ?", (file_id, owner)',
         'where id = ?", (file_id,)',
         T_BATCHES,
     ),
-    Fault("coordinator/batches/runner.py", "if answer.status not in RETRIED or", "if True or", T_BATCHES),
+    Fault("batches/runner.py", "if answer.status not in RETRIED or", "if True or", T_BATCHES),
     Fault("baton/runtime/tls.py", ", require_client_auth=True)", ")", T_TLS),
     Fault("baton/runtime/tls.py", "if tls is not None and found not in wanted:", "if False:", T_TLS),
     Fault("baton/runtime/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),

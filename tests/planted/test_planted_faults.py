@@ -13,7 +13,7 @@ import pytest
 from tests.planted.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
-CODE = ("baton", "prefill", "decode", "coordinator", "launch")
+CODE = ("baton", "batches", "prefill", "decode", "coordinator", "launch")
 
 
 def test_each_fault_is_one_place_that_is_there() -> None:

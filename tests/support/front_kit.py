@@ -12,7 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from coordinator.http.server import HttpServer, bind
+from baton.runtime.ports import bind
+from coordinator.http.server import HttpServer
 
 
 @contextlib.asynccontextmanager

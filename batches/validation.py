@@ -12,11 +12,11 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 from weakref import WeakValueDictionary
 
+from batches.store import FLAG, BatchStore, Line, read_line, read_lines
 from baton.core.errors import Unavailable
 from baton.runtime import disk
 from baton.runtime.child import Child, start_child
 from baton.runtime.disk import DiskThread, StorageFailed
-from coordinator.batches.store import FLAG, BatchStore, Line, read_line, read_lines
 
 MAX_LINES = 50_000
 MAX_ERRORS = 20
@@ -44,7 +44,7 @@ class Validator:
 
         Raises:
             NotFound: the input file was deleted.
-            Unavailable: the child died, or did not reply within `PARSE_S`; or the coordinator is shutting down.
+            Unavailable: the child died, or did not reply within `PARSE_S`; or this process is shutting down.
         """
         turn = self._turns.setdefault(batch["owner"], asyncio.Lock())
         async with turn:
@@ -78,7 +78,7 @@ class Validator:
         if len(text) <= INLINE_BYTES:
             return read_line(text, number, batch_id, endpoint, self._strict)
         if self._closing:
-            raise Unavailable("the coordinator is shutting down")
+            raise Unavailable("this process is shutting down")
         child = self._child.started()
         try:
             return child.submit(read_line, text, number, batch_id, endpoint, self._strict).result(PARSE_S)
@@ -87,7 +87,7 @@ class Validator:
             raise Unavailable(f"line {number}: the process that parses long lines crashed or timed out") from None
 
     def close(self) -> None:
-        """The next coordinator restarts a validation that this interrupts."""
+        """The next run restarts a validation that this interrupts."""
         self._closing = True
         self._child.close()  # the thread may wait for it
         self._reading.close(drop_pending=True)

@@ -15,13 +15,14 @@ from typing import Any
 import openai
 import pytest
 
+from batches import routes as batch_routes
+from batches import runner as batch_runner
+from batches.store import BatchStore, Line
 from baton.core.errors import StartupError
 from baton.runtime import disk
-from coordinator.batches import runner as batch_runner
-from coordinator.batches.store import BatchStore, Line
-from coordinator.http import batches as http_batches
+from baton.runtime.batches_access import Owner
 from coordinator.text.model import TextModel
-from tests.coordinator.test_batches import COMPLETIONS, Echo, ended, line, rows_of, served, store_file, submit
+from tests.batches.test_batches import COMPLETIONS, Echo, ended, line, rows_of, served, store_file, submit
 
 DAY = 86400.0
 
@@ -70,7 +71,7 @@ async def test_an_upload_to_a_full_disk_is_refused_with_its_reason(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(tmp_path, Echo(), text_model) as (client, _):
-        monkeypatch.setattr(http_batches, "_copy", no_space)
+        monkeypatch.setattr(batch_routes, "_copy", no_space)
         with pytest.raises(openai.InternalServerError) as refused:
             await client.files.create(file=("a", b"x"), purpose="batch")
         assert refused.value.status_code == 503 and refused.value.code == "storage_failed"
@@ -113,8 +114,8 @@ async def test_results_wait_for_room_and_no_line_is_computed_twice(
     monkeypatch.setattr(disk, "PAUSE_S", 0.02)
     generator = Echo()
     generator.hold = asyncio.Event()
-    async with served(tmp_path, generator, text_model) as (client, app):
-        failing = Failing(app.state.batches._store, "answered")
+    async with served(tmp_path, generator, text_model) as (client, both):
+        failing = Failing(both.store, "answered")
         made = [(await submit(client, *(line(f"r{i}") for i in range(40)))).id for _ in range(2)]
         await generator.until(submitted=batch_runner.MAX_RUNNING)
         failing.error = FULL
@@ -143,8 +144,8 @@ async def test_reads_that_fail_do_not_end_the_lines_that_run(
     monkeypatch.setattr(batch_runner, "POLL_S", 0.01)
     generator = Echo()
     generator.hold = asyncio.Event()
-    async with served(tmp_path, generator, text_model) as (client, app):
-        failing = Failing(app.state.batches._store, "batch", "open_lines")
+    async with served(tmp_path, generator, text_model) as (client, both):
+        failing = Failing(both.store, "batch", "open_lines")
         batch = await submit(client, *(line(f"r{i}") for i in range(5)))
         await generator.until(submitted=5)
         failing.error = sqlite3.DatabaseError("database disk image is malformed")
@@ -161,8 +162,8 @@ async def test_a_database_that_another_process_has_locked_delays_batches(
     monkeypatch.setattr(disk, "PAUSE_S", 0.02)
     generator = Echo()
     generator.hold = asyncio.Event()
-    async with served(tmp_path, generator, text_model) as (client, app):
-        store = app.state.batches._store
+    async with served(tmp_path, generator, text_model) as (client, both):
+        store = both.store
         store._db.execute("pragma busy_timeout=10")
         batch = await submit(client, *(line(f"r{i}") for i in range(5)))
         await generator.until(submitted=5)
@@ -184,8 +185,8 @@ async def test_a_disk_that_is_full_at_the_end_of_a_batch_leaves_no_duplicate_fil
 ) -> None:
     """It fails after the files were moved: nothing of the output files remains until all of them are stored."""
     monkeypatch.setattr(disk, "PAUSE_S", 0.02)
-    async with served(tmp_path, Echo(), text_model) as (client, app):
-        store = app.state.batches._store
+    async with served(tmp_path, Echo(), text_model) as (client, both):
+        store = both.store
         set_status, tries = store.set_status, 0
 
         def full(batch_id: str, status: str, *more: Any) -> None:
@@ -205,7 +206,7 @@ async def test_a_disk_that_is_full_at_the_end_of_a_batch_leaves_no_duplicate_fil
 def test_calls_of_the_runner_may_be_repeated(tmp_path: Path) -> None:
     """A call that timed out is repeated, although it may have completed."""
     store = BatchStore(str(tmp_path), 1 << 20)
-    batch_id = store.add_batch("", "", COMPLETIONS, store_file(store)["id"], {})["id"]
+    batch_id = store.add_batch(Owner(), COMPLETIONS, store_file(store)["id"], {})["id"]
     one = Line(batch_id, 1, "a", b"{}")
     for _ in range(2):
         assert store.add_lines(batch_id, [one])

@@ -10,14 +10,15 @@ from typing import Any
 import openai
 import pytest
 
+from batches import validation
+from batches.storage_share import room
+from batches.store import BatchStore, Line, read_line
 from baton.core.errors import QuotaExceeded
+from baton.runtime.batches_access import Owner
 from coordinator.api_keys import read_api_keys
-from coordinator.batches import validation
-from coordinator.batches.store import BatchStore, Line, read_line
-from coordinator.policy.storage_share import room
 from coordinator.text.model import TextModel
+from tests.batches.test_batches import COMPLETIONS, Echo, ended, jsonl, line, served, store_file, submit
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file
-from tests.coordinator.test_batches import COMPLETIONS, Echo, ended, jsonl, line, served, store_file, submit
 
 
 class Gate:
@@ -86,13 +87,13 @@ async def test_a_file_of_many_pieces_is_stored_whole_and_an_invalid_one_leaves_n
 ) -> None:
     """Pieces also end at empty lines; an interrupted validation starts again from the first line."""
     monkeypatch.setattr(validation, "PIECE_LINES", 2)
-    async with served(tmp_path, Echo(), text_model) as (client, app):
-        store = app.state.batches._store
+    async with served(tmp_path, Echo(), text_model) as (client, both):
+        store = both.store
         asked = [each for i in range(7) for each in (line(f"r{i}"), b"", b"", b"")]
         file = store_file(store, jsonl(*asked))
-        interrupted = store.add_batch("", "", COMPLETIONS, file["id"], {})["id"]
+        interrupted = store.add_batch(Owner(), COMPLETIONS, file["id"], {})["id"]
         assert store.add_lines(interrupted, [Line(interrupted, 99, "of the first try", b"{}")])
-        app.state.batches.wake()
+        both.runner.wake()
         batch = await ended(client, interrupted)
         assert batch.request_counts.model_dump() == {"total": 7, "completed": 7, "failed": 0}
         batch = await ended(client, (await submit(client, *asked, b"{", *(b"[" for _ in range(50)))).id)
@@ -113,22 +114,22 @@ def test_a_share_leaves_room_for_another_tenant() -> None:
 
 def test_one_tenant_does_not_fill_the_whole_storage(tmp_path: Path) -> None:
     """Its files and the lines of its unfinished batches count; what ends or is deleted makes room."""
-    store = BatchStore(str(tmp_path), 1 << 20, several_tenants=True)
-    file = store_file(store, b"x" * 200_000, "a")["id"]
-    batch = store.add_batch("a", "", COMPLETIONS, file, {})["id"]
+    store = BatchStore(str(tmp_path), 1 << 20)
+    file = store_file(store, b"x" * 200_000, Owner("a", "a", True))["id"]
+    batch = store.add_batch(Owner("a", "a", True), COMPLETIONS, file, {})["id"]
     for refused in (
-        lambda: store_file(store, b"x" * 200_000, "a"),
-        lambda: store.add_batch("a", "", COMPLETIONS, file, {}),
+        lambda: store_file(store, b"x" * 200_000, Owner("a", "a", True)),
+        lambda: store.add_batch(Owner("a", "a", True), COMPLETIONS, file, {}),
     ):
         with pytest.raises(QuotaExceeded, match="your share of the storage, half of what other tenants leave") as error:
             refused()
         assert error.value.code == "storage_full"
-    store_file(store, b"x" * 200_000, "b")
+    store_file(store, b"x" * 200_000, Owner("b", "b", True))
     store.end(batch, "cancelled")
-    store_file(store, b"x" * 150_000, "a")
+    store_file(store, b"x" * 150_000, Owner("a", "a", True))
     store.close()
     alone = BatchStore(str(tmp_path / "alone"), 1 << 20)
-    store_file(alone, b"x" * 800_000, "a")
+    store_file(alone, b"x" * 800_000, Owner("a", "a"))
     alone.close()
 
 

@@ -11,37 +11,36 @@ import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
 
+from batches import routes as batch_routes
+from batches import runner as batch_runner
+from batches import store as batch_store
+from batches import validation as batch_validation
+from batches.runner import BatchRunner
+from batches.store import BatchStore, Line
 from baton.core.errors import QuotaExceeded, StartupError, Unavailable
 from baton.runtime import disk
+from baton.runtime.batches_access import Owner
 from baton.runtime.child import kill_child, start_child
 from baton.runtime.json_body import parse_object
 from coordinator.api_keys import read_api_keys
-from coordinator.batches import runner as batch_runner
-from coordinator.batches import store as batch_store
-from coordinator.batches import validation as batch_validation
-from coordinator.batches.runner import BatchRunner
-from coordinator.batches.store import BatchStore, Line
 from coordinator.http import batches as http_batches
 from coordinator.http import server as http_server
-from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai import validation
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file
+from tests.support.batches_kit import Batches, official_client, with_batches
 from tests.support.fake_generator import FakeGenerator
-from tests.support.front_kit import RawClient, running
+from tests.support.front_kit import RawClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -79,23 +78,12 @@ class Echo(FakeGenerator):
 @asynccontextmanager
 async def served(
     directory: Path, generator: Echo, text_model: TextModel, **more: Any
-) -> AsyncIterator[tuple[openai.AsyncOpenAI, FastAPI]]:
-    keys = more.get("api_keys")
-    several = bool(keys and keys.has_several_tenants())
-    store = BatchStore(str(directory), more.pop("max_bytes", 1 << 20), several_tenants=several)
-    app = create_app(generator, text_model, HttpSettings("tiny", **more), store)
-    runs = asyncio.create_task(app.state.batches.run())
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
-    try:
-        async with openai.AsyncOpenAI(
-            api_key=KEY, base_url="http://baton/v1", http_client=http, max_retries=0
-        ) as client:
-            yield client, app
-    finally:
-        runs.cancel()
-        await asyncio.wait([runs])
-        app.state.batches.close()
-        app.state.close()
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, Batches]]:
+    async with (
+        with_batches(directory, generator, text_model, **more) as both,
+        official_client(both.url, KEY) as client,
+    ):
+        yield client, both
 
 
 def line(name: str, prompt: str = "Hello", path: str = COMPLETIONS, **more: Any) -> dict[str, Any]:
@@ -131,7 +119,15 @@ async def until_completed(client: openai.AsyncOpenAI, batch_id: str, lines: int)
             await asyncio.sleep(0.01)
 
 
-def store_file(store: BatchStore, content: bytes = b"x", owner: str = "", name: str = "f") -> dict[str, Any]:
+NOBODY = Owner()
+
+
+def store_file(
+    store: BatchStore,
+    content: bytes = b"x",
+    owner: Owner = NOBODY,
+    name: str = "f",
+) -> dict[str, Any]:
     """Adds an uploaded file to the store and returns its description."""
     part = store.new_part(owner, len(content))
     part.write_bytes(content)
@@ -337,12 +333,12 @@ async def test_files_and_batches_of_another_tenant_are_not_found(tmp_path: Path,
 async def test_oversized_or_malformed_uploads_and_batches_are_refused(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_batches, "_OVERHEAD_BYTES", 1000)
+    monkeypatch.setattr(batch_routes, "_OVERHEAD_BYTES", 1000)
     empty = BatchStore(str(tmp_path), 1)
     pages, size = (empty._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_count", "page_size"))
     empty.close()
     most = 12_000 + pages * size
-    async with served(tmp_path, Echo(), text_model, max_file_bytes=5000, max_bytes=most) as (client, app):
+    async with served(tmp_path, Echo(), text_model, max_file_bytes=5000, max_bytes=most) as (client, both):
         await client.files.create(file=("a", b"x" * 5000), purpose="batch")
         for size in (5001, 50_000):
             with pytest.raises(openai.APIStatusError) as refused:
@@ -353,7 +349,7 @@ async def test_oversized_or_malformed_uploads_and_batches_are_refused(
             await client.files.create(file=("a", b"x" * 4900), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="'purpose' must be 'batch'"):
             await client.files.create(file=("a", b"x"), purpose="fine-tune")
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+        http = httpx.AsyncClient(base_url=both.url)
         kind = {"content-type": "multipart/form-data; boundary=x"}
         for headers, body, status in (
             ({"content-type": "application/json"}, b"{}", 415),
@@ -391,8 +387,8 @@ async def test_only_utf_8_upload_forms_are_accepted(
             + b'"file"; filename="f\xff"\r\n\r\nx\r\n--%b--\r\n' % boundary
         )
 
-    async with served(tmp_path, Echo(), text_model) as (_, app):
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+    async with served(tmp_path, Echo(), text_model) as (_, both):
+        http = httpx.AsyncClient(base_url=both.url)
 
         async def post(options: str, content: bytes) -> tuple[int, str | None]:
             kind = {"content-type": f"multipart/form-data; {options}"}
@@ -436,8 +432,8 @@ async def test_an_oversized_create_batch_body_is_refused_before_it_is_parsed(
         yield body[1000:]
 
     kind = {"content-type": "application/json"}
-    async with served(tmp_path, Echo(), text_model) as (_, app), running(app) as server:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+    async with served(tmp_path, Echo(), text_model) as (_, both):
+        http = httpx.AsyncClient(base_url=both.url)
         for body, status in ((fits, 404), (fits + b" ", 413), (b'{"a":['.ljust(4 << 20, b"["), 413)):
             for content in (body, undeclared(body)):
                 answer = await http.post("/v1/batches", content=content, headers=kind)
@@ -445,7 +441,7 @@ async def test_an_oversized_create_batch_body_is_refused_before_it_is_parsed(
         assert answer.json()["error"]["code"] == "request_too_large" and str(most) in answer.text
         assert parsed == [most, most]
         await http.aclose()
-        raw = await RawClient.connect(server)
+        raw = await RawClient.connect(both.server)
         head = f"POST /v1/batches HTTP/1.1\r\nHost: t\r\nContent-Length: {most + 1}\r\n"
         await raw.send(f"{head}Content-Type: application/json\r\n\r\n".encode())
         async with asyncio.timeout(10):
@@ -465,7 +461,7 @@ async def test_a_line_over_the_length_limit_is_not_parsed(
 
 async def test_a_batch_cancelled_before_it_begins_stays_cancelled(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1 << 20)
-    batch = store.add_batch("", "", COMPLETIONS, store_file(store)["id"], {})
+    batch = store.add_batch(Owner(), COMPLETIONS, store_file(store)["id"], {})
     store.cancel("", batch["id"])
     assert not store.add_lines(batch["id"], [Line(batch["id"], 1, "a", b"{}")])
     store.begin(batch["id"])
@@ -478,12 +474,12 @@ async def test_a_batch_cancelled_before_it_begins_stays_cancelled(tmp_path: Path
 async def test_a_batch_whose_input_file_was_deleted_fails_with_that_reason(
     tmp_path: Path, text_model: TextModel
 ) -> None:
-    async with served(tmp_path, Echo(), text_model) as (client, app):
-        store = app.state.batches._store
+    async with served(tmp_path, Echo(), text_model) as (client, both):
+        store = both.store
         file = await client.files.create(file=("a", jsonl(line("a"))), purpose="batch")
-        batch = store.add_batch("", "", COMPLETIONS, file.id, {})
+        batch = store.add_batch(Owner(), COMPLETIONS, file.id, {})
         await client.files.delete(file.id)
-        app.state.batches.wake()
+        both.runner.wake()
         found = await ended(client, batch["id"])
         assert found.status == "failed" and "its input file was deleted" in found.errors.data[0].message
 
@@ -493,8 +489,8 @@ async def test_storage_failures_delay_a_batch_but_lose_no_result(
 ) -> None:
     """The runner pauses between two tries, clients get 503, and every line has a result in the end."""
     monkeypatch.setattr(disk, "PAUSE_S", 0.05)
-    async with served(tmp_path, Echo(), text_model) as (client, app):
-        store, tries, failing = app.state.batches._store, 0, {"answered"}
+    async with served(tmp_path, Echo(), text_model) as (client, both):
+        store, tries, failing = both.store, 0, {"answered"}
         answered, unfinished = store.answered, store.unfinished
 
         def fails(*what: Any) -> Any:
@@ -521,7 +517,7 @@ async def test_storage_failures_delay_a_batch_but_lose_no_result(
 
         failing.add("unfinished")
         store.unfinished = broken
-        app.state.batches.wake()
+        both.runner.wake()
         await asyncio.sleep(0.1)
         failing.clear()
         batch = await ended(client, batch.id)
@@ -535,9 +531,9 @@ async def test_storage_failures_delay_a_batch_but_lose_no_result(
         assert refused.value.status_code == 503 and refused.value.code == "storage_failed"
 
 
-def test_a_data_directory_is_used_by_only_one_coordinator(tmp_path: Path) -> None:
+def test_a_data_directory_is_used_by_only_one_process(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1)
-    with pytest.raises(StartupError, match="in use by another coordinator"):
+    with pytest.raises(StartupError, match="in use by another process"):
         BatchStore(str(tmp_path), 1)
     store.close()
     BatchStore(str(tmp_path), 1).close()
@@ -546,24 +542,17 @@ def test_a_data_directory_is_used_by_only_one_coordinator(tmp_path: Path) -> Non
         BatchStore(str(tmp_path / "file"), 1)
 
 
-async def test_files_and_batches_are_off_without_a_data_directory(client: httpx.AsyncClient) -> None:
-    for path in ("/v1/files", "/v1/batches"):
-        for answer in (await client.get(path), await client.post(path)):
-            assert answer.status_code == 400 and "--data-dir" in answer.json()["error"]["message"]
-
-
 async def test_a_download_whose_client_does_not_read_is_closed(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.3)
-    async with served(tmp_path, Echo(), text_model, max_file_bytes=32 << 20, max_bytes=64 << 20) as (client, app):
+    async with served(tmp_path, Echo(), text_model, max_file_bytes=32 << 20, max_bytes=64 << 20) as (client, both):
         file = await client.files.create(file=("a", b"x" * (24 << 20)), purpose="batch")
-        async with running(app) as server:
-            raw = await RawClient.connect_without_reading(server)
-            await raw.send(f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\n\r\n".encode())
-            await asyncio.sleep(0.8)
-            raw.writer.transport.resume_reading()  # type: ignore[attr-defined]
-            assert await raw.closed()
+        raw = await RawClient.connect_without_reading(both.server)
+        await raw.send(f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\n\r\n".encode())
+        await asyncio.sleep(0.8)
+        raw.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert await raw.closed()
         assert len((await client.files.content(file.id)).content) == 24 << 20
 
 
@@ -571,20 +560,20 @@ async def test_concurrent_downloads_are_limited_per_owner_and_in_total(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Downloads are limited per owner and in total; one that is not read frees its slot when its client leaves."""
-    monkeypatch.setattr(http_batches, "MAX_DOWNLOADS", 2)
-    monkeypatch.setattr(http_batches, "MAX_DOWNLOADS_OF_OWNER", 1)
+    monkeypatch.setattr(batch_routes, "MAX_DOWNLOADS", 2)
+    monkeypatch.setattr(batch_routes, "MAX_DOWNLOADS_OF_OWNER", 1)
     third = "sk-third-0123456789abcdef"
     keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n{third} tenant=c\n"))
     more: dict[str, Any] = {"api_keys": keys, "max_file_bytes": 8 << 20, "max_bytes": 64 << 20}
-    async with served(tmp_path / "data", Echo(), text_model, **more) as (client, app), running(app) as server:
+    async with served(tmp_path / "data", Echo(), text_model, **more) as (client, both):
         clients = [client.with_options(api_key=key) for key in (KEY, OTHER, third)]
         files = [await each.files.create(file=("a", b"x" * (4 << 20)), purpose="batch") for each in clients]
         held = []
         for key, file in zip((KEY, OTHER), files, strict=False):
-            held.append(await RawClient.connect_without_reading(server))
+            held.append(await RawClient.connect_without_reading(both.server))
             head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {key}\r\n\r\n"
             await held[-1].send(head.encode())
-        downloads = routes_of(app)._downloads
+        downloads = both.routes._downloads
         async with asyncio.timeout(5):
             while downloads.taken.total() < 2:
                 await asyncio.sleep(0.01)
@@ -601,30 +590,29 @@ async def test_concurrent_downloads_are_limited_per_owner_and_in_total(
         assert len((await client.files.content(files[0].id)).content) == 4 << 20
 
 
-async def test_a_download_is_sent_in_small_chunks(tmp_path: Path) -> None:
-    path, sizes, never = tmp_path / "f", list[int](), asyncio.Event()
-    path.write_bytes(b"x" * (1 << 20))
+async def test_a_download_is_sent_in_small_chunks(tmp_path: Path, text_model: TextModel) -> None:
+    sizes, never = list[int](), asyncio.Event()
 
     async def send(message: Any) -> None:
         sizes.append(len(message.get("body", b"")))
 
-    await http_batches.FileAnswer(path, nullcontext())({"type": "http"}, never.wait, send)
+    async with served(tmp_path, Echo(), text_model, max_bytes=4 << 20) as (client, both):
+        file = await client.files.create(file=("a", b"x" * (1 << 20)), purpose="batch")
+        path = f"/v1/files/{file.id}/content"
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", b"t")], "query_string": b""}
+        await both.app(scope, never.wait, send)  # type: ignore[arg-type]
     assert sum(sizes) == 1 << 20 and max(sizes) <= 32 * 1024
-
-
-def routes_of(app: FastAPI) -> Any:
-    return next(r.endpoint.__self__ for r in app.routes if isinstance(r, APIRoute) and r.path == "/v1/files")  # type: ignore[attr-defined]
 
 
 async def test_concurrent_uploads_are_limited(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_batches, "MAX_UPLOADS", 1)
-    async with served(tmp_path, Echo(), text_model) as (client, app), running(app) as server:
-        slow = await RawClient.connect(server)
+    monkeypatch.setattr(batch_routes, "MAX_UPLOADS", 1)
+    async with served(tmp_path, Echo(), text_model) as (client, both):
+        slow = await RawClient.connect(both.server)
         head = "POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\n"
         await slow.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
-        routes = routes_of(app)
+        routes = both.routes
         async with asyncio.timeout(5):
             while not routes._uploads.taken:
                 await asyncio.sleep(0.01)
@@ -642,8 +630,8 @@ async def test_concurrent_uploads_are_limited(
 
 async def test_the_uploads_of_one_key_leave_room_for_others(tmp_path: Path, text_model: TextModel) -> None:
     keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n"))
-    async with served(tmp_path / "data", Echo(), text_model, api_keys=keys) as (client, app), running(app) as server:
-        slow = [await RawClient.connect(server) for _ in range(http_batches.MAX_UPLOADS)]
+    async with served(tmp_path / "data", Echo(), text_model, api_keys=keys) as (client, both):
+        slow = [await RawClient.connect(both.server) for _ in range(batch_routes.MAX_UPLOADS)]
         head = f"POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\nAuthorization: Bearer {KEY}\r\n"
         for each in slow:
             await each.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
@@ -657,15 +645,15 @@ async def test_the_uploads_of_one_key_leave_room_for_others(tmp_path: Path, text
         for each in slow:
             await each.close()
         async with asyncio.timeout(5):
-            while routes_of(app)._uploads.taken:
+            while both.routes._uploads.taken:
                 await asyncio.sleep(0.01)
 
 
 async def test_a_slow_upload_times_out_and_a_steady_one_does_not(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_batches, "UPLOAD_GRACE_S", 0.5)
-    monkeypatch.setattr(http_batches, "UPLOAD_BYTES_S", 10_000)
+    monkeypatch.setattr(batch_routes, "UPLOAD_GRACE_S", 0.5)
+    monkeypatch.setattr(batch_routes, "UPLOAD_BYTES_S", 10_000)
     head = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
     head += b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
 
@@ -676,12 +664,23 @@ async def test_a_slow_upload_times_out_and_a_steady_one_does_not(
             yield piece
         yield b"\r\n--x--\r\n"
 
+    async def drip(client: RawClient) -> None:
+        async for piece in form(b"x", 10**6):
+            await client.send(piece)
+
     kind = {"content-type": "multipart/form-data; boundary=x"}
-    async with served(tmp_path, Echo(), text_model) as (_, app):
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
-        async with asyncio.timeout(10):
-            answer = await http.post("/v1/files", content=form(b"x", 10**6), headers=kind)
-        assert answer.status_code == 408 and "10000 bytes per second" in answer.text
+    async with served(tmp_path, Echo(), text_model) as (_, both):
+        slow = await RawClient.connect(both.server)
+        await slow.send(
+            b"POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 99999\r\n"
+            b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+        )
+        sending = asyncio.create_task(drip(slow))
+        status, _, body = await slow.answer()
+        assert status == 408 and b"10000 bytes per second" in body
+        sending.cancel()
+        await slow.close()
+        http = httpx.AsyncClient(base_url=both.url)
         answer = await http.post("/v1/files", content=form(b"x" * 1000, 100), headers=kind)
         assert answer.status_code == 200 and answer.json()["bytes"] == 100_000
         await http.aclose()
@@ -700,11 +699,11 @@ def test_a_failed_add_leaves_neither_a_file_nor_a_row(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1 << 20)
     assert store_file(store, name="a\ud800b")["filename"] == "a?b"
     with pytest.raises(FileNotFoundError):
-        store.add_file("", tmp_path / "files" / "none.part", "f", "batch")
-    gone = store.new_part("", 1)
+        store.add_file(Owner(), tmp_path / "files" / "none.part", "f", "batch")
+    gone = store.new_part(Owner(), 1)
     gone.write_bytes(b"x")
     with pytest.raises(sqlite3.Error):
-        store.add_file("", gone, "f", None)  # type: ignore[arg-type]
+        store.add_file(Owner(), gone, "f", None)  # type: ignore[arg-type]
     assert len(store.files("", 10, None, None)) == 1 and len(list((tmp_path / "files").glob("file-*"))) == 1
     store.close()
 
@@ -740,15 +739,15 @@ async def test_owners_take_turns_and_a_batch_that_has_not_begun_is_cancelled_imm
     keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n"))
     generator = Echo()
     generator.hold = asyncio.Event()
-    async with served(tmp_path / "data", generator, text_model, api_keys=keys) as (client, app):
-        store, made = app.state.batches._store, []
+    async with served(tmp_path / "data", generator, text_model, api_keys=keys) as (client, both):
+        store, made = both.store, []
         for owner, count in (("a", 4), ("b", 2)):
             for _ in range(count):
-                file = store_file(store, jsonl(line("r")), owner)
+                file = store_file(store, jsonl(line("r")), Owner(owner))
                 key = keys.client(f"Bearer {KEY if owner == 'a' else OTHER}").key
-                made.append(store.add_batch(owner, key, COMPLETIONS, file["id"], {})["id"])
+                made.append(store.add_batch(Owner(owner, key), COMPLETIONS, file["id"], {})["id"])
         assert [batch["owner"] for batch in store.unfinished()] == ["a", "b", "a", "b", "a", "a"]
-        app.state.batches.wake()
+        both.runner.wake()
         await generator.until(submitted=2)
         assert sorted(s.client.tenant for s in generator.submissions) == ["a", "b"]
         await client.batches.cancel(made[3])
@@ -768,12 +767,12 @@ async def test_chunked_uploads_over_the_storage_limit_and_cross_origin_uploads_a
         yield form
 
     kind = {"content-type": "multipart/form-data; boundary=x"}
-    async with served(tmp_path, Echo(), text_model, max_bytes=200_000) as (client, app):
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+    async with served(tmp_path, Echo(), text_model, max_bytes=200_000) as (client, both):
+        http = httpx.AsyncClient(base_url=both.url)
         answer = await http.post("/v1/files", content=chunks(), headers=kind)
         assert answer.status_code == 429 and answer.json()["error"]["code"] == "storage_full"
         assert list((tmp_path / "files").iterdir()) == [] and (await client.files.list()).data == []
-        for origin, status in (("https://evil.example", 403), ("null", 403), ("http://baton", 429)):
+        for origin, status in (("https://evil.example", 403), ("null", 403), (both.url, 429)):
             refused = await http.post("/v1/files", content=form, headers=kind | {"origin": origin})
             assert refused.status_code == status, origin
         await http.aclose()
@@ -784,10 +783,10 @@ def test_unfinished_batches_are_limited_per_owner_and_in_total(tmp_path: Path, m
     monkeypatch.setattr(batch_store, "MAX_UNFINISHED_OF_OWNER", 2)
     monkeypatch.setattr(batch_store, "MAX_UNFINISHED", 3)
     store = BatchStore(str(tmp_path), 1 << 20)
-    files = {owner: store_file(store, owner=owner)["id"] for owner in ("a", "b")}
+    files = {owner: store_file(store, owner=Owner(owner))["id"] for owner in ("a", "b")}
 
     def add(owner: str) -> Any:
-        return store.add_batch(owner, "", COMPLETIONS, files[owner], {})["id"]
+        return store.add_batch(Owner(owner), COMPLETIONS, files[owner], {})["id"]
 
     first, second = add("a"), add("a")
     with pytest.raises(QuotaExceeded, match="2 batches are unfinished: cancel one or wait") as refused:
@@ -811,14 +810,14 @@ def test_a_batch_that_would_exceed_the_storage_limit_is_refused(tmp_path: Path) 
     """A batch stores a copy of the lines of its file, and its metadata."""
     store = BatchStore(str(tmp_path), 1 << 20)
     file, small = store_file(store, b"x" * 450_000)["id"], store_file(store)["id"]
-    assert store.add_batch("", "", COMPLETIONS, file, {})["status"] == "validating"
+    assert store.add_batch(Owner(), COMPLETIONS, file, {})["status"] == "validating"
     store_file(store, b"x" * 200_000)
     for wanted, metadata in ((file, {}), (small, {"k": "x" * 400_000})):
         with pytest.raises(QuotaExceeded, match="delete some") as refused:
-            store.add_batch("", "", COMPLETIONS, wanted, metadata)
+            store.add_batch(Owner(), COMPLETIONS, wanted, metadata)
         assert refused.value.code == "storage_full"
     assert len(store.batches("", 10, None)) == 1
-    assert store.add_batch("", "", COMPLETIONS, small, {})["status"] == "validating"
+    assert store.add_batch(Owner(), COMPLETIONS, small, {})["status"] == "validating"
     store.close()
 
 
@@ -829,8 +828,8 @@ async def test_the_runner_reads_as_many_batches_as_it_may_start(
     monkeypatch.setattr(batch_runner, "MAX_BATCHES", 2)
     generator = Echo()
     generator.hold = asyncio.Event()
-    async with served(tmp_path, generator, text_model) as (client, app):
-        store, read = app.state.batches._store, list[int]()
+    async with served(tmp_path, generator, text_model) as (client, both):
+        store, read = both.store, list[int]()
         unfinished = store.unfinished
 
         def counted(*what: Any) -> Any:
@@ -885,6 +884,10 @@ async def test_a_long_line_is_parsed_in_a_child_process(
     await until_children_exit(before)
 
 
+async def no_answer(path: str, body: bytes, key: str) -> Any:
+    raise AssertionError("no line is sent")
+
+
 async def until_children_exit(before: list[Any]) -> None:
     """Waits until there are no child processes besides `before`."""
     async with asyncio.timeout(30):
@@ -925,8 +928,8 @@ async def test_shutdown_does_not_wait_for_a_line_that_is_being_parsed(
     monkeypatch.setattr(batch_validation, "start_child", start)
     before = multiprocessing.active_children()
     store = BatchStore(str(tmp_path), 1 << 20)
-    store.add_batch("", "", COMPLETIONS, store_file(store, jsonl(line("a"), padded(line("b"))))["id"], {})
-    runner = BatchRunner(store, partial(http_batches.ask, FastAPI()), lambda _: None)
+    store.add_batch(Owner(), COMPLETIONS, store_file(store, jsonl(line("a"), padded(line("b"))))["id"], {})
+    runner = BatchRunner(store, no_answer)
     checked = asyncio.create_task(runner._validator.validate(store.unfinished()[0]))
     async with asyncio.timeout(30):
         while not set(multiprocessing.active_children()) - set(before):

@@ -1,33 +1,32 @@
-"""Runs batches: their requests go through the same front as those of clients, at the lowest priority.
+"""Runs batches: sends each line to the coordinator's public API, for the API key that created the batch.
 
     validating -> in_progress -> finalizing -> completed
               \\-> failed      \\-> cancelling -> cancelled, or expired after a day
 
-At most MAX_RUNNING requests run at once, over at most MAX_BATCHES batches, whose owners take turns. They have the
-lowest priority, so clients' requests leave the queue before them. They count against the quota of the key that created
-the batch. A line that is refused for lack of room or quota is retried, and one that fails with a cluster error is tried
-up to MAX_FAILURES times; any other response is the line's result. While the disk fails, or is full, batches wait with
-their results in memory and begin no further lines. After a restart the coordinator resumes the batches that have not
-ended.
+At most MAX_RUNNING requests run at once, over at most MAX_BATCHES batches, whose owners take turns. The coordinator
+gives them the lowest priority, so clients' requests leave the queue before them, and counts them against the quota of
+the key. A line that is refused for lack of room or quota is retried, and one that fails with a cluster error is tried
+up to MAX_FAILURES times; any other response is the line's result. While the coordinator is away, the disk fails, or is
+full, batches wait with their results in memory and begin no further lines. After a restart the batches that have not
+ended are resumed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from batches.expiry import Expiry
+from batches.public_api import Answer, KeyRemoved
+from batches.store import FLAG, MAX_UNFINISHED, WINDOW_S, BatchStore, Line
+from batches.validation import Validator
 from baton.core.codes import ErrorCode
 from baton.core.errors import NotFound
 from baton.runtime.disk import DiskThread, StorageFailed
-from coordinator.api_keys import MAX_PRIORITY
-from coordinator.batches.store import FLAG, MAX_UNFINISHED, WINDOW_S, BatchStore, Line
-from coordinator.batches.validation import Validator
-from coordinator.policy.expiry import Expiry
-from coordinator.policy.quotas import Client
 
 log = logging.getLogger("baton.batches")
 CONTENT = "files and batches"
@@ -42,35 +41,25 @@ POLL_S = 1.0
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    status: int
-    request_id: str
-    body: bytes
-    retry_after_s: float = 0.0
-    ignored: str = ""
-    """The names of ignored fields, as in `x-ignored-fields`."""
-
-
-Ask = Callable[[str, bytes, Client], Awaitable[Answer]]
-"""Path, body and client."""
+Ask = Callable[[str, bytes, str], Awaitable[Answer]]
+"""Path, body and name of the API key."""
 
 
 class BatchRunner:
     """Complete state: the store and its thread, the validation of input files, the event that wakes the loop, the task
-    of each batch, when each expires, and the semaphore of running requests. `client_of` returns the client of a key by
-    its name, None if that key no longer exists."""
+    of each batch and which of them send lines, when each batch expires, the semaphore of running requests, and the
+    event after which no line is sent any more."""
 
-    def __init__(
-        self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None], *, strict_fields: bool = False
-    ) -> None:
-        self._store, self._ask, self._client_of = store, ask, client_of
+    def __init__(self, store: BatchStore, ask: Ask, *, strict_fields: bool = False) -> None:
+        self._store, self._ask = store, ask
         self._disk = DiskThread(FLAG, CONTENT)
         self._validator = Validator(store, self._disk, strict_fields=strict_fields)
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._expiry = Expiry(WINDOW_S)
         self._room = asyncio.Semaphore(MAX_RUNNING)
+        self._sending: set[asyncio.Task[None]] = set()
+        self._draining = asyncio.Event()
 
     async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
         """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""
@@ -96,16 +85,24 @@ class BatchRunner:
         """Runs until cancelled."""
         most = MAX_UNFINISHED  # of an earlier run: when each of them expires is noted now
         try:
-            while True:
+            while not self._draining.is_set():
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
                 self._start(await self._disk.retry(self._store.unfinished, most or len(self._tasks) + MAX_BATCHES))
                 most = 0  # from now on the running batches and MAX_BATCHES others; those to be cancelled come first
                 await self._wake.wait()
+            await asyncio.Event().wait()  # until cancelled
         finally:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Sends no further lines, and waits until those that run have their responses on disk."""
+        self._draining.set()
+        self.wake()
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=timeout_s)
 
     def _start(self, unfinished: list[dict[str, Any]]) -> None:
         """Starts batches that are not running, up to MAX_BATCHES; those to be cancelled are always started."""
@@ -117,7 +114,7 @@ class BatchRunner:
                 task.add_done_callback(lambda _: self.wake())
 
     def close(self) -> None:
-        """Called after `run` has ended. The next coordinator restarts a validation that this interrupts."""
+        """Called after `run` has ended. The next run restarts a validation that this interrupts."""
         self._validator.close()
         self._disk.close(drop_pending=True)
         self._store.close()
@@ -126,6 +123,9 @@ class BatchRunner:
         """Runs a batch so that an error fails only this batch."""
         try:
             await self._run_batch(batch)
+        except KeyRemoved:
+            message = "the API key that created the batch no longer exists"
+            await self._fail(batch["id"], "invalid_api_key", message)
         except Exception as error:
             message = "its input file was deleted" if isinstance(error, NotFound) else "the batch could not be run"
             if not isinstance(error, NotFound):
@@ -143,43 +143,45 @@ class BatchRunner:
 
     async def _run_batch(self, batch: dict[str, Any]) -> None:
         store, batch_id, status = self._store, batch["id"], "completed"
-        client = self._client_of(batch["key"])
         if batch["status"] == "cancelling":
             status = "cancelled"
-        elif client is None:
-            await self._fail(batch_id, "invalid_api_key", "the API key that created the batch no longer exists")
-            return
         elif batch["status"] == "validating" and not await self._validator.validate(batch):
             self._expiry.forget(batch_id)
             return
         elif batch["status"] != "finalizing":
-            status = await self._answer_all(batch_id, batch, replace(client, priority=MAX_PRIORITY))
+            status = await self._answer_all(batch_id, batch)
+            if not status:
+                return
         if status == "completed":
             await self._disk.retry(store.set_status, batch_id, "finalizing")
         await self._end(batch_id, status)
         log.info("%s %s", batch_id, status)
 
-    async def _answer_all(self, batch_id: str, batch: dict[str, Any], client: Client) -> str:
-        """Runs every line that has no response; returns the batch's final status."""
-        running: set[asyncio.Task[tuple[Line, Answer]]] = set()
+    async def _answer_all(self, batch_id: str, batch: dict[str, Any]) -> str:
+        """Runs every line that has no response; returns the batch's final status, empty if it drains before that."""
+        running: set[asyncio.Task[tuple[Line, Answer | None]]] = set()
         last, more, status = 0, True, ""
+        this = asyncio.current_task()
+        assert this is not None
+        self._sending.add(this)
         try:
-            while more or running:
+            while running or (more and not self._draining.is_set()):
                 if status := await self._interruption(batch_id, batch["owner"]):
                     break
-                if more and len(running) < MAX_RUNNING:
+                if more and len(running) < MAX_RUNNING and not self._draining.is_set():
                     lines = await self._disk.retry(self._store.open_lines, batch_id, last, MAX_RUNNING - len(running))
                     more = bool(lines)
                     for line in lines:
                         last = line.number
-                        running.add(asyncio.create_task(self._answer(line, batch["endpoint"], client)))
+                        running.add(asyncio.create_task(self._answer(line, batch["endpoint"], batch["key"])))
                 if running:
                     done, running = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                    await self._keep(done)
+                    more |= not await self._keep(done)
             await _cancel(running)
             await self._keep(running)
-            return status or "completed"
+            return status or ("" if more else "completed")
         finally:
+            self._sending.discard(this)
             await _cancel(running)
 
     async def _interruption(self, batch_id: str, owner: str) -> str:
@@ -189,27 +191,37 @@ class BatchRunner:
         batch = await self._disk.retry(self._store.batch, owner, batch_id)
         return "cancelled" if batch["status"] == "cancelling" else ""
 
-    async def _keep(self, ended: Collection[asyncio.Task[tuple[Line, Answer]]]) -> None:
-        """Stores the responses of lines; raises the first error among them after that."""
+    async def _keep(self, ended: Collection[asyncio.Task[tuple[Line, Answer | None]]]) -> bool:
+        """Stores the responses of lines; raises the first error among them after that. Returns whether all have one."""
+        complete = True
         for task in ended:
             if not task.cancelled() and task.exception() is None:
                 line, answer = task.result()
+                if answer is None:
+                    complete = False
+                    continue
                 what = answer.status, answer.request_id, answer.body, answer.ignored
                 await self._disk.retry(self._store.answered, line, *what)
         for task in ended:
             if not task.cancelled():
                 task.result()
+        return complete
 
-    async def _answer(self, line: Line, endpoint: str, client: Client) -> tuple[Line, Answer]:
+    async def _answer(self, line: Line, endpoint: str, key: str) -> tuple[Line, Answer | None]:
+        """Returns the response of a line, None if it drains before there is one. Raises KeyRemoved."""
         pause_s, most_s = RETRIES_S
         failures = 0
         while True:
             async with self._room:
-                answer = await self._ask(endpoint, line.body, client)
+                if self._draining.is_set():
+                    return line, None
+                answer = await self._ask(endpoint, line.body, key)
             failures += answer.status in (500, 502)
             if answer.status not in RETRIED or failures >= MAX_FAILURES:
                 return line, answer
-            await asyncio.sleep(max(pause_s, min(answer.retry_after_s, most_s)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(pause_s, min(answer.retry_after_s, most_s))):
+                    await self._draining.wait()
             pause_s = min(2 * pause_s, most_s)
 
 

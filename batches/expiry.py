@@ -1,8 +1,8 @@
 """When batches expire. Pure.
 
-A batch expires when its window has passed on the wall clock, which alone continues across restarts. Within a run of the
-coordinator a jump of the wall clock must not expire batches, so the remaining time is computed once, when the batch is
-first seen, and then passes by the monotonic clock.
+A batch expires when its window has passed on the wall clock, which alone continues across restarts. Within a run a jump
+of the wall clock must not expire batches, so the remaining time is computed once, when the batch is first seen, and
+then passes by the monotonic clock.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.policy.expiry import Expiry
+from batches.expiry import Expiry
 
 DAY = 86400.0
 

@@ -2,11 +2,11 @@
 
     DIR/baton.db        files, batches, and one row for each line of a batch with its answer
     DIR/files/ID        the content of a file
-    DIR/baton.lock      held by the one coordinator that uses the directory
+    DIR/baton.lock      held by the one process that uses the directory
 
 Rows belong to an owner (the tenant of an API key), and other owners cannot see them. Every method blocks on the disk,
 so all of them are called on one dedicated thread (`BatchRunner`). A transaction covers one step of a batch, so a
-restarted coordinator resumes where the last one stopped: lines with a response are not run again. `max_bytes` limits
+restarted process resumes where the last one stopped: lines with a response are not run again. `max_bytes` limits
 files and database together and each owner's share of it, but responses of a batch that has begun are always stored.
 """
 
@@ -25,11 +25,12 @@ from typing import Any
 
 import orjson
 
+from batches.storage_share import room
 from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
+from baton.runtime.batches_access import Owner
 from baton.runtime.disk import create_private, reason_of
 from baton.runtime.ignored_fields import IgnoredFields, as_header
 from baton.runtime.json_body import parse_object
-from coordinator.policy.storage_share import room
 
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
@@ -86,13 +87,9 @@ _LINE = frozenset({"custom_id", "method", "url", "body"})
 class BatchStore:
     """Complete state: the contents of its directory, and the lock on it."""
 
-    def __init__(self, directory: str, max_bytes: int, *, several_tenants: bool = False) -> None:
-        """With several tenants, each may store half of what the others leave of `max_bytes`.
-
-        Raises:
-            StartupError: the directory cannot be used, or another process uses it.
-        """
-        self._max_bytes, self._several_tenants = max_bytes, several_tenants
+    def __init__(self, directory: str, max_bytes: int) -> None:
+        """Raises StartupError if the directory cannot be used, or another process uses it."""
+        self._max_bytes = max_bytes
         root = Path(directory).expanduser()
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -109,7 +106,7 @@ class BatchStore:
                     self._db.execute(f"alter table {table} add column {column} {kind}")
         except BlockingIOError:
             os.close(self._lock)
-            raise StartupError(f"{FLAG} {directory}: in use by another coordinator") from None
+            raise StartupError(f"{FLAG} {directory}: in use by another process") from None
         except OSError as error:
             raise StartupError(f"{FLAG} {directory} cannot be used: {reason_of(error)}") from None
         except sqlite3.Error as error:
@@ -125,7 +122,7 @@ class BatchStore:
 
     # Files.
 
-    def new_part(self, owner: str, declared_bytes: int) -> Path:
+    def new_part(self, owner: Owner, declared_bytes: int) -> Path:
         """Returns the path to which the content of a new file is to be written.
 
         Raises:
@@ -134,13 +131,14 @@ class BatchStore:
         self._check_room(owner, declared_bytes)
         return self._files / f"{secrets.token_hex(8)}.part"
 
-    def _check_room(self, owner: str, more: int) -> None:
-        """Raises QuotaExceeded. Free pages of the database are reused, so they do not count. Lines of a batch that has
-        not ended count against its owner with the size of their file."""
+    def _check_room(self, owner: Owner, more: int) -> None:
+        """Raises QuotaExceeded. Of several tenants, each may store half of what the others leave. Free pages of the
+        database are reused, so they do not count. Lines of a batch that has not ended count against its owner with the
+        size of their file."""
         query = "select coalesce(sum(bytes), 0), coalesce(sum(bytes) filter (where owner = ?), 0) from files"
-        held, own = self._db.execute(query, (owner,)).fetchone()
+        held, own = self._db.execute(query, (owner.tenant,)).fetchone()
         query = f"select coalesce(sum(input_bytes), 0) from batches where owner = ? and {_UNFINISHED}"
-        own += self._db.execute(query, (owner,)).fetchone()[0]
+        own += self._db.execute(query, (owner.tenant,)).fetchone()[0]
         size, count, free = (
             self._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
         )
@@ -149,11 +147,11 @@ class BatchStore:
             message = f"files are limited to {self._max_bytes} bytes in total: delete some"
             raise QuotaExceeded(message, code="storage_full")
         left = room(self._max_bytes, own, max(0, held - own))
-        if self._several_tenants and more > left:
+        if owner.several_tenants and more > left:
             message = f"your share of the storage, half of what other tenants leave, has room for {max(0, left)} bytes"
             raise QuotaExceeded(f"{message}: delete some files", code="storage_full")
 
-    def add_file(self, owner: str, part: Path, filename: str, purpose: str) -> dict[str, Any]:
+    def add_file(self, owner: Owner, part: Path, filename: str, purpose: str) -> dict[str, Any]:
         """Moves content that was written to `part` into the store; returns the file object of OpenAI's API.
 
         Raises:
@@ -161,8 +159,8 @@ class BatchStore:
         """
         self._check_room(owner, part.stat().st_size)  # it may not have been declared, and others were added meanwhile
         with self._transaction():  # a file without a row would occupy space unnoticed
-            file_id = self._insert_file(owner, part, filename, purpose)
-        return self.file(owner, file_id)
+            file_id = self._insert_file(owner.tenant, part, filename, purpose)
+        return self.file(owner.tenant, file_id)
 
     def _insert_file(self, owner: str, part: Path, filename: str, purpose: str) -> str:
         """Adds the row of a file and moves its content, within a transaction. Returns the file's id."""
@@ -199,29 +197,27 @@ class BatchStore:
 
     # Batches.
 
-    def add_batch(
-        self, owner: str, key: str, endpoint: str, input_file_id: str, metadata: dict[str, str]
-    ) -> dict[str, Any]:
-        """Adds a batch. `key` names the API key whose quota it counts against.
+    def add_batch(self, owner: Owner, endpoint: str, input_file_id: str, metadata: dict[str, str]) -> dict[str, Any]:
+        """Adds a batch, which counts against the quota of the owner's key.
 
         Raises:
             NotFound: there is no such file.
             QuotaExceeded: too many batches of this owner have not ended, or it does not fit with its lines.
             Unavailable: too many batches of all owners have not ended.
         """
-        file = self.file(owner, input_file_id)
+        file = self.file(owner.tenant, input_file_id)
         if file["purpose"] != "batch":
             raise NotFound("the file's purpose is not 'batch'", code="file_not_found", param="input_file_id")
-        self._check_unfinished(owner)
+        self._check_unfinished(owner.tenant)
         kept = orjson.dumps(metadata).decode()
         self._check_room(owner, file["bytes"] + len(kept))
         batch_id, now = f"batch_{secrets.token_hex(12)}", int(time.time())
         self._db.execute(
             "insert into batches (id, owner, key, created_at, endpoint, input_file_id, metadata, status,"
             " input_bytes) values (?, ?, ?, ?, ?, ?, ?, 'validating', ?)",
-            (batch_id, owner, key, now, endpoint, input_file_id, kept, file["bytes"]),
+            (batch_id, owner.tenant, owner.key, now, endpoint, input_file_id, kept, file["bytes"]),
         )
-        return self.batch(owner, batch_id)
+        return self.batch(owner.tenant, batch_id)
 
     def _check_unfinished(self, owner: str) -> None:
         """Raises QuotaExceeded or Unavailable if one more batch would be too many."""
