@@ -31,7 +31,7 @@ from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
 from launch.members import Programs
-from launch.plan import COORDINATOR, Part, Plan
+from launch.plan import BATCHES, COORDINATOR, LOOPBACK, Part, Plan
 from launch.plan_checks import naming
 from launch.tables import make_table, show
 
@@ -61,6 +61,9 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
         console.print("# workers get the control port that the coordinator binds instead of 0")
     console.print(f"# {COORDINATOR}   node {plan.topology.front.name}")
     console.out(shlex.join([*programs.coordinator, *plan.coordinator_command()]), highlight=False)
+    if plan.topology.batches is not None:
+        console.print(f"# {BATCHES}   node {plan.topology.front.name}")
+        console.out(shlex.join([*programs.batches, *plan.batches_command()]), highlight=False)
     for part in plan.parts:
         words = [f"{key}={value}" for key, value in part.environment.items()]
         console.print(f"# {part.name}   node {part.node.name}")
@@ -87,6 +90,8 @@ def _placement(plan: Plan) -> Table:
     table = make_table(("member", "node", "address", "ranks", "cores", "gpus"))
     node = plan.topology.front
     table.add_row(COORDINATOR, node.name, node.address, "", "not pinned", "")
+    if plan.topology.batches is not None:
+        table.add_row(BATCHES, node.name, LOOPBACK, "", "not pinned", "")
     for part in plan.parts:
         first = part.node_rank * part.ranks
         last = first + part.ranks - 1

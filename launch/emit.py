@@ -1,8 +1,9 @@
 """The plan of a topology as scripts: one for each node, or one for Slurm. Pure: the text is returned.
 
 They start the same commands as `baton up`, but with torchrun in place of the agent (unless LAUNCHER=agent), and do not
-supervise: a member that dies is reported, not restarted. A SIGTERM goes to the coordinator, which drains every worker;
-on a node without one, or after its death, to the launchers of the workers.
+supervise: a member that dies is reported, not restarted. A SIGTERM goes to the batches process, which sends no further
+line, and to the coordinator, which drains every worker; on a node without a coordinator, or after its death, to the
+launchers of the workers.
 """
 
 from __future__ import annotations
@@ -14,20 +15,21 @@ from pathlib import Path
 
 from launch.cores import ranges
 from launch.members import Programs
-from launch.plan import COORDINATOR, Part, Plan, make_plan, with_addresses
+from launch.plan import BATCHES, COORDINATOR, Part, Plan, make_plan, with_addresses
 from launch.topology import Node
 
 _PYTHON = "@PYTHON@"
 _LAUNCHER = "launch.@LAUNCHER@"
 _HOST = re.compile(r"@(\d+)@")
-_PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", _LAUNCHER))
+_PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", _LAUNCHER), batches=(_PYTHON, "-m", "batches"))
 
 
 def emit_shell(plan: Plan, node: Node) -> str:
     """Returns the script of one node; empty when nothing runs there."""
     parts = [part for part in plan.parts if part.node == node]
     leads = plan.topology.coordinator.node == node.name
-    members = [COORDINATOR] * leads + [part.name for part in parts]
+    jobs = leads and plan.topology.batches is not None
+    members = [COORDINATOR] * leads + [BATCHES] * jobs + [part.name for part in parts]
     if not members:
         return ""
     lines = [
@@ -41,6 +43,8 @@ def emit_shell(plan: Plan, node: Node) -> str:
     ]
     if leads:
         lines += _in_background(COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
+    if jobs:
+        lines += _in_background(BATCHES, [*_PROGRAMS.batches, *plan.batches_command()])
     for part in parts:
         lines += _in_background(part.name, [*_environment(part), *_pinned(part), *_PROGRAMS.of_part(plan, part)])
     return "\n".join([*lines, "wait_for_all", ""])
@@ -76,6 +80,8 @@ def emit_slurm(plan: Plan) -> str:
     ]
     host = index[plan.topology.coordinator.node]
     lines += _step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
+    if plan.topology.batches is not None:
+        lines += _step(host, 1, BATCHES, [*_PROGRAMS.batches, *plan.batches_command()])
     for part in plan.parts:
         command = [*_environment(part), *_PROGRAMS.of_part(plan, part)]
         lines += _step(index[part.node.name], _cpus(part), part.name, command)

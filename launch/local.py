@@ -1,4 +1,5 @@
-"""The members of a cluster on this host: starts the coordinator, then each worker's agent, and supervises them.
+"""The members of a cluster on this host: starts the coordinator, then each worker's agent and the batches process, and
+supervises them.
 
 If the coordinator runs on another host, the workers dial that host, and the launcher there does steps 1 and 4; a signal
 here goes to the workers' agents.
@@ -8,8 +9,9 @@ Lifecycle of a local cluster:
 1. start     the coordinator starts and writes its addresses to a ready-file once all ports are open
 2. load      every worker starts on its own cores, loads, and joins: GET /workers shows its pid as ready
 3. ready     the address is printed; a member that dies after it has joined is restarted with backoff
-4. stop      SIGINT, SIGTERM or SIGHUP: SIGTERM to the coordinator only, which drains the workers over their sessions;
-             all exit 0. After drain_timeout_s + 5 s, or at a second signal, the rest is killed
+4. stop      SIGINT, SIGTERM or SIGHUP: SIGTERM to the batches process, which sends no further line, and to the
+             coordinator, which drains the workers over their sessions; all exit 0. After drain_timeout_s + 5 s, or at a
+             second signal, the rest is killed
 
 A startup error before a member ever joined stops everything at once, and the box about it is printed last. In every
 case nothing is left running: the children die with this process even under SIGKILL (`baton.runtime.process`).
@@ -34,7 +36,7 @@ from launch.cluster_api import Row, get_cluster
 from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
-from launch.plan import COORDINATOR
+from launch.plan import BATCHES, COORDINATOR
 from launch.run_directory import write_addresses
 from launch.signals import Signals
 from launch.supervisor import Backoff, Supervised
@@ -59,11 +61,15 @@ class LocalCluster:
         self._workers = [Supervised(name, partial(self._worker_spec, name), console, backoff) for name in members.parts]
         self._all = self._workers
         self._coordinator: Supervised | None = None
+        self._batches: Supervised | None = None
         self._addresses: Addresses | None = members.addresses
         self._remote_pending: set[str] = set()
         if members.has_coordinator:
             self._coordinator = Supervised(COORDINATOR, self._coordinator_spec, console, backoff)
             self._all = [self._coordinator, *self._workers]
+            if members.has_batches:
+                self._batches = Supervised(BATCHES, self._batches_spec, console, backoff)
+                self._all.append(self._batches)
             self._addresses = None
             here = {part.worker.name for part in members.parts.values()}
             self._remote_pending = {worker.name for worker in members.plan.topology.workers} - here
@@ -103,6 +109,8 @@ class LocalCluster:
         if self._coordinator is not None:
             self._tick_coordinator(self._coordinator)
         self._hurry_missing_roles()
+        if self._batches is not None:
+            self._tick_batches(self._batches)
         for worker in self._workers:
             if time.monotonic() < self._restart_left_until:
                 worker.left = False
@@ -132,6 +140,20 @@ class LocalCluster:
             coordinator.tick()
         if coordinator.child is not None and not coordinator.joined:
             self._look_for_ready_file(coordinator)
+
+    def _tick_batches(self, batches: Supervised) -> None:
+        if batches.ever_started:
+            batches.tick()
+        elif self._front_is_up:
+            batches.start()
+        if batches.child is not None and not batches.joined and self._members.batches_ready_file.exists():
+            batches.mark_joined("up")
+
+    def _batches_spec(self) -> ChildSpec:
+        """Returns the spec of a run that starts now; removes the ready-file of the previous run."""
+        with contextlib.suppress(OSError):  # the run directory was checked to be writable
+            self._members.batches_ready_file.unlink(missing_ok=True)
+        return self._members.batches(self._bound())
 
     def _coordinator_spec(self) -> ChildSpec:
         """Returns the spec of a run that starts now; removes the ready-file of the previous run."""
@@ -224,10 +246,15 @@ class LocalCluster:
         deadline = time.monotonic() + limit
         self._console.stage("stopping", f"draining for up to {limit:.0f} s; a second Ctrl-C kills it immediately")
         coordinator = self._coordinator.child if self._coordinator else None
+        batches = self._batches.child if self._batches else None
+        if batches is not None:
+            batches.terminate()
         draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._front_is_up]
         for worker in self._workers:
             if (worker.name, worker.child) not in draining:
                 worker.kill()  # loading, between two runs, or without a coordinator: it has no request
+        if batches is not None and self._batches is not None and self._batches.joined:
+            draining.append((BATCHES, batches))
         if coordinator is not None:
             coordinator.terminate()
             if self._front_is_up:

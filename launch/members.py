@@ -12,8 +12,8 @@ from pathlib import Path
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
 from launch.cores import ranges
-from launch.plan import COORDINATOR, Part, Plan
-from launch.run_directory import READY
+from launch.plan import BATCHES, COORDINATOR, Part, Plan
+from launch.run_directory import BATCHES_READY, READY
 from launch.topology import Topology
 
 
@@ -25,6 +25,7 @@ class Programs:
     coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
     agent: tuple[str, ...] = (sys.executable, "-m", "launch.agent")
     worker: tuple[str, ...] = ("-m",)
+    batches: tuple[str, ...] = (sys.executable, "-m", "batches")
 
     def of_part(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
         """Returns the whole command of a part."""
@@ -84,12 +85,20 @@ class Members:
         return self.plan.topology.coordinator.node in self.nodes
 
     @property
+    def has_batches(self) -> bool:
+        return self.has_coordinator and self.plan.topology.batches is not None
+
+    @property
     def parts(self) -> dict[str, Part]:
         return {part.name: part for part in self.plan.parts if part.node.name in self.nodes}
 
     @property
     def ready_file(self) -> Path:
         return self.run_dir / READY
+
+    @property
+    def batches_ready_file(self) -> Path:
+        return self.run_dir / BATCHES_READY
 
     @property
     def addresses(self) -> Addresses:
@@ -104,6 +113,11 @@ class Members:
         note = "on the same ports" if bound is not None else ""
         environment = {**self.environment, **self.coordinator_environment}
         return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment, note=note)
+
+    def batches(self, bound: Addresses) -> ChildSpec:
+        command = (*self.programs.batches, *self.plan.batches_command(bound.url))
+        command = (*command, "--ready-file", str(self.batches_ready_file))
+        return ChildSpec(BATCHES, command, self.run_dir / f"{BATCHES}.log", self.environment)
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]

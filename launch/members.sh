@@ -11,15 +11,17 @@ esac
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 LAUNCHER LOGS
 
 # The members that this script has started.
-pids=() names=() front=""
+pids=() names=() front="" batches=""
 # started NAME: registers the process that was just put into the background as that member.
 started() {
   pids+=("$!") names+=("$1")
   if [ "$1" = coordinator ]; then front="$!"; fi
+  if [ "$1" = batches ]; then batches="$!"; fi
 }
 
 # A signal drains: through the coordinator while one runs here, else each worker separately.
 stop() {
+  if [ -n "$batches" ]; then kill -TERM "$batches" 2>/dev/null || true; fi
   if [ -z "$front" ] || ! kill -TERM "$front" 2>/dev/null; then
     kill -TERM "${pids[@]}" 2>/dev/null || true
   fi
@@ -36,6 +38,7 @@ wait_for_all() {
       if kill -0 "$pid" 2>/dev/null; then continue; fi
       wait "$pid" && status=0 || status=$?
       unset "pids[index]"
+      if [ "$pid" = "$batches" ]; then batches=""; fi
       if [ "$status" -ne 0 ]; then
         code=$status
         echo "error: $name ended with code $status; its log is $LOGS/$name.log" >&2

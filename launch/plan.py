@@ -15,10 +15,13 @@ from baton.core.errors import StartupError
 from baton.core.names import host_port
 from baton.runtime.options import flags_of
 from launch.cores import Placement, place
-from launch.topology import CoordinatorPlace, Node, Topology, WorkerPlace, part_name
-from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig
+from launch.topology import BatchesPlace, CoordinatorPlace, Node, Topology, WorkerPlace, part_name
+from launch.up_config import BATCHES_FIELDS, COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig
 
 COORDINATOR = "coordinator"
+BATCHES = "batches"
+_AS_COORDINATOR = ("strict_fields", "request_timeout_s", "drain_timeout_s", "tls_cert_file", "cluster_token_file")
+"""Options of the batches process that, if not given, are those of the coordinator."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -110,9 +113,21 @@ class Plan:
         config = self.topology.coordinator.config
         options = {name: getattr(config, name) for name in ("host", "port", "grpc_port")}
         options |= {"control_host": self.topology.front.address, "control_port": config.control_port}
+        if self.topology.batches is not None:
+            options["batches_address"] = host_port(LOOPBACK, self.topology.batches.config.batches_port)
         given = {name: value for name, value in self.topology.coordinator.options.items() if name != "api_key"}
         named = ("--model", self.model, "--served-model-name", self.served_name)
         return (*named, *flags_of({**options, **given, **(ports or {})}))
+
+    def batches_command(self, url: str = "") -> tuple[str, ...]:
+        """Returns the flags of the batches process, for the coordinator at `url` (the plan's, if empty)."""
+        if self.topology.batches is None:
+            raise AssertionError("the plan has no batches process")
+        place, coordinator = self.topology.batches, self.topology.coordinator
+        options = {"coordinator_url": url or self.url, "batches_port": place.config.batches_port}
+        shared = {name: coordinator.options[name] for name in _AS_COORDINATOR if coordinator.options.get(name)}
+        given = {name: value for name, value in place.options.items() if value != ""}
+        return tuple(flags_of({**options, **shared, **given}))
 
     def agent_flags(self, part: Part) -> tuple[str, ...]:
         """Returns the flags of the agent of a part; torchrun accepts the same."""
@@ -150,6 +165,9 @@ class Plan:
         if self.admin:
             hosts["admin_port"] = front.address
         found = [Listener(front.name, host, getattr(config, key), COORDINATOR, key) for key, host in hosts.items()]
+        if self.topology.batches is not None:
+            port = self.topology.batches.config.batches_port
+            found.append(Listener(front.name, LOOPBACK, port, BATCHES, "batches_port"))
         for worker in self.topology.workers:
             leader, options = self.topology.node(worker.nodes[0]), worker.config
             ports = {"rendezvous_port": worker.rendezvous_port}
@@ -196,7 +214,17 @@ def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) 
         for index in range(count)
     ]
     coordinator = CoordinatorPlace(node.name, options)
-    return Topology(config.model, config.served_model_name, (node,), coordinator, tuple(workers))
+    batches = BatchesPlace({name: getattr(config, name) for name in BATCHES_FIELDS}) if config.batches else None
+    return Topology(config.model, config.served_model_name, (node,), coordinator, tuple(workers), batches)
+
+
+def with_batches_defaults(plan: Plan, data_dir: str, port: int) -> Plan:
+    """Returns the plan with what the batches process lacks before a start: its directory, and a port other than 0."""
+    place = plan.topology.batches
+    if place is None:
+        return plan
+    chosen = {"data_dir": place.config.data_dir or data_dir, "batches_port": place.config.batches_port or port}
+    return replace(plan, topology=replace(plan.topology, batches=BatchesPlace({**place.options, **chosen})))
 
 
 def with_addresses(topology: Topology, addresses: Mapping[str, str]) -> Topology:

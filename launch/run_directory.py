@@ -23,6 +23,8 @@ CLUSTER = "cluster.json"
 TOKEN = "cluster.token"
 KEYS = "api.keys"
 READY = "coordinator.json"
+BATCHES_READY = "batches.json"
+DATA = "data"
 
 ROOM_BYTES = 256 * 1024
 """The space that it needs at a start: for addresses, and the first lines of every log."""
@@ -126,7 +128,7 @@ def _hold(lock: int, wanted: str) -> None:
 
 
 def _remove_addresses(path: Path) -> None:
-    for name in (CLUSTER, READY, TOKEN, KEYS):
+    for name in (CLUSTER, READY, BATCHES_READY, TOKEN, KEYS):
         (path / name).unlink(missing_ok=True)
 
 

@@ -15,6 +15,9 @@
     node = "a"
     host = "0.0.0.0"              # for clients; the node's address if left out
 
+    [batches]                     # files and batches, on the coordinator's node; without this table there are none
+    data_dir = "/var/lib/baton"
+
     [[prefill]]
     nodes = ["b", "c"]            # one job over both
     tensor_parallel = 2
@@ -23,7 +26,7 @@
     [[decode]]
     node = "a"
 
-Every other option of the coordinator or a worker is allowed in its table. An unknown key is an error that suggests the
+Every other option of a process is allowed in its table. An unknown key is an error that suggests the
 nearest name. Nothing here inspects the machine.
 """
 
@@ -38,12 +41,15 @@ from baton.core.commands import Role
 from baton.core.errors import StartupError
 from baton.core.names import address_error, name_error, unbracketed
 from baton.core.reshard import MAX_TENSOR_PARALLEL
-from baton.runtime.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
+from baton.runtime.config import BatchesConfig, CoordinatorConfig, WorkerConfig, from_table, nearest, option
 from launch.cores import parse_cores
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 _GPU = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+")
-_OF_THE_PLAN = ("model", "served_model_name", "worker_id", "coordinator", "control_host", "ready_file", "api_key")
+_OF_THE_PLAN = (
+    *("model", "served_model_name", "worker_id", "coordinator", "control_host", "ready_file", "api_key"),
+    *("batches_address", "batches_host", "coordinator_url"),
+)
 """Not for a topology. A key would be in scripts and on command lines: a topology names a file of keys."""
 
 
@@ -70,6 +76,18 @@ class CoordinatorPlace:
     def config(self) -> CoordinatorConfig:
         """The options of its command line, with defaults for those not given."""
         return CoordinatorConfig(**self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesPlace:
+    """The batches process, on the coordinator's node. `options` are the given options of its command line."""
+
+    options: Mapping[str, Any]
+
+    @property
+    def config(self) -> BatchesConfig:
+        """The options of its command line, with defaults for those not given."""
+        return BatchesConfig(**self.options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +123,7 @@ class Topology:
     nodes: tuple[Node, ...]
     coordinator: CoordinatorPlace
     workers: tuple[WorkerPlace, ...]
+    batches: BatchesPlace | None = None
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
@@ -147,8 +166,8 @@ class _WorkerTable(WorkerConfig):
 
 
 _PLACING = {f.name for f in fields(_WorkerTable)} - {f.name for f in fields(WorkerConfig)}
-_PORTS = {"port", "grpc_port", "control_port", "host", "node"}
-_TABLES = ("options", "nodes", "coordinator", *ROLES)
+_PORTS = {"port", "grpc_port", "control_port", "batches_port", "host", "node"}
+_TABLES = ("options", "nodes", "coordinator", "batches", *ROLES)
 
 
 def parse_topology(file: Mapping[str, object]) -> Topology:
@@ -169,18 +188,19 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
     _reject_duplicates(names, "node")
     shared = _shared(file)
     coordinator = _coordinator(_table(file, "coordinator"), shared, nodes)
+    batches = _batches(_table(file, "batches"), shared) if "batches" in file else None
     workers = [
         _worker(role, index, table, where, shared, names)
         for role in ROLES
         for index, (table, where) in enumerate(_list_of_tables(file, role))
     ]
     parts = [part_name(worker.name, rank) for worker in workers for rank in range(len(worker.nodes))]
-    _reject_duplicates(["coordinator", *parts], "member")
+    _reject_duplicates(["coordinator", "batches", *parts], "member")
     for role in ROLES:
         if not any(worker.role == role for worker in workers):
             raise StartupError(f"topology: no [[{role}]] worker; a cluster needs at least one of each role")
     placed = tuple(_on_gpus(worker, nodes) for worker in workers)
-    return Topology(settings.model, settings.served_model_name, nodes, coordinator, placed)
+    return Topology(settings.model, settings.served_model_name, nodes, coordinator, placed, batches)
 
 
 def _node(table: Mapping[str, object], where: str) -> Node:
@@ -215,6 +235,17 @@ def _coordinator(
     if "host" in table:
         _check(address_error(host), "coordinator: 'host'")
     return CoordinatorPlace(name, {key: value for key, value in table.items() if key != "node"} | {"host": host})
+
+
+def _batches(table: Mapping[str, object], shared: Mapping[str, object]) -> BatchesPlace:
+    own = {f.name for f in fields(BatchesConfig)}
+    table = {**{name: value for name, value in shared.items() if name in own}, **table}
+    found = from_table(BatchesConfig, table, "batches", _OF_THE_PLAN)
+    if not found.data_dir:
+        raise StartupError("batches: 'data_dir' is missing, the directory for files and batches")
+    if not found.batches_port:
+        raise StartupError("batches: 'batches_port' must be a fixed port, not 0: the coordinator needs it")
+    return BatchesPlace(table)
 
 
 def _worker(
@@ -265,10 +296,10 @@ def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:
 
 
 def _shared(file: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the [options] table: fields of the coordinator, of a worker, or of both."""
+    """Returns the [options] table: fields of the coordinator, of the batches process, or of a worker."""
     table = _table(file, "options")
     placed = {*_OF_THE_PLAN, *_PORTS, "link_port", "store_port"}
-    known = {f.name for cls in (CoordinatorConfig, WorkerConfig) for f in fields(cls)} - placed
+    known = {f.name for cls in (BatchesConfig, CoordinatorConfig, WorkerConfig) for f in fields(cls)} - placed
     for name in table:
         if name not in known:
             raise StartupError(f"options: unknown key {name!r}{nearest(name, known)}")

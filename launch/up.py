@@ -11,15 +11,15 @@ from baton.core.errors import StartupError
 from baton.runtime.config import differences
 from baton.runtime.model_source import SMOLLM2_PACKAGE, resolve_model, served_name
 from baton.runtime.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
-from baton.runtime.ports import check_free
+from baton.runtime.ports import check_free, choose_port
 from coordinator.api_keys import FROM_UP, SHORT, digest_of, is_short
 from launch.console import Console, versions
 from launch.gpus import visible_gpus
 from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here
-from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
+from launch.plan import COORDINATOR, LOOPBACK, Plan, check_addresses, local_topology, make_plan, with_batches_defaults
 from launch.plan_checks import check_files, check_memory, check_plan, host_memory_bytes
-from launch.run_directory import run_directory, write_keys, write_token
+from launch.run_directory import DATA, run_directory, write_keys, write_token
 from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig
@@ -48,6 +48,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     check_ports(plan, nodes)
     drain_s = plan.topology.coordinator.options.get("drain_timeout_s", config.drain_timeout_s)
     with run_directory(config.run_dir) as run_dir:
+        plan = with_batches_defaults(plan, str(run_dir / DATA), choose_port(LOOPBACK))
         environment: dict[str, str] = {}
         if nodes == {node.name for node in plan.topology.nodes} and not _names_token(plan):
             environment[TOKEN_VARIABLE] = str(write_token(run_dir))

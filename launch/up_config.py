@@ -9,19 +9,32 @@ from dataclasses import dataclass, fields
 from baton.core.errors import StartupError
 from baton.core.reshard import MAX_TENSOR_PARALLEL
 from baton.engine.kernels.build import CACHE_VARIABLE as CACHE
-from baton.runtime.config import CoordinatorConfig, CoordinatorOptions, WorkerConfig, WorkerOptions, option
+from baton.runtime.config import (
+    BatchesConfig,
+    BatchesOptions,
+    CoordinatorConfig,
+    CoordinatorOptions,
+    WorkerConfig,
+    WorkerOptions,
+    option,
+)
 from baton.runtime.event_log import VARIABLE as EVENT_LOG
 from baton.runtime.process import PARENT_VARIABLE as PARENT
 
 
 @dataclass(frozen=True)
-class UpConfig(CoordinatorOptions, WorkerOptions):
-    """A cluster on this machine: one coordinator, some prefill and some decode workers."""
+class UpConfig(BatchesOptions, CoordinatorOptions, WorkerOptions):
+    """A cluster on this machine: one coordinator, some prefill and some decode workers, files and batches."""
 
     prefill: int = option(1, "prefill workers", low=1, high=256)
     decode: int = option(1, "decode workers", low=1, high=256)
     prefill_tp: int = option(1, "tensor-parallel ranks of a prefill worker", low=1, high=MAX_TENSOR_PARALLEL)
     decode_tp: int = option(1, "tensor-parallel ranks of a decode worker", low=1, high=MAX_TENSOR_PARALLEL)
+    batches: bool = option(True, "start the process that serves /v1/files and /v1/batches")
+    batches_port: int = option(0, "port of that process, on loopback; 0: any free one", low=0, high=65535)
+    data_dir: str = option(
+        "", "directory for files, batches and, with --store, responses; default: files and batches in the run directory"
+    )
     control_port: int = option(0, "port workers dial, on loopback; 0: any free one", low=0, high=65535)
     threads: int = option(0, "compute threads of a worker; 0: the cores divided among the workers", low=0, high=1024)
     prefill_block_size: int = option(0, "--block-size of prefill workers; 0: the same", low=0, high=1024)
@@ -48,13 +61,17 @@ WORKER_FIELDS = tuple(f.name for f in fields(WorkerOptions) if f.name not in ("m
 """Passed on to every worker; its threads follow from its cores, its block size from its role."""
 
 
+BATCHES_FIELDS = tuple(f.name for f in fields(BatchesOptions))
+"""Passed on to the batches process."""
+
+
 def check_environment(environment: Mapping[str, str]) -> None:
     """Refuses a `BATON_*` variable that no process of the cluster reads.
 
     Raises:
         StartupError: names the variable and the nearest known one.
     """
-    known = {f.name for cls in (UpConfig, CoordinatorConfig, WorkerConfig) for f in fields(cls)}
+    known = {f.name for cls in (UpConfig, BatchesConfig, CoordinatorConfig, WorkerConfig) for f in fields(cls)}
     read = {"BATON_" + name.upper() for name in known} | {CACHE, EVENT_LOG, PARENT}
     for name in environment:
         if name.startswith("BATON_") and not name.startswith("BATON_TEST_") and name not in read:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import random
 import socket
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 
 BACKLOG = 1_024
+_FIXED_PORTS = range(20_000, 32_768)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -62,6 +65,20 @@ def open_port(
         pass
     check_free(host, port, flag, what)
     raise StartupError(f"{what} port {port} on {host} cannot be used: gRPC reported no reason")
+
+
+def choose_port(host: str) -> int:
+    """Returns a port that is free now, for a process that starts later. It is below the ports that the kernel gives to
+    connections and to sockets that ask for any port.
+
+    Raises:
+        StartupError: there is none.
+    """
+    for port in random.sample(_FIXED_PORTS, 100):
+        with contextlib.suppress(StartupError):
+            check_free(host, port, "")
+            return port
+    raise StartupError(f"no free port on {host}")
 
 
 def check_free(host: str, port: int, whose: str, what: str = "") -> None:

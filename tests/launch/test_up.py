@@ -199,6 +199,22 @@ def test_startup_error_of_a_worker_is_printed_last_in_a_box(start, agent: str) -
     assert "noise" not in "\n".join(lines) and "fix the cause that the error names" in "\n".join(shown)
 
 
+def test_batches_process_has_the_coordinators_address_and_is_restarted_on_its_own_port(start) -> None:
+    cluster = wait_ready(start(batches=True))
+    pid = cluster.batches_pid()
+    words = command_line(pid)
+    given = dict(zip(words[2::2], words[3::2], strict=False))
+    front = command_line(cluster.coordinator_pid())
+    address = front[front.index("--batches-address") + 1]
+    assert address == f"127.0.0.1:{given['--batches-port']}" and not address.endswith(":0")
+    assert given["--coordinator-url"] == cluster.url and given["--data-dir"] == str(cluster.run_dir / "data")
+    cluster.kill(pid)
+    cluster.wait_until(lambda c: "batches       up   (" in output(c).partition("killed by SIGKILL")[2], "second run")
+    assert command_line(cluster.batches_pid()) == words
+    cluster.stop(0)
+    assert "ended by SIGTERM" in (cluster.run_dir / "batches.log").read_text()
+
+
 def test_startup_error_of_the_coordinator_is_printed_last_in_a_box(start) -> None:
     lines = ended(start(env={"FAKE_COORDINATOR": "refuse"}), expect=3)
     shown = find_box(lines)

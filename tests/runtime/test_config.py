@@ -9,10 +9,18 @@ from typing import Any, get_type_hints
 import pytest
 
 from baton.core.errors import StartupError
-from baton.runtime.config import CoordinatorConfig, EngineConfig, WorkerConfig, differences, resolve, with_step_tokens
+from baton.runtime.config import (
+    BatchesConfig,
+    CoordinatorConfig,
+    EngineConfig,
+    WorkerConfig,
+    differences,
+    resolve,
+    with_step_tokens,
+)
 from launch.up_config import UpConfig
 
-FIELDS = [(cls, f) for cls in (WorkerConfig, CoordinatorConfig) for f in fields(cls)]
+FIELDS = [(cls, f) for cls in (WorkerConfig, BatchesConfig, CoordinatorConfig) for f in fields(cls)]
 NUMBERS = [(cls, f) for cls, f in FIELDS if isinstance(f.default, (int, float)) and not isinstance(f.default, bool)]
 
 NOT_DIALLED = ["nonsense", "", ":", ":8101", "head:", "head", "8101", "head:１", "kopf-ü:8101", "head:8101\n"]

@@ -36,6 +36,7 @@ class Batches:
     runner: BatchRunner
     routes: BatchRoutes
     url: str
+    address: str
 
 
 @asynccontextmanager
@@ -64,7 +65,7 @@ async def with_batches(
         server = make_server(routes)
         parts = [asyncio.create_task(server.serve([sock])), asyncio.create_task(runner.run())]
         try:
-            yield Batches(app, front, store, runner, routes, url)
+            yield Batches(app, front, store, runner, routes, url, address)
         finally:
             parts[1].cancel()
             server.should_exit = server.force_exit = True

@@ -58,7 +58,14 @@ class Cluster:
         return [int(pid) for pid in self.workers()[worker]["pids"]]
 
     def coordinator_pid(self) -> int:
-        return next(pid for pid in self.processes() if "--ready-file" in command_line(pid))
+        return self._pid_of("coordinator")
+
+    def batches_pid(self) -> int:
+        return self._pid_of("batches")
+
+    def _pid_of(self, member: str) -> int:
+        ready_file = f"/{member}.json"
+        return next(pid for pid in self.processes() if any(word.endswith(ready_file) for word in command_line(pid)))
 
     def processes(self) -> list[int]:
         """Returns every running process that the cluster started, including the launcher."""
@@ -132,7 +139,7 @@ def start_cluster(
     """Starts `baton up` without waiting; call `wait_ready`, and `stop` at the end."""
     run_dir.mkdir(parents=True, exist_ok=True)
     output, marker = run_dir / "up.out", uuid.uuid4().hex
-    settings = {"port": 0, "grpc_port": 0, "drain_timeout_s": 10.0, **flags}
+    settings = {"port": 0, "grpc_port": 0, "drain_timeout_s": 10.0, "batches": "data_dir" in flags, **flags}
     command = [*program, "--model", str(model), "--run-dir", str(run_dir)]
     for name, value in settings.items():
         flag = name.replace("_", "-")

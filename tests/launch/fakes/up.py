@@ -22,7 +22,7 @@ def command(config: UpConfig) -> int:
     if os.environ.get("FAKE_AGENT"):
         agent, worker = Programs().agent, ("-m", "tests.launch.fakes.worker")
     coordinator = (sys.executable, str(HERE / "front.py"))
-    programs = Programs(coordinator, agent, worker)
+    programs = Programs(coordinator, agent, worker, batches=(sys.executable, str(HERE / "batches.py")))
     return up(config, programs, Backoff(first_s=float(os.environ.get("FAKE_BACKOFF_S", "0.2")), tries_before_joining=2))
 
 
