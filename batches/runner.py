@@ -58,7 +58,7 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._expiry = Expiry(WINDOW_S)
         self._room = asyncio.Semaphore(MAX_RUNNING)
-        self._sending: set[asyncio.Task[None]] = set()
+        self._sending: set[str] = set()
         self._draining = asyncio.Event()
 
     async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
@@ -101,8 +101,8 @@ class BatchRunner:
         """Sends no further lines, and waits until those that run have their responses on disk."""
         self._draining.set()
         self.wake()
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=timeout_s)
+        if sending := [self._tasks[batch_id] for batch_id in self._sending]:
+            await asyncio.wait(sending, timeout=timeout_s)
 
     def _start(self, unfinished: list[dict[str, Any]]) -> None:
         """Starts batches that are not running, up to MAX_BATCHES; those to be cancelled are always started."""
@@ -161,9 +161,7 @@ class BatchRunner:
         """Runs every line that has no response; returns the batch's final status, empty if it drains before that."""
         running: set[asyncio.Task[tuple[Line, Answer | None]]] = set()
         last, more, status = 0, True, ""
-        this = asyncio.current_task()
-        assert this is not None
-        self._sending.add(this)
+        self._sending.add(batch_id)
         try:
             while running or (more and not self._draining.is_set()):
                 if status := await self._interruption(batch_id, batch["owner"]):
@@ -181,7 +179,7 @@ class BatchRunner:
             await self._keep(running)
             return status or ("" if more else "completed")
         finally:
-            self._sending.discard(this)
+            self._sending.discard(batch_id)
             await _cancel(running)
 
     async def _interruption(self, batch_id: str, owner: str) -> str:

@@ -218,6 +218,10 @@ def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) 
     return Topology(config.model, config.served_model_name, (node,), coordinator, tuple(workers), batches)
 
 
+def without_batches(plan: Plan) -> Plan:
+    return replace(plan, topology=replace(plan.topology, batches=None))
+
+
 def with_batches_defaults(plan: Plan, data_dir: str, port: int) -> Plan:
     """Returns the plan with what the batches process lacks before a start: its directory, and a port other than 0."""
     place = plan.topology.batches

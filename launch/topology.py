@@ -231,6 +231,8 @@ def _coordinator(
     for key in ("port", "grpc_port", "control_port"):
         if getattr(found, key) == 0:
             raise StartupError(f"coordinator: {key!r} must be a fixed port, not 0: workers and clients need it")
+    if found.data_dir and not found.store and "data_dir" not in shared:
+        raise StartupError("coordinator: 'data_dir' is for 'store'; files and batches have their own table, [batches]")
     host = found.host if "host" in table else node.address
     if "host" in table:
         _check(address_error(host), "coordinator: 'host'")

@@ -339,12 +339,8 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
         raise StartupError(f"{where} must be one of {', '.join(choices)}, not {_shown(value)}")
     if f.metadata.get("listens") and isinstance(value, str):
         value = unbracketed(value)
-    if (
-        f.metadata.get("dialled")
-        and isinstance(value, str)
-        and value != f.default
-        and (wrong := host_port_error(value))
-    ):
+    dialled = f.metadata.get("dialled") and value != f.default
+    if dialled and isinstance(value, str) and (wrong := host_port_error(value)):
         raise StartupError(f"{where} {wrong}")
     if f.metadata.get("model_name") and isinstance(value, str) and value and (wrong := model_name_error(value)):
         raise StartupError(f"{where} {wrong}")

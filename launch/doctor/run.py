@@ -27,7 +27,7 @@ from launch.doctor.findings import Finding, check_node, print_verdict
 from launch.doctor.sessions import CheckSessions
 from launch.failure import describe_exit
 from launch.members import Addresses, Members, Programs
-from launch.plan import Plan
+from launch.plan import Plan, without_batches
 from launch.run_directory import run_directory
 from launch.up_config import DoctorConfig
 
@@ -59,7 +59,7 @@ class Check:
     ) -> None:
         self.console = Console()
         self._plan, self._config = plan, config
-        self._members = Members(plan, nodes, run_dir, programs, config.wait_s, DRAIN_S)
+        self._members = Members(without_batches(plan), nodes, run_dir, programs, config.wait_s, DRAIN_S)
         # By part; a worker over several nodes has one on each.
         self._children: dict[str, Child] = {}
         # Why a part ended before it was drained.

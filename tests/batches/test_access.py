@@ -78,7 +78,7 @@ async def test_a_client_cannot_act_for_another_key(tmp_path: Path, text_model: T
 
 
 @pytest.mark.parametrize("batches_key", [None, ""])
-async def test_without_a_cluster_token_nobody_acts_for_a_key(
+async def test_without_a_cluster_token_no_client_acts_for_a_key(
     tmp_path: Path, text_model: TextModel, batches_key: str | None
 ) -> None:
     """With keys and without a token the coordinator has no access key (None); without keys all clients are equal."""

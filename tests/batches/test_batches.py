@@ -119,13 +119,13 @@ async def until_completed(client: openai.AsyncOpenAI, batch_id: str, lines: int)
             await asyncio.sleep(0.01)
 
 
-NOBODY = Owner()
+NO_OWNER = Owner()
 
 
 def store_file(
     store: BatchStore,
     content: bytes = b"x",
-    owner: Owner = NOBODY,
+    owner: Owner = NO_OWNER,
     name: str = "f",
 ) -> dict[str, Any]:
     """Adds an uploaded file to the store and returns its description."""

@@ -14,14 +14,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from batches import store as batch_store
 from baton.core import errors
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.runtime import first_message, status
-from baton.runtime.config import CoordinatorConfig, WorkerConfig
+from baton.runtime.config import BatchesConfig, CoordinatorConfig, WorkerConfig
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import connections as connection_limits
 from coordinator import structured_output, translate
-from coordinator.batches import store as batch_store
 from coordinator.grpc import service as grpc_service
 from coordinator.http import app as http_app
 from coordinator.http import batches as http_batches
@@ -343,6 +343,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "up": lambda: options(UpConfig),
     "doctor": lambda: options(DoctorConfig, UpConfig),
     "coordinator": lambda: options(CoordinatorConfig),
+    "batches": lambda: options(BatchesConfig),
     "worker": lambda: options(WorkerConfig),
     "endpoints": endpoints,
     "served": served,
