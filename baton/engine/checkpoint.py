@@ -22,6 +22,7 @@ from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig, parse_config_json, parse_model_config
+from baton.engine.blocks import Blocks
 from baton.engine.gguf_files import GGUFFiles, read_index
 
 _INDEX = "model.safetensors.index.json"
@@ -75,6 +76,17 @@ class Checkpoint:
         if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
             raise StartupError(f"{stored.file.name}: tensor {name} holds NaN or infinite values")
         return tensor
+
+    def blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
+        """Part of a matrix in its blocks, None if it is not stored in blocks of 32 or the part cuts one. StartupError
+        on NaN or Inf."""
+        if not isinstance(self._files, GGUFFiles):
+            return None
+        try:
+            return self._files.blocks(name, rows, columns)
+        except ValueError:
+            file = self.tensors[name].file.name
+            raise StartupError(f"{file}: tensor {name} holds NaN or infinite values") from None
 
 
 class SafetensorsFiles:

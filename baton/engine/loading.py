@@ -75,6 +75,7 @@ def load_runner(
     kernels, kernels_name = choose_kernels(options.kernels, device)
     if int8 and kernels is None:
         raise StartupError(f"quantize int8 needs compiled kernels, not {kernels_name}: set quantize to none")
+    weights.in_blocks = kernels is not None and kernels.computes_blocks and dtype == "bfloat16" and not int8
     if options.exact:
         check_exact(options.block_size, dtype, kernels, kernels_name)
     level = "torch" if kernels is None else kernels.level

@@ -168,9 +168,11 @@ class NativeModel:
         )
 
     def _pack(self, projection: Projection) -> native.Linear:
-        struct, tensors = native.pack_weight(
-            self.kernels, self._arena, projection.weight, projection.bias, projection.scale, dtype=self._dtype
-        )
+        weight, bias, scale, blocks = projection.weight, projection.bias, projection.scale, projection.blocks
+        if blocks is None:
+            struct, tensors = native.pack_weight(self.kernels, self._arena, weight, bias, scale, dtype=self._dtype)
+        else:
+            struct, tensors = native.pack_blocks(self.kernels, self._arena, blocks, bias)
         self._kept += tensors
         return struct
 
@@ -200,4 +202,5 @@ def _by_turns(gate_up: Projection) -> Projection:
     bias, scale = (
         None if of_rows is None else turn(of_rows[:, None])[:, 0] for of_rows in (gate_up.bias, gate_up.scale)
     )
-    return Projection(turn(gate_up.weight), bias, scale)
+    blocks = None if gate_up.blocks is None else gate_up.blocks.each(turn)
+    return Projection(turn(gate_up.weight), bias, scale, blocks)

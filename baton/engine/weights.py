@@ -18,6 +18,7 @@ from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig
 from baton.core.reshard import local_heads
 from baton.engine import quantize
+from baton.engine.blocks import Blocks, stacked
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.parallel import TPGroup
 
@@ -28,11 +29,13 @@ NORM = "model.norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer's weight [out, in] and bias [out]. With `scale` [out] in float32 the weight is int8 steps."""
+    """A linear layer's weight [out, in] and bias [out]. With `scale` [out] in float32 the weight is int8 steps; with
+    `blocks`, which only the compiled kernels read, it has no data (device `meta`)."""
 
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None = None
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,9 @@ def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, 
 class WeightReader:
     """Reads one rank's share of a verified checkpoint in the dtype and on the device of the computation.
 
-    With `int8` linear layers are quantised (quantize.py). `bytes_read` is the size of all tensors returned so far.
+    With `int8` linear layers are quantised (quantize.py). With `in_blocks`, which may be set before the first layer is
+    read, those stored in blocks stay so: the same weights in fewer bytes. `bytes_read` is the size of all tensors
+    returned so far.
     Raises StartupError, with the numbers, for sizes that cannot be divided over the ranks.
     """
 
@@ -138,6 +143,7 @@ class WeightReader:
         self.dtype = dtype
         self.device = device
         self._int8 = int8
+        self.in_blocks = False
         self._heads = self._features(group.part(config.num_heads, "num_attention_heads"))
         self._kv_heads = self._features(group.kv_part(config.num_kv_heads))
         self._inner = group.part(config.intermediate_size, "intermediate_size")
@@ -153,6 +159,9 @@ class WeightReader:
     def head(self) -> Projection:
         """[rows, hidden], padded likewise; with tied embeddings, the embedding itself."""
         name = EMBEDDING if self._config.tie_word_embeddings else HEAD
+        if (blocks := self._blocks(name, self._ids)) is not None:
+            missing = self._rows - len(blocks.codes)
+            return self._of_blocks(blocks.each(lambda rows: F.pad(rows, (0, 0, 0, missing))))
         weight = self._vocabulary(name)
         if self._int8 and quantize.QUANTIZE_HEAD:
             return self._quantized(weight)
@@ -184,21 +193,36 @@ class WeightReader:
 
     def _stacked(self, parts: list[tuple[str, slice]]) -> Projection:
         """Column-parallel layers that read the same input, with their output rows concatenated."""
-        linears = [self._linear(f"{name}.weight", rows) for name, rows in parts]
-        weight = torch.cat([linear.weight for linear in linears])
-        scales = [linear.scale for linear in linears if linear.scale is not None]
         bias = None
         if f"{parts[0][0]}.bias" in self._checkpoint.tensors:
             bias = torch.cat([self._read(f"{name}.bias", rows) for name, rows in parts])
+        each = [self._blocks(f"{name}.weight", rows) for name, rows in parts]
+        blocks = [part for part in each if part is not None]
+        if len(blocks) == len(each) and (joined := stacked(blocks)) is not None:
+            return replace(self._of_blocks(joined), bias=bias)
+        linears = [self._quantized_or_read(f"{name}.weight", rows) for name, rows in parts]
+        weight = torch.cat([linear.weight for linear in linears])
+        scales = [linear.scale for linear in linears if linear.scale is not None]
         return Projection(weight, bias, torch.cat(scales) if scales else None)
 
     def _row_parallel(self, name: str, columns: slice) -> Projection:
         """A layer whose input is split over ranks; its bias is added by rank 0 alone, before the sum."""
-        linear = self._linear(f"{name}.weight", columns=columns)
+        blocks = self._blocks(f"{name}.weight", columns=columns)
+        if blocks is not None:
+            linear = self._of_blocks(blocks)
+        else:
+            linear = self._quantized_or_read(f"{name}.weight", columns=columns)
         has_bias = f"{name}.bias" in self._checkpoint.tensors and self._group.rank == 0
         return replace(linear, bias=self._read(f"{name}.bias") if has_bias else None)
 
-    def _linear(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Projection:
+    def _blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
+        return self._checkpoint.blocks(name, rows, columns) if self.in_blocks else None
+
+    def _of_blocks(self, blocks: Blocks) -> Projection:
+        self.bytes_read += blocks.nbytes
+        return Projection(torch.empty(blocks.codes.shape, dtype=self.dtype, device="meta"), None, blocks=blocks)
+
+    def _quantized_or_read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Projection:
         if self._int8:
             return self._quantized(self._checkpoint.read(name, rows), columns)
         return Projection(self._read(name, rows, columns), None)

@@ -98,6 +98,14 @@ def test_packed_types_are_read_as_the_gguf_package_dequantises_them(
         expected = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
     assert np.array_equal(checkpoint.read(name).numpy(), expected)
     assert np.array_equal(checkpoint.read(name, slice(5, 9), slice(32, 64)).numpy(), expected[5:9, 32:64])
+    blocks = checkpoint.blocks(name, slice(5, 200), slice(32, 224))
+    assert (blocks is None) is (kind not in ("Q8_0", "Q4_0", "Q4_1", "Q4_K"))
+    if blocks is not None:
+        assert np.array_equal(blocks.dequantized().numpy(), expected[5:200, 32:224])
+        assert checkpoint.blocks(name, columns=slice(16, 64)) is None
+        rotated = "model.layers.0.self_attn.q_proj.weight"
+        if kind in TYPES and (of_queries := checkpoint.blocks(rotated)) is not None:
+            assert torch.equal(of_queries.dequantized(), checkpoint.read(rotated))
 
 
 def test_tokens_and_chats_equal_those_of_the_source(source: Callable[..., Path], tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError, StartupError
+from baton.engine.blocks import BLOCK, Blocks
 from baton.engine.kernels.build import LEVELS, CannotBuild, fastest_level, library, processor_levels
 
 GROUP = 32  # outputs of a linear layer that are packed together
-_FLOAT32, _BFLOAT16, _INT8 = range(3)
+_FLOAT32, _BFLOAT16, _INT8, _BLOCKS4, _BLOCKS4_WIDE, _BLOCKS8 = range(6)
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 
@@ -80,6 +81,7 @@ class Step(ctypes.Structure):
 
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
+    "baton_pack_blocks": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "baton_forward": (POINTER(Model), POINTER(Step), c_int64, c_int64),
     "baton_attention": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
     "baton_mlp": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
@@ -107,8 +109,19 @@ class Kernels:
             raise CannotBuild(f"the compiled kernels are not for {level}")
         if self._library.baton_init() != 0:
             raise CannotBuild("the operating system denies this process AMX tiles")
+        self._library.baton_block_bytes.argtypes = c_int, c_int64, c_int64
+        self._library.baton_block_bytes.restype = c_int64
         self.few_rows_match = self._library.baton_few_rows_match() != 0
         """Whether attention of few queries has the same bits by vectors as by tiles; if not, tiles are used (0043)."""
+
+    @property
+    def computes_blocks(self) -> bool:
+        """Whether linear layers compute from weights in blocks; other levels would decode them more slowly than they
+        read them in bf16."""
+        return self.block_bytes(_BLOCKS8, GROUP, BLOCK) > 0
+
+    def block_bytes(self, kind: int, n: int, k: int) -> int:
+        return int(self._library.baton_block_bytes(kind, n, k))
 
     @property
     def name(self) -> str:
@@ -204,3 +217,24 @@ def pack_weight(
     tensors = (packed, floats, scale)
     struct = Linear(*(None if tensor is None else tensor.data_ptr() for tensor in tensors), n, k, kind)
     return struct, [tensor for tensor in tensors if tensor is not None]
+
+
+def pack_blocks(kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | None) -> tuple[Linear, list[Tensor]]:
+    """Packs weights in blocks and bias [n] for rows in bf16. Returns the packed weight, and the tensors that it points
+    to."""
+    n, k = blocks.codes.shape
+    if blocks.minima is None:
+        kind, minima = _BLOCKS8, blocks.scales
+    else:
+        minima = blocks.minima
+        kind = _BLOCKS4 if all(map(_is_half, (blocks.scales, minima))) else _BLOCKS4_WIDE
+    packed = arena.take(kernels.block_bytes(kind, n, k))
+    floats = None if bias is None else bias.float().contiguous()
+    given = [tensor.contiguous() for tensor in (blocks.codes, blocks.scales, minima)]
+    kernels.pack_blocks(kind, *(tensor.data_ptr() for tensor in given), n, k, packed.data_ptr())
+    tensors = [packed] if floats is None else [packed, floats]
+    return Linear(packed.data_ptr(), None if floats is None else floats.data_ptr(), None, n, k, kind), tensors
+
+
+def _is_half(values: Tensor) -> bool:
+    return torch.equal(values.half().float(), values)

@@ -3,6 +3,7 @@
 
 #include "gemm.h"
 
+#include "gemm_blocks.h"
 #include "gemm_put.h"
 #include "tiles.h"
 
@@ -11,10 +12,11 @@ namespace {
 
 constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all rows are computed
 constexpr int64_t AHEAD = 8192;         // bytes by which weights are prefetched ahead
+constexpr int64_t FEW_ROWS = 12;        // rows for which blocks are decoded in registers, once
 
 thread_local Scratch unpacked;
 
-template <class E, int ROWS>
+template <class E, class Tile, int ROWS>
 void vector_rows(
     const Linear& layer, const char* weight, const E* x, int64_t ldx, int64_t tiles, void* y, int64_t ldy, int64_t row,
     int64_t group, Into into) {
@@ -22,20 +24,20 @@ void vector_rows(
   for (int r = 0; r < ROWS; ++r) left[r] = right[r] = _mm512_setzero_ps();
   const char* from = reinterpret_cast<const char*>(x + row * ldx);
   const int64_t stride = ldx * sizeof(E);
-  for (int64_t tile = 0; tile < tiles; ++tile) {
+  constexpr int64_t LINES = Tile::BYTES / TILE;  // bytes of a tile for each dword of k
+  for (int64_t tile = 0; tile < tiles; ++tile, weight += 2 * Tile::BYTES) {
+    const Tile upper(weight), lower(weight + Tile::BYTES);
     for (int64_t d = 0; d < TILE; ++d) {
-      const __m512i a = _mm512_loadu_si512(weight), b = _mm512_loadu_si512(weight + TILE_BYTES);
-      _mm_prefetch(weight + AHEAD, _MM_HINT_T0);
-      _mm_prefetch(weight + AHEAD + TILE_BYTES, _MM_HINT_T0);
+      const __m512i a = upper.dword(d), b = lower.dword(d);
+      _mm_prefetch(weight + AHEAD + d * LINES, _MM_HINT_T0);
+      _mm_prefetch(weight + AHEAD + d * LINES + Tile::BYTES, _MM_HINT_T0);
       for (int r = 0; r < ROWS; ++r) {
         const __m512i value = broadcast_dword(from + r * stride);
         left[r] = multiply_add<E>(left[r], value, a);
         right[r] = multiply_add<E>(right[r], value, b);
       }
-      weight += 64;
       from += 4;
     }
-    weight += TILE_BYTES;
   }
   alignas(64) float sums[2][ROWS][16];
   for (int r = 0; r < ROWS; ++r) {
@@ -45,19 +47,19 @@ void vector_rows(
   put_tiles<E>(into, layer, &sums[0][0][0], &sums[1][0][0], int64_t(ROWS), y, ldy, row, group);
 }
 
-template <class E>
+template <class E, class Tile>
 void vector_group(
     const Linear& layer, const char* weight, const E* x, int64_t ldx, int64_t first, int64_t last, void* y, int64_t ldy,
     int64_t group, Into into) {
   const int64_t tiles = padded_dwords<E>(layer.k) / TILE;
   while (last - first >= 12) {
-    vector_rows<E, 12>(layer, weight, x, ldx, tiles, y, ldy, first, group, into);
+    vector_rows<E, Tile, 12>(layer, weight, x, ldx, tiles, y, ldy, first, group, into);
     first += 12;
   }
   switch (last - first) {
 #define BATON_ROWS(n) \
   case n: \
-    vector_rows<E, n>(layer, weight, x, ldx, tiles, y, ldy, first, group, into); \
+    vector_rows<E, Tile, n>(layer, weight, x, ldx, tiles, y, ldy, first, group, into); \
     break;
     BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6)
     BATON_ROWS(7) BATON_ROWS(8) BATON_ROWS(9) BATON_ROWS(10) BATON_ROWS(11)
@@ -146,6 +148,18 @@ const char* widen(const int8_t* from, int64_t count) {
   return reinterpret_cast<const char*>(to);
 }
 
+// Decodes the blocks of groups [first, last).
+template <class Tile>
+const char* decode(const char* from, int64_t tiles) {
+  char* to = unpacked.get(tiles * TILE_BYTES);
+  for (int64_t i = 0; i < tiles; ++i, from += Tile::BYTES) {
+    for (int64_t line = 0; line < Tile::BYTES; line += 64) _mm_prefetch(from + AHEAD + line, _MM_HINT_T0);
+    const Tile tile(from);
+    for (int64_t d = 0; d < TILE; ++d) _mm512_store_si512(to + i * TILE_BYTES + d * 64, tile.dword(d));
+  }
+  return to;
+}
+
 template <class E>
 void unit_of_groups(
     const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int64_t first_group,
@@ -157,8 +171,30 @@ void unit_of_groups(
 #endif
     for (int64_t row = 0; row < rows; row += 48)
       for (int64_t group = first; group < last; ++group)
-        vector_group<E>(layer, weight(group), x, ldx, row, std::min(row + 48, rows), y, ldy, group, into);
+        vector_group<E, StoredTile<E>>(
+            layer, weight(group), x, ldx, row, std::min(row + 48, rows), y, ldy, group, into);
   };
+  if constexpr (sizeof(E) == 2) {
+    if (in_blocks(Kind(layer.kind))) {
+      const int64_t tiles = 2 * layer.k / BLOCK_WEIGHTS;
+      by_kind(Kind(layer.kind), [&](auto* tile) {
+        using Tile = std::remove_pointer_t<decltype(tile)>;
+        const char* weights = static_cast<const char*>(layer.weight);
+        const int64_t bytes = tiles * Tile::BYTES;
+        if (BATON_LEVEL == 2 && rows <= FEW_ROWS) {
+          for (int64_t group = first_group; group < last_group; ++group)
+            vector_group<E, Tile>(layer, weights + group * bytes, x, ldx, 0, rows, y, ldy, group, into);
+          return;
+        }
+        const int64_t step = rows <= 32 ? 1 : last_group - first_group;
+        for (int64_t first = first_group; first < last_group; first += step) {
+          const char* wide = decode<Tile>(weights + first * bytes, step * tiles);
+          compute(first, first + step, [&](int64_t group) { return wide + (group - first) * tiles * TILE_BYTES; });
+        }
+      });
+      return;
+    }
+  }
   if (Kind(layer.kind) != Kind::INT8) {
     compute(first_group, last_group, [&](int64_t group) {
       return static_cast<const char*>(layer.weight) + group * elements * sizeof(E);
@@ -199,6 +235,50 @@ void pack(const W* weight, int64_t n, int64_t k, W* packed) {
               const int64_t at = (tile * TILE + d) * PER_DWORD<E> + e;
               *packed++ = row < n && at < k ? weight[row * k + at] : W(0);
             }
+}
+
+int64_t block_bytes(Kind kind, int64_t n, int64_t k) {
+  const int64_t tiles = round_up(n, GROUP) / TILE * (k / BLOCK_WEIGHTS);
+  return by_kind(kind, [&](auto* tile) { return tiles * std::remove_pointer_t<decltype(tile)>::BYTES; });
+}
+
+void pack_blocks(
+    Kind kind, const uint8_t* codes, const float* scales, const float* minima, int64_t n, int64_t k, char* packed) {
+  const int64_t groups = round_up(n, GROUP) / GROUP, blocks = k / BLOCK_WEIGHTS;
+  const bool eight = kind == Kind::BLOCKS8;
+  auto put = [&](const float* values, int64_t first, int64_t block) {
+    float sixteen[TILE] = {};
+    for (int64_t column = 0; column < std::min(TILE, n - first); ++column)
+      sixteen[column] = values[(first + column) * blocks + block];
+    const __m512 stored = _mm512_loadu_ps(sixteen);
+    if (kind == Kind::BLOCKS4_WIDE) {
+      _mm512_storeu_ps(packed, stored);
+      packed += 64;
+    } else {
+      const __m256i halves = _mm512_cvtps_ph(stored, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(packed), halves);
+      packed += 32;
+    }
+  };
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t block = 0; block < blocks; ++block)
+      for (int64_t half = 0; half < 2; ++half) {
+        const int64_t first = group * GROUP + half * TILE;
+        put(scales, first, block);
+        if (!eight) put(minima, first, block);
+        for (int64_t d = 0; d < TILE; ++d)
+          for (int64_t column = 0; column < TILE; ++column) {
+            const uint8_t* two = codes + (first + column) * k + block * BLOCK_WEIGHTS + 2 * d;
+            const uint8_t even = first + column < n ? two[0] : 0, odd = first + column < n ? two[1] : 0;
+            if (eight) {
+              packed[d * 32 + column] = char(even);
+              packed[d * 32 + 16 + column] = char(odd);
+            } else {
+              packed[d * 16 + column] = char(even | odd << 4);
+            }
+          }
+        packed += eight ? 512 : 256;
+      }
 }
 
 #define BATON_INSTANTIATE(E) \

@@ -4,6 +4,10 @@
 // 16 rows (dwords of k) by 16 outputs, 1 KiB each. So a group is one stream that is read front to back, and AMX or a
 // vector product uses a tile as it is. Missing outputs and missing k are zeros.
 //
+// Weights in blocks (bf16 only): 32 values of k of an output have a scale and, with 4 bits, a minimum, and a weight is
+// bf16(code * scale + minimum), rounded once to float32 and once to bf16. A tile is then 16 outputs' scales, minima and
+// codes for one block. The products are those of the same weights in bf16, bit for bit.
+//
 // Every output is summed over k in one order, for any number of rows: the bits of a row do not depend on the others.
 #pragma once
 
@@ -13,7 +17,15 @@ namespace baton {
 
 constexpr int64_t GROUP = 32;  // outputs
 
-enum class Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+enum class Kind : int32_t {
+  FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2,
+  BLOCKS4 = 3,        // codes 0 to 15, scales and minima in float16
+  BLOCKS4_WIDE = 4,   // the same with both in float32
+  BLOCKS8 = 5,        // codes -128 to 127, scales in float16
+};
+constexpr int64_t BLOCK_WEIGHTS = 32;
+
+inline bool in_blocks(Kind kind) { return kind == Kind::BLOCKS4 || kind == Kind::BLOCKS4_WIDE || kind == Kind::BLOCKS8; }
 
 // Mirrored by ctypes (native.py). `weight` is packed; with INT8 each output has a `scale`.
 struct Linear {
@@ -37,5 +49,14 @@ void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y,
 // Packs weight [n, k] of W into [n_padded * k_padded] for rows of E; W is E, or int8 with the scales in the layer.
 template <class E, class W>
 void pack(const W* weight, int64_t n, int64_t k, W* packed);
+
+#if BATON_LEVEL >= 2
+// The bytes of packed weights in blocks; k is a whole number of blocks.
+int64_t block_bytes(Kind kind, int64_t n, int64_t k);
+
+// Packs codes [n, k], one a byte, and scales and minima [n, k / 32] for rows of bf16.
+void pack_blocks(
+    Kind kind, const uint8_t* codes, const float* scales, const float* minima, int64_t n, int64_t k, char* packed);
+#endif
 
 }  // namespace baton

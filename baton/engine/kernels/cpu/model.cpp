@@ -209,6 +209,22 @@ void baton_pack(int is_bf16, int is_int8, const void* weight, int64_t n, int64_t
                        : pack<E>(static_cast<const E*>(weight), n, k, static_cast<E*>(packed)));
 }
 
+// Returns the bytes of weights in blocks (gemm.h), or -1 if this level does not compute them.
+int64_t baton_block_bytes(int kind, int64_t n, int64_t k) {
+#if BATON_LEVEL >= 2
+  return block_bytes(Kind(kind), n, k);
+#else
+  return -1;
+#endif
+}
+
+void baton_pack_blocks(
+    int kind, const uint8_t* codes, const float* scales, const float* minima, int64_t n, int64_t k, void* packed) {
+#if BATON_LEVEL >= 2
+  pack_blocks(Kind(kind), codes, scales, minima, n, k, static_cast<char*>(packed));
+#endif
+}
+
 void baton_forward(const Model* model, const Step* step, int64_t first, int64_t last) {
   BATON_BY_TYPE(model->is_bf16, forward<E>(*model, *step, first, last));
 }

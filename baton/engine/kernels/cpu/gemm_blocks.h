@@ -1,0 +1,76 @@
+// Tiles of packed weights as a product reads them: 16 registers of two values of k by 16 outputs, stored or in blocks.
+#pragma once
+
+#include "gemm.h"
+
+namespace baton {
+namespace {
+
+// 16 dwords of k by 16 outputs, as stored.
+template <class E>
+struct StoredTile {
+  static constexpr int64_t BYTES = TILE_BYTES;
+  const char* from;
+  explicit StoredTile(const char* at) : from(at) {}
+  __m512i dword(int64_t d) const { return _mm512_loadu_si512(from + 64 * d); }
+};
+
+BATON_LANES __m512 sixteen(const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+BATON_LANES __m512 sixteen(const float* from) { return _mm512_loadu_ps(from); }
+
+// Rounds two values of k of 16 outputs to bf16, next to each other for each output.
+BATON_LANES __m512i pairs(__m512 even, __m512 odd) {
+  const __m512i order = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+}
+
+// A block of 4-bit codes: 16 scales, 16 minima, and for each two values of k 16 bytes with the even one in the low bits.
+template <class Scale>
+struct Tile4 {
+  static constexpr int64_t SCALES = 32 * sizeof(Scale), BYTES = SCALES + 256;
+  const char* codes;
+  __m512 scale, minimum;
+  explicit Tile4(const char* at)
+      : codes(at + SCALES),
+        scale(sixteen(reinterpret_cast<const Scale*>(at))),
+        minimum(sixteen(reinterpret_cast<const Scale*>(at) + 16)) {}
+  __m512i dword(int64_t d) const {
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * d)));
+    const __m512 even = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+    const __m512 odd = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+    return pairs(_mm512_fmadd_ps(even, scale, minimum), _mm512_fmadd_ps(odd, scale, minimum));
+  }
+};
+
+// A block of 8-bit codes: 16 scales, and for each two values of k 16 codes of the even one and 16 of the odd one.
+struct Tile8 {
+  static constexpr int64_t SCALES = 32, BYTES = SCALES + 512;
+  const char* codes;
+  __m512 scale;
+  explicit Tile8(const char* at) : codes(at + SCALES), scale(sixteen(reinterpret_cast<const uint16_t*>(at))) {}
+  __m512i dword(int64_t d) const {
+    const __m128i* from = reinterpret_cast<const __m128i*>(codes + 32 * d);
+    const __m512 even = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
+    const __m512 odd = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
+    return pairs(_mm512_mul_ps(even, scale), _mm512_mul_ps(odd, scale));
+  }
+};
+
+// Calls `work` with a null pointer to the tile of a kind in blocks.
+template <class Work>
+auto by_kind(Kind kind, Work work) {
+  switch (kind) {
+    case Kind::BLOCKS4:
+      return work(static_cast<Tile4<uint16_t>*>(nullptr));
+    case Kind::BLOCKS4_WIDE:
+      return work(static_cast<Tile4<float>*>(nullptr));
+    default:
+      return work(static_cast<Tile8*>(nullptr));
+  }
+}
+
+}  // namespace
+}  // namespace baton
