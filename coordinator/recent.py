@@ -52,10 +52,8 @@ class Record:
 
 
 class RecentRequests:
-    """Complete state: the last KEPT records, the oldest first."""
-
     def __init__(self) -> None:
-        self._ended: deque[Record] = deque(maxlen=KEPT)
+        self._ended: deque[Record] = deque(maxlen=KEPT)  # the oldest first
 
     def ended(self, choice: Choice, outcome: str, now: float) -> Record:
         """Adds and returns the record of an ended choice; `now` is on the clock of `choice`."""

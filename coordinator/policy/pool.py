@@ -29,10 +29,10 @@ Prefix = Mapping[int, tuple[bytes, ...]]
 
 
 class HeldIndex:
-    """Complete state: for each hint a mask with one bit for each worker that holds the block."""
+    """Finds the workers that hold a block, by its hint."""
 
     def __init__(self) -> None:
-        self._masks: dict[bytes, int] = {}
+        self._masks: dict[bytes, int] = {}  # one bit for each worker that holds the block
 
     def __len__(self) -> int:
         return len(self._masks)
@@ -64,16 +64,13 @@ class HeldIndex:
 
 
 class HeldBlocks:
-    """Complete state: the hints of the blocks that one worker can reuse, at most `limit`, the size of its pool; the
-    index has them too, under the worker's `bit`.
-
-    Events take time to arrive and a block may be evicted before a request arrives, so routing uses this only as a hint.
-    """
+    """The blocks that one worker can reuse. Events take time to arrive and a block may be evicted before a request
+    arrives, so routing uses this only as a hint."""
 
     def __init__(self, limit: int, index: HeldIndex | None = None, bit: int = 1) -> None:
-        self._limit, self._bit = limit, bit
+        self._limit, self._bit = limit, bit  # the size of the worker's pool, and its bit in the index
         self._index = HeldIndex() if index is None else index
-        self._hints: set[bytes] = set()
+        self._hints: set[bytes] = set()  # in the index too
 
     def __len__(self) -> int:
         return len(self._hints)
@@ -106,9 +103,9 @@ class Worker:
     """One incarnation of a worker. Times are seconds on the caller's lease clock, except `drain_by`, the time on
     the caller's monotonic clock at which a draining worker gives back what it still has. `load` is its latest report.
 
-    `reserved_blocks`, `backlog_tokens`, `running` and `growth` count what the dispatcher has placed here: reserved
-    blocks only until the KV has arrived, after which the worker's own report includes them; growth in further blocks
-    that the sequences are expected to need.
+    `reserved_blocks`, `backlog_tokens`, `running` and `growth` are the sums of what choices hold here (`Choice.held`):
+    reserved blocks only until the KV has arrived, after which the worker's own report includes them; growth in further
+    blocks that the sequences are expected to need.
 
     `room` is derived from all of these: the tokens that a prefill worker, or the blocks that a decode worker, can still
     accept; negative while it accepts nothing. `rank` orders suitable workers, the lowest first: by backlog, or by
@@ -262,21 +259,19 @@ LOAD_COLUMNS = tuple(field.name for field in fields(Load) if field.name not in _
 
 
 class Pool:
-    """The present workers of one role, sorted by name. Complete state: the workers, each with its slot in the index;
-    `grown`, set when a request that found no room may find it now (a worker gained room or blocks, joined, left or
-    changed state); `lengths`, the least and greatest `max_model_len` of the workers that do not drain, or of the last
-    ones that did not, None before the first; and cached limits."""
+    """The present workers of one role."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
-        self.workers: list[Worker] = []
+        self.workers: list[Worker] = []  # sorted by name
         self.index = HeldIndex()
-        self.grown = True
+        self.grown = True  # a worker gained room or blocks, joined, left or changed state since `place` had no room
         self.block_sizes: set[int] = set()
+        # The least and greatest `max_model_len` of the workers that do not drain, or of the last ones that did not.
         self.lengths: tuple[int, int] | None = None
-        self._slots: list[Worker | None] = []
-        self._capacity: int | None = None
-        self._least_tokens: int | None = None
+        self._slots: list[Worker | None] = []  # by bit in the index
+        self._capacity: int | None = None  # cached
+        self._least_tokens: int | None = None  # cached
 
     def add(self, worker: Worker) -> int:
         """Adds a worker and returns its slot. Called only by `Worker`."""

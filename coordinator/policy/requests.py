@@ -269,14 +269,14 @@ class Requests:
             ([QUEUED], [Placed], to(self._on_placed, PREFILL)),
             ([QUEUED], from_workers, to(self._on_stale)),
             ([PREFILL], [PrefillTokens], to(self._on_first_token, HANDOVER, PARKED, ENDED)),
-            ([HANDOVER, PARKED, DECODE], [PrefillTokens], to(self._on_late_prefill_tokens, ENDED)),
+            ([HANDOVER, PARKED, DECODE], [PrefillTokens], to(self._end_if_complete, ENDED)),
             ([PREFILL, PARKED], [DecodeTokens], to(self._on_decode_tokens, DECODE, QUEUED, ENDED)),
             ([HANDOVER, DECODE], [DecodeTokens], to(self._on_decode_tokens, DECODE, ENDED)),
             (AT_WORKERS, [HandedOverBy], to(self._on_handed_over, DECODE, QUEUED, ENDED)),
             ([PREFILL], [ParkedBy], to(self._on_parked_early, ENDED)),
             ([HANDOVER], [ParkedBy], to(self._on_parked, PARKED, ENDED)),
             ([PARKED], [ParkedBy], to(ignore)),  # repeated after a redial
-            ([PARKED], [OfferDue], to(self._on_offer_due, HANDOVER)),
+            ([PARKED], [OfferDue], to(self._offer, HANDOVER)),
             ([DECODE], [ParkedBy], to(self._on_lost_ack, QUEUED)),
             (AT_WORKERS, [EndedBy], to(self._on_ended, QUEUED, ENDED)),
             ([PREFILL], [LostWorker], to(self._on_lost_prefill, QUEUED, ENDED)),
@@ -288,7 +288,7 @@ class Requests:
             ([ENDED], [Stop, Fail], to(ignore)),
             ([ENDED], [PrefillTokens, DecodeTokens], to(self._on_stale)),
             ([ENDED], [HandedOverBy], to(self._on_late_hand_over)),
-            ([ENDED], [ParkedBy], to(self._on_unneeded_kv)),
+            ([ENDED], [ParkedBy], to(self._drop_kv)),
             ([ENDED], [EndedBy], to(self._on_late_end)),
         ]
         return {(stage, event): row for stages, events, row in rows for stage in stages for event in events}
@@ -327,7 +327,7 @@ class Requests:
         if choice is not None and choice.attempt == sequence.attempt:
             return handle(self.table, choice, event, now)
         if choice is None and isinstance(event, ParkedBy):
-            return self._drop_kv(event)
+            return self._drop_kv(choice, event, now)
         return self._stale(event.worker, sequence)  # not aborted if parked: the current attempt may offer its KV
 
     def _on_placed(self, choice: Choice, event: Placed, now: float) -> list[Action]:
@@ -338,17 +338,14 @@ class Requests:
     def _on_first_token(self, choice: Choice, event: PrefillTokens, now: float) -> list[Action]:
         self._move(choice, PARKED if choice.kv_parked else HANDOVER, now)
         if choice.journal.finish is None and choice.kv_parked:
-            return self._offer(choice, now)
-        return self._end_if_complete(choice, now)
-
-    def _on_late_prefill_tokens(self, choice: Choice, event: PrefillTokens, now: float) -> list[Action]:
-        return self._end_if_complete(choice, now)
+            return self._offer(choice, event, now)
+        return self._end_if_complete(choice, event, now)
 
     def _on_decode_tokens(self, choice: Choice, event: DecodeTokens, now: float) -> list[Action]:
         self._start_decode(choice, event.worker, now)
         if choice.kv_parked and choice.journal.finish is None:
             return self._reschedule(choice, _LOST_ACK, now)
-        return self._end_if_complete(choice, now)
+        return self._end_if_complete(choice, event, now)
 
     def _on_handed_over(self, choice: Choice, event: HandedOverBy, now: float) -> list[Action]:
         choice.add_stamps(event.event.stamps)
@@ -372,12 +369,9 @@ class Requests:
         if choice.ended:
             return actions
         self._move(choice, PARKED, now)
-        if choice.attempt == choice.request.attempt:
-            actions += self._offer(choice, now)  # later offers wait for `offer_at`, since the workers have just refused
+        if choice.attempt == choice.request.attempt:  # later offers wait, since the workers have just refused
+            actions += self._offer(choice, event, now)
         return actions
-
-    def _on_offer_due(self, choice: Choice, event: OfferDue, now: float) -> list[Action]:
-        return self._offer(choice, now)
 
     def _on_lost_ack(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
         """Its decode worker has started, and its prefill worker has made it end the sequence."""
@@ -433,9 +427,6 @@ class Requests:
         choice.add_stamps(event.event.stamps)
         return [Send(event.worker, ReleaseRecords((choice.sequence,)))]
 
-    def _on_unneeded_kv(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
-        return self._drop_kv(event)
-
     def _on_late_end(self, choice: Choice, event: EndedBy, now: float) -> list[Action]:
         choice.add_stamps(event.event.stamps)
         return []
@@ -470,7 +461,7 @@ class Requests:
             actions += self._fail(choice, HandoffError(message, retry_after_s=1), now)
         return actions
 
-    def _offer(self, choice: Choice, now: float) -> list[Action]:
+    def _offer(self, choice: Choice, event: PrefillTokens | ParkedBy | OfferDue, now: float) -> list[Action]:
         """Offers parked KV to new decode workers under the next attempt, if one has room and prefill is connected."""
         if not self.workers.connected(choice.prefill_worker):
             return []
@@ -514,7 +505,7 @@ class Requests:
         self.rescheduled += 1
         return actions
 
-    def _end_if_complete(self, choice: Choice, now: float) -> list[Action]:
+    def _end_if_complete(self, choice: Choice, event: PrefillTokens | DecodeTokens, now: float) -> list[Action]:
         """Ends a choice with all its tokens. Prefill sends the log-probabilities of the prompt, maybe after decode's
         last token; parked KV has to be aborted."""
         if choice.journal.finish is None or choice.awaits_prompt_logprobs:
@@ -543,7 +534,7 @@ class Requests:
             actions.append(Send(worker, ReleaseRecords((sequence,))))
         return actions
 
-    def _drop_kv(self, event: ParkedBy) -> list[Action]:
+    def _drop_kv(self, choice: Choice | None, event: ParkedBy, now: float) -> list[Action]:
         """Aborts KV that its prefill worker would keep until then."""
         sequence = event.event.sequence
         drop = Abort(sequence, "no request needs its KV", tombstone_s=0.0)

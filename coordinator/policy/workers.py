@@ -38,17 +38,14 @@ class Joined(NamedTuple):
 
 
 class WorkerTable:
-    """Complete state: `_workers` by name, with the present ones also in the pool of their role; `_left`, the last
-    incarnation that drained under each name. `own` is the coordinator's model."""
-
     def __init__(self, lease_s: float, own: OwnModel | None = None) -> None:
         if not lease_s > 0:
             raise InvariantError(f"the lease must be above 0 s, not {lease_s} s")
         self.lease_s = lease_s
-        self._own = own
-        self._workers: dict[str, Worker] = {}
-        self._left: dict[str, int] = {}
-        self.prefill, self.decode = Pool("prefill"), Pool("decode")
+        self._own = own  # the coordinator's model
+        self._workers: dict[str, Worker] = {}  # by name
+        self._left: dict[str, int] = {}  # the last incarnation that drained under each name
+        self.prefill, self.decode = Pool("prefill"), Pool("decode")  # the present ones
 
     def get(self, worker_id: str) -> Worker | None:
         """Returns the present worker of that name, if any."""
