@@ -15,36 +15,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import IO, NoReturn
+from dataclasses import asdict, dataclass
+from typing import NoReturn
 
-from baton.core.liveness import AGENT_SILENCE_S, KILL_DELAY_S
+from baton.core.errors import StartupError
 from baton.core.ranks import STORE_VARIABLE
 from baton.runtime.options import EXIT_STARTUP_ERROR
-from baton.runtime.process import (
-    BEAT_VARIABLE,
-    ERROR_FILE_VARIABLE,
-    EXIT_RANK_LOST,
-    PARENT_VARIABLE,
-    die_with_parent,
-    kill_tree,
-)
+from baton.runtime.process import EXIT_RANK_LOST, die_with_parent, record_error
+from launch.child import Child, ChildSpec
 from launch.failure import Failure, box
 from launch.signals import Signals
+from launch.supervisor import run_together
 
 SECONDARY_EXIT_CODES = (EXIT_RANK_LOST, -signal.SIGTERM)
 """Exit codes of a rank that ended because another rank did: by itself, or at a SIGTERM."""
-
-TICK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,142 +103,56 @@ def parse_job(argv: Sequence[str], program: str = "launch.agent") -> Job:
     return Job(module[0], tuple(module[1:]), found.nnodes, found.node_rank, found.nproc_per_node, *meet)
 
 
-class Rank:
-    """One child process. `code` is its exit code, below 0 for a signal; `hung` is why this agent killed it."""
-
-    def __init__(self, job: Job, local_rank: int, port: int, store: socket.socket | None) -> None:
-        """Raises OSError when it cannot be started."""
-        self.number = job.node_rank * job.ranks + local_rank
-        self.code: int | None = None
-        self.hung = ""
-        # An unlinked file: it disappears with the processes, however they end.
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._beats, beats = os.pipe()
-        os.set_blocking(self._beats, False)
-        self._last_beat: float | None = None
-        files = [self._errors.fileno(), beats]
-        variables = {
-            **job.environment(local_rank, port),
-            ERROR_FILE_VARIABLE: f"/dev/fd/{files[0]}",
-            BEAT_VARIABLE: str(beats),
-        }
-        if store is not None:
-            files.append(store.fileno())
-            variables[STORE_VARIABLE] = str(store.fileno())
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", job.module, *job.arguments],
-                env={**os.environ, **variables},
-                pass_fds=files,
-                start_new_session=True,
-            )
-        finally:
-            os.close(beats)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def reason(self) -> str:
-        """Why the agent killed it, or what it left with `baton.runtime.process.record_error`; empty without either."""
-        if self.hung:
-            return self.hung
-        self._errors.seek(0)
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            return str(json.loads(self._errors.read())["message"]["message"])
-        return ""
-
-    def poll(self, now: float, *, reset_heartbeat: bool = False) -> None:
-        """Detects that it ended, or that it hangs; `reset_heartbeat` ignores its silence so far."""
-        if self.code is not None:
-            return
-        if reset_heartbeat and self._last_beat is not None:
-            self._last_beat = now
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._beats, 512):
-                self._last_beat = now
-        self.code = self._process.poll()
-        if self.code is not None:
-            os.close(self._beats)
-            if self.code != 0:  # its own children, such as a compiler, end with it
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.pid, signal.SIGTERM)
-        elif self._last_beat is not None and now - self._last_beat >= AGENT_SILENCE_S:
-            self.kill(f"hung: no heartbeat for {AGENT_SILENCE_S:g} s; its agent killed it")
-
-    def terminate(self) -> None:
-        if self.code is None:
-            self._process.terminate()
-
-    def kill(self, why: str) -> None:
-        """Kills it and all its descendants."""
-        if self.code is None and not self.hung:
-            self.hung = why
-            kill_tree(self.pid)
+def start_ranks(job: Job, store: socket.socket | None) -> list[Child]:
+    """Starts the ranks of this node; rank 0 inherits `store`, on which it listens. Raises StartupError."""
+    port = store.getsockname()[1] if store else job.master_port
+    ranks = []
+    for local_rank in range(job.ranks):
+        environment = job.environment(local_rank, port)
+        files: tuple[int, ...] = ()
+        if store is not None and local_rank == 0:
+            files = (store.fileno(),)
+            environment[STORE_VARIABLE] = str(store.fileno())
+        command = (sys.executable, "-m", job.module, *job.arguments)
+        ranks.append(Child(ChildSpec(environment["RANK"], command, environment=environment, files=files)))
+    return ranks
 
 
 def run(job: Job) -> int:
-    """Runs the ranks until all have ended; returns the exit code. Raises OSError when a rank or the store cannot
-    start."""
-    ranks: list[Rank] = []
-    meets_here = job.nodes * job.ranks > 1 and job.node_rank == 0
+    """Runs the ranks until all have ended; returns the exit code. Raises OSError or StartupError when a rank or the
+    store cannot start."""
+    meet_here = job.nodes * job.ranks > 1 and job.node_rank == 0
     with Signals() as signals:
-        with bind(job, backlog=128) if meets_here else contextlib.nullcontext() as store:
-            port = store.getsockname()[1] if store else job.master_port
-            for local_rank in range(job.ranks):
-                ranks.append(Rank(job, local_rank, port, store if local_rank == 0 else None))
+        with bind(job, backlog=128) if meet_here else contextlib.nullcontext() as store:
+            ranks = start_ranks(job, store)
         # Rank 0 holds the listening socket now: the port is free once rank 0 has ended.
-        ended: list[Rank] = []
-        asked, killed, failed_at = 0, False, None
-        looked_at = time.monotonic()
-        while len(ended) < len(ranks):
-            signals.wait(TICK_S)
-            was_suspended, now = time.monotonic() - looked_at > 4 * TICK_S, time.monotonic()
-            looked_at = now
-            for rank in ranks:
-                rank.poll(now, reset_heartbeat=was_suspended)  # the machine may have been suspended
-            ended += [rank for rank in ranks if rank.code is not None and rank not in ended]
-            if signals.stops > asked:
-                for rank in ranks:
-                    if asked:
-                        killed = True
-                        rank.kill("killed at a second signal")
-                    else:
-                        rank.terminate()
-                asked = signals.stops
-            if failed_at is None and any(rank.code for rank in ended):
-                failed_at = now
-            if failed_at is not None and now - failed_at >= KILL_DELAY_S:
-                for rank in ranks:
-                    rank.kill(f"hung: still running {KILL_DELAY_S:g} s after another rank failed")
-        if killed:
+        ended = run_together(ranks, signals)
+        if ended.killed:
             return 128 + signals.last
-    failed = [rank for rank in ended if rank.code]
-    if not failed or (
-        asked and all(rank.code in SECONDARY_EXIT_CODES for rank in failed)
-    ):  # stopped while loading, or after another rank ended
-        return 0
-    return _report(job, first_failure(failed))
+    failed = [rank for rank in ended.children if rank.returncode]
+    if not failed or (ended.stopped and all(rank.returncode in SECONDARY_EXIT_CODES for rank in failed)):
+        return 0  # in the second case stopped while loading, or after another rank ended
+    rank = first_failure(failed)
+    where = f"{job.module}, rank {rank.spec.name} of {job.nodes * job.ranks}, pid {rank.pid}"
+    reason = rank.reason or "no reason recorded; see the log above this box"
+    return report(Failure(job.worker_id, where, socket.gethostname(), rank.returncode, reason, bool(rank.hung)))
 
 
-def first_failure(failed: Sequence[Rank]) -> Rank:
+def first_failure(failed: Sequence[Child]) -> Child:
     """Returns the first of `failed` (in the order of their ends) that failed by itself, else the first one. Ranks that
     the agent killed count only if there are no others. Pure."""
     ended = [rank for rank in failed if not rank.hung] or failed
-    own = [r for r in ended if r.code not in SECONDARY_EXIT_CODES or (r.code != EXIT_RANK_LOST and r.reason)]
+    own = [
+        rank
+        for rank in ended
+        if rank.returncode not in SECONDARY_EXIT_CODES or (rank.returncode != EXIT_RANK_LOST and rank.reason)
+    ]
     return (own or ended)[0]
 
 
-def _report(job: Job, rank: Rank) -> int:
-    """Prints the box about one rank; returns the exit code to pass on."""
-    where = f"{job.module}, rank {rank.number} of {job.nodes * job.ranks}, pid {rank.pid}"
-    reason = rank.reason or "no reason recorded; see the log above this box"
-    return report(Failure(job.worker_id, where, socket.gethostname(), rank.code or 0, reason, by_agent=bool(rank.hung)))
-
-
 def report(failure: Failure) -> int:
-    """Prints the box; returns the exit code to pass on."""
+    """Prints the box, and records the failure for the parent; returns the exit code to pass on."""
+    record_error(failure.error, failure=asdict(failure))
     print("\n".join(box(failure)), file=sys.stderr, flush=True)
     return failure.code if failure.code > 0 else 128 - failure.code
 
@@ -274,13 +177,13 @@ def main(program: str = "launch.agent", run: Callable[[Job], int] = run) -> NoRe
     """Runs the job of the command line. `launch.torchrun` has its own `run`."""
     die_with_parent()
     job = parse_job(sys.argv[1:], program)
-    os.environ |= {PARENT_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
     if job.ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank sets its own threads
     try:
         code = run(job)
-    except OSError as error:
-        print(f"error: {job.module} cannot be started: {error}", file=sys.stderr, flush=True)
+    except (OSError, StartupError) as error:
+        record_error(reason := f"{job.module} cannot be started: {error}")
+        print(f"error: {reason}", file=sys.stderr, flush=True)
         code = EXIT_STARTUP_ERROR
     sys.exit(code)
 

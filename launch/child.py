@@ -1,36 +1,58 @@
-"""One run of one member: a child process in its own session that logs to a file and dies with the launcher."""
+"""One run of one process: it has its own session, ends with the launcher, and records why it ends.
+
+Everything that the launcher starts is a `Child`: the members of a cluster, the ranks of an agent, torchrun.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
+import signal
 import subprocess
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO, Any
 
 from baton.core.errors import StartupError
-from baton.runtime.process import PARENT_VARIABLE, descendants, kill_tree, set_death_signal
+from baton.core.liveness import AGENT_SILENCE_S
+from baton.runtime.process import (
+    ERROR_FILE_VARIABLE,
+    HEARTBEAT_VARIABLE,
+    PARENT_VARIABLE,
+    descendants,
+    kill_tree,
+    set_death_signal,
+)
 from launch.cores import ranges
-from launch.failure import find_box
+from launch.failure import Failure
 
+MAX_GAP_S = 2.0
+"""Between two looks at heartbeats; after a longer gap their silence does not count."""
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
-_ERROR = "error: "
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own; `note` is printed at
-    each start."""
+    """What to run."""
 
     name: str
     command: tuple[str, ...]
-    log: Path
+    # Its output is appended here; None: it has the launcher's.
+    log: Path | None = None
+    # Added to the launcher's own.
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Empty: not pinned.
     cores: tuple[int, ...] = ()
+    # Printed at each start.
     note: str = ""
+    # File descriptors that it inherits.
+    files: tuple[int, ...] = ()
 
 
 class Child(subprocess.Popen[bytes]):
@@ -41,7 +63,20 @@ class Child(subprocess.Popen[bytes]):
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
-        launcher = os.getpid()
+        # Why the launcher killed it; empty if it did not.
+        self.hung = ""
+        # An unlinked file: it disappears with the processes, however they end.
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._heartbeats: int | None
+        self._heartbeats, heartbeats = os.pipe()
+        os.set_blocking(self._heartbeats, False)
+        # None before the first: then its silence means nothing.
+        self._last_heartbeat_at: float | None = None
+        self._watched_at = time.monotonic()
+        # Where its output begins in the log.
+        self._log_start = 0
+        launcher, errors = os.getpid(), self._errors.fileno()
+        reporting = {ERROR_FILE_VARIABLE: f"/dev/fd/{errors}", HEARTBEAT_VARIABLE: str(heartbeats)}
         always = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(launcher)}
 
         def before_exec() -> None:
@@ -52,58 +87,100 @@ class Child(subprocess.Popen[bytes]):
                 os.sched_setaffinity(0, spec.cores)
 
         try:
-            log = spec.log.open("ab", buffering=0)
-        except OSError as error:
-            raise StartupError(f"the log {spec.log} cannot be written: {error.strerror or error}") from None
-        with log:
-            with contextlib.suppress(OSError):  # a full disk loses the log but not the process
-                log.write(f"$ {shlex.join(spec.command)}\n".encode("utf-8", "surrogateescape"))
-            self._log_start = log.seek(0, os.SEEK_END)
-            try:
+            with self._open_log() as log:
                 super().__init__(
                     spec.command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=None if log is None else subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **spec.environment, **always},
+                    env={**os.environ, **reporting, **spec.environment, **always},
+                    pass_fds=(errors, heartbeats, *spec.files),
                     start_new_session=True,
                     preexec_fn=before_exec,
                 )
-            except OSError as error:
-                raise StartupError(f"{spec.name} cannot be started: {error}") from None
-            except subprocess.SubprocessError:  # from `before_exec`, where only pinning can fail
-                where = f"cores {ranges(spec.cores)}"
-                raise StartupError(f"{spec.name} cannot be started: it may not run on {where}") from None
+        except OSError as error:
+            raise StartupError(f"{spec.name} cannot be started: {error}") from None
+        except subprocess.SubprocessError:  # from `before_exec`, where only pinning can fail
+            where = f"cores {ranges(spec.cores)}"
+            raise StartupError(f"{spec.name} cannot be started: it may not run on {where}") from None
+        finally:
+            os.close(heartbeats)
 
     def pids(self) -> set[int]:
         """Returns its pid and those of its descendants."""
         return {self.pid, *descendants(self.pid)}
 
-    def kill(self, wait_s: float = 5.0) -> None:
-        """Sends SIGKILL to it and its descendants unless it has already exited; then reaps it."""
+    def watch(self, now: float) -> int | None:
+        """Returns its exit code once it has ended; unless that is 0, processes that it started, such as a compiler, end
+        too. Kills it if its heartbeats have stopped. Call it regularly: the silence before a gap between two calls does
+        not count, since the machine may have been suspended."""
+        if self._heartbeats is None:
+            return self.poll()
+        if now - self._watched_at > MAX_GAP_S and self._last_heartbeat_at is not None:
+            self._last_heartbeat_at = now
+        self._watched_at = now
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._heartbeats, 512):
+                self._last_heartbeat_at = now
+        code = self.poll()
+        if code is not None:
+            os.close(self._heartbeats)
+            self._heartbeats = None
+            if code != 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGTERM)
+        elif self._last_heartbeat_at is not None and now - self._last_heartbeat_at >= AGENT_SILENCE_S:
+            self.kill(0.0, f"hung: no heartbeat for {AGENT_SILENCE_S:g} s; its agent killed it")
+        return code
+
+    def kill(self, wait_s: float = 5.0, why: str = "") -> None:
+        """Sends SIGKILL to it and its descendants unless it has already exited; then waits for its end."""
         if self.poll() is None:
+            self.hung = self.hung or why
             kill_tree(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(wait_s)
 
+    @property
+    def reason(self) -> str:
+        """Why the launcher killed it, or what it recorded with `baton.runtime.process.record_error`; else empty."""
+        return self.hung or str(self._recorded().get("message", ""))
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that an agent recorded: of the rank that failed first."""
+        about = self._recorded().get("extraInfo", {}).get("failure")
+        return Failure(**about) if about else None
+
+    def _recorded(self) -> Mapping[str, Any]:
+        self._errors.seek(0)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return dict(json.loads(self._errors.read())["message"])
+        return {}
+
     def tail(self) -> list[str]:
-        """Returns the last lines that this run wrote."""
-        return self._lines()[-TAIL_LINES:]
-
-    def error_line(self) -> str:
-        """Returns the first `error: ...` that this run wrote, without the prefix: the root cause precedes its
-        consequences. Empty without one."""
-        return next((line[len(_ERROR) :].strip() for line in self._lines() if line.startswith(_ERROR)), "")
-
-    def box(self) -> list[str]:
-        """Returns the box with which an agent ended this run, or nothing."""
-        return find_box(self._lines())
-
-    def _lines(self) -> list[str]:
+        """Returns the last lines that this run wrote to its log."""
+        if self.spec.log is None:
+            return []
         try:
             with self.spec.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_start, log.tell() - _TAIL_BYTES))
-                return log.read().decode("utf-8", "replace").splitlines()
+                return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
         except OSError:
             return []
+
+    @contextlib.contextmanager
+    def _open_log(self) -> Iterator[IO[bytes] | None]:
+        if self.spec.log is None:
+            yield None
+            return
+        try:
+            log = self.spec.log.open("ab", buffering=0)
+        except OSError as error:
+            raise StartupError(f"the log {self.spec.log} cannot be written: {error.strerror or error}") from None
+        with log:
+            with contextlib.suppress(OSError):  # a full disk loses the log but not the process
+                log.write(f"$ {shlex.join(self.spec.command)}\n".encode("utf-8", "surrogateescape"))
+            self._log_start = log.seek(0, os.SEEK_END)
+            yield log

@@ -1,6 +1,6 @@
 """The box that ends the output of a failed job: which rank or member failed first, where, why, and what to do. Pure.
 
-The agent prints it for the ranks of its node; `baton up` finds it in the log of a member and prints it again last.
+The agent prints it for the ranks of its node, and records the failure for `baton up`, which prints it again last.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.runtime.options import EXIT_STARTUP_ERROR
@@ -75,10 +74,3 @@ def box(failure: Failure) -> list[str]:
     width = max(len(title), *map(len, lines))
     top = _TOP + title + "─" * (width - len(title)) + "┐"
     return [top, *(f"{_SIDE}{line:<{width}} │" for line in lines), _BOTTOM + "─" * (width + 2) + "┘"]
-
-
-def find_box(lines: Sequence[str]) -> list[str]:
-    """Returns the last complete box in a log; empty if there is none."""
-    ends = [index for index, line in enumerate(lines) if line.startswith(_BOTTOM)]
-    starts = [index for index, line in enumerate(lines) if line.startswith(_TOP) and ends and index < ends[-1]]
-    return list(lines[starts[-1] : ends[-1] + 1]) if starts else []

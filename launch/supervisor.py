@@ -1,28 +1,32 @@
-"""Starts, watches and restarts one member of the cluster; a member that was drained is not restarted.
+"""Supervises processes: a member of a cluster, which is restarted, and ranks, which start and end together.
 
-Before it has ever joined, a member that exits with a startup error (code 3: bad checkpoint, port in use) ends the
-cluster: a retry would fail the same way. After any other exit it is retried, three runs in all. Once it has joined, it
-is always restarted: 1 s after it was killed, which says nothing about it; after 1, 2, 4 .. 30 s when it failed by
-itself. A run that stayed joined for a minute resets that backoff. While no worker of its role is ready, requests wait:
-it is restarted at once, or, if it fails by itself again and again, after at most RETRY_S.
+A member that was drained is not restarted. Before it has ever joined, one that exits with a startup error (code 3: bad
+checkpoint, port in use) ends the cluster: a retry would fail the same way. After any other exit it is retried, three
+runs in all. Once it has joined, it is always restarted: 1 s after it was killed, which says nothing about it; after 1,
+2, 4 .. 30 s when it failed by itself. A run that stayed joined for a minute resets that backoff. While no worker of its
+role is ready, requests wait: it is restarted at once, or, if it fails by itself again and again, after at most RETRY_S.
 """
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from baton.core.errors import StartupError
+from baton.core.liveness import KILL_DELAY_S
 from baton.runtime.options import EXIT_STARTUP_ERROR
 from launch.child import Child, ChildSpec
 from launch.console import Console
 from launch.failure import Failure, box, describe_exit
+from launch.signals import Signals
 
 RETRY_S = 5.0
+TICK_S = 0.5
 KILLED = frozenset(code for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number))
 """Exit codes of a process that was killed from outside, as its parent sees it and as an agent passes it on."""
 REPLACE = "BATON_REPLACE"
@@ -158,7 +162,7 @@ class Supervised:
         """
         now = time.monotonic()
         if self.child is not None:
-            code = self.child.poll()
+            code = self.child.watch(now)
             if code is not None:
                 self._died(self.child, code, now)
         elif self.restart_at is not None and now >= self.restart_at:
@@ -170,14 +174,50 @@ class Supervised:
             self.left = True
             self._console.stage(self.name, "left")
             return
-        error, log = child.error_line(), child.spec.log
+        log, reason = child.spec.log, child.reason
         delay = self._policy.died(code, now)
-        if delay is not None or not error:
+        if delay is not None or not reason:
             self._console.stage(self.name, f"died: {describe_exit(code)}; last lines of {log}:")
             self._console.quote(child.tail())
         if delay is None:
-            reason = error or f"exited before it joined; its log is {log}"
+            reason = reason or f"exited before it joined; its log is {log}"
             failure = Failure(self.name, f"{self.name}, pid {child.pid}", socket.gethostname(), code, reason)
-            raise MemberFailed(child.box() or box(failure))
+            raise MemberFailed(box(child.failure or failure))
         self.restart_at, self.urgent_at = now + delay.usual_s, now + delay.urgent_s
         self._console.stage(self.name, f"restarting within {delay.usual_s:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How processes that run together have ended: `children` in the order of their ends; whether a signal asked for it
+    (`stopped`), and a second one killed those that still ran (`killed`)."""
+
+    children: list[Child]
+    stopped: bool
+    killed: bool
+
+
+def run_together(children: Sequence[Child], signals: Signals) -> Ended:
+    """Runs processes until all have ended. The first signal passes SIGTERM on to them, a second one kills. One that
+    outlives a failed one by KILL_DELAY_S is killed."""
+    ended: list[Child] = []
+    asked, killed, failed_at = 0, False, math.inf
+    while len(ended) < len(children):
+        signals.wait(TICK_S)
+        now = time.monotonic()
+        ended += [child for child in children if child.watch(now) is not None and child not in ended]
+        running = [child for child in children if child not in ended]
+        if signals.stops > asked:
+            for child in running:
+                if asked:
+                    killed = True
+                    child.kill(0.0, "killed at a second signal")
+                else:
+                    child.terminate()
+            asked = signals.stops
+        if any(child.returncode for child in ended):
+            failed_at = min(failed_at, now)
+        if now - failed_at >= KILL_DELAY_S:
+            for child in running:
+                child.kill(0.0, f"hung: still running {KILL_DELAY_S:g} s after another rank failed")
+    return Ended(ended, bool(asked), killed)

@@ -21,24 +21,19 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from baton.engine.rank_peer import MEET_TIMEOUT_S
-from baton.runtime.process import (
-    ERROR_FILE_VARIABLE,
-    FORWARD_VARIABLE,
-    PARENT_VARIABLE,
-    children,
-    kill_tree,
-    set_death_signal,
-)
-from launch.agent import SECONDARY_EXIT_CODES, TICK_S, Job, bind, main, report
+from baton.runtime.process import ERROR_FILE_VARIABLE, FORWARD_VARIABLE, PARENT_VARIABLE, children
+from launch.agent import SECONDARY_EXIT_CODES, Job, bind, main, report
+from launch.child import Child, ChildSpec
 from launch.failure import Failure, describe_exit
 from launch.signals import Signals
+from launch.supervisor import TICK_S
 
+_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 NOTICE_S = 10.0
 """Time until a node reports that it still waits for the others."""
 
@@ -66,26 +61,21 @@ def torchrun_command(job: Job, port: int, logs: Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *words, "-m", job.module, *job.arguments]
 
 
-class Torchrun(subprocess.Popen[bytes]):
-    """torchrun as a child process in its own session. Raises OSError when it cannot be started."""
+class Torchrun(Child):
+    """torchrun as a child process. Raises StartupError when it cannot be started."""
 
     def __init__(self, job: Job, port: int, logs: Path) -> None:
         self._job = job
         self._error_file = logs / "error.json"
         self.has_started_ranks = False
-        launcher = os.getpid()
-
-        def before_exec() -> None:
-            set_death_signal()
-            if os.getppid() != launcher:
-                os._exit(1)
-            os.environ[PARENT_VARIABLE] = str(os.getpid())  # the parent of the ranks
-
         logs.mkdir(parents=True, exist_ok=True)
         self._error_file.unlink(missing_ok=True)
-        os.environ |= {ERROR_FILE_VARIABLE: str(self._error_file), FORWARD_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
-        os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name} rank ${rank}] ")
-        super().__init__(torchrun_command(job, port, logs), start_new_session=True, preexec_fn=before_exec)
+        environment = {ERROR_FILE_VARIABLE: str(self._error_file), FORWARD_VARIABLE: "1"}
+        if _PREFIX not in os.environ:
+            environment[_PREFIX] = "[${role_name} rank ${rank}] "
+        as_parent = ("/bin/sh", "-c", f'{PARENT_VARIABLE}=$$ exec "$@"', "sh")  # torchrun is the parent of the ranks
+        command = (*as_parent, *torchrun_command(job, port, logs))
+        super().__init__(ChildSpec("torchrun", command, environment=environment))
 
     def ranks(self) -> list[int]:
         """Returns the pids of the ranks that torchrun has not seen end. Only ranks have sessions of their own. They
@@ -98,8 +88,9 @@ class Torchrun(subprocess.Popen[bytes]):
         self.has_started_ranks = self.has_started_ranks or sum(map(_handles_sigterm, found)) == self._job.ranks
         return found
 
+    @property
     def failure(self) -> Failure | None:
-        """Returns what the rank that failed first recorded, which torchrun copies; None if it recorded nothing."""
+        """What the rank that failed first recorded, which torchrun copies; None if it recorded nothing."""
         job = self._job
         try:
             error = json.loads(self._error_file.read_bytes())["message"]
@@ -120,7 +111,7 @@ def _handles_sigterm(pid: int) -> bool:
 
 
 def run(job: Job) -> int:
-    """Runs torchrun until it ends; returns the exit code. Raises OSError when it cannot be started."""
+    """Runs torchrun until it ends; returns the exit code. Raises OSError or StartupError when it cannot be started."""
     logs = Path(os.environ.get("LOGS") or "logs") / f"{job.worker_id}{f'.{job.node_rank}' if job.node_rank else ''}"
     # Bound, but not listening: torchrun can listen on this port, and no other process gets it meanwhile.
     with Signals() as signals, bind(job) if job.node_rank == 0 else contextlib.nullcontext() as reserved:
@@ -128,7 +119,7 @@ def run(job: Job) -> int:
         code = _wait(job, torchrun, signals)
     if code is not None:
         return code
-    failure = torchrun.failure()
+    failure = torchrun.failure
     if torchrun.returncode == 0 or (signals.stops and failure and failure.code in SECONDARY_EXIT_CODES):
         return 0
     if failure:
@@ -175,8 +166,7 @@ def _wait(job: Job, torchrun: Torchrun, signals: Signals) -> int | None:
 
 
 def _kill(torchrun: Torchrun, code: int) -> int:
-    kill_tree(torchrun.pid)
-    torchrun.wait()
+    torchrun.kill()
     return code
 
 

@@ -212,7 +212,7 @@ class FollowerEnds:
         self._thread = threading.Thread(target=self._loop.run_forever, name="follower edges", daemon=True)
         self._thread.start()
 
-    def obey(self, order: object) -> None:
+    def execute_order(self, order: object) -> None:
         """Starts an order, from any thread; orders begin in the order of calls."""
         self._loop.call_soon_threadsafe(self._begin, order)
 

@@ -26,7 +26,7 @@ EXIT_RANK_LOST = 4
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Names the file in which a rank records why it ends."""
 
-BEAT_VARIABLE = "BATON_BEAT_FD"
+HEARTBEAT_VARIABLE = "BATON_HEARTBEAT_FD"
 """Names the pipe to which a rank writes each second while it runs Python."""
 
 FORWARD_VARIABLE = "BATON_FORWARDS_SIGNALS"
@@ -100,21 +100,21 @@ def lasting_imports() -> Iterator[None]:
         gc.enable()
 
 
-def record_error(message: str) -> None:
-    """Records why this rank ends in the file that the agent (or torchrun) reads. Only the first reason is kept: later
-    ones are its consequences."""
+def record_error(message: str, **about: object) -> None:
+    """Records why this process ends in the file that its launcher (or torchrun) reads. Only the first reason is kept:
+    later ones are its consequences."""
     path = os.environ.get(ERROR_FILE_VARIABLE, "")
     if not path or (os.path.exists(path) and os.path.getsize(path)):
         return
-    extra = {"rank": os.environ.get("RANK", "0"), "timestamp": str(int(time.time()))}
+    extra = {"rank": os.environ.get("RANK", "0"), "timestamp": str(int(time.time())), **about}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-def beat_to_agent() -> None:
+def send_heartbeats() -> None:
     """Starts a thread that reports to the agent each second that this process runs, so that the agent detects a blocked
     interpreter or a stopped process. Without an agent it does nothing."""
-    named = os.environ.pop(BEAT_VARIABLE, "")
+    named = os.environ.pop(HEARTBEAT_VARIABLE, "")
     if not named.isdigit():
         return
     pipe = int(named)

@@ -130,7 +130,7 @@ class WorkerLoop:
             compute.close()
 
     @property
-    def takes_work(self) -> bool:
+    def accepts_work(self) -> bool:
         return self.session.connected and not self.draining
 
     def run_clock_ms(self) -> float:

@@ -31,19 +31,19 @@ from baton.runtime.process import (
     EXIT_RANK_LOST,
     SWITCH_INTERVAL_S,
     allow_open_files,
-    beat_to_agent,
     die_with_parent,
     drain_signals,
     lasting_imports,
     limit_name_lookups,
     record_error,
+    send_heartbeats,
 )
 from baton.runtime.token_file import read_token
 
 if TYPE_CHECKING:
     from baton.engine.options import EngineOptions
     from baton.runtime.worker_loop import WorkerLoop
-    from baton.runtime.worker_ranks import Crew
+    from baton.runtime.worker_ranks import RankGroup
 
 log = logging.getLogger("baton.worker")
 
@@ -123,7 +123,7 @@ def _take_signals() -> None:
         signal.signal(number, lambda number, frame: os._exit(0))
 
 
-def _drain_on_signal(worker: Worker, crew: Crew, timeout_s: float) -> set[str]:
+def _drain_on_signal(worker: Worker, group: RankGroup, timeout_s: float) -> set[str]:
     """Drains the worker on the first signal, to this rank or another, and ends the process on the second to this one.
     Returns the set to which the sources of signals are added."""
     loop, received = asyncio.get_running_loop(), set[str]()
@@ -141,7 +141,7 @@ def _drain_on_signal(worker: Worker, crew: Crew, timeout_s: float) -> set[str]:
 
     for number in drain_signals():
         loop.add_signal_handler(number, on_signal, number)
-    crew.on_leave(lambda rank: loop.call_soon_threadsafe(drain, f"signal at rank {rank}"))
+    group.on_leave(lambda rank: loop.call_soon_threadsafe(drain, f"signal at rank {rank}"))
     return received
 
 
@@ -154,16 +154,16 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         from baton.runtime.health import serving_health
         from baton.runtime.worker_ranks import lead, leave_torchrun
     imported = len(sys.modules) - before
-    beat_to_agent()  # not before: loading libraries from a cold file system blocks the interpreter for long
+    send_heartbeats()  # not before: loading libraries from a cold file system blocks the interpreter for long
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
     config = with_step_tokens(config, role, choose_device(config.device, config.exact).type)
     options = _engine_options(role, config, ranks)
-    with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
-        runner = crew.runner
+    with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as group:
+        runner = group.runner
         runner.start_grammars()
-        worker = make(config, runner, runner.facts, crew.pids, crew.ends)
+        worker = make(config, runner, runner.facts, group.pids, group.ends)
         log.info(
             "%s: %s, kernels %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
             config.worker_id,
@@ -183,11 +183,11 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 config.quantize,
                 runner.parameter_bytes / (1 << 20),
             )
-        signals = _drain_on_signal(worker, crew, config.drain_timeout_s)
+        signals = _drain_on_signal(worker, group, config.drain_timeout_s)
         stalls = asyncio.create_task(LoopWatch(LOOP_STALL_S).run(), name="loop watch")
         try:
             async with contextlib.AsyncExitStack() as beside:
-                health = serving_health(config.host, config.health_port, lambda: worker.main_loop.takes_work)
+                health = serving_health(config.host, config.health_port, lambda: worker.main_loop.accepts_work)
                 await beside.enter_async_context(health)
                 if uuids := gpu_uuids(config.device, config.exact, ranks.local_size):
                     from baton.runtime.gpu_usage import watching_gpus  # slow to import
@@ -205,7 +205,7 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
         from baton.engine.device import choose_device
         from baton.runtime.worker_ranks import follow
 
-    beat_to_agent()
+    send_heartbeats()
     config = with_step_tokens(config, role, choose_device(config.device, config.exact).type)
     follow(ranks, _engine_options(role, config, ranks))
 

@@ -46,7 +46,7 @@ LAST_MESSAGE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Crew:
+class RankGroup:
     """What a leader has: its runner, whose steps the followers replay, the pids of all ranks, and the ends of edges at
     all of them. `on_leave` sets what is called, from any thread, with the rank of a follower that received SIGTERM."""
 
@@ -57,13 +57,13 @@ class Crew:
 
 
 @contextmanager
-def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Crew]:
+def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[RankGroup]:
     """Runs the block as the leader; when it ends, all ranks end: normally, or with the block's error."""
     configure_nccl(options.host)
     if ranks.size == 1:
         _know_streams(options, ranks)
         runner = load_runner(options, on_stage)
-        yield Crew(runner, (os.getpid(),), _local_ends(runner, options, ranks))
+        yield RankGroup(runner, (os.getpid(),), _local_ends(runner, options, ranks))
         return
     store = open_store(os.environ)
     limit_s = CONNECT_TIMEOUT_S if _start_together(ranks) else MEET_TIMEOUT_S
@@ -74,7 +74,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
         channel.serving()
         runner.lead(channel.send)
         ends = WorkerEnds(_local_ends(runner, options, ranks), channel)
-        yield Crew(runner, channel.pids, ends, channel.set_leave_handler)
+        yield RankGroup(runner, channel.pids, ends, channel.set_leave_handler)
     channel.stop("drained")
 
 
@@ -86,7 +86,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         _know_streams(options, ranks)
         runner = load_runner(options, ranks=ranks, store=store)
         ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report, partial(_end_by_bug, channel))
-        channel.set_order_handler(ends.obey)
+        channel.set_order_handler(ends.execute_order)
         channel.serving()
         signalled = _ask_leader_to_drain(channel)
         log.info("rank %d of %d: following the leader", ranks.rank, ranks.size)

@@ -111,7 +111,7 @@ class Check:
         for name, child in self._children.items():
             if name not in self._failed and (code := child.poll()):
                 last = next((line.strip() for line in reversed(child.tail()) if line.strip()), "no output")
-                self._failed[name] = f"{describe_exit(code)}: {child.error_line() or last}"
+                self._failed[name] = f"{describe_exit(code)}: {child.reason or last}"
 
     def _failure(self, worker: str) -> str:
         """Returns why parts of a worker on this host ended; empty if they run."""

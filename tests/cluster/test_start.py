@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from launch.failure import find_box
+from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.cluster import start_cluster

@@ -20,8 +20,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from launch.failure import find_box
 from tests.support import oracle
+from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.limits import HANG_S, Stall

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from launch.failure import find_box
+from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
 from tests.support.topologies import free_ports, loopback_topology
 

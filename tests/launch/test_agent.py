@@ -78,7 +78,7 @@ def test_plan_and_scripts_pass_flags_that_the_agent_accepts() -> None:
 
 
 def end(number: int, code: int, reason: str = "", hung: str = "") -> Any:
-    return SimpleNamespace(number=number, code=code, reason=hung or reason, hung=hung)
+    return SimpleNamespace(number=number, returncode=code, reason=hung or reason, hung=hung)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,10 @@ os._exit(4)
 
 
 def test_rank_without_heartbeats_is_killed(agent: Any, tmp_path: Path) -> None:
-    hasty = "import launch.agent as a, sys; a.AGENT_SILENCE_S = 2.0; a.main()"
-    (tmp_path / "the_rank.py").write_text("import baton.runtime.process as p, time; p.beat_to_agent(); time.sleep(600)")
+    hasty = "import launch.agent as a, launch.child as c; c.AGENT_SILENCE_S = 2.0; a.main()"
+    (tmp_path / "the_rank.py").write_text(
+        "import baton.runtime.process as p, time; p.send_heartbeats(); time.sleep(600)"
+    )
     words = [sys.executable, "-P", "-c", hasty, "-m", "the_rank"]
     path = f"{ROOT}{os.pathsep}{tmp_path}"
     made = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)

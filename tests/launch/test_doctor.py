@@ -161,7 +161,7 @@ def test_worker_that_ended_is_reported_with_its_own_line_and_not_waited_for(
 ) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent"))
     config = DoctorConfig(wait_s=100, run_dir=str(tmp_path / "run"))
-    programs = Programs(agent=(), worker=("/bin/sh", "-c", "echo noise; echo error: no such library >&2; exit 7"))
+    programs = Programs(agent=(), worker=("/bin/sh", "-c", "echo noise; echo no such library >&2; exit 7"))
     began = time.monotonic()
     assert doctor(plan, frozenset({"a", "b"}), config, programs) == 1
     assert time.monotonic() - began < config.wait_s

@@ -5,7 +5,8 @@ import signal
 import pytest
 
 from baton.runtime.options import EXIT_STARTUP_ERROR
-from launch.failure import Failure, box, describe_exit, find_box
+from launch.failure import Failure, box, describe_exit
+from tests.support.boxes import find_box
 
 
 def failure(code: int = 1, error: str = "it broke") -> Failure:

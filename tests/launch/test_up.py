@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.failure import find_box
+from tests.support.boxes import find_box
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
 from tests.support.processes import listening
 

@@ -25,9 +25,9 @@ def port() -> Iterator[int]:
 
 
 async def test_readiness_and_liveness_are_reported_separately(port: int) -> None:
-    takes_work = False
+    accepts_work = False
     async with (
-        health.serving_health("127.0.0.1", port, lambda: takes_work),
+        health.serving_health("127.0.0.1", port, lambda: accepts_work),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)
@@ -36,7 +36,7 @@ async def test_readiness_and_liveness_are_reported_separately(port: int) -> None
             return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status)
 
         assert (await check(""), await check("live")) == (NOT_SERVING, SERVING)
-        takes_work = True
+        accepts_work = True
         assert (await check(""), await check("live")) == (SERVING, SERVING)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await check("other")

@@ -130,7 +130,7 @@ class FakeRanks(FakeRunner):
         channel = FollowerChannel.open(store, rank)
         runner = self.ranks[rank]
         ends = FollowerEnds(local_ends(runner), channel.report, lambda error: self.lost.append(str(error)))
-        channel.set_order_handler(ends.obey)
+        channel.set_order_handler(ends.execute_order)
         self.follower_ends.append(ends)
         self.followers.append(channel)
 

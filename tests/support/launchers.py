@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launch.failure import find_box
+from tests.support.boxes import find_box
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from baton.runtime.process import die_with_parent
+from baton.runtime.process import die_with_parent, record_error
 
 
 def alive(row: dict[str, Any]) -> bool:
@@ -32,7 +32,7 @@ def main() -> None:
     options, _ = parser.parse_known_args()
     mode = os.environ.get("FAKE_COORDINATOR", "")
     if mode == "refuse":
-        print("error: the fake coordinator refuses", file=sys.stderr)
+        record_error("the fake coordinator refuses")
         sys.exit(3)
     workers: dict[str, dict[str, Any]] = {}
     draining = threading.Event()
