@@ -61,8 +61,10 @@ class Checkpoint:
             if stored is None:
                 raise StartupError(f"{self.model_dir}: tensor {name} is missing")
             if stored.shape != shape:
-                found, asked = list(stored.shape), list(shape)
-                raise StartupError(f"{stored.file.name}: tensor {name} has shape {found}, config.json requires {asked}")
+                actual, asked = list(stored.shape), list(shape)
+                raise StartupError(
+                    f"{stored.file.name}: tensor {name} has shape {actual}, config.json requires {asked}"
+                )
         for name, stored in self.tensors.items():
             if name not in expected:
                 raise StartupError(f"{stored.file.name}: tensor {name} does not belong to this model")

@@ -37,12 +37,12 @@ MAX_LONG_TOKENS = 320
 """The most tokens of a shape with several per row: with more sequences speculation seldom pays."""
 
 
-def row_sizes(most: int) -> list[int]:
-    """The numbers of rows for which steps are captured, up to `most`: doubling, and beyond 256, where padding costs
+def row_sizes(max_rows: int) -> list[int]:
+    """The numbers of rows for which steps are captured, up to `max_rows`: doubling, and beyond 256, where padding costs
     time, in steps of half that."""
-    powers = [1 << power for power in range(most.bit_length())]
+    powers = [1 << power for power in range(max_rows.bit_length())]
     between = [power // 2 * 3 for power in powers if power >= 256]
-    return sorted({size for size in (*powers, *between) if size < most} | {most})
+    return sorted({size for size in (*powers, *between) if size < max_rows} | {max_rows})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +103,21 @@ class DecodeGraphs:
 
     def shapes(self) -> list[Shape]:
         """All shapes to capture, largest first: later ones fit into the memory of earlier ones."""
-        found = [
+        unsorted = [
             Shape(rows, length, splits)
             for length in self._lengths
             for rows in self._sizes[length]
             for splits in split_buckets(rows * self._attention.kv_heads, self._max_positions)
         ]
-        return sorted(found, key=lambda shape: (shape.tokens, shape.splits), reverse=True)
+        return sorted(unsorted, key=lambda shape: (shape.tokens, shape.splits), reverse=True)
 
     def capture(self, vocab_size: int) -> None:
         """Captures all shapes. Under tensor parallelism every rank calls it at the same time. Nothing is captured
         later."""
         started, shapes = time.perf_counter(), self.shapes()
-        most = max(shape.tokens for shape in shapes)
+        max_tokens = max(shape.tokens for shape in shapes)
         self._attention.reserve(max(shape.rows * self._tiles_per_row(shape) for shape in shapes))
-        self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=self._device)
+        self._logits = torch.empty((max_tokens, vocab_size), dtype=torch.float32, device=self._device)
         for shape in shapes:
             self._captured[shape] = self._capture(shape)
         log.info("captured %d shapes of decode steps in %.1f s", len(shapes), time.perf_counter() - started)

@@ -13,16 +13,16 @@ from baton.engine.kernels.build import can_compile, fastest_level
 ComputeDType = Literal["float32", "bfloat16"]
 
 
-def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device:
+def choose_device(device_option: str, exact: bool, local_rank: int = 0) -> torch.device:
     """ "auto" is CUDA if there is one, except in exact mode; the ranks of a machine use its GPUs round-robin. Raises
     StartupError for CUDA without a GPU."""
-    if wanted not in ("auto", "cpu", "cuda"):
-        raise StartupError(f"device must be auto, cpu or cuda, not {wanted!r:.60}")
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if device_option not in ("auto", "cpu", "cuda"):
+        raise StartupError(f"device must be auto, cpu or cuda, not {device_option!r:.60}")
+    if device_option == "cuda" and not torch.cuda.is_available():
         raise StartupError("device cuda: torch finds no CUDA device")
-    if exact and wanted == "cuda":
+    if exact and device_option == "cuda":
         raise StartupError("exact mode runs on CPU only")
-    if wanted == "cpu" or exact or not torch.cuda.is_available():
+    if device_option == "cpu" or exact or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
@@ -45,25 +45,25 @@ def check_triton() -> None:
     )
 
 
-def gpu_uuids(wanted: str, exact: bool, local_size: int) -> list[str]:
+def gpu_uuids(device_option: str, exact: bool, local_size: int) -> list[str]:
     """The UUIDs, as NVML writes them, of the GPUs that a worker's ranks on this machine compute on; none on CPU."""
-    if choose_device(wanted, exact).type != "cuda":
+    if choose_device(device_option, exact).type != "cuda":
         return []
     used = range(min(local_size, torch.cuda.device_count()))
     return [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in used]
 
 
-def choose_dtype(wanted: str, device: torch.device, exact: bool, kernels: str = "auto") -> ComputeDType:
+def choose_dtype(dtype_option: str, device: torch.device, exact: bool, kernels: str = "auto") -> ComputeDType:
     """ "auto" is bfloat16 on CUDA, on CPUs that multiply it in hardware, and with compiled kernels for AVX2 or AVX-512
     (if `kernels` selects them); else, and always in exact mode, float32."""
-    if wanted not in ("auto", "bfloat16", "float32"):
-        raise StartupError(f"dtype must be auto, bfloat16 or float32, not {wanted!r:.60}")
-    if wanted == "auto":
+    if dtype_option not in ("auto", "bfloat16", "float32"):
+        raise StartupError(f"dtype must be auto, bfloat16 or float32, not {dtype_option!r:.60}")
+    if dtype_option == "auto":
         if exact:
             return "float32"
         fast = device.type == "cuda" or cpu_multiplies_bfloat16() or kernels_widen_bfloat16(kernels)
         return "bfloat16" if fast else "float32"
-    return cast(ComputeDType, wanted)
+    return cast(ComputeDType, dtype_option)
 
 
 def cpu_multiplies_bfloat16() -> bool:

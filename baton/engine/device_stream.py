@@ -89,6 +89,6 @@ class StepMarks:
     def order_behind(self, step_id: int) -> None:
         """Makes later work on the calling thread's stream wait for that step, without blocking the host."""
         with self._lock:
-            found = next((event for step, event in self._events if step >= step_id), None)
-        if found is not None:
-            found.wait()
+            recorded = next((event for step, event in self._events if step >= step_id), None)
+        if recorded is not None:
+            recorded.wait()

@@ -112,10 +112,10 @@ class Grammars:
         key, output = _key(draw), _output(draw)
         followed = self._followed.get(key)
         if followed is None or followed.params() is not draw.sampling:
-            gone = weakref.ref(draw.sampling, lambda ref: self._forget(key, ref))
+            reference = weakref.ref(draw.sampling, lambda ref: self._forget(key, ref))
             tenant = "" if draw.history is None else draw.history.tenant
             automaton = Automaton(draw.sampling.grammar, tenant or draw.sampling.grammar)
-            followed = self._followed[key] = _Followed(gone, automaton)
+            followed = self._followed[key] = _Followed(reference, automaton)
         busy = followed.masks is not None and not followed.masks.done()
         if self.processes is not None and not busy and not followed.answers(output, draw.drafts):
             followed.output, followed.drafts, followed.late = output, draw.drafts, False
@@ -127,8 +127,8 @@ class Grammars:
             if left_s > 0:
                 self.processes.submit(job)
             else:
-                what = "it is too complex: computing the allowed next tokens takes too long"
-                job.future.set_exception(GrammarTooComplex(what))
+                reason = "it is too complex: computing the allowed next tokens takes too long"
+                job.future.set_exception(GrammarTooComplex(reason))
         return followed
 
     def _forget(self, key: SequenceId, ref: weakref.ref[SamplingParams]) -> None:

@@ -80,7 +80,7 @@ class PagePrefaulter:
         self._block_bytes = [t.stride(0) * t.element_size() for t in self._tensors]
         self.ahead_blocks = max(ahead_bytes // sum(self._block_bytes), 1)
         self.blocks_warm = 0
-        self._wanted = 0
+        self._expected_blocks = 0
         self._failed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class PagePrefaulter:
         thread; does not wait. A thread starts only when a quarter of `ahead_blocks` is used up."""
         head = self.ahead_blocks if ahead else 0
         with self._lock:
-            self._wanted = max(self._wanted, min(block + 1 + head, self._num_blocks))
+            self._expected_blocks = max(self._expected_blocks, min(block + 1 + head, self._num_blocks))
             needed = min(block + 1 + head - head // 4, self._num_blocks)
             if needed <= self.blocks_warm or self._failed or self._thread is not None:
                 return
@@ -107,7 +107,7 @@ class PagePrefaulter:
     def _take(self) -> None:
         while True:
             with self._lock:
-                start, end = self.blocks_warm, self._wanted
+                start, end = self.blocks_warm, self._expected_blocks
                 if self._failed or start >= end:
                     self._thread = None
                     return

@@ -131,14 +131,14 @@ class Launches:
     ) -> Launched:
         """Enqueues the sampling of a step from its raw logits [scored + S, vocab], which may be modified, and the draft
         tokens that it verifies. Does not wait for the device."""
-        scored, wanted = batch.num_scored, asked(plan)
+        scored, logprob_samples = batch.num_scored, asked(plan)
         reported = None
-        if scored and not wanted:
+        if scored and not logprob_samples:
             reported = logits[:scored]
-        elif wanted and scored + len(wanted) == len(logits):
+        elif logprob_samples and scored + len(logprob_samples) == len(logits):
             reported = logits
-        elif wanted:
-            rows = torch.tensor([*range(scored), *(scored + index for index in wanted)])
+        elif logprob_samples:
+            rows = torch.tensor([*range(scored), *(scored + index for index in logprob_samples)])
             reported = logits.index_select(0, to_device(rows, self._device))
         verified = draft_tokens if plan.drafted else None
         before = None if verified is None else _before_draws(plan, verified, self._device)
@@ -157,20 +157,20 @@ class Launches:
                 host_token_ids += verified.tokens.tolist()
         lines, ready = reported, self._new_mark()
         if lines is not None and self._decide is not None:
-            lines = to_host(self._report(plan, lines, wanted, tokens))
+            lines = to_host(self._report(plan, lines, logprob_samples, tokens))
         ready.record()
         unsampled = seen.grammars.take_unsampled()
         return Launched(
             plan, batch, processed, tokens, host_token_ids, reported, lines, ready, began_at, draft_tokens, unsampled
         )
 
-    def _report(self, plan: StepPlan, logits: Tensor, wanted: list[int], tokens: Tensor | None) -> Tensor:
-        """The numbers of `reports` for the scored tokens and the samples `wanted`."""
+    def _report(self, plan: StepPlan, logits: Tensor, logprob_samples: list[int], tokens: Tensor | None) -> Tensor:
+        """The numbers of `reports` for the scored tokens and the samples `logprob_samples`."""
         known = to_device(torch.tensor([t for row in plan.rows for t in row.scored], dtype=torch.int64), self._device)
-        if tokens is None or not wanted:
+        if tokens is None or not logprob_samples:
             return reports(logits, known, most_listed(plan))
-        if len(wanted) < len(tokens):
-            tokens = tokens.index_select(0, to_device(torch.tensor(wanted), self._device))
+        if len(logprob_samples) < len(tokens):
+            tokens = tokens.index_select(0, to_device(torch.tensor(logprob_samples), self._device))
         return reports(logits, torch.cat([known, tokens]) if len(known) else tokens, most_listed(plan))
 
     def add(self, step: Launched) -> None:
@@ -214,7 +214,7 @@ class Launches:
                 return read(lines[number], token, top)
 
             scored = scored_rows(step.plan, of_line)
-            logprobs = sampled_rows(step.plan, lambda number, *rest: of_line(num_scored + number, *rest), sampled)
+            logprobs = sampled_rows(step.plan, lambda number, *values: of_line(num_scored + number, *values), sampled)
         now = time.perf_counter()
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now

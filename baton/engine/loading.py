@@ -97,7 +97,7 @@ def load_runner(
         group = connect(store, ranks, device, options.host)
     with _stage("load", on_stage), torch.no_grad():
         model = build_model(config, weights, group, kernels, longest, options)
-    most = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
+    max_samples = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
     local = local_layout(facts.layout, ranks.size, ranks.rank)
 
     def make_runner(kv: KVPool, max_model_len: int, grammars: Grammars | None = None) -> tuple[Runner, Computing]:
@@ -119,7 +119,9 @@ def load_runner(
     with _stage("kv", on_stage), torch.no_grad():
         step_bytes = 0
         if is_gpu(device):
-            step_bytes = peak_bytes(device, lambda: run_largest(*make_runner(KVPool(local, 1, device), longest), most))
+            step_bytes = peak_bytes(
+                device, lambda: run_largest(*make_runner(KVPool(local, 1, device), longest), max_samples)
+            )
         budget = kv_budget(options, local, longest, device, ranks, step_bytes)
         blocks = plan_blocks(local, budget, options.max_model_len)
         kv = KVPool(local, group.minimum(blocks, "KV blocks"), device)
@@ -131,7 +133,7 @@ def load_runner(
         with _stage("capture", on_stage):
             computing.prepare()
     with _stage("warm-up", on_stage):
-        warm_up(runner, computing, most)
+        warm_up(runner, computing, max_samples)
     if options.exact:
         with _stage("self-test", on_stage):
             limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)

@@ -60,8 +60,8 @@ def _reports(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
 def reported(line: NDArray[np.int32], token: int, top: int) -> TokenLogprob:
     """The log-probabilities of `token`, for which `reports` computed this line, with the `top` likeliest, at most as
     many as it has."""
-    most = len(line) // 2 - 1
-    values, listed = line[1 + most :].view(np.float32).tolist(), line[1 : 1 + min(top, most)].tolist()
+    max_top = len(line) // 2 - 1
+    values, listed = line[1 + max_top :].view(np.float32).tolist(), line[1 : 1 + min(top, max_top)].tolist()
     return TokenLogprob(token, values[0], int(line[0]), tuple(listed), tuple(values[1 : 1 + len(listed)]))
 
 
@@ -86,13 +86,13 @@ def most_listed(plan: StepPlan) -> int:
 
 def asked(plan: StepPlan) -> list[int]:
     """The indexes, among all samples of a plan in row order, of those reported with log-probabilities."""
-    found: list[int] = []
+    samples: list[int] = []
     number = 0
     for row in plan.rows:
         if row.sampling.logprobs is not None:
-            found += range(number, number + row.num_sampled)
+            samples += range(number, number + row.num_sampled)
         number += row.num_sampled
-    return found
+    return samples
 
 
 def sampled_rows(

@@ -318,8 +318,8 @@ class _State:
             if job.automaton.ended:
                 _fail(left, GrammarError(_ENDED), 1)
             elif fresh or time.monotonic() - began >= job.cpu_s:
-                what = f"its masks exceed a limit: {job.cpu_s:.1f} s of processor time, memory, or stack"
-                _fail(left, GrammarTooComplex(what), 1)
+                reason = f"its masks exceed a limit: {job.cpu_s:.1f} s of processor time, memory, or stack"
+                _fail(left, GrammarTooComplex(reason), 1)
 
     def _end(self, slot: int, job: MaskJob, answer: MasksComputed) -> None:
         automaton = job.automaton

@@ -72,8 +72,8 @@ class Embedding:
         if self._group.size == 1:
             return F.embedding(tokens, self._weight)
         elsewhere = (tokens < self._ids.start) | (tokens >= self._ids.stop)
-        found = F.embedding((tokens - self._ids.start).masked_fill_(elsewhere, 0), self._weight)
-        return self._group.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0))
+        embedded = F.embedding((tokens - self._ids.start).masked_fill_(elsewhere, 0), self._weight)
+        return self._group.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0.0))
 
 
 class Model:

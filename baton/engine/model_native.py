@@ -23,7 +23,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.layers import inverse_frequencies
 from baton.engine.model import Embedding, shard_config
 from baton.engine.parallel import TPGroup
-from baton.engine.sampler_native import wanted
+from baton.engine.sampler_native import pack_draws
 from baton.engine.weights import LayerWeights, Projection, WeightReader
 
 _FEW_TOKENS = 64  # steps of up to this many tokens reuse one buffer
@@ -102,19 +102,19 @@ class NativeModel:
     def propose(self, kv: KVPool, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
         """Computes all rows and drafts `counts[i]` tokens (at least one) after sampled position i, autoregressively;
         the last is not computed itself. For one rank; draws must not change logits; no row may sample twice."""
-        most, number = max(counts), len(counts)
+        longest, number = max(counts), len(counts)
         tokens = max(len(batch.token_ids), number)
         if tokens <= _FEW_TOKENS and number <= _FEW_DRAFTED:
             x, logits = self._few, self._few_logits  # internal to this call, so reused
         else:
             x, logits = self._room(tokens, number)
-        rows, draft_tokens = _rows(batch), (ctypes.c_int64 * (number * most))()
+        rows, draft_tokens = _rows(batch), (ctypes.c_int64 * (number * longest))()
         row_of = [index for index, row in enumerate(batch.rows) if row.num_sampled]
-        asked = wanted(batch.draws, row_of, counts)
+        asked = pack_draws(batch.draws, row_of, counts)
         step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
-        self.kernels.propose(model, reference, asked, number, most, ctypes.byref(draft_tokens))
-        return [draft_tokens[most * index : most * index + count] for index, count in enumerate(counts)]
+        self.kernels.propose(model, reference, asked, number, longest, ctypes.byref(draft_tokens))
+        return [draft_tokens[longest * index : longest * index + count] for index, count in enumerate(counts)]
 
     def _room(self, tokens: int, sampled: int) -> tuple[Tensor, Tensor]:
         """Returns x [at least tokens, hidden], shared by short steps, and logits [sampled, vocab of this rank], not

@@ -63,9 +63,9 @@ class TPGroup:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def part(self, total: int, what: str) -> slice:
+    def part(self, total: int, dimension: str) -> slice:
         """This rank's share of `total` equal units. Raises StartupError when they cannot be divided evenly."""
-        share = even_share(total, self.size, what)
+        share = even_share(total, self.size, dimension)
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def kv_part(self, num_kv_heads: int) -> slice:
@@ -112,15 +112,15 @@ class TPGroup:
         self._run("broadcast", lambda: self._group.broadcast([tensor], options), OPERATION_TIMEOUT_S)
         return tensor
 
-    def minimum(self, value: int, what: str) -> int:
-        """The least value of any rank; ranks may still be loading. `what` names the operation in errors."""
+    def minimum(self, value: int, operation: str) -> int:
+        """The least value of any rank; ranks may still be loading. `operation` names the operation in errors."""
         if self.size == 1:
             return value
         mine = torch.tensor([value], dtype=torch.int64, device=self._device)
-        return int(self._all_gather(mine, what, LOAD_TIMEOUT_S).min())
+        return int(self._all_gather(mine, operation, LOAD_TIMEOUT_S).min())
 
-    def barrier(self, what: str) -> None:
-        self.minimum(0, what)
+    def barrier(self, operation: str) -> None:
+        self.minimum(0, operation)
 
     def _all_reduce_by_shares(self, partial: Tensor) -> Tensor:
         """Same bits with fewer bytes and one more exchange: each rank sums a share, then all gather the shares."""
@@ -135,17 +135,19 @@ class TPGroup:
         mine = _sum_by_rank(received.view(self.size, share))
         return self._all_gather(mine, "all-reduce", OPERATION_TIMEOUT_S).view(-1)[:count].view(partial.shape)
 
-    def _all_gather(self, tensor: Tensor, what: str, timeout_s: float) -> Tensor:
+    def _all_gather(self, tensor: Tensor, operation: str, timeout_s: float) -> Tensor:
         """The tensors of all ranks: [size, *shape]."""
         options = _options("AllgatherOptions", timeout_s)
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._run(what, lambda: self._group._allgather_base(gathered.view(-1), tensor.view(-1), options), timeout_s)
+        self._run(
+            operation, lambda: self._group._allgather_base(gathered.view(-1), tensor.view(-1), options), timeout_s
+        )
         return gathered
 
-    def _run(self, what: str, launch: Callable[[], Any], timeout_s: float) -> None:
+    def _run(self, operation: str, launch: Callable[[], Any], timeout_s: float) -> None:
         if not self._in_use.acquire(blocking=False):
-            raise InvariantError(f"tensor-parallel {what}: another thread is using the group")
+            raise InvariantError(f"tensor-parallel {operation}: another thread is using the group")
         try:
             work = launch()
             if self._device.type == "cpu":
@@ -154,7 +156,7 @@ class TPGroup:
                 work.wait()
         except RuntimeError as error:
             first = str(error).splitlines()[0] if str(error) else repr(error)
-            raise RankLost(f"tensor-parallel {what} of rank {self.rank} failed: {first}") from error
+            raise RankLost(f"tensor-parallel {operation} of rank {self.rank} failed: {first}") from error
         finally:
             self._in_use.release()
 

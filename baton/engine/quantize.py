@@ -25,9 +25,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (full / scale[:, None]).round_().clamp_(-STEPS, STEPS).to(torch.int8), scale
 
 
-def check_quantize(wanted: str, device: torch.device) -> None:
+def check_quantize(option: str, device: torch.device) -> None:
     """Raises StartupError for a value that is unknown or that this device does not support."""
-    if wanted not in ("none", "int8"):
-        raise StartupError(f"quantize must be none or int8, not {wanted!r:.60}")
-    if wanted == "int8" and device.type != "cpu":
+    if option not in ("none", "int8"):
+        raise StartupError(f"quantize must be none or int8, not {option!r:.60}")
+    if option == "int8" and device.type != "cpu":
         raise StartupError(f"quantize int8 runs on CPU only, not on {device.type}: set it to none, or use --device cpu")

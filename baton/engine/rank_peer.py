@@ -99,10 +99,10 @@ class Peer:
             raise RankLost(f"{self.name} sent an unexpected reply")
         self._socket.settimeout(_SEND_TIMEOUT_S)
 
-    def _some(self, most: int) -> bytes:
+    def _some(self, max_bytes: int) -> bytes:
         """Receives at least one byte. Raises RankLost."""
         try:
-            data = self._socket.recv(most)
+            data = self._socket.recv(max_bytes)
         except OSError as error:
             raise RankLost(f"lost the connection to {self.name}: {error.strerror or error}") from None
         if not data:

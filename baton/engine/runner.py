@@ -107,11 +107,13 @@ class Runner:
         """Sets `announce`, which sends every plan to the followers before it is computed here."""
         self._announce = announce
 
-    def set_first_layers_callback(self, wanted: Callable[[StepPlan], int], notify: Callable[[int, int], None]) -> None:
-        """Sets `notify(step_id, layers)`, which is called on the compute thread when the first `wanted(plan)` layers of
-        a step (0: none) have written their KV, before the rest of the step is computed. It is never called where a step
-        cannot be computed in two parts: with torch's kernels, on a GPU, on several ranks."""
-        self._first_layers = wanted, notify
+    def set_first_layers_callback(
+        self, count_layers: Callable[[StepPlan], int], notify: Callable[[int, int], None]
+    ) -> None:
+        """Sets `notify(step_id, layers)`, which is called on the compute thread when the first `count_layers(plan)`
+        layers of a step (0: none) have written their KV, before the rest of the step is computed. It is never called
+        where a step cannot be computed in two parts: with torch's kernels, on a GPU, on several ranks."""
+        self._first_layers = count_layers, notify
 
     def start_grammars(self) -> None:
         """Begins to load the tokenizer for grammars, which takes 1 s for 150,000 tokens, in another process."""
@@ -207,8 +209,8 @@ class Runner:
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))
         if self._first_layers is not None and self._compute_in_two is not None:
-            wanted, notify = self._first_layers
-            if layers := wanted(plan):
+            count_layers, notify = self._first_layers
+            if layers := count_layers(plan):
                 return self._compute_in_two(batch, layers, partial(notify, plan.step_id, layers))
         logits = self._compute(
             self.launches.feed(batch, plan, draft_tokens) if plan.token_sources or plan.drafted else batch

@@ -48,7 +48,7 @@ def masker(kernels: Kernels) -> ApplyMasks:
     return mask
 
 
-def wanted(draws: Sequence[Draw], rows: Sequence[int], counts: Sequence[int]) -> bytes:
+def pack_draws(draws: Sequence[Draw], rows: Sequence[int], counts: Sequence[int]) -> bytes:
     """Packs draws as an array of Wanted: `counts[i]` draft tokens after row `rows[i]`."""
     places = map(_PLACE.pack, rows, counts)
     return b"".join([_DRAW.pack(*numbers(draw)) + place for draw, place in zip(draws, places, strict=True)])

@@ -81,10 +81,10 @@ def _piece(cache: Tensor, blocks: tuple[int, ...], length: int) -> Tensor:
     return cache[list(blocks)].flatten(0, 1)[:length]
 
 
-def _compare(what: str, together: Tensor, alone: Tensor) -> None:
+def _compare(subject: str, together: Tensor, alone: Tensor) -> None:
     if not torch.equal(together, alone):
         differing = int((together != alone).flatten(1).any(dim=1).sum())
         raise StartupError(
-            f"exact mode: self-test failed: {what} differ between batched and single computation at {differing} of "
+            f"exact mode: self-test failed: {subject} differ between batched and single computation at {differing} of "
             f"{len(together)} positions; the kernels of this machine are not row-invariant"
         )

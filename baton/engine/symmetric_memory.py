@@ -82,15 +82,15 @@ def _map(torch_memory: Any, store: Any, ranks: Ranks, device: torch.device) -> S
 def _sums_correctly(memory: SymmetricMemory, shared: bool) -> bool:
     """Whether this rank's sum of rank + 1 is right, in all tiles of several pieces. Raises StartupError."""
     device, count = memory.addresses.device, HALF_BYTES // 4 + ELEMENTS + 1
-    found = symmetric_sum(torch.full((count,), float(memory.rank + 1), device=device), memory, shared)
+    total = symmetric_sum(torch.full((count,), float(memory.rank + 1), device=device), memory, shared)
     expected = memory.ranks * (memory.ranks + 1) / 2
-    right = (found == expected).all()
+    right = (total == expected).all()
     ended: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     ended.record()
     deadline = time.monotonic() + FIRST_SUM_LIMIT_S
     while not ended.query():
         if time.monotonic() > deadline:
-            what = "set NCCL_P2P_DISABLE=1 if the GPUs cannot access each other's memory"
-            raise StartupError(f"a sum over this worker's GPUs did not end within {FIRST_SUM_LIMIT_S:g} s; {what}")
+            advice = "set NCCL_P2P_DISABLE=1 if the GPUs cannot access each other's memory"
+            raise StartupError(f"a sum over this worker's GPUs did not end within {FIRST_SUM_LIMIT_S:g} s; {advice}")
         time.sleep(_POLL_S)
     return bool(right)

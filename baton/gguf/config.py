@@ -99,11 +99,11 @@ def llama3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dic
 
 def tensor_name(name: str) -> str | None:
     """Returns the Hugging Face name of a tensor; None for one that is not part of a supported model."""
-    if found := _LAYER.fullmatch(name):
-        layer, part, what = found.groups()
-        return f"model.layers.{layer}.{_IN_LAYER[part]}.{what}" if part in _IN_LAYER else None
-    part, _, what = name.rpartition(".")
-    return f"{_WHOLE[part]}.{what}" if part in _WHOLE and what == "weight" else None
+    if match := _LAYER.fullmatch(name):
+        layer, part, kind = match.groups()
+        return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}" if part in _IN_LAYER else None
+    part, _, kind = name.rpartition(".")
+    return f"{_WHOLE[part]}.{kind}" if part in _WHOLE and kind == "weight" else None
 
 
 def rope_heads(name: str, config: Mapping[str, Any]) -> int:

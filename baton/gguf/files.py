@@ -43,7 +43,7 @@ def gguf_file(path: Path) -> Path | None:
     if not path.is_dir() or (path / "config.json").exists():
         return None
     files = sorted(path.glob("*.gguf"))
-    models = {found[1] if (found := _PART.fullmatch(file.name)) else file.name: file for file in reversed(files)}
+    models = {match[1] if (match := _PART.fullmatch(file.name)) else file.name: file for file in reversed(files)}
     if len(models) > 1:
         raise StartupError(f"{path} holds {len(models)} models in GGUF: name one of its files")
     return next(iter(models.values()), None)
@@ -71,8 +71,8 @@ def checkpoint_directory(file: Path) -> Path:
         try:
             _write(derived, target)
         except OSError as error:
-            what = f"cannot write the cache {base}: {error.strerror}"
-            raise StartupError(f"{file.name}: {what}; set BATON_CACHE_DIR to use another") from None
+            message = f"cannot write the cache {base}: {error.strerror}"
+            raise StartupError(f"{file.name}: {message}; set BATON_CACHE_DIR to use another") from None
     return target
 
 
@@ -91,10 +91,10 @@ def _write(texts: dict[str, str], target: Path) -> None:
 
 
 def _all_parts(file: Path) -> list[Path]:
-    found = _PART.fullmatch(file.name)
-    if found is None:
+    match = _PART.fullmatch(file.name)
+    if match is None:
         return [file]
-    base, _, count = found.groups()
+    base, _, count = match.groups()
     parts = [file.with_name(f"{base}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
     for part in parts:
         if not part.is_file():

@@ -76,8 +76,10 @@ def tokenizer_config(metadata: Metadata) -> dict[str, str]:
     """Returns the object of a `tokenizer_config.json`: the special tokens by their Hugging Face names."""
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in names.items()}
-    return {name: tokens[number] for name, number in found.items() if isinstance(number, int) and number < len(tokens)}
+    token_ids = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in names.items()}
+    return {
+        name: tokens[number] for name, number in token_ids.items() if isinstance(number, int) and number < len(tokens)
+    }
 
 
 def _byte_level(metadata: Metadata, vocabulary: dict[str, int]) -> dict[str, Any]:

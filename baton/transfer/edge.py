@@ -60,9 +60,9 @@ class EdgeSpec:
     def peer_rank(self) -> int:
         return 1 - self.rank
 
-    def error(self, what: str) -> HandoffError:
-        """Returns a HandoffError that names the side, the edge, its store and the problem (`what`)."""
-        return HandoffError(f"edge {self.prefix} ({self.side} side, store {self.host}:{self.port}): {what}")
+    def error(self, problem: str) -> HandoffError:
+        """Returns a HandoffError that names the side, the edge, its store and the problem (`problem`)."""
+        return HandoffError(f"edge {self.prefix} ({self.side} side, store {self.host}:{self.port}): {problem}")
 
 
 class Edge(Protocol):

@@ -182,7 +182,7 @@ class LocalEnd:
         packing, self._packing = self._packing, None
         if packing is None:
             raise self.worker.spec.error("send without packed KV")
-        packing.wanted = True
+        packing.is_sending = True
         try:
             await self.worker.send(packing.buffer.view, ends=packing.ends, ready=packing.ready)
         except BaseException:

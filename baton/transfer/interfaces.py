@@ -27,14 +27,14 @@ def interface_of(host: str) -> str:
     stands for all interfaces, or that none has. A loopback address belongs to the loopback interface, whichever of
     127.0.0.0/8 it is."""
     try:
-        wanted = ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        target = ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, ValueError):
         return ""
-    if wanted.is_unspecified:
+    if target.is_unspecified:
         return ""
     for name, address in interface_addresses():
-        found = ip_address(address)
-        if found == wanted or (wanted.is_loopback and found.is_loopback):
+        candidate = ip_address(address)
+        if candidate == target or (target.is_loopback and candidate.is_loopback):
             return name
     return ""
 

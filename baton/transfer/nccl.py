@@ -70,14 +70,14 @@ def local_gpus(local_size: int) -> tuple[str, ...]:
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") not in ("", "0"):
         return ()
     host = os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()}, boot {boot_id()}"
-    found = []
+    gpus = []
     for rank in range(local_size):
         facts: Any = torch.cuda.get_device_properties(rank % torch.cuda.device_count())
         where = f"GPU-{facts.uuid}"
         if hasattr(facts, "pci_bus_id"):  # not in every torch
             where = f"PCI {facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}"
-        found.append(f"{facts.name} {where} of {host}")
-    return tuple(found)
+        gpus.append(f"{facts.name} {where} of {host}")
+    return tuple(gpus)
 
 
 class NcclEdge:

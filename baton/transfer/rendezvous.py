@@ -74,7 +74,7 @@ class Meeting:
 
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
-        self._aborted, self._begun, self._over = Event(), Event(), Event()
+        self._aborted, self._started, self._over = Event(), Event(), Event()
         self._thread = 0
 
     @property
@@ -85,7 +85,7 @@ class Meeting:
         """Does not block. A `meet` in progress ends by itself and deletes its keys; if the store blocks it for longer
         than GRACE_S, its connection is shut down and the keys remain."""
         self._aborted.set()
-        if self._begun.is_set() and not self._over.is_set():
+        if self._started.is_set() and not self._over.is_set():
             Thread(target=self._free, name="edge-abort", daemon=True).start()
 
     @contextmanager
@@ -99,7 +99,7 @@ class Meeting:
         spec = self.spec
         deadline = time.monotonic() + spec.connect_timeout_s
         self._thread = get_native_id()
-        self._begun.set()
+        self._started.set()
         try:
             self._check_aborted()
             client = self._dial(deadline)

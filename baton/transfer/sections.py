@@ -60,9 +60,9 @@ class _Sections:
 
     def _device_checksum(self, section: Section) -> Tensor:
         """Queues the computation of a section's checksum; returns it as int64 [1] on the device."""
-        found = torch.empty(1, dtype=torch.int64, device=self.buffer.view.device)
-        device_checksum(self.identity_of(section), self.bytes_of(section), found)
-        return found
+        checksum = torch.empty(1, dtype=torch.int64, device=self.buffer.view.device)
+        device_checksum(self.identity_of(section), self.bytes_of(section), checksum)
+        return checksum
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -81,27 +81,27 @@ class _Sections:
 
 class Packing(_Sections):
     """A part that is packed before it is sent, and while it is sent. Complete state: the checksums of the packed
-    sections, whether `send` has been called (`wanted`, set by the event loop), and how many sections were packed after
+    sections, whether `send` has been called (`is_sending`, set by the event loop), and how many were packed after
     sending had begun."""
 
     def __init__(
         self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
     ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
-        self.wanted = False
+        self.is_sending = False
         self.before: Callable[[], None] | None = None  # called on the edge's thread before KV is read
         self.packed_while_sending = 0
         self._sums: list[Word] = []
 
     def begin(self) -> None:
-        """Packs all sections, but stops early once `wanted` is set and at least AHEAD_BYTES are packed."""
+        """Packs all sections, but stops early once `is_sending` is set and at least AHEAD_BYTES are packed."""
         if self.before is not None:
             self.before()
         if self.on_device:
             self.buffer.use()
         for section in self.sections:
             self._pack_next()
-            if self.wanted and section.end >= AHEAD_BYTES:
+            if self.is_sending and section.end >= AHEAD_BYTES:
                 break
 
     def ready(self, index: int) -> Word:

@@ -48,10 +48,10 @@ def export(buf: Tensor) -> bytes:
         if address not in _HANDLES:
             _HANDLES[address] = [next(_SERIAL), *_share(buf)]
         return _encoded([buf.numel(), buf.storage_offset(), *_HANDLES[address]])
-    found = _FILES.get(buf.data_ptr())
-    if found is None:
+    file = _FILES.get(buf.data_ptr())
+    if file is None:
         raise HandoffError("the buffer is not in shared memory")
-    return _encoded([buf.numel(), os.getpid(), *found])
+    return _encoded([buf.numel(), os.getpid(), *file])
 
 
 def map_exported(handle: bytes, device: torch.device) -> Tensor:
@@ -59,11 +59,11 @@ def map_exported(handle: bytes, device: torch.device) -> Tensor:
     try:
         size, *where = _decoded(handle)
         if device.type == "cuda":
-            offset, _, *rest = where
+            offset, _, *ipc_handle = where
             storages: Any = torch.UntypedStorage
             mapped: Any = torch.empty(0, dtype=torch.uint8, device=device)
-            found: Tensor = mapped.set_(storages._new_shared_cuda(device.index or 0, *rest), offset, (size,))
-            return found
+            tensor: Tensor = mapped.set_(storages._new_shared_cuda(device.index or 0, *ipc_handle), offset, (size,))
+            return tensor
         pid, _, descriptor, whole = where
         return _map_file(f"/proc/{int(pid)}/fd/{int(descriptor)}", int(whole))[:size]
     except (RuntimeError, ValueError, TypeError, OSError) as e:

@@ -72,10 +72,10 @@ def drop_new_connections(listener: Address | None) -> None:
     connection and treats an error in accepting as fatal (measured). Does not raise.
     """
 
-    def wanted(sock: socket.socket) -> bool:
+    def is_listener(sock: socket.socket) -> bool:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and sock.getsockname() == listener
 
-    _to_each(wanted, _drop_packets)
+    _to_each(is_listener, _drop_packets)
 
 
 def _sockets() -> Iterator[socket.socket]:
@@ -94,14 +94,14 @@ def _sockets() -> Iterator[socket.socket]:
             sock.detach()
 
 
-def _to_each(wanted: Callable[[socket.socket], bool], act: Callable[[socket.socket], None]) -> None:
-    """Calls `act` on each socket that is wanted. Does not raise."""
+def _to_each(selects: Callable[[socket.socket], bool], act: Callable[[socket.socket], None]) -> None:
+    """Calls `act` on each socket that `selects` accepts. Does not raise."""
     for sock in _sockets():
         try:
-            if wanted(sock):
+            if selects(sock):
                 # Check again on a duplicate: its number cannot be reused, and closing it ends no connection.
                 with sock.dup() as held:
-                    if wanted(held):
+                    if selects(held):
                         act(held)
         except OSError:
             continue  # closed meanwhile, or not connected

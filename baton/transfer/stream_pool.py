@@ -90,15 +90,15 @@ class StreamPool:
     def _advance(self, suits: Callable[[int], bool]) -> int | None:
         """Takes streams until one suits and torch's next ones, one for each open block, are free. Returns its handle,
         or None if no stream suits."""
-        found = None
+        suitable = None
         for _ in range(2 * len(self._order)):
             handle = self._next()
             if suits(handle):
-                found = handle
+                suitable = handle
                 ahead = range(self._at + 1, self._at + 1 + len(self._open))
                 if not any(self._users[self._order[place % len(self._order)]] for place in ahead):
                     break
-        return found
+        return suitable
 
     def _next(self) -> int:
         """Takes one stream. Those that it skips were handed out to others: in open blocks, or for good."""

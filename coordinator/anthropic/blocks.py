@@ -210,7 +210,7 @@ def _blocks(value: Any, known: Mapping[str, type[Block]], param: str, ignored: I
         raise InvalidRequest(f"'{param}': must be a string or an array of blocks", param=param)
     if len(value) > MAX_PARTS:
         raise InvalidRequest(f"'{param}': at most {MAX_PARTS} blocks, not {len(value)}", param=param)
-    found = []
+    blocks = []
     for number, given in enumerate(value):
         place = f"{param}[{number}]"
         if not isinstance(given, dict):
@@ -225,15 +225,15 @@ def _blocks(value: Any, known: Mapping[str, type[Block]], param: str, ignored: I
             ignored.add("messages.content", kind)
         if (model := known.get(kind)) is None:
             raise _unknown_block(kind, known, place)
-        found.append(validate(model, _with_blocks(given, place, ignored), ignored, path=place))
-    return found
+        blocks.append(validate(model, _with_blocks(given, place, ignored), ignored, path=place))
+    return blocks
 
 
 def _unknown_block(kind: str, known: Mapping[str, type[Block]], place: str) -> InvalidRequest:
     if kind in ("image", "document", "container_upload"):
         return InvalidRequest(f"'{place}': {kind} blocks are not supported here: text only", param=place)
-    what = f"'{place}.type': must be one of {', '.join(known)}"
-    return InvalidRequest(what, param=f"{place}.type")
+    message = f"'{place}.type': must be one of {', '.join(known)}"
+    return InvalidRequest(message, param=f"{place}.type")
 
 
 def _with_blocks(given: dict[str, Any], place: str, ignored: IgnoredFields) -> dict[str, Any]:
@@ -246,8 +246,8 @@ def _with_blocks(given: dict[str, Any], place: str, ignored: IgnoredFields) -> d
     if kind == "document" and isinstance(source, dict):
         form = source.get("type")
         if form not in ("text", "content"):
-            what = f"'{place}.source': only documents of text are supported: 'type': 'text' or 'content'"
-            raise InvalidRequest(what, param=f"{place}.source")
+            message = f"'{place}.source': only documents of text are supported: 'type': 'text' or 'content'"
+            raise InvalidRequest(message, param=f"{place}.source")
         if form == "content":
             blocks = _blocks(source.get("content"), {"text": TextBlock}, f"{place}.source.content", ignored)
             return given | {"source": ContentSource(type="content", content=blocks)}  # type: ignore[arg-type]
@@ -257,22 +257,22 @@ def _with_blocks(given: dict[str, Any], place: str, ignored: IgnoredFields) -> d
 def parsed_turns(value: Any, info: ValidationInfo[IgnoredFields]) -> list[Turn]:
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("messages", "must be a non-empty array of messages")
-    found = []
+    turns = []
     for number, given in enumerate(counted(MAX_MESSAGES, value)):
         place = f"messages[{number}]"
         if not isinstance(given, dict):
             raise InvalidRequest(f"'{place}': must be an object", param=place)
         role = given.get("role")
         if not isinstance(role, str) or role not in _BLOCKS:
-            what = f"'{place}.role': must be one of {', '.join(_BLOCKS)}; use 'system' for a system prompt"
-            raise InvalidRequest(what, param=f"{place}.role")
+            message = f"'{place}.role': must be one of {', '.join(_BLOCKS)}; use 'system' for a system prompt"
+            raise InvalidRequest(message, param=f"{place}.role")
         content = given.get("content")
         if content is None and role != "system":
-            what = f"'{place}.content' is required"
-            raise InvalidRequest(what, code="missing_required_parameter", param=f"{place}.content")
+            message = f"'{place}.content' is required"
+            raise InvalidRequest(message, code="missing_required_parameter", param=f"{place}.content")
         blocks = [] if content is None else _blocks(content, _BLOCKS[role], f"{place}.content", info.context)
-        found.append(validate(Turn, given | {"content": blocks}, info.context, path=place))
-    return found
+        turns.append(validate(Turn, given | {"content": blocks}, info.context, path=place))
+    return turns
 
 
 def parsed_system(value: Any, info: ValidationInfo[IgnoredFields]) -> str:

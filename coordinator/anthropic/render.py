@@ -124,8 +124,8 @@ class MessagesRender:
         kind, name = _DELTAS[block["type"]]
         delta = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
         self._prefix = b"event: content_block_delta\ndata: " + delta % (index, kind.encode(), name.encode())
-        begun = _event("content_block_start", index=index, content_block=block)
-        return begun if index else begun + _PING
+        started = _event("content_block_start", index=index, content_block=block)
+        return started if index else started + _PING
 
     def _add(self, text: str) -> bytes:
         if self._open is None:

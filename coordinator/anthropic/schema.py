@@ -85,14 +85,14 @@ class CustomTool(RequestObject):
 def _tools(value: Any, info: ValidationInfo[IgnoredFields]) -> list[CustomTool]:
     if not isinstance(value, list):
         raise PydanticCustomError("list_type", "must be an array")
-    found = []
+    tools = []
     for number, given in enumerate(counted(MAX_TOOLS, value)):
         kind = given.get("type") if isinstance(given, dict) else None
         if isinstance(kind, str) and kind != "custom":
             info.context.add("tools", kind)
             continue
-        found.append(validate(CustomTool, given, info.context, path=f"tools[{number}]"))
-    return found
+        tools.append(validate(CustomTool, given, info.context, path=f"tools[{number}]"))
+    return tools
 
 
 class Choice(RequestObject):
@@ -130,8 +130,8 @@ class OutputConfig(RequestObject):
 
 def _no_thread(value: Any) -> None:
     """Refuses a conversation that the server is to hold. The code lets clients send the whole conversation instead."""
-    what = "thread is not supported: nothing is stored; send the whole conversation"
-    raise InvalidRequest(what, code="thread_unsupported_request", param="thread")
+    message = "thread is not supported: nothing is stored; send the whole conversation"
+    raise InvalidRequest(message, code="thread_unsupported_request", param="thread")
 
 
 class CountTokensBody(ModelBody):
@@ -156,8 +156,8 @@ class CountTokensBody(ModelBody):
     def _go_together(self) -> Self:
         """Raises InvalidRequest for fields that cannot be combined."""
         if self.tool_choice is not None and self.tool_choice.type == "tool" and self.tool_choice.name is None:
-            what = "'tool_choice.name' is required"
-            raise InvalidRequest(what, code="missing_required_parameter", param="tool_choice.name")
+            message = "'tool_choice.name' is required"
+            raise InvalidRequest(message, code="missing_required_parameter", param="tool_choice.name")
         self.tooling().check()
         self.constraint()
         self.rendering()
@@ -180,18 +180,18 @@ class CountTokensBody(ModelBody):
         system, turns = [self.system] if self.system.strip() else [], list(self.messages)
         while turns and turns[0].role == "system":
             system.append(joined([block for block in turns.pop(0).content if isinstance(block, TextBlock)]))
-        found = [ChatMessage("system", "\n".join(system))] if system else []
+        chat_messages = [ChatMessage("system", "\n".join(system))] if system else []
         last_user = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         for at, turn in enumerate(turns):
             if turn.clear_at == "next_user_message" and at < last_user:
                 continue
             for message in _messages_of(turn):
-                last = found[-1] if found else None
+                last = chat_messages[-1] if chat_messages else None
                 if last is not None and last.role == message.role and message.role in ("user", "assistant"):
-                    found[-1] = _merged(last, message)
+                    chat_messages[-1] = _merged(last, message)
                 else:
-                    found.append(message)
-        return found
+                    chat_messages.append(message)
+        return chat_messages
 
     def rendering(self) -> Rendering:
         """Returns how to render the messages: a last message of the assistant is continued.

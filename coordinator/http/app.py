@@ -320,8 +320,8 @@ class _Front:
             messages = body.chat()
             check_messages(messages)
             ids = await self._text.encode_chat_async(messages, body.rendering())
-        what = (self._text.tokenizer, ids, self.translator.max_model_len(), bool(body.return_token_strs))
-        answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *what)
+        listing = (self._text.tokenizer, ids, self.translator.max_model_len(), bool(body.return_token_strs))
+        answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *listing)
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
@@ -336,8 +336,10 @@ class _Front:
         return json_response({"prompt": await self._text.decode_async(body.tokens, skip_special_tokens=False)})
 
     async def no_batches(self, request: Request) -> Response:
-        what = "files and batches are not served: start `python -m batches --data-dir DIR`, and set --batches-address"
-        raise InvalidRequest(what, code="not_enabled")
+        message = (
+            "files and batches are not served: start `python -m batches --data-dir DIR`, and set --batches-address"
+        )
+        raise InvalidRequest(message, code="not_enabled")
 
     async def page(self) -> Response:
         return Response(PAGE, headers=_PAGE_HEADERS, media_type="text/html")
@@ -416,11 +418,11 @@ class _Front:
         return json_response(await off_loop.make(limit > 50, _as_json, self._generator.requests(limit)))
 
     async def request(self, request_id: str) -> Response:
-        found = self._generator.request(request_id)
-        if not found:
-            what = f"request {printable(request_id, 100)!r} is not among the running ones and the last {KEPT}"
-            raise NotFound(what, code="request_not_found", param="request_id")
-        return json_response(await off_loop.make(len(found) > 50, _as_json, found))
+        timelines = self._generator.request(request_id)
+        if not timelines:
+            message = f"request {printable(request_id, 100)!r} is not among the running ones and the last {KEPT}"
+            raise NotFound(message, code="request_not_found", param="request_id")
+        return json_response(await off_loop.make(len(timelines) > 50, _as_json, timelines))
 
     async def metrics(self) -> Response:
         return Response(await self._generator.metrics(), headers={"content-type": CONTENT_TYPE})
@@ -443,8 +445,8 @@ class _Front:
     def _tool_format(self) -> str:
         """Returns the format of tool calls. Raises InvalidRequest if it is unknown."""
         if self._text.tool_format is None:
-            what = "calls cannot be forced: their format in this model's chat template is unknown"
-            raise InvalidRequest(what, param="tool_choice")
+            message = "calls cannot be forced: their format in this model's chat template is unknown"
+            raise InvalidRequest(message, param="tool_choice")
         return self._text.tool_format
 
     def _check_model(self, name: str | None) -> None:
@@ -476,14 +478,14 @@ class _Front:
         **more: Any,
     ) -> Response:
         """Builds the answer; `more` holds further arguments of `Head`."""
-        wanted = body.stream_options
+        stream_options = body.stream_options
         echo_only = isinstance(body, schema.CompletionBody) and body.echo_only
         generator = EchoOnly(self._generator) if echo_only else self._generator
         head = self._head(
             request,
             submissions,
-            include_usage=bool(wanted and wanted.include_usage),
-            continuous_usage=bool(wanted and wanted.continuous_usage_stats),
+            include_usage=bool(stream_options and stream_options.include_usage),
+            continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
             token_ids=bool(body.return_token_ids),
             timeline=bool(body.return_timeline),
             logprobs=submissions[0].sampling.logprobs is not None,

@@ -108,8 +108,8 @@ class BatchRoutes:
     async def cancel(self, request: Request, batch_id: str) -> Response:
         return await self._forward(request, f"/v1/batches/{quote(batch_id, safe='')}/cancel")
 
-    async def _list(self, request: Request, path: str, most: int) -> Response:
-        query = {"limit": str(limit_of(request, most))}
+    async def _list(self, request: Request, path: str, max_items: int) -> Response:
+        query = {"limit": str(limit_of(request, max_items))}
         query |= {name: request.query_params[name] for name in ("after", "purpose") if name in request.query_params}
         return await self._forward(request, path, query=query)
 
@@ -143,8 +143,8 @@ class BatchRoutes:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if isinstance(error.__cause__, ClientDisconnect):
                 raise Cancelled("the client disconnected while its file was read") from None
-            what = "the process that serves files and batches does not respond; it may be restarting"
-            raise Unavailable(what, code="batches_unavailable", retry_after_s=1) from None
+            message = "the process that serves files and batches does not respond; it may be restarting"
+            raise Unavailable(message, code="batches_unavailable", retry_after_s=1) from None
         if given := answer.headers.get("x-ignored-fields"):
             self._name_ignored(request, given.split(", "))
         return Response(content, answer.status, _kept(answer))
@@ -164,12 +164,12 @@ class BatchRoutes:
         self._report(request.scope["path"], ignored)
 
 
-def limit_of(request: Request, most: int) -> int:
+def limit_of(request: Request, max_items: int) -> int:
     """Returns how many entries of a list the client requests. Raises InvalidRequest unless it is a number from 1 to
-    `most`."""
+    `max_items`."""
     text = request.query_params.get("limit", "100")
-    if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= most):
-        raise InvalidRequest(f"limit must be a number from 1 to {most}", param="limit")
+    if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= max_items):
+        raise InvalidRequest(f"limit must be a number from 1 to {max_items}", param="limit")
     return limit
 
 

@@ -124,10 +124,10 @@ class BodyParser(Child):
 
 def _few_values(parse: Callable[[bytes], _T], body: bytes) -> _T:
     """Runs in the child. Limits the values, because unpickling the result blocks the coordinator's event loop."""
-    found = parse(body)
-    if count_values(found, MAX_VALUES) > MAX_VALUES:
+    parsed = parse(body)
+    if count_values(parsed, MAX_VALUES) > MAX_VALUES:
         raise InvalidRequest(f"the body has more than {MAX_VALUES:,} values")
-    return found
+    return parsed
 
 
 def _too_large(max_bytes: int) -> HttpProblem:

@@ -166,8 +166,8 @@ class _LargeAnswers:
         if size <= LARGE_ANSWER_BYTES:
             size = 0
         elif self._bytes and self._bytes + size > MAX_LARGE_BYTES:
-            what = f"{self._bytes >> 20} MiB of large responses are already being sent"
-            size, response = 0, error_response(Unavailable(what, retry_after_s=5), scope)
+            message = f"{self._bytes >> 20} MiB of large responses are already being sent"
+            size, response = 0, error_response(Unavailable(message, retry_after_s=5), scope)
         self._bytes += size
         try:
             yield response
@@ -199,14 +199,14 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
-        gone = asyncio.create_task(_gone(receive))
+        disconnect = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, disconnect), return_when=asyncio.FIRST_COMPLETED)
             ended = answer.done()
         finally:
             answer.cancel()
-            gone.cancel()
-            await asyncio.gather(answer, gone, return_exceptions=True)
+            disconnect.cancel()
+            await asyncio.gather(answer, disconnect, return_exceptions=True)
         if not ended:
             log.info("%s: client disconnected", self._submissions[0].request_id)
         elif answer.cancelled():
@@ -292,11 +292,11 @@ class GenerationResponse(Response):
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Sends in slices and returns when the socket has accepted enough; the server closes the connection of a client
         that reads nothing."""
-        rest = memoryview(body)
+        remainder = memoryview(body)
         while True:
-            part, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
-            await send({"type": "http.response.body", "body": bytes(part), "more_body": more or bool(rest)})
-            if not rest:
+            part, remainder = remainder[:SLICE_BYTES], remainder[SLICE_BYTES:]
+            await send({"type": "http.response.body", "body": bytes(part), "more_body": more or bool(remainder)})
+            if not remainder:
                 return
 
 
@@ -306,7 +306,7 @@ def owned(submission: Submission, request: Request) -> Submission:
     return replace(submission.of(request.scope[CLIENT]), traceparent=traceparent)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Returns when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -122,8 +122,8 @@ class Guard:
             return self._keys.client(_authorization(headers))
         client = self._keys.named(batches_access.owner_of(headers, self._batches_key).key)
         if client is None:
-            what = "the API key that created the batch no longer exists"
-            raise Unauthenticated(what, code=batches_access.KEY_REMOVED)
+            message = "the API key that created the batch no longer exists"
+            raise Unauthenticated(message, code=batches_access.KEY_REMOVED)
         return replace(client, priority=MAX_PRIORITY)
 
 
@@ -173,8 +173,8 @@ def check_head(scope: Scope) -> str:
             close=True,
         )
     if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
-        what = f"the request line may have at most {MAX_TARGET_BYTES} bytes"
-        raise HttpProblem(414, "uri_too_long", what, close=True)
+        message = f"the request line may have at most {MAX_TARGET_BYTES} bytes"
+        raise HttpProblem(414, "uri_too_long", message, close=True)
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and scope.get("http_version") != "1.0"):
         raise HttpProblem(400, "invalid_host", "exactly one Host header is required", param="host", close=True)

@@ -296,8 +296,8 @@ def _query(**fields: Schema) -> list[Schema]:
     return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
 
 
-def _limit(most: int) -> Schema:
-    return {"type": "integer", "minimum": 1, "maximum": most, "default": 100}
+def _limit(maximum: int) -> Schema:
+    return {"type": "integer", "minimum": 1, "maximum": maximum, "default": 100}
 
 
 QUERIES = {
@@ -353,8 +353,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         bodies: Any = [(model, "validation") for model in getattr(app.state, "bodies", ())]
-        _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-        document["components"] = {"schemas": found.get("$defs", {}) | SCHEMAS | {"ErrorResponse": _ERROR}}
+        _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+        document["components"] = {"schemas": schemas.get("$defs", {}) | SCHEMAS | {"ErrorResponse": _ERROR}}
         app.openapi_schema = document
     return app.openapi_schema
 

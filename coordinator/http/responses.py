@@ -65,8 +65,8 @@ class KeptResponses:
     ) -> Stored:
         stored = await self._store.get(client.tenant, response_id[:MAX_ID_CHARS])
         if stored is None:
-            what = f"no stored response '{response_id[:100]}': it was not stored, or dropped for newer ones"
-            raise NotFound(what, code=code, param=param)
+            message = f"no stored response '{response_id[:100]}': it was not stored, or dropped for newer ones"
+            raise NotFound(message, code=code, param=param)
         return stored
 
     def _keep(

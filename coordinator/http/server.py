@@ -135,7 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 if not self._offered:  # CONNECT
                     self._refuse(_NOT_HTTP)
                     return
-                self._offered, rest = False, data[offer.args[0] :]
+                self._offered, remainder = False, data[offer.args[0] :]
             except httptools.HttpParserError:
                 self._refuse(_NOT_HTTP)
                 return
@@ -144,7 +144,7 @@ class GuardedProtocol(HttpToolsProtocol):
             head += [b"%b: %b" % each for each in _without_upgrade(self.headers)]
             self.parser = httptools.HttpRequestParser(self)
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-            data = b"\r\n".join([*head, b"", rest])
+            data = b"\r\n".join([*head, b"", remainder])
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # trailers are not used
@@ -207,8 +207,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if taken >= MIN_READ_BYTES:
             self._start_unread_timer()
         else:
-            what = "client %s read %d bytes of its response in %g s: closing its connection"
-            log.warning(what, self._address, taken, SEND_TIMEOUT_S)
+            message = "client %s read %d bytes of its response in %g s: closing its connection"
+            log.warning(message, self._address, taken, SEND_TIMEOUT_S)
             self.transport.abort()
 
     def _cancel_unread_timer(self) -> None:
@@ -278,8 +278,8 @@ class ChunkWriter:
     def ready(self) -> bool:
         """Whether the client has read enough of the previous output."""
         cycle = self._cycle
-        gone = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
-        return bool(cycle.chunked_encoding) and not gone and not cycle.flow.write_paused
+        ended = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
+        return bool(cycle.chunked_encoding) and not ended and not cycle.flow.write_paused
 
     def write(self, body: bytes) -> None:
         if body:  # an empty chunk would end the body

@@ -105,5 +105,5 @@ def _set_numbers(node: Schema, param: str) -> None:
 
 def _not_exact(keyword: str, value: int, param: str) -> InvalidRequest:
     shown = value if abs(value) < 10**40 else f"of {value.bit_length()} bits"
-    what = f"'{param}': {keyword} has the integer {shown}, beyond 2**53, which JSON numbers need not keep exact"
-    return InvalidRequest(what, code="invalid_grammar", param=param)
+    message = f"'{param}': {keyword} has the integer {shown}, beyond 2**53, which JSON numbers need not keep exact"
+    return InvalidRequest(message, code="invalid_grammar", param=param)

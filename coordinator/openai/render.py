@@ -184,11 +184,11 @@ class CompletionRender(Render):
     def _echoed(self, delta: Delta) -> dict[str, Any]:
         scores, number = self._scores_of(delta), delta.choice // self._head.n
         if number not in self._prompts:  # only the first choice's delta has them; the same for all choices
-            found = scores.of_prompt(delta.prompt_logprobs or ())
-            self._prompts[number] = found, len((self._head.echos or ())[number])
+            opening = scores.of_prompt(delta.prompt_logprobs or ())
+            self._prompts[number] = opening, len((self._head.echos or ())[number])
             self.has_large_opening = self.has_large_opening or is_large([delta])
-        found, scores.offset = self._prompts[number]
-        return found
+        opening, scores.offset = self._prompts[number]
+        return opening
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         return self._scores_of(delta).of_output(delta.logprobs)
@@ -248,22 +248,22 @@ class ChatRender(Render):
     def last(self, delta: Delta, usage: Usage) -> bytes:
         if delta.events is None:
             return super().last(delta, usage)
-        found = self._parsed(delta, delta.events, usage)
+        parsed = self._parsed(delta, delta.events, usage)
         end = self._end(delta) | {"finish_reason": self._finish(delta, calls=delta.choice in self._called)}
         choice = b'{"index":%d,"delta":{},"logprobs":null,' % delta.choice + json_line(end)[1:]
-        return found + self._prefix + choice + self._tail(usage)
+        return parsed + self._prefix + choice + self._tail(usage)
 
     def _parsed(self, delta: Delta, events: Sequence[Event], usage: Usage) -> bytes:
         """Returns the stream events for one delta; the first of them carries its token ids and log-probabilities."""
         parts = [self._part(event, delta.choice) for event in events]
         if not parts and delta.token_ids and (self._head.token_ids or self._head.logprobs):
             parts = [{}]
-        found = b""
+        chunks = b""
         for number, part in enumerate(parts):
             ids, scores = (self._ids(delta), self._scores(delta)) if number == 0 else (b"", b"null")
             choice = b'{"index":%d,"delta":' % delta.choice + json_line(part) + ids + b',"logprobs":' + scores
-            found += self._prefix + choice + b',"finish_reason":null}' + self._tail(usage)
-        return found
+            chunks += self._prefix + choice + b',"finish_reason":null}' + self._tail(usage)
+        return chunks
 
     def _part(self, event: Event, choice: int) -> dict[str, Any]:
         match event:
@@ -284,19 +284,19 @@ class ChatRender(Render):
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         calls = [
             {
-                "id": self._call_id(choice, begun.index),
+                "id": self._call_id(choice, call.index),
                 "type": "function",
                 "function": {
-                    "name": begun.name,
-                    "arguments": "".join(e.text for e in events if isinstance(e, Arguments) and e.index == begun.index),
+                    "name": call.name,
+                    "arguments": "".join(e.text for e in events if isinstance(e, Arguments) and e.index == call.index),
                 },
             }
-            for begun in events
-            if isinstance(begun, CallBegun)
+            for call in events
+            if isinstance(call, CallBegun)
         ]
-        found: dict[str, Any] = {"content": text if text.strip() or not calls else None}
-        found |= {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
-        return found | ({"tool_calls": calls} if calls else {})
+        message: dict[str, Any] = {"content": text if text.strip() or not calls else None}
+        message |= {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+        return message | ({"tool_calls": calls} if calls else {})
 
     def _finish(self, delta: Delta, *, calls: bool) -> str | None:
         """As in OpenAI's API: a call of the tool that the client chose by name ends with `stop`."""
@@ -361,20 +361,20 @@ class CompletionLogprobs:
 
     def _object(self, tokens: Sequence[tuple[int, TokenLogprob | None]], decoder: Decoder) -> dict[str, Any]:
         spell = self._vocabulary.spelling
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token_id, entry in tokens:
             text = spell(token_id)[0]
-            found["tokens"].append(text)
-            found["text_offset"].append(self.offset)
+            columns["tokens"].append(text)
+            columns["text_offset"].append(self.offset)
             self.offset += len(decoder.push(token_id))
             if entry is None:
-                found["token_logprobs"].append(None)
-                found["top_logprobs"].append(None)
+                columns["token_logprobs"].append(None)
+                columns["top_logprobs"].append(None)
                 continue
             top = {spell(i)[0]: value for i, value in zip(entry.top_ids, entry.top_logprobs, strict=True)}
-            found["token_logprobs"].append(entry.logprob)
-            found["top_logprobs"].append(top | {text: entry.logprob})
-        return found
+            columns["token_logprobs"].append(entry.logprob)
+            columns["top_logprobs"].append(top | {text: entry.logprob})
+        return columns
 
 
 def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
@@ -388,12 +388,12 @@ def prompt_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> 
     def one(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": vocabulary.spelling(token_id)[0]}
 
-    found: list[Any] = [None]
+    objects: list[Any] = [None]
     for entry in entries:
         top = zip(entry.top_ids, entry.top_logprobs, strict=True)
         options = {str(i): one(i, value, rank) for rank, (i, value) in enumerate(top, 1)}
-        found.append(options | {str(entry.token_id): one(entry.token_id, entry.logprob, entry.rank)})
-    return found
+        objects.append(options | {str(entry.token_id): one(entry.token_id, entry.logprob, entry.rank)})
+    return objects
 
 
 def server_timing(timeline: Timeline | None) -> dict[str, str]:

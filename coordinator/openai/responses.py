@@ -108,14 +108,14 @@ class ResponsesBody(ModelBody):
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def options(self) -> Options:
-        wanted = self.text.format if self.text is not None else None
+        text_format = self.text.format if self.text is not None else None
         constraint = None
-        if wanted is not None and wanted.type == "json_schema":
-            if wanted.schema_ is None:
+        if text_format is not None and text_format.type == "json_schema":
+            if text_format.schema_ is None:
                 raise InvalidRequest("'text.format.schema' is required", param="text.format.schema")
-            strict = bool(wanted.strict)
-            constraint = of_json(wanted.schema_, "text.format.schema", lenient=not strict, strict=strict)
-        elif wanted is not None and wanted.type == "json_object":
+            strict = bool(text_format.strict)
+            constraint = of_json(text_format.schema_, "text.format.schema", lenient=not strict, strict=strict)
+        elif text_format is not None and text_format.type == "json_object":
             constraint = of_json(ANY_OBJECT, "text.format")
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         return Options(
@@ -147,10 +147,10 @@ class ResponsesBody(ModelBody):
 
 
 def shown_format(body: ResponsesBody) -> dict[str, Any]:
-    wanted = body.text.format if body.text is not None else None
-    if wanted is None:
+    text_format = body.text.format if body.text is not None else None
+    if text_format is None:
         return {"type": "text"}
-    shown: dict[str, Any] = {"type": wanted.type}
-    if wanted.type == "json_schema":
-        shown |= {"name": wanted.name or "", "schema": wanted.schema_, "strict": bool(wanted.strict)}
+    shown: dict[str, Any] = {"type": text_format.type}
+    if text_format.type == "json_schema":
+        shown |= {"name": text_format.name or "", "schema": text_format.schema_, "strict": bool(text_format.strict)}
     return shown

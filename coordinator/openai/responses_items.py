@@ -117,8 +117,8 @@ def _text_of(parts: list[Any], param: str, ignored: IgnoredFields) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            what = f"'{param}[{number}]': only text is supported: {', '.join(_TEXT_PARTS)}, with a string 'text'"
-            raise InvalidRequest(what, param=f"{param}[{number}]")
+            message = f"'{param}[{number}]': only text is supported: {', '.join(_TEXT_PARTS)}, with a string 'text'"
+            raise InvalidRequest(message, param=f"{param}[{number}]")
         for name in part.keys() - _PART:
             if part[name]:  # answers have empty `annotations` and `logprobs`
                 ignored.add_unknown("input.content", name, _PART, history=True)
@@ -132,15 +132,15 @@ def parsed_items(value: Any, ignored: IgnoredFields) -> list[Item]:
         return [Message(role="user", content=value)]
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("input", "must be a string or an array of items")
-    found: list[Item] = []
+    items: list[Item] = []
     for number, given in enumerate(counted(MAX_MESSAGES, value)):
         param = f"input[{number}]"
         if not isinstance(given, dict):
             raise InvalidRequest(f"'{param}': must be an object", param=param)
         kind = given.get("type") or "message"
         if not isinstance(kind, str) or kind in _REFUSED:
-            what = _REFUSED.get(kind, "must be a string") if isinstance(kind, str) else "must be a string"
-            raise InvalidRequest(f"'{param}.type': {what}", param=f"{param}.type")
+            message = _REFUSED.get(kind, "must be a string") if isinstance(kind, str) else "must be a string"
+            raise InvalidRequest(f"'{param}.type': {message}", param=f"{param}.type")
         model = _ITEMS.get(kind)
         if model is None:
             ignored.add("input", kind)
@@ -154,8 +154,8 @@ def parsed_items(value: Any, ignored: IgnoredFields) -> list[Item]:
         if isinstance(item, Message) and item.role not in ROLES:
             known = ", ".join(sorted(ROLES))
             raise InvalidRequest(f"'{param}.role': must be one of {known}", param=f"{param}.role")
-        found.append(item)
-    return found
+        items.append(item)
+    return items
 
 
 def _items(value: Any, info: ValidationInfo[IgnoredFields]) -> list[Item]:

@@ -69,9 +69,9 @@ class ResponsesRender:
         return self._take(delta.events)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
-        found = self.text(delta, usage)
+        chunks = self.text(delta, usage)
         self._finish = delta.finish_reason
-        return found + self._close()
+        return chunks + self._close()
 
     def closing(self, usage: Usage) -> bytes:
         response = self._ended(usage)
@@ -83,30 +83,30 @@ class ResponsesRender:
         return self._event("error", code=shown["code"], message=shown["message"], param=shown["param"])
 
     def _take(self, events: Sequence[Event]) -> bytes:
-        found = b""
+        chunks = b""
         for event in events:
             match event:
                 case Text(text):
-                    found += self._need("message")
+                    chunks += self._need("message")
                     scores, self._scores = self._scores, []
                     self._item_scores += scores
-                    found += self._add("response.output_text.delta", text, logprobs=scores)
+                    chunks += self._add("response.output_text.delta", text, logprobs=scores)
                 case Reasoning(text):
                     self._scores.clear()
-                    found += self._need("reasoning") + self._add("response.reasoning_text.delta", text)
+                    chunks += self._need("reasoning") + self._add("response.reasoning_text.delta", text)
                 case CallBegun(_, name):
                     self._scores.clear()
                     called = self._tool_set.shown.get(name, Called(name))
                     more = {"namespace": called.namespace} if called.namespace else {}
                     kind = "custom_tool_call" if called.custom else "function_call"
-                    found += self._close() + self._begin(kind, name=called.name, **more)
+                    chunks += self._close() + self._begin(kind, name=called.name, **more)
                 case Arguments(_, text):
                     self._scores.clear()
                     if self._open is not None and self._open["type"] == "custom_tool_call":
-                        found += self._grow_input(text)
+                        chunks += self._grow_input(text)
                     else:
-                        found += self._add("response.function_call_arguments.delta", text)
-        return found
+                        chunks += self._add("response.function_call_arguments.delta", text)
+        return chunks
 
     def _grow_input(self, text: str) -> bytes:
         """Adds to the arguments of a custom tool's call; the event has what its input has grown by."""
@@ -134,10 +134,10 @@ class ResponsesRender:
         else:
             item |= {"summary": [], "content": [], "status": "in_progress"}
         self._open, self._pieces, self._item_scores, self._passed_on = item, [], [], 0
-        begun = self._event("response.output_item.added", output_index=index, item=item)
+        added = self._event("response.output_item.added", output_index=index, item=item)
         if kind in _CALLS:
-            return begun
-        return begun + self._event("response.content_part.added", **self._place(item), part=self._part(item, ""))
+            return added
+        return added + self._event("response.content_part.added", **self._place(item), part=self._part(item, ""))
 
     def _add(self, kind: str, text: str, **more: Any) -> bytes:
         if self._open is None:
@@ -155,24 +155,24 @@ class ResponsesRender:
         item = item | {"status": "completed" if complete else "incomplete"}
         if item["type"] == "function_call":
             item |= {"arguments": text}
-            found = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
+            chunks = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
         elif item["type"] == "custom_tool_call":
             item |= {"input": _input_of(text)}
-            found = self._event("response.custom_tool_call_input.done", **place, input=item["input"])
+            chunks = self._event("response.custom_tool_call_input.done", **place, input=item["input"])
         else:
             part = self._part(item, text)
             item |= {"content": [part]}
             if item["type"] == "message":
-                found = self._event("response.output_text.done", **place, text=text, logprobs=self._item_scores)
+                chunks = self._event("response.output_text.done", **place, text=text, logprobs=self._item_scores)
             else:
-                found = self._event("response.reasoning_text.done", **place, text=text)
+                chunks = self._event("response.reasoning_text.done", **place, text=text)
                 if ENCRYPTED in (self._body.include or ()):
                     item |= {"encrypted_content": encoded(text)}
-            found += self._event("response.content_part.done", **place, part=part)
-        found += self._event("response.output_item.done", output_index=len(self._output), item=item)
+            chunks += self._event("response.content_part.done", **place, part=part)
+        chunks += self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         self._open = None
-        return found
+        return chunks
 
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
         place = {"item_id": item["id"], "output_index": len(self._output)}

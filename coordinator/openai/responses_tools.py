@@ -73,7 +73,7 @@ def _tools(value: Any, info: ValidationInfo[IgnoredFields], place: str = "tools"
     """Returns the tools that can be served; the others are named by their type."""
     if not isinstance(value, list):
         raise PydanticCustomError("tools", "must be an array")
-    found = []
+    tools = []
     for number, given in enumerate(counted(MAX_TOOLS, value)):
         param = f"{place}[{number}]"
         kind = given.get("type") if isinstance(given, dict) else None
@@ -83,8 +83,8 @@ def _tools(value: Any, info: ValidationInfo[IgnoredFields], place: str = "tools"
         if model is None or (model is Namespace and place != "tools"):
             IgnoredFields.of(info.context).add(place, kind)
         else:
-            found.append(validate(model, given, IgnoredFields.of(info.context), path=param))
-    return found
+            tools.append(validate(model, given, IgnoredFields.of(info.context), path=param))
+    return tools
 
 
 ResponseTools = Annotated[list[ServedTool], PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]])]
@@ -129,11 +129,11 @@ def _choice(value: Any, info: ValidationInfo[IgnoredFields]) -> str | Called | A
             else:
                 ignored.add("tool_choice.tools", tool["type"])
         return AllowedTools(given.get("mode", "auto"), frozenset(names))
-    what = (
+    message = (
         "must be 'none', 'auto', 'required', an object with 'type': 'function' or 'custom' and a 'name', "
         "or one with 'type': 'allowed_tools', a 'mode' and 'tools'"
     )
-    raise PydanticCustomError("tool_choice", what)
+    raise PydanticCustomError("tool_choice", message)
 
 
 ResponseChoice = Annotated[

@@ -120,14 +120,14 @@ _Name = Annotated[str, StringConstraints(pattern=r"^[^\s<|\\/>]{1,64}$")]  # as 
 def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise PydanticCustomError("logit_bias", "must be an object that maps token ids to numbers")
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, bias in counted(MAX_BIASES, value).items():
         if not _TOKEN_ID.fullmatch(key):
             raise PydanticCustomError("logit_bias", "a key must be a token id in decimal digits")
         if type(bias) not in (int, float):
             raise PydanticCustomError("logit_bias", "a bias must be a number")
-        found[int(key)] = bias
-    return found
+        biases[int(key)] = bias
+    return biases
 
 
 class TextPart(RequestObject):
@@ -357,8 +357,8 @@ class ChatBody(GenerationBody):
 def _rendering(body: ChatBody | TokenizeBody, tools: Tools) -> Rendering:
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
-        what = "add_generation_prompt and continue_final_message cannot be combined"
-        raise InvalidRequest(what, param="continue_final_message")
+        message = "add_generation_prompt and continue_final_message cannot be combined"
+        raise InvalidRequest(message, param="continue_final_message")
     variables = body.chat_template_kwargs or {}
     if taken := sorted(variables.keys() & RESERVED_VARIABLES):
         raise InvalidRequest(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")

@@ -76,27 +76,27 @@ def constraint_of(
     Raises:
         InvalidRequest: two constraints, an empty `structured_outputs`, or a whitespace pattern without `guided`.
     """
-    found: list[Constraint] = []
+    accepted: list[Constraint] = []
     pattern = whitespace_of(structured)
-    if response_format is not None and (wanted := _of_response_format(response_format)) is not None:
-        found.append(_with_whitespace(wanted, pattern))
+    if response_format is not None and (requested := _of_response_format(response_format)) is not None:
+        accepted.append(_with_whitespace(requested, pattern))
     if structured is not None:
         named = {name: value for name, value in structured if value is not None and name not in _WHITESPACE}
         asked = (_of_vllm(name.rstrip("_"), value, "structured_outputs.") for name, value in named.items())
         mine = [constraint for constraint in asked if constraint is not None]
         if not mine and pattern is None:
-            what = "structured_outputs needs one of json, json_object, regex, choice and grammar"
-            raise InvalidRequest(what, param="structured_outputs")
-        found += [_with_whitespace(constraint, pattern) for constraint in mine]
+            message = "structured_outputs needs one of json, json_object, regex, choice and grammar"
+            raise InvalidRequest(message, param="structured_outputs")
+        accepted += [_with_whitespace(constraint, pattern) for constraint in mine]
     for name, value in guided.items():
-        if (wanted := _of_vllm(name.removeprefix("guided_"), value, "guided_")) is not None:
-            found.append(_with_whitespace(wanted, whitespace_pattern))
+        if (requested := _of_vllm(name.removeprefix("guided_"), value, "guided_")) is not None:
+            accepted.append(_with_whitespace(requested, whitespace_pattern))
     if whitespace_pattern is not None and not guided:
         raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
-    if len(found) > 1:
-        what = f"{found[0].param} and {found[1].param} cannot be combined: the output can match only one"
-        raise InvalidRequest(what, param=found[1].param)
-    return found[0] if found else None
+    if len(accepted) > 1:
+        message = f"{accepted[0].param} and {accepted[1].param} cannot be combined: the output can match only one"
+        raise InvalidRequest(message, param=accepted[1].param)
+    return accepted[0] if accepted else None
 
 
 def whitespace_of(structured: StructuredOutputs | None) -> str | None:
@@ -106,15 +106,15 @@ def whitespace_of(structured: StructuredOutputs | None) -> str | None:
     return "" if structured.disable_any_whitespace else structured.whitespace_pattern
 
 
-def _of_response_format(wanted: ResponseFormat) -> Constraint | None:
-    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        goes = "is required with" if wanted.json_schema is None else "is allowed only with"
-        what = f"response_format.json_schema {goes} 'type': 'json_schema'"
-        raise InvalidRequest(what, param="response_format.json_schema")
-    if wanted.json_schema is not None:
-        schema, strict = wanted.json_schema.schema_, bool(wanted.json_schema.strict)
+def _of_response_format(response_format: ResponseFormat) -> Constraint | None:
+    if (response_format.type == "json_schema") != (response_format.json_schema is not None):
+        goes = "is required with" if response_format.json_schema is None else "is allowed only with"
+        message = f"response_format.json_schema {goes} 'type': 'json_schema'"
+        raise InvalidRequest(message, param="response_format.json_schema")
+    if response_format.json_schema is not None:
+        schema, strict = response_format.json_schema.schema_, bool(response_format.json_schema.strict)
         return of_json(schema, "response_format.json_schema.schema", lenient=not strict, strict=strict)
-    return None if wanted.type == "text" else of_json(ANY_OBJECT, "response_format")
+    return None if response_format.type == "text" else of_json(ANY_OBJECT, "response_format")
 
 
 def _of_vllm(name: str, value: Any, prefix: str) -> Constraint | None:

@@ -66,8 +66,8 @@ def _choice(value: Any, info: ValidationInfo[IgnoredFields | None]) -> str | Cho
         return value
     with contextlib.suppress(ValidationError):
         return ChosenTool.model_validate(value, context=info.context)
-    what = "must be 'none', 'auto', 'required' or an object with 'type': 'function' and a 'function' with its 'name'"
-    raise PydanticCustomError("tool_choice", what)
+    message = "must be 'none', 'auto', 'required' or an object with 'type': 'function' and a 'function' with its 'name'"
+    raise PydanticCustomError("tool_choice", message)
 
 
 ToolChoice = Annotated[
@@ -91,11 +91,11 @@ def _arguments(value: Any) -> dict[str, Any] | str:
     if not isinstance(value, str):
         raise PydanticCustomError("arguments", "must be a JSON object as a string")
     with contextlib.suppress(ValueError, RecursionError):
-        found = orjson.loads(value or "{}")
+        parsed = orjson.loads(value or "{}")
         if _LONG_NUMBER.search(value):  # orjson reads an integer over 64 bits as a float
-            found = json.loads(value)
-        if isinstance(found, dict) and r"\u0000" not in value and _is_shallow(found):
-            return found
+            parsed = json.loads(value)
+        if isinstance(parsed, dict) and r"\u0000" not in value and _is_shallow(parsed):
+            return parsed
     return value
 
 
@@ -221,9 +221,13 @@ class Tools:
 
 
 def calls_grammar(
-    form: str, functions: Sequence[Function], token_ids: Mapping[str, int], most: int, whitespace: str | None = None
+    form: str,
+    functions: Sequence[Function],
+    token_ids: Mapping[str, int],
+    max_calls: int,
+    whitespace: str | None = None,
 ) -> list[str]:
-    """Returns the lines of a Lark grammar of 1 to `most` calls, beginning with the start rule."""
+    """Returns the lines of a Lark grammar of 1 to `max_calls` calls, beginning with the start rule."""
 
     def marker(text: str) -> str:
         return f"<[{token_ids[text]}]>" if text in token_ids else lark_string(text)
@@ -239,7 +243,7 @@ def calls_grammar(
         "deepseek_v3": (marker(CALLS_BEGIN), marker(CALL_BEGIN), '"\\n"', marker(CALL_END), marker(CALLS_END)),
         "deepseek_v31": (marker(CALLS_BEGIN), marker(CALL_BEGIN), "", marker(CALL_END), marker(CALLS_END)),
     }[form]
-    more = f"({between} call){{0,{most - 1}}}" if most > 1 and form != "harmony" else ""
+    more = f"({between} call){{0,{max_calls - 1}}}" if max_calls > 1 and form != "harmony" else ""
     lines = ["start: calls", f"calls: {begin} call {more} {end}"]
     lines.append(f"call: {before} ({' | '.join(f'call_{i}' for i in range(len(functions)))}) {after}")
     for number, function in enumerate(functions):

@@ -76,8 +76,8 @@ class RequestObject(BaseModel):
                 kept[name] = value
             if name in cls.neutral:
                 if not any(_same(value, accepted) for accepted in cls.neutral[name]):
-                    what = f"is not supported yet{_accepted(cls.neutral[name])}"
-                    raise PydanticCustomError("unsupported_parameter", what, {"field": name})
+                    reason = f"is not supported yet{_accepted(cls.neutral[name])}"
+                    raise PydanticCustomError("unsupported_parameter", reason, {"field": name})
             elif name in cls.inert:
                 ignored.add(cls.place, name)
             elif name not in served:
@@ -133,32 +133,32 @@ def _objects_in(annotation: Any) -> list[type[RequestObject]]:
 _Body = TypeVar("_Body", bound=RequestObject)
 
 
-def counted(most: int, value: Any) -> Any:
-    """Returns `value` if it has at most `most` entries; runs before they are validated: a body may have a million."""
-    if isinstance(value, list | dict) and len(value) > most:
-        raise PydanticCustomError("too_many", f"at most {most} entries, not {len(value)}")
+def counted(limit: int, value: Any) -> Any:
+    """Returns `value` if it has at most `limit` entries; runs before they are validated: a body may have a million."""
+    if isinstance(value, list | dict) and len(value) > limit:
+        raise PydanticCustomError("too_many", f"at most {limit} entries, not {len(value)}")
     return value
 
 
-def count_values(value: Any, most: int) -> int:
+def count_values(value: Any, limit: int) -> int:
     """Counts the values within a JSON value or a body, including itself, and MODEL_VALUES more for each model object;
-    stops counting after `most`."""
+    stops counting after `limit`."""
     left, count = [value], 0
-    while left and count <= most:
-        found = left.pop()
+    while left and count <= limit:
+        item = left.pop()
         count += 1
-        if isinstance(found, BaseModel):
+        if isinstance(item, BaseModel):
             count += MODEL_VALUES
-            left.extend(found.__dict__.values())
-        elif isinstance(found, Mapping):
-            left.extend(found.values())
-        elif isinstance(found, list | tuple):
-            left.extend(found)
+            left.extend(item.__dict__.values())
+        elif isinstance(item, Mapping):
+            left.extend(item.values())
+        elif isinstance(item, list | tuple):
+            left.extend(item)
     return count + len(left)
 
 
-def at_most(most: int) -> BeforeValidator:
-    return BeforeValidator(partial(counted, most))
+def at_most(limit: int) -> BeforeValidator:
+    return BeforeValidator(partial(counted, limit))
 
 
 def parse(model: type[_Body], body: bytes, *, strict: bool = False) -> _Body:

@@ -117,8 +117,8 @@ class ChatEncoder:
         core = final.strip()
         behind = rendered[::-1].find(core[::-1])  # reversed: `rfind` may take the product of the lengths
         if not core or behind < 0:
-            what = "continue_final_message: the chat template does not render the last message unchanged"
-            raise InvalidRequest(what, param="continue_final_message")
+            problem = "continue_final_message: the chat template does not render the last message unchanged"
+            raise InvalidRequest(problem, param="continue_final_message")
         return rendered[: len(rendered) - behind] + final[len(final.rstrip()) :]
 
     def _tried(self) -> _Traits:
@@ -250,8 +250,8 @@ class ControlTokens:
         ids = self._tokenizer.encode_batch_fast([aliased], add_special_tokens=False)[0].ids  # releases the GIL
         forbidden = self._forbidden
         if forbidden and not all(forbidden.isdisjoint(ids[at : at + SLICE]) for at in range(0, len(ids), SLICE)):
-            what = f"'{param}' contains a control token that this tokenizer cannot encode as text"
-            raise InvalidRequest(what, param=param)
+            message = f"'{param}' contains a control token that this tokenizer cannot encode as text"
+            raise InvalidRequest(message, param=param)
         ids_of = self._ids
         return [ids_of.get(i, i) for i in ids]
 
@@ -262,10 +262,10 @@ class ControlTokens:
         at = 0
         for end in range(SLICE, len(text) + SLICE, SLICE):
             pieces: list[str] = []
-            while at < end and (found := pattern.search(text, at, end + self._longest)) and found.start() < end:
-                length, new = by[found[0]]
-                pieces += (text[at : found.start()], new)
-                at = found.start() + length
+            while at < end and (marker := pattern.search(text, at, end + self._longest)) and marker.start() < end:
+                length, new = by[marker[0]]
+                pieces += (text[at : marker.start()], new)
+                at = marker.start() + length
             pieces.append(text[at:end])
             at = max(at, end)
             whole.append("".join(pieces))

@@ -107,7 +107,7 @@ def _chat_template(directory: Path, settings: dict[str, Any], names: dict[str, s
 
 
 def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    defaults = {}
     for name, (low, high) in _SAMPLING.items():
         value = generation.get(name)
         if value is None:
@@ -115,8 +115,8 @@ def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
         kinds = (int,) if name == "top_k" else (int, float)
         if type(value) not in kinds or not low <= value <= high:
             raise StartupError(f"generation_config.json: invalid {name} {value!r:.60}")
-        found[name] = value
-    return found
+        defaults[name] = value
+    return defaults
 
 
 def _ids(value: Any, vocab_size: int) -> list[int]:

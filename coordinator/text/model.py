@@ -133,8 +133,8 @@ class TextModel:
             ContextLengthExceeded, Unavailable: as `encode_async`.
         """
         if (infill := self.infill) is None:
-            what = "this model's tokenizer has no tokens to fill in the middle: suffix is not supported"
-            raise InvalidRequest(what, code="unsupported_parameter", param="suffix")
+            message = "this model's tokenizer has no tokens to fill in the middle: suffix is not supported"
+            raise InvalidRequest(message, code="unsupported_parameter", param="suffix")
         size = 0
         for param, text in (("prompt", prefix), ("suffix", suffix)):
             size += _utf8_length(text)
@@ -256,14 +256,14 @@ async def _text_bytes(value: Any) -> int:
     """Counts the UTF-8 bytes of the strings within a JSON value, except SCHEMA_WORDS. Yields to the event loop."""
     left, size, count = [value], 0, 0
     while left:
-        found = left.pop()
-        if isinstance(found, str):
-            size += 0 if found in SCHEMA_WORDS else _utf8_length(found)
-        elif isinstance(found, Mapping):
-            left.extend(found.keys())
-            left.extend(found.values())
-        elif isinstance(found, list | tuple):
-            left.extend(found)
+        item = left.pop()
+        if isinstance(item, str):
+            size += 0 if item in SCHEMA_WORDS else _utf8_length(item)
+        elif isinstance(item, Mapping):
+            left.extend(item.keys())
+            left.extend(item.values())
+        elif isinstance(item, list | tuple):
+            left.extend(item)
         count += 1
         if count % VALUES_AT_ONCE == 0:
             await asyncio.sleep(0)

@@ -152,19 +152,19 @@ class ObjectParser(Parser):
         return self._braces.state != "reading"
 
     def _read(self) -> bool:
-        found, begun = self._object, self._object.name is not None
-        taken, arguments = found.feed(self._pending)
+        call, was_named = self._object, self._object.name is not None
+        taken, arguments = call.feed(self._pending)
         self._pending = self._pending[taken:]
-        if found.name is not None:
-            if not begun:
-                self._begin_call(found.name)
+        if call.name is not None:
+            if not was_named:
+                self._begin_call(call.name)
             self._emit_arguments(arguments)
-        if found.state == "failed":
-            self._emit_text(self._raw + found.text)
+        if call.state == "failed":
+            self._emit_text(self._raw + call.text)
             self._state = self._after_text
-        elif found.state == "done":
+        elif call.state == "done":
             self._state = self._behind
-        return found.state != "reading"
+        return call.state != "reading"
 
     def _after_text(self) -> bool:
         """Continues with an object behind a separator, or outside of calls."""
@@ -313,19 +313,19 @@ class DeepSeekParser(ObjectParser):
         kind, marker, arguments = self._pending.partition(CALL_SEP)
         if not marker:
             return CALL_END in kind and self._drop(CALL_BEGIN)
-        begun = arguments.lstrip()
-        if not begun:
+        text = arguments.lstrip()
+        if not text:
             return False
-        if begun[0] != "{":
-            kind, line, begun = begun.partition("\n")
-            at = begun.find("{")
+        if text[0] != "{":
+            kind, line, text = text.partition("\n")
+            at = text.find("{")
             if not line or at < 0:
-                return CALL_END in kind + begun and self._drop(CALL_BEGIN)
-            begun = begun[at:]
+                return CALL_END in kind + text and self._drop(CALL_BEGIN)
+            text = text[at:]
         name = kind.strip()
         if not name or len(name) > MAX_NAME_CHARS or CALL_END in name:
             return self._drop(CALL_BEGIN)
-        self._pending = begun
+        self._pending = text
         return self._open_arguments(name, self._inside)
 
     def _drop(self, raw: str) -> bool:

@@ -115,9 +115,9 @@ class Parser:
     def _up_to(self, *markers: str) -> tuple[str, str]:
         """Consumes the pending text up to the first of the markers; returns it and the marker. Without a marker,
         consumes the text up to a possible beginning of one, and returns an empty marker."""
-        found = [(at, marker) for marker in markers if (at := self._pending.find(marker)) >= 0]
-        if found:
-            at, marker = min(found)
+        positions = [(at, marker) for marker in markers if (at := self._pending.find(marker)) >= 0]
+        if positions:
+            at, marker = min(positions)
             text, self._pending = self._pending[:at], self._pending[at + len(marker) :]
             return text, marker
         keep = max((n for m in markers for n in range(1, len(m)) if self._pending.endswith(m[:n])), default=0)

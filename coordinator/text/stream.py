@@ -218,9 +218,9 @@ class _StopSearch:
         if not checked or not fresh:
             return self._shown(fresh)
         text = self._held + fresh
-        found = [(at, -len(stop), stop) for stop in self._patterns if (at := text.find(stop)) >= 0]
-        if found:
-            at, _, pattern = min(found)
+        matches = [(at, -len(stop), stop) for stop in self._patterns if (at := text.find(stop)) >= 0]
+        if matches:
+            at, _, pattern = min(matches)
             self.stopped = self._stops[pattern]
             self._held = ""
             return self._shown(text[:at]) + self.stopped * self._include_stop
@@ -246,8 +246,8 @@ def _stand_ins(vocabulary: Vocabulary, stop: tuple[str, ...], shown: frozenset[i
     """Returns a character for each omitted special token that occurs in a stop string: a lone surrogate, which no
     decoded text has, takes its place in the text that is searched."""
     names = ((i, vocabulary.spelling(i)[0]) for i in sorted(vocabulary.special_ids - shown)) if stop else ()
-    found = [i for i, name in names if name and any(name in text for text in stop)]
-    return {i: chr(0xD800 + number) for number, i in enumerate(found[:2048])}
+    indexes = [i for i, name in names if name and any(name in text for text in stop)]
+    return {i: chr(0xD800 + number) for number, i in enumerate(indexes[:2048])}
 
 
 def _longest_tail(text: str, stops: tuple[str, ...]) -> int:

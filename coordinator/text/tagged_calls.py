@@ -118,10 +118,10 @@ class _TaggedParser(HermesParser):
 
     def _opened(self) -> bool:
         """After the opening tag, whose whitespace is kept: it is text if no call follows."""
-        begun = self._pending.lstrip()
-        if not begun:
+        text = self._pending.lstrip()
+        if not text:
             return False
-        if begun[0] == "{":
+        if text[0] == "{":
             return self._open("<tool_call>", self._inside)
         return self._go(self._head)
 
@@ -216,8 +216,8 @@ class QwenCoderParser(_TaggedParser):
         return self._go(self._outside)
 
     def _head(self) -> bool:
-        begun = self._pending.lstrip()
-        if not begun.startswith("<function=") and "<function=".startswith(begun):
+        text = self._pending.lstrip()
+        if not text.startswith("<function=") and "<function=".startswith(text):
             return False
         name = self._name()
         if name is None:
@@ -231,9 +231,9 @@ class QwenCoderParser(_TaggedParser):
         """Returns the name in the tag that is next; None if it is not complete, empty if it is no tag."""
         if (match := _FUNCTION.match(self._pending)) is not None:
             return match[1]
-        begun = self._pending.lstrip()
-        complete = ">" in begun or "\n" in begun or len(begun) > len("<function=") + MAX_NAME_CHARS
-        return "" if complete or not begun.startswith("<function=") else None
+        text = self._pending.lstrip()
+        complete = ">" in text or "\n" in text or len(text) > len("<function=") + MAX_NAME_CHARS
+        return "" if complete or not text.startswith("<function=") else None
 
     def _arguments(self) -> bool:
         _, marker = self._up_to("<parameter=", "</function>", "</tool_call>", "<tool_call>")
@@ -282,9 +282,9 @@ class GlmParser(_TaggedParser):
     ends = ("</arg_value>",)
 
     def _head(self) -> bool:
-        begun = self._pending.lstrip()
-        name = _NAME.match(begun)[0]  # type: ignore[index]  # it matches any text
-        behind = begun[len(name) :].lstrip()
+        pending = self._pending.lstrip()
+        name = _NAME.match(pending)[0]  # type: ignore[index]  # it matches any text
+        behind = pending[len(name) :].lstrip()
         if not name or len(name) > MAX_NAME_CHARS:
             return self._no_call()
         tags = ("<arg_key>", "</tool_call>")

@@ -41,14 +41,14 @@ class Renderer(Child):
 
     def __init__(self) -> None:
         super().__init__(lambda: start_child(_begin, nice=0))  # every chat request waits for it
-        self._begun: Future[None] = Future()
+        self._started: Future[None] = Future()
         self._lock = threading.Lock()
 
     def start(self) -> Executor:
         """Returns the child. A new one takes some tenths of a second to start; this call does not wait for it."""
         is_new, child = self.executor is None, self.started()
         if is_new:
-            self._begun = child.submit(ready)
+            self._started = child.submit(ready)
         return child
 
     def render(self, source: str, variables: Mapping[str, Any], max_chars: int) -> str:
@@ -67,19 +67,19 @@ class Renderer(Child):
     def check(self, source: str) -> str:
         """Returns the compile error of a template, empty if it compiles."""
         with self._lock:
-            found: str | None = self._call(_compile_error, source)
-        return "compiling it crashes the process" if found is None else found
+            error: str | None = self._call(_compile_error, source)
+        return "compiling it crashes the process" if error is None else error
 
     def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the child's result; None if the child died of the work, or before. Raises as ChatTemplate.render."""
         try:
             child = self.start()
             try:
-                self._begun.result(START_S)
+                self._started.result(START_S)
             except TimeoutError:
                 self.close()
-                what = "the process that renders chat templates did not start"
-                raise Unavailable(what, retry_after_s=1) from None
+                message = "the process that renders chat templates did not start"
+                raise Unavailable(message, retry_after_s=1) from None
             return child.submit(work, *arguments).result(KILL_S)
         except TimeoutError:
             self.close()
@@ -115,8 +115,8 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raises StartupError if the template does not compile. Blocks while the child starts."""
-        if found := self.renderer.check(self.source):
-            raise StartupError(f"chat template, {found}")
+        if error := self.renderer.check(self.source):
+            raise StartupError(f"chat template, {error}")
 
     def literals(self) -> str:
         """Returns all text that the template itself can write, with NUL between the pieces."""
@@ -153,17 +153,17 @@ def _json_chars(value: Any) -> int:
     during which no other thread runs."""
     left, chars = [value], 0
     while left:
-        found = left.pop()
+        item = left.pop()
         chars += 2  # between two values: ", " or ": "
-        if isinstance(found, str):
-            chars += 2 + len(found)
-        elif isinstance(found, Mapping):
-            left.extend(found.keys())
-            left.extend(found.values())
-        elif isinstance(found, list | tuple):
-            left.extend(found)
+        if isinstance(item, str):
+            chars += 2 + len(item)
+        elif isinstance(item, Mapping):
+            left.extend(item.keys())
+            left.extend(item.values())
+        elif isinstance(item, list | tuple):
+            left.extend(item)
         else:
-            chars += len(str(found))
+            chars += len(str(item))
     return chars
 
 

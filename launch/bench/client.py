@@ -123,7 +123,7 @@ def client_session(target: Target) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     trace = aiohttp.TraceConfig()
     trace.on_request_chunk_sent.append(_written)
-    connector = aiohttp.TCPConnector(limit=0, socket_factory=lambda found: _TimedSocket(*found[:3]))
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=lambda address: _TimedSocket(*address[:3]))
     return aiohttp.ClientSession(connector=connector, headers=target.headers, timeout=timeout, trace_configs=[trace])
 
 

@@ -76,11 +76,11 @@ def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _sweep_plots(report: Report) -> str:
-    found = report.by_rate()
-    kept = _plot("Goodput", "requests/s sent", "good/s", [("goodput", [(rate, s.goodput_per_s) for rate, s in found])])
+    rates = report.by_rate()
+    kept = _plot("Goodput", "requests/s sent", "good/s", [("goodput", [(rate, s.goodput_per_s) for rate, s in rates])])
     times = ""
     for name, key in (("TTFT", "ttft"), ("TPOT", "tpot")):
-        of = [(rate, getattr(s, key)) for rate, s in found]
+        of = [(rate, getattr(s, key)) for rate, s in rates]
         lines = [("p50", [(rate, t.p50 * 1e3) for rate, t in of]), ("p95", [(rate, t.p95 * 1e3) for rate, t in of])]
         times += _plot(name, "requests/s sent", "ms", lines)
     return f"<div class=plots>{kept}{times}</div>"

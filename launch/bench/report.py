@@ -94,20 +94,20 @@ def tables(report: Report) -> list[Table]:
     """Returns the result of a sweep; or the times of each server, their stages, and how runs and servers compare."""
     if report.best_rate is not None:
         return [Table("", _SWEEP, _sweep_rows(report), (best(report), "times in ms"))]
-    found = []
+    sections = []
     for base in report.servers:
         stats = report.whole(base)
         title = base if len(report.servers) > 1 else ""
         rows = [(name, *_numbers(getattr(stats, key)), formula) for name, key, formula in _TIMES]
-        found.append(Table(title, ("ms", *_HEADINGS, "formula"), rows, (*_totals(stats, report.slo), _NOTE), True))
+        sections.append(Table(title, ("ms", *_HEADINGS, "formula"), rows, (*_totals(stats, report.slo), _NOTE), True))
         if stats.stages:
             stages = [(name, *_numbers(summary)) for name, summary in stage_times(report, base).items()]
-            found.append(Table("", ("in the server", *_HEADINGS), stages))
+            sections.append(Table("", ("in the server", *_HEADINGS), stages))
     if len(report.runs) > 1:
         names = tuple(report.servers)
         headings = ("mean ± 95 %", *names, *(("second / first",) if len(names) > 1 else ()))
-        found.append(Table("", headings, _compared(report)))
-    return found
+        sections.append(Table("", headings, _compared(report)))
+    return sections
 
 
 def stage_times(report: Report, base: str) -> dict[str, Summary]:
@@ -155,20 +155,20 @@ def _cached(stats: Statistics) -> str:
 
 def _sweep_rows(report: Report) -> list[tuple[str, ...]]:
     """Returns one row per rate, ascending."""
-    found = []
+    rows = []
     for rate, stats in report.by_rate():
         times = (f"{value * 1e3:.1f}" for value in (stats.ttft.p50, stats.ttft.p95, stats.tpot.p50, stats.tpot.p95))
         kept = report.slo is not None and stats.met_share >= report.slo.share
         rates = f"{rate:.3g}", f"{stats.goodput_per_s:.2f}", f"{stats.met_share:.0%}", "yes" if kept else "no"
-        found.append((*rates, *times, str(stats.failed)))
-    return found
+        rows.append((*rates, *times, str(stats.failed)))
+    return rows
 
 
 def _compared(report: Report) -> list[tuple[str, ...]]:
     """Returns the mean of each number over the runs of each server with its 95 % interval, and for two servers the
     ratio: the geometric mean over pairs of consecutive runs."""
     servers = [report.each(base) for base in report.servers]
-    found = []
+    rows = []
     for name, value, form in COMPARED:
         row = [name]
         for each in servers:
@@ -180,8 +180,8 @@ def _compared(report: Report) -> list[tuple[str, ...]]:
             mean, half = interval(logs) if logs else (0.0, 0.0)
             low, high = math.exp(mean - half), math.exp(mean + half)
             row.append(f"{math.exp(mean):.3f} ({low:.3f} to {high:.3f})" if len(logs) > 1 else f"{math.exp(mean):.3f}")
-        found.append(tuple(row))
-    return found
+        rows.append(tuple(row))
+    return rows
 
 
 def print_report(report: Report, console: Console) -> None:

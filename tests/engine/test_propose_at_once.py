@@ -16,7 +16,7 @@ from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.draw import Draw
 from baton.engine.runner import Runner
-from baton.engine.sampler_native import wanted
+from baton.engine.sampler_native import pack_draws
 from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass
 from tests.engine.single_kernels import Wanted
 from tests.support.device_choice import decide
@@ -112,7 +112,7 @@ def test_draft_beyond_the_blocks_or_on_an_unsupported_runner_is_refused(pair: tu
 
 def test_draws_are_packed_into_the_struct_that_the_kernels_read() -> None:
     draws = (Draw(NUCLEUS, 3, 7), Draw(WARM, 0, 1 << 31))
-    asked = wanted(draws, (5, 9), (8, 2))
+    asked = pack_draws(draws, (5, 9), (8, 2))
     assert len(asked) == 2 * ctypes.sizeof(Wanted)
     first, second = (Wanted * 2).from_buffer_copy(asked)
     assert (first.draw.temperature, first.draw.top_p, first.draw.min_p, first.draw.top_k) == (0.9, 0.9, 0.02, 0)

@@ -108,7 +108,7 @@ FAULTS = (
     ),
     Fault(
         "coordinator/http/body.py",
-        "    if count_values(found, MAX_VALUES) > MAX_VALUES:",
+        "    if count_values(parsed, MAX_VALUES) > MAX_VALUES:",
         "    if False:",
         "tests/coordinator/test_http_body.py",
     ),
@@ -148,8 +148,8 @@ FAULTS = (
     Fault("coordinator/text/chat.py", "if t.special or t.content in literals]", "if t.content in literals]", T_CHAT),
     Fault(
         "coordinator/http/guard.py",
-        'if scope["path"] not in OPEN_PATHS and',
-        'if not scope["path"].startswith(OPEN_PATHS[1:]) and',
+        'if scope["path"] not in OPEN_PATHS:',
+        'if not scope["path"].startswith(OPEN_PATHS[1:]):',
         T_KEYS,
     ),
     Fault("coordinator/api_keys.py", "if hmac.compare_digest(digest, known)]", "if digest == known]", T_KEYS),

@@ -77,7 +77,7 @@ def run_with_sections_requested(end: LocalEnd) -> Any:
     run = end.worker.run
 
     async def wanted(begin: Any, **more: Any) -> Any:
-        begin.__self__.wanted = True
+        begin.__self__.is_sending = True
         return await run(begin, **more)
 
     return wanted
