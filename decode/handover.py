@@ -1,9 +1,15 @@
-"""Every hand-over into a decode worker, as it is decided. Pure: messages of peers and `now` in, actions out.
+"""Every hand-over into a decode worker, as it is decided: one state machine per sequence (baton.core.machine). Pure.
+
+    ABSENT     the worker has no such sequence: it was not offered, was refused, or has left
+    RECEIVING  its offer was accepted, and its blocks are reserved: chunks arrive
+    CLOSING    it was given up while a chunk is still being written into its blocks
+    RECEIVED   all its KV has arrived: the scheduler generates
+    ENDED      it was given up, and nothing is being written; a step that computes it may be outstanding
 
 1. An offer is checked (handle, tombstone, limits). It reserves the blocks for its KV, or is refused with the reason.
    The reply states how many tokens are cached here already, in blocks that other sequences may share.
 2. A chunk has to be the next one of its sequence on its edge. A receive is opened for it, and only then is it posted.
-3. An intact chunk counts as arrived. The Ack reports whether it is intact; the peer resends a damaged one, once.
+3. An intact chunk counts as received. The Ack reports whether it is intact; the peer resends a damaged one, once.
 4. With the last chunk of every edge the sequence is ready to decode. An abort, the end of the link, or a failed edge
    ends it; its blocks are freed as soon as nothing is being written into them any more.
 
@@ -14,97 +20,159 @@ receives for it on other edges have ended: a chunk that was posted is still sent
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from baton.core.codes import ErrorCode
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.edge_orders import Part, part_of
-from baton.core.errors import BatonError, HandoffError, StaleHandle, Unavailable
+from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
 from baton.core.events import SequenceEnded
 from baton.core.handles import SpentHandles, verify
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, FromDecode, Offer, Posted, Refuse
 from baton.core.kv_layout import KVLayout
-from baton.core.request import SequenceId
+from baton.core.machine import Table, handle, ignore, to
+from baton.core.request import SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.core.sampling_limits import check_sampling, check_tokens
+from baton.core.sequence import Sequence
 from decode.scheduler import DecodeScheduler
 
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """A sequence being received into its `blocks`. `arrived`: per edge, how many tokens have arrived. `begun`: if only
-    first layers of further tokens have arrived, how far: (end_token, layers). A chunk is being received on the edges
-    `under_way`. `first_token`, below `vocab_size`, is set once it has arrived."""
-
-    blocks: tuple[int, ...]
-    num_tokens: int
-    vocab_size: int
-    arrived: dict[EdgeKey, int]
-    begun: dict[EdgeKey, tuple[int, int]] = field(default_factory=dict)
-    first_token: int | None = None
-    under_way: set[EdgeKey] = field(default_factory=set)
-
-    @property
-    def complete(self) -> bool:
-        return all(tokens == self.num_tokens for tokens in self.arrived.values())
-
-    @property
-    def tokens_received(self) -> int:
-        """Tokens that have arrived on every edge."""
-        return min(self.arrived.values())
-
-    def check(self, chunk: Chunk, plan: EdgePlan, layout: KVLayout) -> None:
-        """Raises HandoffError unless this is the next chunk of the sequence on its edge, of the right size: tokens in
-        order, and for each range of tokens its layers in order."""
-        if plan.key in self.under_way:  # it would be written after one that may be the last
-            raise HandoffError(f"chunk {chunk.index} was announced before the previous one completed")
-        arrived, tokens, total = self.arrived[plan.key], chunk.end_token - chunk.start_token, len(layout.layers)
-        if chunk.start_token != arrived or tokens < 1 or chunk.end_token > self.num_tokens:
-            raise HandoffError(
-                f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {arrived} of {self.num_tokens}"
-            )
-        end, layers = self.begun.get(plan.key, (chunk.end_token, 0))
-        if (chunk.end_token, chunk.start_layer) != (end, layers) or not layers < chunk.end_layer <= total:
-            raise HandoffError(
-                f"layers [{chunk.start_layer}, {chunk.end_layer}) of tokens up to {chunk.end_token} cannot follow"
-                f" {layers} of {total} layers up to {end}"
-            )
-        size = plan.of_layers(chunk.start_layer, chunk.end_layer).bytes_per_token(layout) * tokens
-        if chunk.num_bytes != size or not size:
-            raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
-        ends = chunk.end_token == self.num_tokens and chunk.end_layer == total
-        if chunk.last != ends or (ends and chunk.first_token is None):
-            raise HandoffError("the last chunk, and only it, must be marked last and carry the first token")
-        if ends and chunk.first_token is not None and not 0 <= chunk.first_token < self.vocab_size:
-            raise HandoffError(f"first token {chunk.first_token} is outside the vocabulary of {self.vocab_size}")
-        if ends and self.first_token not in (None, chunk.first_token):
-            raise HandoffError(f"first token {chunk.first_token} on this edge, {self.first_token} on another")
-
-    def record_chunk(self, chunk: Chunk, key: EdgeKey, layout: KVLayout) -> None:
-        """Records a chunk that is stored in the blocks intact."""
-        if chunk.end_layer < len(layout.layers):
-            self.begun[key] = (chunk.end_token, chunk.end_layer)
-            return
-        self.begun.pop(key, None)
-        self.arrived[key] = chunk.end_token
-        if chunk.last:
-            self.first_token = chunk.first_token
+class Stage(Enum):
+    ABSENT = "absent"
+    RECEIVING = "receiving"
+    CLOSING = "closing"
+    RECEIVED = "received"
+    ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A prefill worker at the other end of one link: the edges from it, the transfers that arrive over this link, and
-    the refusals that are delayed until open receives have ended."""
+    """A prefill worker at the other end of one link, and the edges from it."""
 
     worker_id: str
     incarnation: int
     plans: Mapping[EdgeKey, EdgePlan]
-    transfers: dict[SequenceId, Transfer] = field(default_factory=dict)
-    refusals: dict[SequenceId, str] = field(default_factory=dict)
 
 
-# Actions.
+# Events.
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAnnounced:
+    peer: Peer
+    chunk: Chunk
+    # Whether its edge is open in the generation that the chunk names.
+    edge_open: bool
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.chunk.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRejected:
+    """An announced chunk cannot be received here."""
+
+    peer: Peer
+    sequence_id: SequenceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReceived:
+    """All bytes of a chunk have arrived; nothing of it is written any more. `intact`: every section matches its
+    checksum."""
+
+    chunk: Chunk
+    intact: bool
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.chunk.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveFailed:
+    """The receive of a chunk failed; nothing of it is written any more."""
+
+    chunk: Chunk
+    error: str
+    edge_open: bool
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.chunk.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class AbortedByPeer:
+    peer: Peer
+    message: AbortTransfer
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.message.sequence
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnded:
+    """The link over which the sequence arrives has ended."""
+
+    sequence_id: SequenceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndedByCoordinator:
+    sequence_id: SequenceId
+    reason: str
+
+
+Event = ChunkAnnounced | ChunkRejected | ChunkReceived | ReceiveFailed | AbortedByPeer | LinkEnded | EndedByCoordinator
+
+
+# Actions that concern only what the worker knows of the sequence: `HandOvers` executes them.
+
+
+@dataclass(frozen=True, slots=True)
+class TokensReceived:
+    """KV of the first `num_tokens` positions, but not all, has arrived on every edge."""
+
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVReceived:
+    """All KV has arrived, and the first token with it."""
+
+    first_token: int
+    first_logprob: TokenLogprob | None
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The sequence has ended. `writing`: its blocks are still being written into, until `WritesEnded`."""
+
+    writing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WritesEnded:
+    """Nothing is being written into the blocks of a sequence that was given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortedBeforeOffer:
+    """Refuse an offer of the sequence for `tombstone_s` seconds."""
+
+    tombstone_s: float
+
+
+# Actions for the code that executes hand-overs (decode.receiver).
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +183,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Open a receive of `part`, then send `posted`; report `write_ended`, then `received` or `receive_failed`."""
+    """Open a receive of `part`, then send `posted`; report ChunkReceived or ReceiveFailed."""
 
     part: Part
     posted: Posted
@@ -123,7 +191,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """All KV of the sequence has arrived."""
+    """The sequence joins the next step."""
 
     sequence: SequenceId
 
@@ -143,7 +211,292 @@ class Ended:
     event: SequenceEnded
 
 
+OwnAction = TokensReceived | KVReceived | GivenUp | WritesEnded | AbortedBeforeOffer
 Action = Reply | Receive | Ready | Dropped | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """This worker."""
+
+    worker_id: str
+    incarnation: int
+    layout: KVLayout
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals of one worker over all its hand-overs."""
+
+    bytes_received: int = 0
+    chunks_damaged: int = 0
+    # Messages about another use of the sequence or edge that they name.
+    stale_messages: int = 0
+    handles_refused: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class HandOver:
+    """The hand-over of one sequence into this worker; without `sequence` and `peer` while the worker has none."""
+
+    sequence_id: SequenceId
+    destination: Destination
+    counters: Counters
+    state: Stage = Stage.ABSENT
+    sequence: Sequence | None = None
+    # The other end of the link over which the KV arrives.
+    peer: Peer | None = None
+    # How many tokens have arrived on each edge.
+    tokens_received: dict[EdgeKey, int] = field(default_factory=dict)
+    # Where only first layers of further tokens have arrived, how far: (end_token, layers).
+    layers_received: dict[EdgeKey, tuple[int, int]] = field(default_factory=dict)
+    # Edges on which a chunk is being received.
+    writing: set[EdgeKey] = field(default_factory=set)
+    # Set once it has arrived on an edge.
+    first_token: int | None = None
+    # The first reason for which it was refused: sent once nothing is being written any more.
+    refusal: str = ""
+
+    def on(self, event: Event, now: float) -> list[OwnAction | Action]:
+        """Handles an event. Raises InvariantError if TABLE does not list it for the present stage."""
+        return handle(TABLE, self, event, now)
+
+    def accept(self, sequence: Sequence, peer: Peer) -> None:
+        """The offer of the sequence was accepted: its blocks are reserved."""
+        self.state, self.sequence, self.peer = Stage.RECEIVING, sequence, peer
+        self.tokens_received = dict.fromkeys(peer.plans, sequence.prefix_tokens)
+
+    def __repr__(self) -> str:
+        return f"<HandOver {self.sequence_id} {self.state.value}, writing on {len(self.writing)} edges>"
+
+    # Chunks.
+
+    def _announced(self, event: ChunkAnnounced, now: float) -> list[OwnAction | Action]:
+        chunk, peer, key = event.chunk, event.peer, _edge(event.chunk)
+        if peer is not self.peer or not event.edge_open:
+            return self._announced_in_vain(event, now)
+        try:
+            self._check(chunk, peer.plans[key])
+        except HandoffError as e:
+            return self._give_up(e.message) + self._refuse(peer, e.message)
+        self.writing.add(key)
+        part = part_of(chunk, peer.plans[key], self._sequence.block_ids)
+        return [Receive(part, Posted(chunk.sequence, chunk.index, chunk.edge_generation, *key))]
+
+    def _announced_in_vain(self, event: ChunkAnnounced, now: float) -> list[OwnAction | Action]:
+        """Rejects a chunk on a closed edge, or of a sequence that does not arrive (any more) from this peer."""
+        closed: list[OwnAction | Action] = []
+        reason = "the decode worker is not receiving the sequence"
+        if not event.edge_open:
+            self.counters.stale_messages += 1
+            reason = f"edge generation {event.chunk.edge_generation} is closed"
+            closed.append(_edge_closed(event.peer, event.chunk))
+        return closed + self._rejected(ChunkRejected(event.peer, self.sequence_id, reason), now)
+
+    def _rejected(self, event: ChunkRejected, now: float) -> list[OwnAction | Action]:
+        """Gives up a sequence of which a chunk cannot be received. Its chunks on other edges, announced before the peer
+        receives the refusal, end here too."""
+        given_up = self.state is Stage.RECEIVING and event.peer is self.peer
+        return (self._give_up(event.reason) if given_up else []) + self._refuse(event.peer, event.reason)
+
+    def _received(self, event: ChunkReceived, now: float) -> list[OwnAction | Action]:
+        chunk, key = event.chunk, _edge(event.chunk)
+        self.writing.discard(key)
+        self.counters.bytes_received += chunk.num_bytes
+        actions: list[OwnAction | Action] = []
+        if not event.intact:
+            self.counters.chunks_damaged += 1
+        else:
+            self._record(chunk, key)
+            tokens = min(self.tokens_received.values())
+            if tokens < self._num_tokens:
+                actions.append(TokensReceived(tokens))
+            elif chunk.first_token is not None:
+                self.state = Stage.RECEIVED
+                actions.append(KVReceived(chunk.first_token, chunk.first_logprob, chunk.cached_tokens))
+        complete = self.state is Stage.RECEIVED
+        return [*actions, Reply(self._peer, Ack(chunk.sequence, chunk.index, event.intact, complete, *key))]
+
+    def _received_in_vain(self, event: ChunkReceived, now: float) -> list[OwnAction | Action]:
+        self.counters.bytes_received += event.chunk.num_bytes
+        return self._write_ended(event.chunk, "the sequence has ended")
+
+    def _receive_failed(self, event: ReceiveFailed, now: float) -> list[OwnAction | Action]:
+        self.writing.discard(_edge(event.chunk))
+        closed = [] if event.edge_open else [_edge_closed(self._peer, event.chunk)]
+        return [*self._give_up(event.error), *closed, *self._refuse(self._peer, event.error)]
+
+    def _receive_failed_in_vain(self, event: ReceiveFailed, now: float) -> list[OwnAction | Action]:
+        closed = [] if event.edge_open else [_edge_closed(self._peer, event.chunk)]
+        return [*closed, *self._write_ended(event.chunk, event.error)]
+
+    def _write_ended(self, chunk: Chunk, reason: str) -> list[OwnAction | Action]:
+        self.writing.discard(_edge(chunk))
+        if self.writing:
+            return self._refuse(self._peer, reason)
+        self.state = Stage.ENDED
+        return [WritesEnded(), *self._refuse(self._peer, reason)]
+
+    # Ends.
+
+    def _aborted(self, event: AbortedByPeer, now: float) -> list[OwnAction | Action]:
+        """A prefill worker may end its own sequences, also over another link than the one that they arrived over."""
+        return self._give_up(event.message.reason) if self._is_from_source(event) else []
+
+    def _aborted_again(self, event: AbortedByPeer, now: float) -> list[OwnAction | Action]:
+        self._is_from_source(event)
+        return []
+
+    def _aborted_after_kv(self, event: AbortedByPeer, now: float) -> list[OwnAction | Action]:
+        """The prefill worker missed the last Ack, and may fail before it reports the end."""
+        if not self._is_from_source(event):
+            return []
+        reason, actions = event.message.reason, self._give_up(event.message.reason)
+        if self._sequence.ending is None:
+            message = f"{self.destination.worker_id} ended the sequence: {reason}"
+            actions.append(Ended(SequenceEnded(self.sequence_id, "error", ErrorCode.ABANDONED, message)))
+        return actions
+
+    def _aborted_before_offer(self, event: AbortedByPeer, now: float) -> list[OwnAction | Action]:
+        return [AbortedBeforeOffer(event.message.tombstone_s)]
+
+    def _link_ended(self, event: LinkEnded, now: float) -> list[OwnAction | Action]:
+        message = f"{self.destination.worker_id} lost its KV source: {event.reason}"
+        lost = Ended(SequenceEnded(self.sequence_id, "error", ErrorCode.WORKER_LOST, message))
+        return [lost, *self._give_up(event.reason)]
+
+    def _ended(self, event: EndedByCoordinator, now: float) -> list[OwnAction | Action]:
+        """A peer that is still sending the KV gets an abort now, or once an open receive of it has ended."""
+        peer, (given_up, _) = self._peer, self._give_up(event.reason)
+        abort = AbortTransfer(self.sequence_id, event.reason, 0.0)
+        return [given_up] if self.writing else [given_up, Reply(peer, abort)]
+
+    def _ended_after_kv(self, event: EndedByCoordinator, now: float) -> list[OwnAction | Action]:
+        return self._give_up(event.reason)[:1]
+
+    def _give_up(self, reason: str) -> list[OwnAction | Action]:
+        self.state = Stage.CLOSING if self.writing else Stage.ENDED
+        return [GivenUp(bool(self.writing)), Dropped(self.sequence_id, reason)]
+
+    def _refuse(self, peer: Peer, reason: str) -> list[OwnAction | Action]:
+        """Returns the refusal for a peer; none yet if it is that of the sequence and chunks of it are being written."""
+        if peer is self.peer:
+            reason = self.refusal = self.refusal or reason
+            if self.writing:
+                return []
+        return [Reply(peer, AbortTransfer(self.sequence_id, reason, 0.0))]
+
+    def _is_from_source(self, event: AbortedByPeer) -> bool:
+        if (event.peer.worker_id, event.peer.incarnation) == (self._peer.worker_id, self._peer.incarnation):
+            return True
+        self.counters.stale_messages += 1
+        return False
+
+    # What has arrived.
+
+    def _check(self, chunk: Chunk, plan: EdgePlan) -> None:
+        """Raises HandoffError unless this is the next chunk of the sequence on its edge, of the right size: tokens in
+        order, and for each range of tokens its layers in order."""
+        if plan.key in self.writing:  # it would be written after one that may be the last
+            raise HandoffError(f"chunk {chunk.index} was announced before the previous one completed")
+        layout, num_tokens, vocab_size = self.destination.layout, self._num_tokens, self.destination.vocab_size
+        received, tokens, total = (
+            self.tokens_received[plan.key],
+            chunk.end_token - chunk.start_token,
+            len(layout.layers),
+        )
+        if chunk.start_token != received or tokens < 1 or chunk.end_token > num_tokens:
+            raise HandoffError(
+                f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {received} of {num_tokens}"
+            )
+        end, layers = self.layers_received.get(plan.key, (chunk.end_token, 0))
+        if (chunk.end_token, chunk.start_layer) != (end, layers) or not layers < chunk.end_layer <= total:
+            raise HandoffError(
+                f"layers [{chunk.start_layer}, {chunk.end_layer}) of tokens up to {chunk.end_token} cannot follow"
+                f" {layers} of {total} layers up to {end}"
+            )
+        size = plan.of_layers(chunk.start_layer, chunk.end_layer).bytes_per_token(layout) * tokens
+        if chunk.num_bytes != size or not size:
+            raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
+        ends = chunk.end_token == num_tokens and chunk.end_layer == total
+        if chunk.last != ends or (ends and chunk.first_token is None):
+            raise HandoffError("the last chunk, and only it, must be marked last and carry the first token")
+        if ends and chunk.first_token is not None and not 0 <= chunk.first_token < vocab_size:
+            raise HandoffError(f"first token {chunk.first_token} is outside the vocabulary of {vocab_size}")
+        if ends and self.first_token not in (None, chunk.first_token):
+            raise HandoffError(f"first token {chunk.first_token} on this edge, {self.first_token} on another")
+
+    def _record(self, chunk: Chunk, key: EdgeKey) -> None:
+        """Records a chunk that is stored in the blocks intact."""
+        if chunk.end_layer < len(self.destination.layout.layers):
+            self.layers_received[key] = (chunk.end_token, chunk.end_layer)
+            return
+        self.layers_received.pop(key, None)
+        self.tokens_received[key] = chunk.end_token
+        if chunk.last:
+            self.first_token = chunk.first_token
+
+    @property
+    def _sequence(self) -> Sequence:
+        if self.sequence is None:
+            raise InvariantError(f"{self!r} has no sequence")
+        return self.sequence
+
+    @property
+    def _peer(self) -> Peer:
+        if self.peer is None:
+            raise InvariantError(f"{self!r} has no peer")
+        return self.peer
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens whose KV is handed over."""
+        return self._sequence.request.num_prefill_tokens
+
+
+def _edge(chunk: Chunk) -> EdgeKey:
+    return chunk.prefill_rank, chunk.decode_rank
+
+
+def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
+    """Returns the message that the edge is closed: it may be only here, and the peer would announce more chunks."""
+    error = f"edge generation {chunk.edge_generation} is closed"
+    return Reply(peer, EdgeReady(chunk.prefill_rank, chunk.decode_rank, chunk.edge_generation, error))
+
+
+TABLE: Table = {
+    # A peer may announce chunks, and abort, before it receives our refusal or abort.
+    (Stage.ABSENT, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (Stage.ABSENT, ChunkRejected): to(HandOver._rejected),
+    (Stage.ABSENT, AbortedByPeer): to(HandOver._aborted_before_offer),
+    (Stage.RECEIVING, ChunkAnnounced): to(HandOver._announced, Stage.CLOSING, Stage.ENDED),
+    (Stage.RECEIVING, ChunkRejected): to(HandOver._rejected, Stage.CLOSING, Stage.ENDED),
+    (Stage.RECEIVING, ChunkReceived): to(HandOver._received, Stage.RECEIVED),
+    (Stage.RECEIVING, ReceiveFailed): to(HandOver._receive_failed, Stage.CLOSING, Stage.ENDED),
+    (Stage.RECEIVING, AbortedByPeer): to(HandOver._aborted, Stage.CLOSING, Stage.ENDED),
+    (Stage.RECEIVING, LinkEnded): to(HandOver._link_ended, Stage.CLOSING, Stage.ENDED),
+    (Stage.RECEIVING, EndedByCoordinator): to(HandOver._ended, Stage.CLOSING, Stage.ENDED),
+    # The refusal follows when the last receive has ended.
+    (Stage.CLOSING, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (Stage.CLOSING, ChunkRejected): to(HandOver._rejected),
+    (Stage.CLOSING, ChunkReceived): to(HandOver._received_in_vain, Stage.ENDED),
+    (Stage.CLOSING, ReceiveFailed): to(HandOver._receive_failed_in_vain, Stage.ENDED),
+    (Stage.CLOSING, AbortedByPeer): to(HandOver._aborted_again),
+    (Stage.CLOSING, LinkEnded): to(ignore),
+    (Stage.CLOSING, EndedByCoordinator): to(ignore),
+    # The link and the peer may end, and the peer may have missed the last Ack.
+    (Stage.RECEIVED, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (Stage.RECEIVED, ChunkRejected): to(HandOver._rejected),
+    (Stage.RECEIVED, AbortedByPeer): to(HandOver._aborted_after_kv, Stage.ENDED),
+    (Stage.RECEIVED, LinkEnded): to(ignore),
+    (Stage.RECEIVED, EndedByCoordinator): to(HandOver._ended_after_kv, Stage.ENDED),
+    (Stage.ENDED, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (Stage.ENDED, ChunkRejected): to(HandOver._rejected),
+    (Stage.ENDED, AbortedByPeer): to(HandOver._aborted_again),
+    (Stage.ENDED, LinkEnded): to(ignore),
+    (Stage.ENDED, EndedByCoordinator): to(ignore),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,42 +510,36 @@ class Admission:
 
 @dataclass(eq=False)
 class HandOvers:
-    """Complete state: the number of chunks being received into the blocks of each sequence (`writing`), the prefill
-    worker that offered each sequence (name and incarnation), the used handles, and the counters. The scheduler,
-    deadlines and tombstones belong to the worker."""
+    """The hand-overs into one worker: it admits offers, passes every event to the hand-over of its sequence, and keeps
+    scheduler, deadlines and tombstones, which belong to the worker, up to date."""
 
     scheduler: DecodeScheduler
     deadlines: Deadlines
     tombstones: Tombstones
-    worker_id: str
-    incarnation: int
-    vocab_size: int
-    _sources: dict[SequenceId, tuple[str, int]] = field(default_factory=dict)
+    destination: Destination
+    counters: Counters = field(default_factory=Counters)
     _spent: SpentHandles = field(default_factory=SpentHandles)
-    writing: Counter[SequenceId] = field(default_factory=Counter)
-    bytes_received: int = 0
-    chunks_damaged: int = 0
-    stale_messages: int = 0
-    handles_refused: int = 0
 
-    # From a peer.
+    @property
+    def writing(self) -> Counter[SequenceId]:
+        """The number of chunks being received into the blocks of each sequence."""
+        overs = (sequence.hand_over for sequence in self.scheduler.sequences.values())
+        return Counter({over.sequence_id: len(over.writing) for over in overs if over is not None and over.writing})
 
     def on_offer(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> Accept | Refuse:
-        sequence = offer.request.sequence_id
+        sequence_id = offer.request.sequence_id
         try:
-            blocks = self.reserve(peer, offer, admission, now)
+            self.check(peer, offer, admission, now)
+            sequence = self.scheduler.reserve(offer.request, now)
         except BatonError as e:
-            return Refuse(sequence, e.tier_code, e.message)
-        # Drops the sequences that have ended.
-        self._sources = {s: source for s, source in self._sources.items() if self.scheduler.has_sequence(s)}
-        self._sources[sequence] = (peer.worker_id, peer.incarnation)
-        cached = self.scheduler.sequences[sequence].prefix_tokens
-        arrived = dict.fromkeys(peer.plans, cached)
-        peer.transfers[sequence] = Transfer(blocks, offer.num_tokens, self.vocab_size, arrived)
-        return Accept(sequence, cached)
+            return Refuse(sequence_id, e.tier_code, e.message)
+        self.deadlines.add(sequence_id, now + offer.request.deadline_s)
+        sequence.hand_over = over = HandOver(sequence_id, self.destination, self.counters)
+        over.accept(sequence, peer)
+        return Accept(sequence_id, sequence.prefix_tokens)
 
-    def reserve(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> tuple[int, ...]:
-        """Checks an offer and reserves its blocks. Raises BatonError with the reason for a refusal."""
+    def check(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> None:
+        """Raises BatonError with the reason why an offer is refused."""
         request, sequence = offer.request, offer.request.sequence_id
         try:
             verify(
@@ -201,13 +548,13 @@ class HandOvers:
                 sequence=sequence,
                 source=peer.worker_id,
                 source_incarnation=peer.incarnation,
-                destination=self.worker_id,
-                incarnation=self.incarnation,
+                destination=self.destination.worker_id,
+                incarnation=self.destination.incarnation,
                 now_ms=admission.run_clock_ms,
             )
             self._spent.spend(offer.handle, admission.run_clock_ms)
         except StaleHandle:
-            self.handles_refused += 1
+            self.counters.handles_refused += 1
             raise
         if self.tombstones.covers(sequence, now):
             raise Unavailable("the sequence was aborted", code=ErrorCode.ABORTED)
@@ -215,135 +562,41 @@ class HandOvers:
             raise Unavailable("this decode worker is draining", code=ErrorCode.DRAINING)
         if offer.num_tokens != request.num_prefill_tokens:
             raise Unavailable(f"the offer has {offer.num_tokens} tokens, its request {request.num_prefill_tokens}")
-        check_tokens(request, self.vocab_size)
-        check_sampling(request.sampling, request.max_tokens, self.vocab_size)
-        reserved = self.scheduler.reserve(request, now)
-        self.deadlines.add(sequence, now + request.deadline_s)
-        return reserved.block_ids
+        check_tokens(request, self.destination.vocab_size)
+        check_sampling(request.sampling, request.max_tokens, self.destination.vocab_size)
 
-    def on_chunk(self, peer: Peer, chunk: Chunk, now: float, *, edge_open: bool) -> list[Action]:
-        """Handles an announced chunk. `edge_open`: its edge is open in the generation that the chunk names."""
-        sequence, key = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank)
-        transfer = peer.transfers.get(sequence)
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Handles an event of one sequence; returns what is to be executed outside."""
+        sequence_id = event.sequence_id
+        sequence = self.scheduler.sequences.get(sequence_id)
+        over = None if sequence is None else sequence.hand_over
+        if over is None:
+            over = HandOver(sequence_id, self.destination, self.counters)
         actions: list[Action] = []
-        try:
-            if not edge_open:
-                self.stale_messages += 1
-                actions.append(_edge_closed(peer, chunk))
-                raise HandoffError(f"edge generation {chunk.edge_generation} is closed")
-            if transfer is None or not self.scheduler.receiving(sequence):
-                raise HandoffError("the decode worker is not receiving the sequence")
-            transfer.check(chunk, peer.plans[key], self.scheduler.layout)
-        except HandoffError as e:
-            return actions + self.refused(peer, sequence, e.message, now)
-        self.writing[sequence] += 1
-        transfer.under_way.add(key)
-        part = part_of(chunk, peer.plans[key], transfer.blocks)
-        return [Receive(part, Posted(sequence, chunk.index, chunk.edge_generation, *key))]
-
-    def refused(self, peer: Peer, sequence: SequenceId, reason: str, now: float) -> list[Action]:
-        """Gives up a sequence of which a chunk cannot be received. Its chunks on other edges, announced before the peer
-        receives the refusal, end here too."""
-        actions = self._give_up(peer, sequence, reason, now) if sequence in peer.transfers else []
-        return actions + self._refuse(peer, sequence, reason)
-
-    def on_abort(self, peer: Peer, message: AbortTransfer, now: float) -> list[Action]:
-        """Handles an abort. A prefill worker may end its own sequences, and those that are not here (yet)."""
-        sequence = message.sequence
-        source = (peer.worker_id, peer.incarnation)
-        if self.scheduler.has_sequence(sequence) and self._sources.get(sequence) != source:
-            self.stale_messages += 1
-            return []
-        return self._give_up(peer, sequence, message.reason, now, message.tombstone_s)
+        for action in over.on(event, now):
+            match action:
+                case TokensReceived(num_tokens):
+                    self.scheduler.tokens_received(sequence_id, num_tokens)
+                case KVReceived(first_token, first_logprob, cached_tokens):
+                    ended = self.scheduler.received(sequence_id, first_token, now, first_logprob, cached_tokens)
+                    if ended is not None:
+                        self.deadlines.forget(sequence_id)
+                    actions.append(Ready(sequence_id) if ended is None else Ended(ended))
+                case GivenUp(writing):
+                    self.deadlines.forget(sequence_id)
+                    self.scheduler.abort(sequence_id, in_flight=writing)
+                case WritesEnded():
+                    self.scheduler.receive_ended(sequence_id)
+                case AbortedBeforeOffer(tombstone_s):
+                    self.deadlines.forget(sequence_id)
+                    if tombstone_s > 0:
+                        self.tombstones.add(sequence_id, now, tombstone_s)
+                case _:
+                    actions.append(action)
+        return actions
 
     def on_link_ended(self, peer: Peer, reason: str, now: float) -> list[Action]:
         """Ends every sequence of the link whose KV has not arrived completely."""
-        actions: list[Action] = []
-        for sequence in list(peer.transfers):
-            if self.scheduler.receiving(sequence):
-                lost = f"{self.worker_id} lost its KV source: {reason}"
-                actions.append(Ended(SequenceEnded(sequence, "error", ErrorCode.WORKER_LOST, lost)))
-            actions += self._give_up(peer, sequence, reason, now)
-        return actions
-
-    # From the edges.
-
-    def write_ended(self, peer: Peer, chunk: Chunk) -> None:
-        """Records that the receive of a chunk has ended, however it went: nothing of the chunk is written any more."""
-        sequence = chunk.sequence
-        if sequence in peer.transfers:
-            peer.transfers[sequence].under_way.discard((chunk.prefill_rank, chunk.decode_rank))
-        self.writing[sequence] -= 1
-        if not self.writing[sequence]:
-            del self.writing[sequence]
-            self.scheduler.receive_ended(sequence)
-
-    def receive_failed(self, peer: Peer, chunk: Chunk, error: str, now: float, *, edge_open: bool) -> list[Action]:
-        actions = self._give_up(peer, chunk.sequence, error, now)
-        if not edge_open:
-            actions.append(_edge_closed(peer, chunk))
-        return actions + self._refuse(peer, chunk.sequence, error)
-
-    def received(self, peer: Peer, chunk: Chunk, now: float, *, intact: bool) -> list[Action]:
-        """Handles a chunk whose bytes have all arrived; `intact`: every section matches its checksum."""
-        sequence, key, scheduler = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank), self.scheduler
-        self.bytes_received += chunk.num_bytes
-        transfer = peer.transfers.get(sequence)
-        if transfer is None or not scheduler.receiving(sequence):
-            return self._refuse(peer, sequence, "the sequence has ended")
-        if sequence in peer.refusals:
-            return self._refuse(peer, sequence, "another edge refused its chunk")
-        actions: list[Action] = []
-        complete = False
-        if intact:
-            transfer.record_chunk(chunk, key, scheduler.layout)
-            complete = transfer.complete
-        else:
-            self.chunks_damaged += 1
-        if complete and chunk.first_token is not None:
-            del peer.transfers[sequence]
-            ended = scheduler.received(sequence, chunk.first_token, now, chunk.first_logprob, chunk.cached_tokens)
-            if ended is not None:
-                self.deadlines.forget(sequence)
-            actions.append(Ready(sequence) if ended is None else Ended(ended))
-        elif intact:
-            scheduler.tokens_received(sequence, transfer.tokens_received)
-        return [*actions, Reply(peer, Ack(sequence, chunk.index, intact, complete, *key))]
-
-    # From the coordinator.
-
-    def end(self, peers: Iterable[Peer], sequence: SequenceId, reason: str) -> list[Reply]:
-        """Ends a sequence at the coordinator's request. A peer that is still sending its KV gets an abort now, or once
-        an open receive of it has ended."""
-        actions: list[Reply] = []
-        for peer in peers:
-            if peer.transfers.pop(sequence, None) is not None and sequence not in self.writing:
-                actions.append(Reply(peer, AbortTransfer(sequence, reason, 0.0)))
-        self.scheduler.abort(sequence, in_flight=sequence in self.writing)
-        return actions
-
-    def _give_up(
-        self, peer: Peer, sequence: SequenceId, reason: str, now: float, tombstone_s: float = 0.0
-    ) -> list[Action]:
-        actions: list[Action] = [Dropped(sequence, reason)]
-        peer.transfers.pop(sequence, None)
-        if self.scheduler.generating(sequence):  # prefill missed the last Ack, and may fail before it reports the end
-            message = f"{self.worker_id} ended the sequence: {reason}"
-            actions.append(Ended(SequenceEnded(sequence, "error", ErrorCode.ABANDONED, message)))
-        self.deadlines.forget(sequence)
-        if not self.scheduler.abort(sequence, in_flight=sequence in self.writing) and tombstone_s > 0:
-            self.tombstones.add(sequence, now, tombstone_s)
-        return actions
-
-    def _refuse(self, peer: Peer, sequence: SequenceId, reason: str) -> list[Action]:
-        reason = peer.refusals.setdefault(sequence, reason)
-        if sequence in self.writing:
-            return []
-        del peer.refusals[sequence]
-        return [Reply(peer, AbortTransfer(sequence, reason, 0.0))]
-
-
-def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
-    """Returns the message that the edge is closed: it may be only here, and the peer would announce more chunks."""
-    error = f"edge generation {chunk.edge_generation} is closed"
-    return Reply(peer, EdgeReady(chunk.prefill_rank, chunk.decode_rank, chunk.edge_generation, error))
+        overs = [sequence.hand_over for sequence in self.scheduler.sequences.values()]
+        lost = [over.sequence_id for over in overs if over is not None and over.peer is peer]
+        return [action for sequence_id in lost for action in self.on(LinkEnded(sequence_id, reason), now)]

@@ -39,7 +39,24 @@ from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
 from baton.transfer.edge_kinds import edge_connect_s
 from baton.transfer.staging_room import StagingRoom
-from decode.handover import Action, Admission, Dropped, Ended, HandOvers, Peer, Ready, Receive, Reply
+from decode.handover import (
+    AbortedByPeer,
+    Action,
+    Admission,
+    ChunkAnnounced,
+    ChunkReceived,
+    ChunkRejected,
+    Dropped,
+    Ended,
+    EndedByCoordinator,
+    Event,
+    HandOvers,
+    Peer,
+    Ready,
+    Receive,
+    ReceiveFailed,
+    Reply,
+)
 
 log = logging.getLogger("baton.incoming")
 STAGING_WAIT_SHARE = 0.8  # of the peer's timeout for `posted`: the refusal arrives before the peer gives up its edge
@@ -66,7 +83,7 @@ class ReceiverOwner(Protocol):
 
 
 class Receiver:
-    """All links into a decode worker. Complete state: the links by their peer. `layout` is that of the whole model."""
+    """All links into a decode worker. `layout` is that of the whole model."""
 
     def __init__(
         self,
@@ -107,8 +124,9 @@ class Receiver:
 
     def end(self, sequence: SequenceId, reason: str) -> None:
         """Ends a sequence of this worker at the coordinator's request."""
-        for reply in self.hand_overs.end(self._links, sequence, reason):
-            self._links[reply.peer].reply_soon(reply.message)
+        for action in self.hand_overs.on(EndedByCoordinator(sequence, reason), time.monotonic()):
+            if isinstance(action, Reply) and action.peer in self._links:
+                self._links[action.peer].reply_soon(action.message)
 
     def make_end(self, peer: Peer, key: EdgeKey, message: EdgeOpen) -> EdgeEnd:
         return self._make_end(
@@ -130,7 +148,7 @@ class Receiver:
 
 
 class ReceivingLink:
-    """One link from one prefill worker. Complete state: the stream, the ends of its edges, the running tasks."""
+    """One link from one prefill worker."""
 
     def __init__(self, stream: MessageStream, hello: LinkHello, peer: Peer, receiver: Receiver) -> None:
         self._stream = stream
@@ -184,7 +202,7 @@ class ReceivingLink:
             case Chunk():
                 self._spawn(self._receive_when_staged(message), f"chunk {message.index} of {message.sequence}")
             case AbortTransfer():
-                await self._execute(self._hand_overs.on_abort(self._peer, message, time.monotonic()))
+                await self._handle(AbortedByPeer(self._peer, message))
             case _:
                 raise HandoffError(f"{self._hello.prefill_worker}: unexpected {type(message).__name__} on a link")
 
@@ -220,19 +238,18 @@ class ReceivingLink:
             async with self._receiver.staging.hold(chunk.num_bytes, wait_s):
                 await self._take(chunk)
         except HandoffError as e:
-            await self._execute(self._hand_overs.refused(self._peer, chunk.sequence, e.message, time.monotonic()))
+            await self._handle(ChunkRejected(self._peer, chunk.sequence, e.message))
 
     async def _take(self, chunk: Chunk) -> None:
         end = self._edges.get((chunk.prefill_rank, chunk.decode_rank))
         edge_open = end is not None and end.dead is None and end.generation == chunk.edge_generation
-        actions = self._hand_overs.on_chunk(self._peer, chunk, time.monotonic(), edge_open=edge_open)
+        actions = self._hand_overs.on(ChunkAnnounced(self._peer, chunk, edge_open), time.monotonic())
         match actions:
             case [Receive(part, posted)] if end is not None:
                 pass
             case _:
                 await self._execute(actions)
                 return
-        intact, failure = False, ""
         try:
             intact = await end.take(part, lambda: self.reply_soon(posted))
         except InvariantError:
@@ -240,16 +257,13 @@ class ReceivingLink:
         except Exception as e:
             if not isinstance(e, HandoffError):
                 log.exception("receiving chunk %d of %s failed", chunk.index, chunk.sequence)
-            failure = str(e) or type(e).__name__
-        finally:
-            self._hand_overs.write_ended(self._peer, chunk)
-        now = time.monotonic()
-        if failure:
-            actions = self._hand_overs.receive_failed(self._peer, chunk, failure, now, edge_open=end.dead is None)
+            await self._handle(ReceiveFailed(chunk, str(e) or type(e).__name__, edge_open=end.dead is None))
         else:
             self._note(chunk, intact)
-            actions = self._hand_overs.received(self._peer, chunk, now, intact=intact)
-        await self._execute(actions)
+            await self._handle(ChunkReceived(chunk, intact))
+
+    async def _handle(self, event: Event) -> None:
+        await self._execute(self._hand_overs.on(event, time.monotonic()))
 
     def _note(self, chunk: Chunk, intact: bool) -> None:
         layers = (chunk.start_layer, chunk.end_layer)

@@ -191,7 +191,7 @@ class DecodeScheduler:
             self._admit(now)
             rows, sequences, _ = self._next_rows(now)
         plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._room)
-        return self._begun(plan, now) if plan.rows or plan.drafts else None
+        return self._register(plan, now) if plan.rows or plan.drafts else None
 
     def _begin_ahead(self, now: float) -> StepPlan | None:
         """Returns the step after the outstanding one, or None if it cannot be planned before that one is done."""
@@ -209,13 +209,13 @@ class DecodeScheduler:
         for n, blocks in zip(nexts, needed, strict=True):
             self._extend(n.sequence, blocks)
         self.steps_ahead += 1
-        return self._begun(ahead_plan(self._next_step, out, nexts), now)
+        return self._register(ahead_plan(self._next_step, out, nexts), now)
 
     def runs_alone(self, plan: StepPlan) -> SequenceId | None:
         """Returns the only sequence of a step if its request is to be computed alone."""
         return next((r.sequence_id for r in plan.rows if self.sequences[r.sequence_id].request.alone), None)
 
-    def _begun(self, plan: StepPlan, now: float) -> StepPlan:
+    def _register(self, plan: StepPlan, now: float) -> StepPlan:
         for row in plan.rows:
             sequence = self.sequences[row.sequence_id]
             sequence.step_id = plan.step_id

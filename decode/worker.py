@@ -26,7 +26,7 @@ from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.rendezvous import EdgeStore
 from baton.transfer.staging_room import StagingRoom
-from decode.handover import Admission, HandOvers
+from decode.handover import Admission, Destination, HandOvers
 from decode.receiver import Receiver
 from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine
@@ -74,9 +74,7 @@ class DecodeWorker:
             self.scheduler,
             self.main_loop.deadlines,
             self.main_loop.tombstones,
-            worker_id=config.worker_id,
-            incarnation=self.incarnation,
-            vocab_size=facts.vocab_size,
+            Destination(config.worker_id, self.incarnation, runner.layout, facts.vocab_size),
         )
         self.incoming = Receiver(
             self,
@@ -134,13 +132,13 @@ class DecodeWorker:
             waiting=scheduler.num_waiting,
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
             tokens_generated=scheduler.tokens_generated,
-            kv_bytes_received=self.hand_overs.bytes_received,
+            kv_bytes_received=self.hand_overs.counters.bytes_received,
             kv_bytes_reused=scheduler.tokens_reused * scheduler.layout.bytes_per_token,
             steps=self.main_loop.steps,
             step_s=self.main_loop.step_s,
             sequences=scheduler.num_sequences,
-            handles_refused=self.hand_overs.handles_refused,
-            stale_messages=self.hand_overs.stale_messages,
+            handles_refused=self.hand_overs.counters.handles_refused,
+            stale_messages=self.hand_overs.counters.stale_messages,
             links_refused=self.links_refused,
             speculation=scheduler.speculation.counters,
             preemptions=scheduler.preemptions,

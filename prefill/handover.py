@@ -1,17 +1,17 @@
-"""One hand-over as the prefill worker decides it. Pure: events and `now` in, the next action out.
+"""One hand-over as the prefill worker decides it: a state machine (baton.core.machine). Pure.
 
     WAITING    no blocks are allocated yet
-    OFFERING   an offer to a decode worker is outstanding
+    OFFERING   a decode worker is dialled, or an offer to it is outstanding
     SENDING    a decode worker has accepted; chunks are sent as their KV is computed, each acknowledged before the next
     PARKED     all targets refused, or the one that had accepted failed: the KV is kept for new targets
     ENDED      all KV is acknowledged, or the hand-over failed or was aborted
 
-Each event returns the next action; the code that executes the action reports the next event:
+The code that executes an action (prefill.sender) reports the next event:
 
-    begin, reoffer             -> OfferTo | Park
-    OfferTo:   answered        -> SendChunk | OfferTo | Park
-    SendChunk: acknowledged    -> SendChunk | Finish
-    either:    target_failed   -> OfferTo | Park | Fail
+    Dial         -> Connected | TargetFailed
+    SendOffer    -> Accept | Refuse | TargetFailed
+    SendChunk    -> Acknowledged | TargetFailed
+    ReportParked -> Assigned
 
 A chunk is a `Span` of the sequence, tokens by layers, sent over all edges of the link concurrently, its own heads over
 each. Its size is decided only when it can be sent: on a busy link many small chunks become one. The tokens of the last
@@ -23,7 +23,7 @@ separately; if the checksum does not match, only that edge resends the chunk, on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -32,9 +32,10 @@ from baton.core.errors import BatonError, HandoffError, InvariantError, KVCorrup
 from baton.core.events import HandedOver, Parked, StageStamps
 from baton.core.handover import AbortTransfer, Accept, Chunk, Offer, Refuse
 from baton.core.kv_layout import KVLayout
-from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
+from baton.core.machine import Table, handle, ignore, to
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.core.sections import early_layers
+from baton.core.sequence import Sequence
 
 
 class Stage(Enum):
@@ -45,50 +46,134 @@ class Stage(Enum):
     ENDED = "ended"
 
 
-LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
-    Stage.WAITING: frozenset({Stage.OFFERING, Stage.PARKED, Stage.ENDED}),
-    Stage.OFFERING: frozenset({Stage.OFFERING, Stage.SENDING, Stage.PARKED, Stage.ENDED}),
-    Stage.SENDING: frozenset({Stage.PARKED, Stage.ENDED}),
-    Stage.PARKED: frozenset({Stage.OFFERING, Stage.PARKED, Stage.ENDED}),
-    Stage.ENDED: frozenset(),
-}
+# Events, besides the messages Accept and Refuse.
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The sequence has blocks, and its first chunk is about to be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The link to the target is open."""
+
+    wire: Wire
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFailed:
+    """Dialling the target, the offer or a chunk failed, or the target ended the hand-over."""
+
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class LayersComputed:
+    """The KV of the first `layers` layers is complete up to position `end`; the step that computes the others is
+    not."""
+
+    end: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanAnnounced:
+    """This `next_span` is about to be announced: a resend repeats the same one."""
+
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeSent:
+    """All bytes of the chunk were sent on one edge."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """All edges that sent the chunk are acknowledged; per edge, whether it arrived undamaged."""
+
+    intact: Mapping[EdgeKey, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """The coordinator has named targets for parked KV; the sequence has the attempt that they were named for."""
+
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """No further chunk may begin; one that is being sent is sent completely."""
+
+    reason: str
+
+
+Event = (
+    Started
+    | Connected
+    | Accept
+    | Refuse
+    | TargetFailed
+    | LayersComputed
+    | SpanAnnounced
+    | EdgeSent
+    | Acknowledged
+    | Assigned
+    | Aborted
+)
 
 
 # Actions.
 
 
 @dataclass(frozen=True, slots=True)
-class OfferTo:
-    """Dial the target if no link to it is open, send it `HandOver.offer`, and report `answered`."""
+class Dial:
+    """Open a link to the target, unless one is open."""
 
     target: Target
 
 
 @dataclass(frozen=True, slots=True)
-class SendChunk:
-    """Once `next_span` is not None and the edges are free, send it on `HandOver.edges`, and report `acknowledged`."""
+class SendOffer:
+    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
-class Park:
+class SendChunk:
+    """Once `next_span` is not None and the edges are free, send it on `HandOver.edges`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendAbort:
+    """Send the message to the target if the link to it is open."""
+
+    message: AbortTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class ReportParked:
     """Report `event` to the coordinator, and wait until new targets are assigned."""
 
     event: Parked
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class ReportHandedOver:
     event: HandedOver
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
-    """The hand-over fails with `error`, which no other target would avoid."""
+class ReportFailed:
+    """The hand-over failed with `error`, which no other target would avoid."""
 
     error: BatonError
 
 
-Action = OfferTo | SendChunk | Park | Finish | Fail
+Action = Dial | SendOffer | SendChunk | SendAbort | ReportParked | ReportHandedOver | ReportFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,32 +187,26 @@ class Span:
     end_layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class FirstLayers:
-    """The KV of the first `layers` layers is complete up to position `end`; the step that computes the rest is not."""
-
-    end: int
-    layers: int
-
-
 @dataclass(slots=True)
 class Counters:
-    """Totals of one worker over all its hand-overs. `chunks_early` counts the chunks of first layers."""
+    """Totals of one worker over all its hand-overs."""
 
     bytes_sent: int = 0
     chunks_resent: int = 0
+    # Chunks of first layers.
     chunks_early: int = 0
 
 
 class Wire:
-    """The bytes per token that each edge of one link carries. `plans` are all edges of the link, `layout` is that of
-    the whole model, `peer_staging_bytes` the most that the decode worker can stage for one edge."""
+    """The bytes per token that each edge of one link carries."""
 
-    def __init__(self, plans: Sequence[EdgePlan], layout: KVLayout, peer_staging_bytes: int) -> None:
+    def __init__(self, plans: Iterable[EdgePlan], layout: KVLayout, peer_staging_bytes: int) -> None:
+        """`plans` are all edges of the link, `layout` is that of the whole model, `peer_staging_bytes` limits what the
+        decode worker can stage for one edge."""
         self.plans = tuple(plans)
         self._peer_staging_bytes = peer_staging_bytes
         # Per edge: cumulative bytes per token by layer. Every chunk needs them.
-        self._up_to = {plan.key: _bytes_up_to(plan, layout) for plan in plans}
+        self._up_to = {plan.key: _bytes_up_to(plan, layout) for plan in self.plans}
 
     def bytes_on(self, edge: EdgeKey, span: Span) -> int:
         up_to = self._up_to[edge]
@@ -152,209 +231,201 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class HandOver:
-    """The hand-over of one sequence. Positions before `computed` are complete once `step` is done; `first_layers` is
-    the progress beyond them. `sent` tokens are acknowledged on all edges, and `sent_layers` of the tokens after them.
-    `span` is the chunk being sent, `edges` are those that still have to send it, `sends` counts its sends."""
+    """The hand-over of one sequence. What is computed of it, its blocks and its first token are the sequence's."""
 
-    request: GenerateRequest
+    sequence: Sequence
     targets: tuple[Target, ...]
     deadline_at: float
     limits: Limits
     counters: Counters
-    stage: Stage = Stage.WAITING
-    block_ids: tuple[int, ...] = ()
-    computed: int = 0
-    step: int = 0
-    first_layers: FirstLayers | None = None
-    first_token: int | None = None
-    first_logprob: TokenLogprob | None = None
-    cached_tokens: int = 0
-    abort_reason: str | None = None
-    bytes_sent: int = 0
+    state: Stage = Stage.WAITING
+    # First layers of tokens that are not computed completely.
+    first_layers: LayersComputed | None = None
+    # That of the link to the present target.
     wire: Wire | None = None
-    sent: int = 0
-    sent_layers: FirstLayers | None = None
+    # Tokens that are acknowledged on all edges, and the first layers of the tokens after them that are.
+    acked_tokens: int = 0
+    acked_layers: LayersComputed | None = None
     num_chunks: int = 0
+    bytes_sent: int = 0
+    # The chunk being sent, the edges that still have to send it, and how often it has been sent.
     span: Span | None = None
     edges: tuple[EdgePlan, ...] = ()
     sends: int = 0
     _next_target: int = 0
+    # Why the last target did not take the KV.
     _reason: str = "no target assigned"
     _offered_at: float = 0.0
     _accepted_at: float = 0.0
 
-    @property
-    def sequence(self) -> SequenceId:
-        """The sequence id under the current attempt."""
-        return self.request.sequence_id
-
-    def left_s(self, now: float) -> float:
-        return max(self.deadline_at - now, 0.001)
-
-    # What the scheduler computes.
-
-    def advance(self, computed: int, first_token: int | None, step: int) -> None:
-        self.computed, self.first_token, self.step = computed, first_token, step
-
-    # Targets.
-
-    def begin(self, block_ids: tuple[int, ...]) -> Action:
-        """Starts the hand-over: the sequence has blocks, and its first chunk is about to be computed."""
-        self.block_ids = block_ids
-        return self._offer_next()
+    def on(self, event: Event, now: float) -> list[Action]:
+        """Handles an event. Raises InvariantError if TABLE does not list it for the present stage."""
+        return handle(TABLE, self, event, now)
 
     @property
     def reserve_s(self) -> float:
         """Seconds from the offer to its acceptance; 0 before that."""
         return max(0.0, self._accepted_at - self._offered_at)
 
-    def offer(self, now: float) -> Offer:
-        """Returns the offer for the current target."""
-        self._offered_at = now
-        request = replace(self.request, deadline_s=self.left_s(now))
-        return Offer(request, self._target.handle, self.request.num_prefill_tokens)
+    def __repr__(self) -> str:
+        acked = f"{self.acked_tokens} of {self._num_tokens} tokens acknowledged"
+        return f"<HandOver {self.sequence.id} {self.state.value}, {acked}>"
 
-    def answered(self, answer: Accept | Refuse, wire: Wire, now: float) -> Action:
-        """Handles the reply to an offer. Raises HandoffError if it is invalid: report that as `target_failed`."""
-        if isinstance(answer, Refuse):
-            self._reason = f"{self._target.worker_id} refused: {answer.message}"
-            return self._offer_next()
-        self._move(Stage.SENDING)
-        self._accepted_at = now
-        self.wire, self.bytes_sent = wire, 0
-        self.sent, self.sent_layers, self.num_chunks = answer.prefix_tokens, None, 0
-        total = self.request.num_prefill_tokens
-        if not 0 <= self.sent < total:
-            raise HandoffError(
-                f"{self._target.worker_id} accepted {total} tokens and reports {self.sent} of them as cached"
-            )
+    # Targets.
+
+    def _offer_next(self, event: Started | Refuse | None, now: float) -> list[Action]:
+        if isinstance(event, Refuse):
+            self._reason = f"{self._target.worker_id} refused: {event.message}"
+        if self._next_target == len(self.targets):
+            return self._park()
+        self.state = Stage.OFFERING
+        self._next_target += 1
+        return [Dial(self._target)]
+
+    def _connected(self, event: Connected, now: float) -> list[Action]:
+        self.wire, self._offered_at = event.wire, now
+        request = replace(self.sequence.request, deadline_s=self._left_s(now))
+        return [SendOffer(Offer(request, self._target.handle, self._num_tokens))]
+
+    def _accepted(self, event: Accept, now: float) -> list[Action]:
+        self.state, self._accepted_at, self.bytes_sent = Stage.SENDING, now, 0
+        self.acked_tokens, self.acked_layers, self.num_chunks = event.prefix_tokens, None, 0
+        worker, total = self._target.worker_id, self._num_tokens
+        if not 0 <= event.prefix_tokens < total:
+            message = f"{worker} accepted {total} tokens and reports {event.prefix_tokens} of them as cached"
+            return self._target_failed(TargetFailed(HandoffError(message)), now)
+        if self._wire.max_tokens(self.limits.staging_bytes) < 1:
+            message = f"the KV of one token does not fit into staging memory on this worker or on {worker}"
+            return self._target_failed(TargetFailed(HandoffError(message)), now)
         return self._send_next()
 
-    def target_failed(self, error: BatonError, now: float) -> tuple[AbortTransfer, Action]:
-        """Handles a failed offer or chunk: returns the message for the target, and the next action. A target that had
-        accepted may be decoding already, so the KV is parked: other targets need a new attempt."""
-        reason, accepted = f"{self._target.worker_id}: {error.message}", self.stage is Stage.SENDING
-        self._reason = reason
-        message = AbortTransfer(self.sequence, reason, self.left_s(now))
+    def _target_failed(self, event: TargetFailed, now: float) -> list[Action]:
+        """A target that had accepted may be decoding already, so the KV is parked: other targets need a new attempt."""
+        error = event.error
+        self._reason = f"{self._target.worker_id}: {error.message}"
+        abort = SendAbort(AbortTransfer(self.sequence.id, self._reason, self._left_s(now)))
         if isinstance(error, KVCorrupt):
-            self._move(Stage.ENDED)
-            return message, Fail(error)
-        return message, self._park() if accepted else self._offer_next()
+            self.state = Stage.ENDED
+            return [abort, ReportFailed(error)]
+        return [abort, *(self._park() if self.state is Stage.SENDING else self._offer_next(None, now))]
 
-    def assign(self, targets: Sequence[Target], attempt: int) -> None:
-        """Sets the targets that the coordinator has named for parked KV; `reoffer` follows."""
-        if self.stage is not Stage.PARKED:
-            raise InvariantError(f"{self!r} cannot be given targets: it is not parked")
-        self.request = replace(self.request, attempt=attempt)
-        self.targets = tuple(targets)
+    def _assigned(self, event: Assigned, now: float) -> list[Action]:
+        self.targets, self._next_target, self._reason = event.targets, 0, "no target assigned"
+        return self._offer_next(None, now)
 
-    def reoffer(self) -> Action:
-        self._next_target, self._reason = 0, "no target assigned"
-        return self._offer_next()
+    def _abort(self, event: Aborted, now: float) -> list[Action]:
+        self.state = Stage.ENDED
+        return []
 
-    def abort(self, reason: str) -> None:
-        """Aborts the hand-over: no further chunk is begun, but one that is being sent is sent completely."""
-        if self.abort_reason is None:
-            self.abort_reason = reason
+    def _abort_at_target(self, event: Aborted, now: float) -> list[Action]:
+        self.state = Stage.ENDED
+        return [SendAbort(AbortTransfer(self.sequence.id, event.reason, self._left_s(now)))]
 
-    def end(self, now: float) -> AbortTransfer | None:
-        """Ends an aborted hand-over; returns the message for the target that has its offer, or None."""
-        asked = self.stage in (Stage.OFFERING, Stage.SENDING)
-        if self.stage is not Stage.ENDED:
-            self._move(Stage.ENDED)
-        return AbortTransfer(self.sequence, self.abort_reason or "aborted", self.left_s(now)) if asked else None
+    def _park(self) -> list[Action]:
+        self.state, self.span = Stage.PARKED, None
+        return [ReportParked(Parked(self.sequence.id, self._reason))]
 
     # Chunks.
 
+    def _layers_computed(self, event: LayersComputed, now: float) -> list[Action]:
+        self.first_layers = event
+        return []
+
     def next_span(self) -> Span | None:
-        """Returns the largest span that can be sent now, or None. Raises HandoffError if staging cannot hold one
-        token."""
+        """Returns the largest span that can be sent now, or None."""
         if self.span is not None:
             return self.span  # a resend
-        num_layers, first, gone = len(self.limits.layout.layers), self.first_layers, self.sent_layers
-        if gone is not None:
-            rest = Span(self.num_chunks, self.sent, gone.end, gone.layers, num_layers)
-            return rest if rest.end <= self.computed else None
-        if self.computed > self.sent:
-            end = min(self.computed, self.sent + self._max_tokens())
-            return Span(self.num_chunks, self.sent, end, 0, num_layers)
-        if first is None or not 0 < first.end - self.sent <= self._max_tokens():
+        num_layers, first, acked = len(self.limits.layout.layers), self.first_layers, self.acked_layers
+        computed, start = self.sequence.num_computed, self.acked_tokens
+        if acked is not None:
+            remainder = Span(self.num_chunks, start, acked.end, acked.layers, num_layers)
+            return remainder if remainder.end <= computed else None
+        if computed > start:
+            return Span(self.num_chunks, start, min(computed, start + self._max_tokens()), 0, num_layers)
+        if first is None or not 0 < first.end - start <= self._max_tokens():
             return None
-        sizes = [layer.bytes_per_token * (first.end - self.sent) for layer in self.limits.layout.layers]
+        sizes = [layer.bytes_per_token * (first.end - start) for layer in self.limits.layout.layers]
         if not early_layers(sizes, self.limits.section_bytes):  # few bytes: one more message would cost as much
             return None
-        early = Span(self.num_chunks, self.sent, first.end, 0, first.layers)
-        rest = Span(self.num_chunks + 1, self.sent, first.end, first.layers, num_layers)
+        early = Span(self.num_chunks, start, first.end, 0, first.layers)
+        remainder = Span(self.num_chunks + 1, start, first.end, first.layers, num_layers)
         wire = self._wire
-        return early if all(wire.bytes_on(plan.key, s) for s in (early, rest) for plan in wire.plans) else None
+        return early if all(wire.bytes_on(plan.key, s) for s in (early, remainder) for plan in wire.plans) else None
 
-    def begin_span(self, span: Span) -> None:
-        """Fixes the span that is about to be announced: a resend repeats the same span."""
+    def _announced(self, event: SpanAnnounced, now: float) -> list[Action]:
         if self.span is None:
-            self.span, self.sends = span, 0
+            self.span, self.sends = event.span, 0
         self.sends += 1
+        return []
 
     def chunk(self, edge: EdgePlan, edge_generation: int) -> Chunk:
         """Returns the message that announces the span on one edge. The last chunk carries the first token."""
-        span, wire = self._begun, self._wire
-        last = span.end == self.request.num_prefill_tokens and span.end_layer == len(self.limits.layout.layers)
+        span, sequence = self._span, self.sequence
+        last = span.end == self._num_tokens and span.end_layer == len(self.limits.layout.layers)
         return Chunk(
-            sequence=self.sequence,
+            sequence=sequence.id,
             index=span.index,
             start_token=span.start,
             end_token=span.end,
             start_layer=span.start_layer,
             end_layer=span.end_layer,
-            num_bytes=wire.bytes_on(edge.key, span),
+            num_bytes=self._wire.bytes_on(edge.key, span),
             edge_generation=edge_generation,
             prefill_rank=edge.prefill_rank,
             decode_rank=edge.decode_rank,
-            first_token=self.first_token if last else None,
-            first_logprob=self.first_logprob if last else None,
-            cached_tokens=self.cached_tokens if last else 0,
+            first_token=sequence.output[-1] if last else None,
+            first_logprob=sequence.logprobs[-1] if last and sequence.logprobs else None,
+            cached_tokens=sequence.prefix_tokens if last else 0,
             last=last,
         )
 
-    def chunk_sent(self, num_bytes: int) -> None:
-        self.bytes_sent += num_bytes
-        self.counters.bytes_sent += num_bytes
+    def _edge_sent(self, event: EdgeSent, now: float) -> list[Action]:
+        self.bytes_sent += event.num_bytes
+        self.counters.bytes_sent += event.num_bytes
+        return []
 
-    def acknowledged(self, intact: Mapping[EdgeKey, bool], now: float) -> Action:
-        """Handles the acknowledgements; `intact` is, per edge, whether the chunk arrived undamaged. Raises KVCorrupt if
-        a resent chunk is damaged again: report that as `target_failed`."""
-        span = self._begun
-        damaged = tuple(plan for plan in self.edges if not intact[plan.key])
+    def _acknowledged(self, event: Acknowledged, now: float) -> list[Action]:
+        span, sequence, worker = self._span, self.sequence, self._target.worker_id
+        damaged = tuple(plan for plan in self.edges if not event.intact[plan.key])
         if damaged:
             self.edges = damaged
             if self.sends > 1:
-                worker = self._target.worker_id
-                raise KVCorrupt(f"chunk {span.index} of {self.sequence} arrived damaged twice at {worker}")
+                error = KVCorrupt(f"chunk {span.index} of {sequence.id} arrived damaged twice at {worker}")
+                return self._target_failed(TargetFailed(error), now)
             self.counters.chunks_resent += len(damaged)
-            return SendChunk()
+            return [SendChunk()]
         self.span, self.num_chunks = None, self.num_chunks + 1
         if span.end_layer < len(self.limits.layout.layers):
-            self.sent_layers = FirstLayers(span.end, span.end_layer)
+            self.acked_layers = LayersComputed(span.end, span.end_layer)
             self.counters.chunks_early += 1
         else:
-            self.sent_layers, self.sent = None, span.end
-        if self.sent < self.request.num_prefill_tokens:
+            self.acked_layers, self.acked_tokens = None, span.end
+        if self.acked_tokens < self._num_tokens:
             return self._send_next()
-        self._move(Stage.ENDED)
+        self.state = Stage.ENDED
         stamps = StageStamps(reserve_s=self.reserve_s, transfer_s=now - self._accepted_at)
-        return Finish(HandedOver(self.sequence, self._target.worker_id, self.bytes_sent, stamps))
+        return [ReportHandedOver(HandedOver(sequence.id, worker, self.bytes_sent, stamps))]
 
-    def __repr__(self) -> str:
-        sent = f"{self.sent} of {self.request.num_prefill_tokens} tokens sent"
-        return f"<HandOver {self.sequence} {self.stage.value}, {sent}>"
+    def _send_next(self) -> list[Action]:
+        self.edges = self._wire.plans
+        return [SendChunk()]
+
+    def _max_tokens(self) -> int:
+        return min(self.limits.max_chunk_tokens, self._wire.max_tokens(self.limits.staging_bytes))
+
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens whose KV is handed over."""
+        return self.sequence.request.num_prefill_tokens
 
     @property
     def _wire(self) -> Wire:
         if self.wire is None:
-            raise InvariantError(f"{self!r} is sending, but no target has accepted")
+            raise InvariantError(f"{self!r} is sending, but no link was open")
         return self.wire
 
     @property
-    def _begun(self) -> Span:
+    def _span(self) -> Span:
         if self.span is None:
             raise InvariantError(f"{self!r} has no chunk in flight")
         return self.span
@@ -363,33 +434,41 @@ class HandOver:
     def _target(self) -> Target:
         return self.targets[self._next_target - 1]
 
-    def _offer_next(self) -> Action:
-        if self._next_target == len(self.targets):
-            return self._park()
-        self._move(Stage.OFFERING)
-        self._next_target += 1
-        return OfferTo(self._target)
+    def _left_s(self, now: float) -> float:
+        return max(self.deadline_at - now, 0.001)
 
-    def _park(self) -> Park:
-        self._move(Stage.PARKED)
-        self.span = None
-        return Park(Parked(self.sequence, self._reason))
 
-    def _send_next(self) -> SendChunk:
-        self.edges = self._wire.plans
-        return SendChunk()
+_OFFER_NEXT = to(HandOver._offer_next, Stage.OFFERING, Stage.PARKED)
+_TARGET_FAILED = to(HandOver._target_failed, Stage.OFFERING, Stage.PARKED, Stage.ENDED)
+_ABORT = to(HandOver._abort, Stage.ENDED)
+_ABORT_AT_TARGET = to(HandOver._abort_at_target, Stage.ENDED)
+_LAYERS_COMPUTED = to(HandOver._layers_computed)
+_EDGE_SENT = to(HandOver._edge_sent)
 
-    def _max_tokens(self) -> int:
-        fit = self._wire.max_tokens(self.limits.staging_bytes)
-        if fit < 1:
-            where = f"on this worker or on {self._target.worker_id}"
-            raise HandoffError(f"the KV of one token does not fit into staging memory {where}")
-        return min(self.limits.max_chunk_tokens, fit)
-
-    def _move(self, stage: Stage) -> None:
-        if stage not in LEGAL_MOVES[self.stage]:
-            raise InvariantError(f"{self!r} cannot become {stage.value}")
-        self.stage = stage
+TABLE: Table = {
+    (Stage.WAITING, Started): _OFFER_NEXT,
+    (Stage.WAITING, LayersComputed): _LAYERS_COMPUTED,
+    (Stage.WAITING, Aborted): _ABORT,
+    (Stage.OFFERING, Connected): to(HandOver._connected),
+    (Stage.OFFERING, Accept): to(HandOver._accepted, Stage.SENDING, Stage.PARKED),
+    (Stage.OFFERING, Refuse): _OFFER_NEXT,
+    (Stage.OFFERING, TargetFailed): _TARGET_FAILED,
+    (Stage.OFFERING, LayersComputed): _LAYERS_COMPUTED,
+    (Stage.OFFERING, Aborted): _ABORT_AT_TARGET,
+    (Stage.SENDING, TargetFailed): _TARGET_FAILED,
+    (Stage.SENDING, LayersComputed): _LAYERS_COMPUTED,
+    (Stage.SENDING, SpanAnnounced): to(HandOver._announced),
+    (Stage.SENDING, EdgeSent): _EDGE_SENT,
+    (Stage.SENDING, Acknowledged): to(HandOver._acknowledged, Stage.PARKED, Stage.ENDED),
+    (Stage.SENDING, Aborted): _ABORT_AT_TARGET,
+    (Stage.PARKED, LayersComputed): _LAYERS_COMPUTED,
+    (Stage.PARKED, Assigned): to(HandOver._assigned, Stage.OFFERING),
+    (Stage.PARKED, Aborted): _ABORT,
+    # What was under way when the hand-over ended.
+    (Stage.ENDED, LayersComputed): to(ignore),
+    (Stage.ENDED, EdgeSent): _EDGE_SENT,  # a posted chunk is sent completely
+    (Stage.ENDED, Aborted): to(ignore),
+}
 
 
 def _bytes_up_to(plan: EdgePlan, layout: KVLayout) -> tuple[int, ...]:

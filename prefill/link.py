@@ -163,8 +163,8 @@ class Link:
         )
         end = self.ends[plan.key] = self._make_end(plan, spec)
         message = EdgeOpen(plan.prefill_rank, plan.decode_rank, generation, spec.prefix)
-        what = "reply to EdgeOpen"
-        asking = asyncio.ensure_future(self._ask(message, ("edge", generation), self._edge_connect_s, what))
+        reply = "reply to EdgeOpen"
+        asking = asyncio.ensure_future(self._ask(message, ("edge", generation), self._edge_connect_s, reply))
         try:
             await end.connect()
             answer: EdgeReady = await asking
@@ -199,21 +199,21 @@ class Link:
             future.exception()  # marks it as retrieved: it may never be awaited
         return future
 
-    async def _ask(self, message: object, key: tuple[object, ...], timeout_s: float, what: str) -> Any:
+    async def _ask(self, message: object, key: tuple[object, ...], timeout_s: float, reply: str) -> Any:
         future = self._expect(key)
         try:
             await self._stream.send(message)
         except BaseException:
             future.cancel()
             raise
-        return await self._within(future, timeout_s, what)
+        return await self._within(future, timeout_s, reply)
 
-    async def _within(self, future: asyncio.Future[T], timeout_s: float, what: str) -> T:
+    async def _within(self, future: asyncio.Future[T], timeout_s: float, reply: str) -> T:
         try:
             async with asyncio.timeout(timeout_s):  # wait_for would lose a cancellation that coincides with the reply
                 return await future
         except TimeoutError:
-            raise HandoffError(f"{self.decode_worker} sent no {what} within {timeout_s:g} s") from None
+            raise HandoffError(f"{self.decode_worker} sent no {reply} within {timeout_s:g} s") from None
 
     async def _read(self) -> None:
         reason = "the reader failed"

@@ -25,10 +25,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.core.blocks import BlockTable, Holder
+from baton.core.blocks import BlockTable, Holder, HolderKind
 from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
-from baton.core.events import SequenceEnded, StageStamps, grammar_failed
+from baton.core.events import SequenceEnded, grammar_failed
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_cache import PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
@@ -92,6 +92,7 @@ class PrefillScheduler:
         # Outstanding plans and the sequence of each row, oldest first: one, or with `plan_ahead` up to two.
         self._out: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._next_step = 1
+        self._done_step = 0
         self._submitted = 0
         self.prompt_tokens_computed = 0
         self.prompt_tokens_cached = 0
@@ -121,7 +122,7 @@ class PrefillScheduler:
         """Uncomputed tokens of all accepted requests."""
         return sum(s.num_uncomputed for s in (*self._waiting, *self._running))
 
-    def submit(self, request: GenerateRequest, now: float, *, hand_over: bool) -> None:
+    def submit(self, request: GenerateRequest, now: float, *, hand_over: bool) -> Sequence:
         """Accepts a request. With `hand_over` its blocks stay pinned until `release_send`.
 
         Raises:
@@ -146,6 +147,7 @@ class PrefillScheduler:
         sequence.reuses_prefix = request.sampling.prompt_logprobs is None
         self.sequences[sequence.id] = sequence
         self._waiting.append(sequence)
+        return sequence
 
     def begin_step(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to compute, or nothing before an outstanding step is
@@ -194,9 +196,18 @@ class PrefillScheduler:
         self._next_step += 1
         return plan
 
+    def rows_of(self, step_id: int) -> list[tuple[Row, Sequence]]:
+        """Returns the rows of an outstanding step with their sequences; none if the step is not outstanding."""
+        return [
+            (row, sequence)
+            for plan, sequences in self._out
+            if plan.step_id == step_id
+            for row, sequence in zip(plan.rows, sequences, strict=True)
+        ]
+
     def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        """Returns the only sequence of a step if its request is to be computed alone."""
-        return next((r.sequence_id for r in plan.rows if self.sequences[r.sequence_id].request.alone), None)
+        """Returns the only sequence of an outstanding step if its request is to be computed alone."""
+        return next((sequence.id for _, sequence in self.rows_of(plan.step_id) if sequence.request.alone), None)
 
     @staticmethod
     def _remainder(sequence: Sequence, starts: Mapping[Sequence, int]) -> int:
@@ -238,6 +249,7 @@ class PrefillScheduler:
         if sequence.send_pinned:
             self.blocks.hold(sequence.block_ids, Holder("send", sequence.id))
         self.prompt_tokens_cached += sequence.prefix_tokens
+        sequence.computed_step = self._done_step
         sequence.on(Started(), now)
         self._waiting.remove(sequence)
         self._running.append(sequence)
@@ -251,6 +263,7 @@ class PrefillScheduler:
         """
         plan = check_outcome(self._out[0][0] if self._out else None, outcome)
         _, sequences = self._out.popleft()
+        self._done_step = plan.step_id
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []
         for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):
@@ -259,6 +272,7 @@ class PrefillScheduler:
             if last:
                 sequence.step_id = None
             unsampled = index in outcome.unsampled
+            sequence.computed_step = plan.step_id
             sequence.num_computed = row.end - unsampled  # then the last token is computed again
             self.prompt_tokens_computed += len(row.tokens)
             if not sequence.kv_suspect:
@@ -282,7 +296,7 @@ class PrefillScheduler:
             sequence.computed_at = now
             prompt_logprobs = tuple(sequence.prompt_logprobs)
             progress.append(Progress(sequence.id, row.end, token, row.output_index, cached, logprob, prompt_logprobs))
-            reason = sequence.append(token)
+            reason = sequence.append(token, logprob)
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=sequence.prefill_stamps()))
                 self._leave(sequence)
@@ -297,21 +311,26 @@ class PrefillScheduler:
                 self._leave(sequence)
         return PrefillResult(tuple(progress), tuple(ended))
 
-    def num_computed(self, sequence_id: SequenceId) -> int:
-        """Returns how many positions of a sequence have KV, without those of outstanding rows."""
-        return self.sequences[sequence_id].num_computed
-
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         return self.sequences[sequence_id].block_ids
-
-    def hands_over(self, sequence_id: SequenceId) -> bool:
-        return self.sequences[sequence_id].send_pinned
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return tuple(self.sequences)
 
-    def stamps(self, sequence_id: SequenceId) -> StageStamps:
-        return self.sequences[sequence_id].prefill_stamps()
+    def begin_attempt(self, sequence: Sequence, attempt: int) -> None:
+        """Gives a sequence its next attempt, and the name that goes with it: its KV is offered again.
+
+        Raises:
+            DuplicateRequest: this attempt is already on this worker.
+        """
+        old = sequence.id
+        if old._replace(attempt=attempt) in self.sequences:
+            raise DuplicateRequest(f"attempt {attempt} of sequence {old} is already on this worker")
+        del self.sequences[old]
+        sequence.begin_attempt(attempt)
+        self.sequences[sequence.id] = sequence
+        for kind in self._holds(sequence):
+            self.blocks.convert(sequence.block_ids, Holder(kind, old), Holder(kind, sequence.id))
 
     def abort(self, sequence_id: SequenceId) -> bool:
         """Aborts a sequence; its blocks are free once its outstanding row is done and its send pin is dropped.
@@ -360,6 +379,12 @@ class PrefillScheduler:
         if sequence.finished and not sequence.send_pinned:
             del self.sequences[sequence.id]
 
+    @staticmethod
+    def _holds(sequence: Sequence) -> list[HolderKind]:
+        """Returns as what a sequence holds its blocks."""
+        holds: list[HolderKind] = ["sequence"] if sequence.state is State.PREFILLING else []
+        return [*holds, "send"] if sequence.send_pinned else holds
+
     def check_idle(self) -> None:
         """Checks, in constant time, a scheduler without sequences.
 
@@ -386,9 +411,8 @@ class PrefillScheduler:
         for sequence_id, sequence in self.sequences.items():
             if sequence.finished and not sequence.send_pinned:
                 raise InvariantError(f"{sequence_id} has finished but was not removed")
-            computing = sequence.state is State.PREFILLING
-            holds = [Holder("send", sequence_id)] * sequence.send_pinned + [Holder("sequence", sequence_id)] * computing
-            held |= {(block, holder) for block in sequence.block_ids for holder in holds}
+            holders = [Holder(kind, sequence_id) for kind in self._holds(sequence)]
+            held |= {(block, holder) for block in sequence.block_ids for holder in holders}
         self.blocks.check_held(held)
         for queue, state in ((self._waiting, State.WAITING), (self._running, State.PREFILLING)):
             if set(queue) != {s for s in self.sequences.values() if s.state is state} or len(queue) != len(set(queue)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,26 +21,37 @@ from baton.core.errors import BatonError, HandoffError, InvariantError
 from baton.core.events import HandedOver, Parked
 from baton.core.handover import LinkHello, Posted
 from baton.core.kv_layout import KVLayout
-from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
+from baton.core.sequence import Sequence
 from baton.runtime.event_log import EventLog
 from baton.runtime.streams import seen
 from baton.runtime.tls import ClusterTls
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
 from prefill.handover import (
+    Aborted,
+    Acknowledged,
     Action,
+    Assigned,
+    Connected,
     Counters,
-    Fail,
-    Finish,
-    FirstLayers,
+    Dial,
+    EdgeSent,
+    Event,
     HandOver,
+    LayersComputed,
     Limits,
-    OfferTo,
-    Park,
+    ReportFailed,
+    ReportHandedOver,
+    ReportParked,
+    SendAbort,
     SendChunk,
+    SendOffer,
     Span,
+    SpanAnnounced,
     Stage,
+    Started,
+    TargetFailed,
 )
 from prefill.link import Link
 
@@ -53,13 +64,13 @@ class SenderOwner(Protocol):
 
     def parked(self, event: Parked) -> None: ...
 
-    def handed_over(self, event: HandedOver, source: SequenceId) -> None: ...
+    def handed_over(self, event: HandedOver, sequence: Sequence) -> None: ...
 
-    def hand_over_ended(self, sequence: SequenceId) -> None:
+    def hand_over_ended(self, sequence: Sequence) -> None:
         """The sequence's blocks are not read any more."""
         ...
 
-    def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
+    def hand_over_failed(self, sequence: Sequence, error: BatonError) -> None:
         """The hand-over failed, with no retry: its KV is damaged, or there is a bug. `hand_over_ended` follows."""
         ...
 
@@ -70,23 +81,24 @@ class SenderOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """The execution of one hand-over. `origin` is the sequence id at its start, `sending` the task of its current
-    chunk, and `holds_edges` whether that task uses the link's edges and must run to its end."""
+    """The execution of one hand-over."""
 
     over: HandOver
-    origin: SequenceId
+    # More KV may be ready to be sent.
     progress: asyncio.Event = field(default_factory=asyncio.Event)
+    # New targets were assigned, with these actions; or it was aborted, with those.
     assigned: asyncio.Event = field(default_factory=asyncio.Event)
+    next_actions: list[Action] = field(default_factory=list)
     link: Link | None = None
     task: asyncio.Task[None] | None = None
-    begun: bool = False
+    started: bool = False
+    # The task of the present chunk, and whether it uses the link's edges and must run to its end.
     sending: asyncio.Task[Span] | None = None
     holds_edges: bool = False
 
 
 class Sender:
-    """Complete state: the links by decode worker and incarnation, the tasks that close lost links, the hand-overs by
-    the sequence id at their start, and the counters. `layout` is that of the whole model."""
+    """Executes all hand-overs of a worker. `layout` is that of the whole model."""
 
     def __init__(
         self,
@@ -112,84 +124,65 @@ class Sender:
         self._limits = Limits(layout, make_end.section_bytes, max_chunk_tokens, staging.limit_bytes)
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
+        # By decode worker and incarnation.
         self._links: dict[tuple[str, int], asyncio.Task[Link]] = {}
+        # The tasks that close lost links.
         self._closing: set[asyncio.Task[None]] = set()
-        self._runs: dict[SequenceId, _Run] = {}
+        self._runs: dict[Sequence, _Run] = {}
 
     def __len__(self) -> int:
         return len(self._runs)
 
     # From the worker.
 
-    def expect(self, request: GenerateRequest, targets: Sequence[Target]) -> None:
+    def expect(self, sequence: Sequence, targets: Iterable[Target]) -> None:
         """Registers a sequence that is handed over once it has blocks."""
-        deadline_at = time.monotonic() + request.deadline_s
-        over = HandOver(request, tuple(targets), deadline_at, self._limits, self.counters)
-        self._runs[over.sequence] = _Run(over, over.sequence)
+        deadline_at = time.monotonic() + sequence.request.deadline_s
+        over = HandOver(sequence, tuple(targets), deadline_at, self._limits, self.counters)
+        sequence.hand_over = over
+        self._runs[sequence] = _Run(over)
 
-    def start(self, sequence: SequenceId, block_ids: tuple[int, ...]) -> None:
+    def start(self, sequence: Sequence) -> None:
         """Starts the hand-over with an offer: the first chunk is about to be computed."""
         run = self._runs.get(sequence)
         if run is not None and run.task is None:
-            run.task = asyncio.create_task(self._run(run, block_ids), name=f"hand-over {sequence}")
+            run.task = asyncio.create_task(self._run(run), name=f"hand-over {sequence.id}")
 
-    def advance(
-        self,
-        sequence: SequenceId,
-        computed: int,
-        first_token: int | None,
-        step: int,
-        first_logprob: TokenLogprob | None = None,
-        cached_tokens: int = 0,
-    ) -> None:
-        """Records that KV of the first `computed` positions is complete on every rank that has computed `step`."""
+    def progressed(self, sequence: Sequence) -> None:
+        """Called when more positions of a sequence are computed, on every rank that has computed their step."""
         run = self._runs.get(sequence)
         if run is not None:
-            run.over.advance(computed, first_token, step)
-            run.over.first_logprob, run.over.cached_tokens = first_logprob, cached_tokens
             run.progress.set()
 
-    def reserve_s(self, sequence: SequenceId) -> float:
-        run = self._runs.get(sequence)
-        return 0.0 if run is None else run.over.reserve_s
-
-    def advance_layers(self, sequence: SequenceId, end: int, layers: int) -> None:
+    def layers_computed(self, sequence: Sequence, end: int, layers: int) -> None:
         """Records that KV of the first `layers` layers is complete up to position `end`; only on a one-rank worker."""
         run = self._runs.get(sequence)
         if run is not None:
-            run.over.first_layers = FirstLayers(end, layers)
+            run.over.on(LayersComputed(end, layers), time.monotonic())
             run.progress.set()
 
-    def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
-        """Assigns new targets to parked KV. Returns False if the sequence has no parked KV here."""
-        run = self._runs.get(self.find(sequence) or sequence)
-        if run is None or run.over.stage is not Stage.PARKED:
-            return False
-        run.over.assign(targets, attempt)
+    def parked(self, sequence: Sequence) -> bool:
+        """Whether the KV of a sequence waits for new targets."""
+        run = self._runs.get(sequence)
+        return run is not None and run.over.state is Stage.PARKED
+
+    def assign(self, sequence: Sequence, targets: Iterable[Target]) -> None:
+        """Assigns new targets to parked KV, whose sequence has the attempt that they were named for."""
+        run = self._runs[sequence]
+        run.next_actions = run.over.on(Assigned(tuple(targets)), time.monotonic())
         run.assigned.set()
-        return True
 
-    def current_id(self, sequence: SequenceId) -> SequenceId:
-        """Returns the sequence id under its current attempt, which `assign` may have raised."""
+    def abort(self, sequence: Sequence, reason: str) -> None:
         run = self._runs.get(sequence)
-        return sequence if run is None else run.over.sequence
-
-    def find(self, sequence: SequenceId) -> SequenceId | None:
-        """Returns the id at the start of the hand-over whose id then or now is `sequence`; None if there is none."""
-        if sequence in self._runs:
-            return sequence
-        return next((origin for origin, run in self._runs.items() if run.over.sequence == sequence), None)
-
-    def abort(self, sequence: SequenceId, reason: str) -> None:
-        run = self._runs.get(sequence)
-        if run is None or run.over.abort_reason is not None:
+        if run is None or run.over.state is Stage.ENDED:
             return
-        run.over.abort(reason)
+        log.info("hand-over of %s aborted: %s", sequence.id, reason)
+        run.next_actions = run.over.on(Aborted(reason), time.monotonic())
         if run.task is not None:
             run.task.cancel()
         if run.sending is not None and not run.holds_edges:
             run.sending.cancel()  # nothing is posted yet: frees the link and the blocks without a wait
-        if not run.begun:  # a task cancelled before it first runs never reaches its `finally`
+        if not run.started:  # a task cancelled before it first runs never reaches its `finally`
             del self._runs[sequence]
             self._owner.hand_over_ended(sequence)
 
@@ -209,68 +202,73 @@ class Sender:
 
     # One hand-over.
 
-    async def _run(self, run: _Run, block_ids: tuple[int, ...]) -> None:
-        run.begun = True
+    async def _run(self, run: _Run) -> None:
+        run.started = True
+        sequence = run.over.sequence
         try:
-            action = run.over.begin(block_ids)
-            while not isinstance(action, Finish | Fail):
-                action = await self._execute(run, action)
-            if isinstance(action, Finish):
-                self._owner.handed_over(action.event, source=run.origin)
-            else:
-                log.error("hand-over of %s failed: %s", run.origin, action.error.message)
-                self._owner.hand_over_failed(run.origin, action.error)
+            actions = run.over.on(Started(), time.monotonic())
+            while actions:
+                following: list[Action] = []
+                for action in actions:  # only the last one has an event that others follow
+                    following = await self._perform(run, action)
+                actions = following
         except asyncio.CancelledError:
-            log.info("hand-over of %s aborted: %s", run.origin, run.over.abort_reason)
+            for action in run.next_actions:
+                await self._perform(run, action)
         except InvariantError as e:
             self._owner.failed(e)
         except Exception:
-            log.exception("hand-over of %s failed", run.origin)
-            self._owner.hand_over_failed(run.origin, BatonError("internal error in a KV hand-over"))
+            log.exception("hand-over of %s failed", sequence.id)
+            self._owner.hand_over_failed(sequence, BatonError("internal error in a KV hand-over"))
         finally:
             if run.sending is not None and not run.sending.done():
                 if not run.holds_edges:
                     run.sending.cancel()
                 # No timeout here, which would free blocks that are still read: each wait within a chunk has its own.
                 await asyncio.wait({run.sending})
-            del self._runs[run.origin]
+            del self._runs[sequence]
             try:
-                self._owner.hand_over_ended(run.origin)
+                self._owner.hand_over_ended(sequence)
             except InvariantError as e:
                 self._owner.failed(e)
 
-    async def _execute(self, run: _Run, action: Action) -> Action:
+    async def _perform(self, run: _Run, action: Action) -> list[Action]:
+        """Executes an action and reports the event that ends it; returns the actions that follow."""
         over = run.over
         try:
             match action:
-                case OfferTo(target):
-                    return await self._offer(run, target)
+                case Dial(target):
+                    run.link = None
+                    run.link = await self._link(target)
+                    event: Event = Connected(run.link.wire)
+                case SendOffer(offer) if run.link is not None:
+                    self._events.write("offer", sequence=offer.request.sequence_id, to=run.link.decode_worker)
+                    event = await run.link.offer(offer, self._connect_timeout_s)
                 case SendChunk() if run.link is not None:
-                    return over.acknowledged(await self._send(run, run.link, over.edges), time.monotonic())
-                case Park(event):
-                    log.warning("KV of %s is parked: %s", event.sequence, event.reason)
+                    event = Acknowledged(await self._send(run, run.link, over.edges))
+                case SendAbort(message):
+                    if run.link is not None:
+                        await run.link.abort(message)
+                    return []
+                case ReportParked(parked):
+                    log.warning("KV of %s is parked: %s", parked.sequence, parked.reason)
                     run.assigned.clear()
-                    self._owner.parked(event)
+                    self._owner.parked(parked)
                     await run.assigned.wait()  # ended by assign, abort, or the request's deadline
-                    return over.reoffer()
-        except asyncio.CancelledError:
-            message = over.end(time.monotonic())
-            if message is not None and run.link is not None:
-                await run.link.abort(message)
-            raise
+                    following, run.next_actions = run.next_actions, []
+                    return following
+                case ReportHandedOver(handed_over):
+                    self._owner.handed_over(handed_over, over.sequence)
+                    return []
+                case ReportFailed(error):
+                    log.error("hand-over of %s failed: %s", over.sequence.id, error.message)
+                    self._owner.hand_over_failed(over.sequence, error)
+                    return []
+                case _:
+                    raise InvariantError(f"{over!r} has no link for {action!r}")
         except BatonError as e:
-            message, following = over.target_failed(e, time.monotonic())
-            if run.link is not None:
-                await run.link.abort(message)
-            return following
-        raise InvariantError(f"{action!r} cannot be executed")
-
-    async def _offer(self, run: _Run, target: Target) -> Action:
-        run.link = None
-        run.link = link = await self._link(target)
-        self._events.write("offer", sequence=run.over.sequence, to=target.worker_id)
-        answer = await link.offer(run.over.offer(time.monotonic()), self._connect_timeout_s)
-        return run.over.answered(answer, link.wire, time.monotonic())
+            event = TargetFailed(e)
+        return over.on(event, time.monotonic())
 
     async def _link(self, target: Target) -> Link:
         """Returns the link to a target; concurrent callers share one dial."""
@@ -297,10 +295,10 @@ class Sender:
 
     # One chunk.
 
-    async def _send(self, run: _Run, link: Link, edges: Sequence[EdgePlan]) -> dict[EdgeKey, bool]:
+    async def _send(self, run: _Run, link: Link, edges: tuple[EdgePlan, ...]) -> dict[EdgeKey, bool]:
         """Sends the next chunk on `edges`; returns which arrived intact. Raises HandoffError if not acknowledged."""
         index = run.over.num_chunks
-        acks = {plan.key: link.expect_ack(run.over.sequence, index, plan.key) for plan in edges}
+        acks = {plan.key: link.expect_ack(run.over.sequence.id, index, plan.key) for plan in edges}
         try:
             # Shielded: once the receive is posted, the peer waits for these bytes even if the sequence is aborted.
             run.holds_edges = False
@@ -317,10 +315,10 @@ class Sender:
             for ack in acks.values():
                 ack.cancel()
         if not all(intact.values()):
-            log.warning("chunk %d of %s arrived damaged at %s", index, run.over.sequence, link.decode_worker)
+            log.warning("chunk %d of %s arrived damaged at %s", index, run.over.sequence.id, link.decode_worker)
         return intact
 
-    async def _when_computed(self, run: _Run, link: Link, edges: Sequence[EdgePlan]) -> Span:
+    async def _when_computed(self, run: _Run, link: Link, edges: tuple[EdgePlan, ...]) -> Span:
         """Sends all KV that is computed by the time the edges are free as one chunk. It waits for both within this
         task, so that a chunk that need not wait is announced without another iteration of the event loop."""
         over = run.over
@@ -330,21 +328,21 @@ class Sender:
         async with link.edge_lock:
             run.holds_edges = True
             await link.open_edges(edges)
-            if over.abort_reason is not None:  # while this task could not be cancelled
-                raise HandoffError(f"{over.sequence} was ended: {over.abort_reason}")
+            if over.state is Stage.ENDED:  # while this task could not be cancelled
+                raise HandoffError(f"the hand-over of {over.sequence.id} was aborted")
             span = over.next_span()
             if span is None:
-                raise InvariantError(f"the computed KV of {over.sequence} is missing")
+                raise InvariantError(f"the computed KV of {over.sequence.id} is missing")
             needed = sum(link.wire.bytes_on(plan.key, span) for plan in edges)
             run.holds_edges = False
             async with self.staging.hold(needed, STAGING_WAIT_S):
                 run.holds_edges = True  # to the end, even if the sequence is aborted
-                over.begin_span(span)
+                over.on(SpanAnnounced(span), time.monotonic())
                 await self._send_on_edges(over, link, edges, span)
                 return span
 
-    async def _send_on_edges(self, over: HandOver, link: Link, edges: Sequence[EdgePlan], span: Span) -> None:
-        noted = {"sequence": over.sequence, "index": span.index, "start": span.start, "end": span.end}
+    async def _send_on_edges(self, over: HandOver, link: Link, edges: tuple[EdgePlan, ...], span: Span) -> None:
+        noted = {"sequence": over.sequence.id, "index": span.index, "start": span.start, "end": span.end}
         noted["layers"] = (span.start_layer, span.end_layer)
         self._events.write("chunk_send", **noted, resend=over.sends - 1)
         if len(edges) == 1:
@@ -364,11 +362,11 @@ class Sender:
         """Sends the chunk on one edge; returns its size in bytes."""
         end = link.ends[plan.key]
         chunk = over.chunk(plan, end.generation)
-        begun = asyncio.Event()
+        packing_began = asyncio.Event()
 
         async def send(posted: Coroutine[Any, Any, Posted]) -> None:
             await posted
-            await begun.wait()  # set once packing begins; if that fails, cancelled below
+            await packing_began.wait()  # set once packing begins; if that fails, cancelled below
             await end.send()
 
         packing = sending = None
@@ -376,8 +374,9 @@ class Sender:
             # Announced before packing begins, which occupies the core: the peer's reply takes longest.
             posted = await link.announce(chunk, self._edge_timeout_s)
             sending = asyncio.create_task(send(posted), name=f"send {chunk.index}")
-            part = part_of(chunk, plan, over.block_ids)
-            packing = asyncio.create_task(end.fill(part, over.step, begun.set), name=f"pack {chunk.index}")
+            part = part_of(chunk, plan, over.sequence.block_ids)
+            fill = end.fill(part, over.sequence.computed_step, packing_began.set)
+            packing = asyncio.create_task(fill, name=f"pack {chunk.index}")
             await asyncio.wait({packing, sending}, return_when=asyncio.FIRST_EXCEPTION)
             await packing  # until it ends, even if the peer refuses meanwhile
             await sending
@@ -390,7 +389,7 @@ class Sender:
             for task in filter(None, (packing, sending)):
                 task.cancel()
                 task.add_done_callback(seen)
-        over.chunk_sent(chunk.num_bytes)
+        over.on(EdgeSent(chunk.num_bytes), time.monotonic())
         return chunk.num_bytes
 
 

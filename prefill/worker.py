@@ -17,6 +17,7 @@ from baton.core.handover import LinkHello
 from baton.core.request import SequenceId
 from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
+from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.runtime.config import WorkerConfig
@@ -40,8 +41,7 @@ def chunk_tokens(step_tokens: int, staging_bytes: int, bytes_per_token: int) -> 
 
 
 class PrefillWorker:
-    """Complete state: the scheduler, the hand-overs, the outstanding plans by step, and the last step that is done; all
-    else belongs to the main loop."""
+    """The scheduler and the hand-overs; all else belongs to the main loop."""
 
     def __init__(
         self, config: WorkerConfig, runner: Runner, facts: Compatibility, pids: tuple[int, ...], make_end: MakeEnd
@@ -78,8 +78,6 @@ class PrefillWorker:
         launcher = runner if self.scheduler.plan_ahead else None
         self.main_loop = WorkerLoop(config, self, runner.step, read_token(config.cluster_token_file), launcher, tls)
         self._runner, self._section_bytes = runner, make_end.section_bytes
-        self._plans: dict[int, StepPlan] = {}
-        self._done_step = 0
 
     async def run(self) -> None:
         """Serves until drained; raises what WorkerLoop.run raises."""
@@ -89,10 +87,10 @@ class PrefillWorker:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for it any more
                 loop.call_soon_threadsafe(self.layers_computed, step_id, layers)
 
-        self._runner.set_first_layers_callback(self.layers_wanted, notify)
+        self._runner.set_first_layers_callback(self.num_early_layers, notify)
         await self.main_loop.run()
 
-    def layers_wanted(self, plan: StepPlan) -> int:
+    def num_early_layers(self, plan: StepPlan) -> int:
         """Returns how many layers to report before the step is done, because they can be sent while it computes. Runs
         on any thread."""
         layers = [layer.bytes_per_token for layer in self.scheduler.layout.layers]
@@ -101,12 +99,9 @@ class PrefillWorker:
 
     def layers_computed(self, step_id: int, layers: int) -> None:
         """Called when the first `layers` layers of an outstanding step have written their KV."""
-        plan = self._plans.get(step_id)
-        if plan is None:
-            return
-        for row in plan.rows:
+        for row, sequence in self.scheduler.rows_of(step_id):
             if _sends_layers(row):
-                self.outgoing.advance_layers(row.sequence_id, row.end, layers)
+                self.outgoing.layers_computed(sequence, row.end, layers)
 
     # Called by the main loop.
 
@@ -151,65 +146,53 @@ class PrefillWorker:
     def begin_step(self, now: float) -> StepPlan | None:
         plan = self.scheduler.begin_step(now)
         if plan is not None:
-            self._plans[plan.step_id] = plan
-            for row in plan.rows:
-                if self.scheduler.hands_over(row.sequence_id):
-                    self.outgoing.start(row.sequence_id, row.block_ids)
-                    if row.start == self.scheduler.num_computed(row.sequence_id):  # cached KV can be sent now
-                        self.outgoing.advance(row.sequence_id, row.start, None, self._done_step)
-                self.events.write("chunk_begin", sequence=row.sequence_id, start=row.start, end=row.end)
+            for row, sequence in self.scheduler.rows_of(plan.step_id):
+                if sequence.send_pinned:
+                    self.outgoing.start(sequence)  # cached KV can be sent now
+                self.events.write("chunk_begin", sequence=sequence.id, start=row.start, end=row.end)
         return plan
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
         result = self.scheduler.finish_step(outcome, now)
-        self._done_step = outcome.step_id
-        del self._plans[outcome.step_id]
-        current = self.outgoing.current_id
         ended = {e.sequence for e in result.ended}
-        reported = tuple(replace(e, sequence=current(e.sequence)) for e in result.ended)
         tokens = []
         for p in result.progress:
             last = p.first_token is not None
+            sequence = self.scheduler.sequences.get(p.sequence_id)
             self.events.write("chunk_computed", sequence=p.sequence_id, end=p.computed, last=last)
             if p.first_token is not None:
                 logprobs = () if p.first_logprob is None else (p.first_logprob,)
                 first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
                 stamps = None  # if it has ended, its SequenceEnded has them
-                if p.sequence_id not in ended:
-                    own, reserve_s = self.scheduler.stamps(p.sequence_id), self.outgoing.reserve_s(p.sequence_id)
-                    stamps = replace(own, reserve_s=reserve_s)
-                tokens.append(TokenEvent(current(p.sequence_id), *first, stamps=stamps))
-            if p.sequence_id not in ended:
-                reached = (p.computed, p.first_token, outcome.step_id, p.first_logprob, p.cached)
-                self.outgoing.advance(p.sequence_id, *reached)
-        for sequence in ended:
-            self.outgoing.abort(sequence, "the sequence has ended")
+                if sequence is not None and sequence.id not in ended:
+                    reserve_s = 0.0 if sequence.hand_over is None else sequence.hand_over.reserve_s
+                    stamps = replace(sequence.prefill_stamps(), reserve_s=reserve_s)
+                tokens.append(TokenEvent(p.sequence_id, *first, stamps=stamps))
+            if sequence is not None and sequence.id not in ended:
+                self.outgoing.progressed(sequence)
+        for e in result.ended:
+            if (sequence := self.scheduler.sequences.get(e.sequence)) is not None:
+                self.outgoing.abort(sequence, "the sequence has ended")
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
-        return StepEvents(outcome.step_id, tuple(tokens), reported, load=self.load(), kv_cache_events=cache_events)
+        return StepEvents(outcome.step_id, tuple(tokens), result.ended, load=self.load(), kv_cache_events=cache_events)
 
     def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        sequence = self.scheduler.runs_alone(plan)
-        return None if sequence is None else self.outgoing.current_id(sequence)
+        return self.scheduler.runs_alone(plan)
 
     def command(self, command: Command) -> None:
         match command:
             case Prefill():
                 self._start(command)
-            case Assign(sequence, targets, attempt):
-                if not self._may_hand_over(sequence._replace(attempt=attempt), targets):
-                    self.end(sequence, "the new targets have no valid handles")
-                elif not self.outgoing.assign(sequence, targets, attempt):
-                    self.end(sequence, "new targets were assigned to KV that is not parked")
-                    lost = sequence._replace(attempt=attempt)
-                    self.main_loop.report_ended(lost, ErrorCode.HANDOFF_FAILED, "the parked KV no longer exists")
+            case Assign():
+                self._assign(command)
 
-    def end(self, sequence: SequenceId, reason: str) -> bool:
-        origin = self.outgoing.find(sequence) or sequence
-        self.outgoing.abort(origin, reason)
-        return self.scheduler.abort(origin)
+    def end(self, sequence_id: SequenceId, reason: str) -> bool:
+        if (sequence := self.scheduler.sequences.get(sequence_id)) is not None:
+            self.outgoing.abort(sequence, reason)
+        return self.scheduler.abort(sequence_id)
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return tuple(self.outgoing.current_id(s) for s in self.scheduler.sequence_ids())
+        return self.scheduler.sequence_ids()
 
     def receiving(self, sequence: SequenceId) -> bool:
         return False
@@ -233,13 +216,26 @@ class PrefillWorker:
             check_tokens(request, self.facts.vocab_size)
             check_sampling(request.sampling, request.max_tokens, self.facts.vocab_size)
             hand_over = bool(command.targets)
-            self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
+            sequence = self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
         except BatonError as e:
             self.main_loop.report_ended(request.sequence_id, e.tier_code, e.message)
             return
         self.main_loop.track_deadline(request)
         if hand_over:
-            self.outgoing.expect(request, command.targets)
+            self.outgoing.expect(sequence, command.targets)
+
+    def _assign(self, command: Assign) -> None:
+        sequence_id, sequence = command.sequence, self.scheduler.sequences.get(command.sequence)
+        next_id = sequence_id._replace(attempt=command.attempt)
+        if not self._may_hand_over(next_id, command.targets):
+            self.end(sequence_id, "the new targets have no valid handles")
+        elif sequence is not None and self.outgoing.parked(sequence):
+            self.scheduler.begin_attempt(sequence, command.attempt)
+            self.main_loop.deadlines.rename(sequence_id, next_id)
+            self.outgoing.assign(sequence, command.targets)
+        else:
+            self.end(sequence_id, "new targets were assigned to KV that is not parked")
+            self.main_loop.report_ended(next_id, ErrorCode.HANDOFF_FAILED, "the parked KV no longer exists")
 
     def _may_hand_over(self, sequence: SequenceId, targets: tuple[Target, ...]) -> bool:
         """Verifies the handles of the targets; an invalid one is counted, and the sequence is reported as ended."""
@@ -279,20 +275,20 @@ class PrefillWorker:
         self.events.write("parked", sequence=event.sequence, reason=event.reason)
         self.main_loop.session.post(StepEvents(parked=(event,), load=self.load()))
 
-    def handed_over(self, event: HandedOver, source: SequenceId) -> None:
-        stamps = self.scheduler.stamps(source)
+    def handed_over(self, event: HandedOver, sequence: Sequence) -> None:
+        stamps = sequence.prefill_stamps()
         event = replace(event, stamps=replace(event.stamps, queue_s=stamps.queue_s, prefill_s=stamps.prefill_s))
         self.main_loop.session.post(StepEvents(handed_over=(event,), load=self.load()))
 
-    def hand_over_ended(self, sequence: SequenceId) -> None:
-        self.scheduler.release_send(sequence)
-        self.main_loop.deadlines.forget(sequence)
+    def hand_over_ended(self, sequence: Sequence) -> None:
+        self.scheduler.release_send(sequence.id)
+        self.main_loop.deadlines.forget(sequence.id)
         self.main_loop.wake()
 
-    def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
-        self.main_loop.report_ended(self.outgoing.current_id(sequence), error.tier_code, error.message)
-        self.scheduler.mark_kv_suspect(sequence)
-        self.scheduler.abort(sequence)
+    def hand_over_failed(self, sequence: Sequence, error: BatonError) -> None:
+        self.main_loop.report_ended(sequence.id, error.tier_code, error.message)
+        self.scheduler.mark_kv_suspect(sequence.id)
+        self.scheduler.abort(sequence.id)
 
     def failed(self, error: InvariantError) -> None:
         self.main_loop.fail(error)

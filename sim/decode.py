@@ -29,7 +29,24 @@ from baton.core.liveness import LINK_SILENCE_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.core.step import StepOutcome, StepPlan
-from decode.handover import Action, Admission, Dropped, Ended, HandOvers, Peer, Ready, Receive, Reply
+from decode.handover import (
+    AbortedByPeer,
+    Action,
+    Admission,
+    ChunkAnnounced,
+    ChunkReceived,
+    ChunkRejected,
+    Destination,
+    Dropped,
+    Ended,
+    EndedByCoordinator,
+    HandOvers,
+    Peer,
+    Ready,
+    Receive,
+    ReceiveFailed,
+    Reply,
+)
 from decode.scheduler import DecodeScheduler
 from sim.engine import Engine, Payload
 from sim.loop import Timer, cancel
@@ -53,9 +70,7 @@ class DecodeTier:
             scheduler,
             worker.deadlines,
             worker.tombstones,
-            worker_id=worker.name,
-            incarnation=worker.incarnation,
-            vocab_size=facts.vocab_size,
+            Destination(worker.name, worker.incarnation, facts.layout, facts.vocab_size),
         )
         self.receiver = Receiver(self)
         self._reported_gauges: tuple[int, ...] = ()
@@ -133,9 +148,8 @@ class DecodeTier:
         blocks = self.scheduler.blocks
         if self.scheduler.num_sequences or blocks.num_free != blocks.num_blocks:
             raise InvariantError(f"{self.worker} keeps {self.scheduler.sequence_ids()}: {self.scheduler!r}")
-        transfers = [*self.hand_overs.writing, *(s for link in self.receiver.links for s in link.peer.transfers)]
-        if transfers or self.receiver.taking:
-            raise InvariantError(f"{self.worker} still receives {transfers} {self.receiver.taking}")
+        if self.receiver.taking:
+            raise InvariantError(f"{self.worker} still receives {self.receiver.taking} chunks")
 
     def accept(self, end: End, first: Any) -> None:
         if not isinstance(first, LinkHello):
@@ -179,8 +193,9 @@ class Receiver:
 
     def end(self, sequence: SequenceId, reason: str) -> None:
         by_peer = {link.peer: link for link in self.links}
-        for reply in self.tier.hand_overs.end(by_peer, sequence, reason):
-            by_peer[reply.peer].send(reply.message)
+        for action in self.tier.hand_overs.on(EndedByCoordinator(sequence, reason), self.tier.worker.now):
+            if isinstance(action, Reply) and action.peer in by_peer:
+                by_peer[action.peer].send(action.message)
 
 
 class ReceivingLink:
@@ -217,7 +232,7 @@ class ReceivingLink:
             case Chunk():
                 self._announced(message)
             case AbortTransfer():
-                self._execute(machine.on_abort(self.peer, message, worker.now))
+                self._execute(machine.on(AbortedByPeer(self.peer, message), worker.now))
             case _:
                 raise InvariantError(f"{worker} received {message!r} on a link")
 
@@ -228,11 +243,12 @@ class ReceivingLink:
         key = chunk.prefill_rank, chunk.decode_rank
         if worker.loop.happens(worker.world.chunk_faults.no_staging):
             worker.loop.note(worker, "has no staging memory for", chunk.sequence, chunk.index)
-            self._execute(machine.refused(self.peer, chunk.sequence, "no staging memory", worker.now))
+            rejected = ChunkRejected(self.peer, chunk.sequence, "no staging memory")
+            self._execute(machine.on(rejected, worker.now))
             return
         edge = self.edges.get(key)
         is_open = edge is not None and not edge.dead and edge.generation == chunk.edge_generation
-        actions = machine.on_chunk(self.peer, chunk, worker.now, edge_open=is_open)
+        actions = machine.on(ChunkAnnounced(self.peer, chunk, is_open), worker.now)
         match actions:
             case [Receive(part, posted)] if edge is not None:
                 timer = worker.later(worker.world.timeouts.edge_s, self._edge_failed, key, "no bytes arrived in time")
@@ -254,9 +270,8 @@ class ReceivingLink:
         intact = not worker.loop.happens(worker.world.chunk_faults.damaged)
         if intact:
             self._tier.engine.store(part, self.peer.plans[key], payload)
-        machine.write_ended(self.peer, chunk)
         worker.loop.note(worker, "received", chunk.sequence, chunk.index, key, intact)
-        self._execute(machine.received(self.peer, chunk, worker.now, intact=intact))
+        self._execute(machine.on(ChunkReceived(chunk, intact), worker.now))
 
     def _edge_failed(self, key: EdgeKey, reason: str) -> None:
         """An edge fails at this end; if a chunk is being received on it, that fails a moment later."""
@@ -275,9 +290,8 @@ class ReceivingLink:
 
     def _receive_failed(self, chunk: Chunk, reason: str) -> None:
         self._receiver.taking -= 1
-        machine = self._tier.hand_overs
-        machine.write_ended(self.peer, chunk)
-        self._execute(machine.receive_failed(self.peer, chunk, reason, self._worker.now, edge_open=False))
+        failed = ReceiveFailed(chunk, reason, edge_open=False)
+        self._execute(self._tier.hand_overs.on(failed, self._worker.now))
 
     # The end of the link.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,23 +34,34 @@ from baton.core.handover import (
     Refuse,
 )
 from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
-from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
+from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
+from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
 from prefill.handover import (
+    Aborted,
+    Acknowledged,
     Action,
+    Assigned,
+    Connected,
     Counters,
-    Fail,
-    Finish,
-    FirstLayers,
+    Dial,
+    EdgeSent,
     HandOver,
+    LayersComputed,
     Limits,
-    OfferTo,
-    Park,
+    ReportFailed,
+    ReportHandedOver,
+    ReportParked,
+    SendAbort,
     SendChunk,
+    SendOffer,
+    SpanAnnounced,
     Stage,
+    Started,
+    TargetFailed,
     Wire,
 )
 from prefill.scheduler import PrefillScheduler
@@ -64,7 +75,7 @@ SECTION_BYTES, MAX_CHUNK_TOKENS = 1, 12
 
 
 class PrefillTier:
-    """Complete state: the scheduler, the hand-overs, the outstanding plans, and the last step that is done."""
+    """The scheduler and the hand-overs."""
 
     role: Role = "prefill"
 
@@ -79,8 +90,6 @@ class PrefillTier:
         self.worker, self.scheduler, self.engine, self.facts = worker, scheduler, engine, facts
         self.tensor_parallel = tensor_parallel
         self.sender = Sender(self)
-        self._plans: dict[int, StepPlan] = {}
-        self._done_step = 0
 
     # Called by the worker.
 
@@ -112,20 +121,17 @@ class PrefillTier:
     def begin_step(self, now: float) -> StepPlan | None:
         plan = self.scheduler.begin_step(now)
         if plan is not None:
-            self._plans[plan.step_id] = plan
-            for row in plan.rows:
-                if self.scheduler.hands_over(row.sequence_id):
-                    self.sender.start(row.sequence_id, row.block_ids)
-                    if row.start == self.scheduler.num_computed(row.sequence_id):
-                        self.sender.advance(row.sequence_id, row.start, None, self._done_step)
+            for _, sequence in self.scheduler.rows_of(plan.step_id):
+                if sequence.send_pinned:
+                    self.sender.start(sequence)
         return plan
 
     def step_began(self, plan: StepPlan, step_s: float) -> None:
-        layers = self._layers_wanted(plan)
+        layers = self._num_early_layers(plan)
         if layers:
             self.worker.later(step_s / 2, self._layers_computed, plan, layers)
 
-    def _layers_wanted(self, plan: StepPlan) -> int:
+    def _num_early_layers(self, plan: StepPlan) -> int:
         if self.tensor_parallel > 1:
             return 0
         sizes = [layer.bytes_per_token for layer in self.scheduler.layout.layers]
@@ -133,58 +139,63 @@ class PrefillTier:
         return max((early_layers([n * size for size in sizes], SECTION_BYTES) for n in rows), default=0)
 
     def _layers_computed(self, plan: StepPlan, layers: int) -> None:
-        if plan.step_id not in self._plans:
+        rows = self.scheduler.rows_of(plan.step_id)
+        if not rows:
             return
         self.engine.first_layers(plan, layers)
-        for row in plan.rows:
+        for row, sequence in rows:
             if _sends_layers(row):
-                self.sender.advance_layers(row.sequence_id, row.end, layers)
+                self.sender.layers_computed(sequence, row.end, layers)
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
         result = self.scheduler.finish_step(outcome, now)
-        self._done_step = outcome.step_id
-        del self._plans[outcome.step_id]
-        current = self.sender.current_id
         ended = {e.sequence for e in result.ended}
-        reported = tuple(replace(e, sequence=current(e.sequence)) for e in result.ended)
         tokens = []
         for p in result.progress:
+            sequence = self.scheduler.sequences.get(p.sequence_id)
             if p.first_token is not None:
                 logprobs = () if p.first_logprob is None else (p.first_logprob,)
                 first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
-                stamps = None if p.sequence_id in ended else self.scheduler.stamps(p.sequence_id)
-                tokens.append(TokenEvent(current(p.sequence_id), *first, stamps=stamps))
-            if p.sequence_id not in ended:
-                reached = (p.computed, p.first_token, outcome.step_id, p.first_logprob, p.cached)
-                self.sender.advance(p.sequence_id, *reached)
+                stamps = None if sequence is None or sequence.id in ended else sequence.prefill_stamps()
+                tokens.append(TokenEvent(p.sequence_id, *first, stamps=stamps))
+            if sequence is not None and sequence.id not in ended:
+                self.sender.progressed(sequence)
         for e in result.ended:
-            self.sender.abort(e.sequence, "the sequence has ended")
+            if (sequence := self.scheduler.sequences.get(e.sequence)) is not None:
+                self.sender.abort(sequence, "the sequence has ended")
         cache_events = self.scheduler.cache.take_events() if self.worker.connected else None
-        return StepEvents(outcome.step_id, tuple(tokens), reported, load=self.load(), kv_cache_events=cache_events)
+        return StepEvents(outcome.step_id, tuple(tokens), result.ended, load=self.load(), kv_cache_events=cache_events)
 
     def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        sequence = self.scheduler.runs_alone(plan)
-        return None if sequence is None else self.sender.current_id(sequence)
+        return self.scheduler.runs_alone(plan)
 
     def command(self, command: Command) -> None:
         match command:
             case Prefill():
                 self._start(command)
-            case Assign(sequence, targets, attempt):
-                if not self._may_hand_over(sequence._replace(attempt=attempt), targets):
-                    self.end(sequence, "the new targets have no valid handles")
-                elif not self.sender.assign(sequence, targets, attempt):
-                    self.end(sequence, "new targets were assigned to KV that is not parked")
-                    lost = sequence._replace(attempt=attempt)
-                    self.worker.report_ended(lost, ErrorCode.HANDOFF_FAILED, "the parked KV no longer exists")
+            case Assign():
+                self._assign(command)
 
-    def end(self, sequence: SequenceId, reason: str) -> bool:
-        origin = self.sender.find(sequence) or sequence
-        self.sender.abort(origin, reason)
-        return self.scheduler.abort(origin)
+    def _assign(self, command: Assign) -> None:
+        sequence_id, sequence = command.sequence, self.scheduler.sequences.get(command.sequence)
+        next_id = sequence_id._replace(attempt=command.attempt)
+        if not self._may_hand_over(next_id, command.targets):
+            self.end(sequence_id, "the new targets have no valid handles")
+        elif sequence is not None and self.sender.parked(sequence):
+            self.scheduler.begin_attempt(sequence, command.attempt)
+            self.worker.deadlines.rename(sequence_id, next_id)
+            self.sender.assign(sequence, command.targets)
+        else:
+            self.end(sequence_id, "new targets were assigned to KV that is not parked")
+            self.worker.report_ended(next_id, ErrorCode.HANDOFF_FAILED, "the parked KV no longer exists")
+
+    def end(self, sequence_id: SequenceId, reason: str) -> bool:
+        if (sequence := self.scheduler.sequences.get(sequence_id)) is not None:
+            self.sender.abort(sequence, reason)
+        return self.scheduler.abort(sequence_id)
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return tuple(self.sender.current_id(s) for s in self.scheduler.sequence_ids())
+        return self.scheduler.sequence_ids()
 
     def receiving(self, sequence: SequenceId) -> bool:
         return False
@@ -216,13 +227,13 @@ class PrefillTier:
         try:
             check_tokens(request, self.facts.vocab_size)
             check_sampling(request.sampling, request.max_tokens, self.facts.vocab_size)
-            self.scheduler.submit(request, worker.now, hand_over=bool(command.targets))
+            sequence = self.scheduler.submit(request, worker.now, hand_over=bool(command.targets))
         except BatonError as e:
             worker.report_ended(request.sequence_id, e.tier_code, e.message)
             return
         worker.track_deadline(request)
         if command.targets:
-            self.sender.expect(request, command.targets)
+            self.sender.expect(sequence, command.targets)
 
     def _may_hand_over(self, sequence: SequenceId, targets: tuple[Target, ...]) -> bool:
         worker = self.worker
@@ -249,20 +260,20 @@ class PrefillTier:
     def parked(self, event: Parked) -> None:
         self.worker.post(StepEvents(parked=(event,), load=self.load()))
 
-    def handed_over(self, event: HandedOver, source: SequenceId) -> None:
-        stamps = self.scheduler.stamps(source)
+    def handed_over(self, event: HandedOver, sequence: Sequence) -> None:
+        stamps = sequence.prefill_stamps()
         event = replace(event, stamps=replace(event.stamps, queue_s=stamps.queue_s, prefill_s=stamps.prefill_s))
         self.worker.post(StepEvents(handed_over=(event,), load=self.load()))
 
-    def hand_over_ended(self, sequence: SequenceId) -> None:
-        self.scheduler.release_send(sequence)
-        self.worker.deadlines.forget(sequence)
+    def hand_over_ended(self, sequence: Sequence) -> None:
+        self.scheduler.release_send(sequence.id)
+        self.worker.deadlines.forget(sequence.id)
         self.worker.wake()
 
-    def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
-        self.worker.report_ended(self.sender.current_id(sequence), error.tier_code, error.message)
-        self.scheduler.mark_kv_suspect(sequence)
-        self.scheduler.abort(sequence)
+    def hand_over_failed(self, sequence: Sequence, error: BatonError) -> None:
+        self.worker.report_ended(sequence.id, error.tier_code, error.message)
+        self.scheduler.mark_kv_suspect(sequence.id)
+        self.scheduler.abort(sequence.id)
 
 
 def _sends_layers(row: Row) -> bool:
@@ -275,15 +286,17 @@ class Run:
     the chunk that must be sent completely, even if the sequence is aborted."""
 
     over: HandOver
-    origin: SequenceId
     link: SendingLink | None = None
     waits: int = 0
     waits_for_step: bool = False
     sending: ChunkSend | None = None
-    aborted: bool = False
 
     def __repr__(self) -> str:
-        return f"<Run {self.origin} {self.over!r}{' aborted' * self.aborted}{' sending' * (self.sending is not None)}>"
+        return f"<Run {self.over!r}{' sending' * (self.sending is not None)}>"
+
+    @property
+    def ended(self) -> bool:
+        return self.over.state is Stage.ENDED
 
     def next_wait(self) -> int:
         self.waits += 1
@@ -303,11 +316,11 @@ class ChunkSend:
 
 
 class Sender:
-    """Complete state: the hand-overs by the sequence id at their start, the links, and the latest offers."""
+    """All hand-overs of a worker, its links, and the latest offers."""
 
     def __init__(self, tier: PrefillTier) -> None:
         self.tier, self.worker = tier, tier.worker
-        self.runs: dict[SequenceId, Run] = {}
+        self.runs: dict[Sequence, Run] = {}
         self.links: dict[tuple[str, int], SendingLink] = {}
         self.counters = Counters()
         self.generations = itertools.count(1)
@@ -316,103 +329,86 @@ class Sender:
 
     # From the worker.
 
-    def expect(self, request: GenerateRequest, targets: Sequence[Target]) -> None:
-        deadline_at = self.worker.now + request.deadline_s
-        over = HandOver(request, tuple(targets), deadline_at, self._limits, self.counters)
-        self.runs[over.sequence] = Run(over, over.sequence)
+    def expect(self, sequence: Sequence, targets: Iterable[Target]) -> None:
+        deadline_at = self.worker.now + sequence.request.deadline_s
+        over = HandOver(sequence, tuple(targets), deadline_at, self._limits, self.counters)
+        sequence.hand_over = over
+        self.runs[sequence] = Run(over)
 
-    def start(self, sequence: SequenceId, block_ids: tuple[int, ...]) -> None:
+    def start(self, sequence: Sequence) -> None:
         run = self.runs.get(sequence)
-        if run is not None and run.over.stage is Stage.WAITING and not run.aborted:
-            self._execute(run, run.over.begin(block_ids))
+        if run is not None and run.over.state is Stage.WAITING:
+            self._execute(run, run.over.on(Started(), self.worker.now))
 
-    def advance(
-        self,
-        sequence: SequenceId,
-        computed: int,
-        first_token: int | None,
-        step: int,
-        first_logprob: TokenLogprob | None = None,
-        cached_tokens: int = 0,
-    ) -> None:
+    def progressed(self, sequence: Sequence) -> None:
+        run = self.runs.get(sequence)
+        if run is not None and run.waits_for_step:
+            self._send(run)
+
+    def layers_computed(self, sequence: Sequence, end: int, layers: int) -> None:
         run = self.runs.get(sequence)
         if run is not None:
-            run.over.advance(computed, first_token, step)
-            run.over.first_logprob, run.over.cached_tokens = first_logprob, cached_tokens
-            self._progressed(run)
+            run.over.on(LayersComputed(end, layers), self.worker.now)
+            self.progressed(sequence)
 
-    def advance_layers(self, sequence: SequenceId, end: int, layers: int) -> None:
+    def parked(self, sequence: Sequence) -> bool:
         run = self.runs.get(sequence)
-        if run is not None:
-            run.over.first_layers = FirstLayers(end, layers)
-            self._progressed(run)
+        return run is not None and run.over.state is Stage.PARKED
 
-    def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
-        run = self.runs.get(self.find(sequence) or sequence)
-        if run is None or run.over.stage is not Stage.PARKED or run.aborted:
-            return False
-        run.over.assign(targets, attempt)
+    def assign(self, sequence: Sequence, targets: Iterable[Target]) -> None:
+        run = self.runs[sequence]
         run.link = None
-        self._execute(run, run.over.reoffer())
-        return True
+        self._execute(run, run.over.on(Assigned(tuple(targets)), self.worker.now))
 
-    def current_id(self, sequence: SequenceId) -> SequenceId:
+    def abort(self, sequence: Sequence, reason: str) -> None:
         run = self.runs.get(sequence)
-        return sequence if run is None else run.over.sequence
-
-    def find(self, sequence: SequenceId) -> SequenceId | None:
-        if sequence in self.runs:
-            return sequence
-        return next((origin for origin, run in self.runs.items() if run.over.sequence == sequence), None)
-
-    def abort(self, sequence: SequenceId, reason: str) -> None:
-        run = self.runs.get(sequence)
-        if run is None or run.aborted:
+        if run is None or run.ended:
             return
-        run.aborted = True
-        run.over.abort(reason)
+        actions = run.over.on(Aborted(reason), self.worker.now)
         run.next_wait()
-        message = run.over.end(self.worker.now)
-        if message is not None and run.link is not None:
-            run.link.abort(message)
+        self._execute(run, actions)
         if run.sending is None:
-            self._gone(run)  # else when the chunk has been sent
+            self._over(run)  # else when the chunk has been sent
 
     # One hand-over.
 
-    def _gone(self, run: Run) -> None:
-        del self.runs[run.origin]
+    def _over(self, run: Run) -> None:
+        del self.runs[run.over.sequence]
         if run.link is not None:
             run.link.withdraw(run)
-        self.tier.hand_over_ended(run.origin)
+        self.tier.hand_over_ended(run.over.sequence)
 
-    def _execute(self, run: Run, action: Action) -> None:
-        match action:
-            case OfferTo(target):
-                run.link = None
-                wait = run.next_wait()
-                self._link(target, lambda link: self._dialled(run, wait, link))
-            case SendChunk():
-                self._send(run)
-            case Park(event):
-                run.next_wait()
-                self.tier.parked(event)
-            case Finish(event):
-                run.next_wait()
-                self.tier.handed_over(event, run.origin)
-                self._gone(run)
-            case Fail(error):
-                run.next_wait()
-                self.tier.hand_over_failed(run.origin, error)
-                if run.origin in self.runs:
-                    self._gone(run)
+    def _execute(self, run: Run, actions: Iterable[Action]) -> None:
+        sequence = run.over.sequence
+        for action in actions:
+            match action:
+                case Dial(target):
+                    run.link = None
+                    wait = run.next_wait()
+                    self._link(target, lambda link, w=wait: self._dialled(run, w, link))  # type: ignore[misc]
+                case SendOffer(offer) if run.link is not None:
+                    self._offer(run, run.link, offer)
+                case SendChunk():
+                    self._send(run)
+                case SendAbort(message):
+                    if run.link is not None:
+                        run.link.abort(message)
+                case ReportParked(event):
+                    run.next_wait()
+                    self.tier.parked(event)
+                case ReportHandedOver(over):
+                    run.next_wait()
+                    self.tier.handed_over(over, sequence)
+                    self._over(run)
+                case ReportFailed(error):
+                    run.next_wait()
+                    self.tier.hand_over_failed(sequence, error)
+                    if sequence in self.runs:
+                        self._over(run)
 
     def _target_failed(self, run: Run, error: BatonError) -> None:
         run.next_wait()
-        message, following = run.over.target_failed(error, self.worker.now)
-        if run.link is not None:
-            run.link.abort(message)
-        self._execute(run, following)
+        self._execute(run, run.over.on(TargetFailed(error), self.worker.now))
 
     def _link(self, target: Target, opened: Callable[[SendingLink | BatonError], None]) -> None:
         """Calls `opened` with the open link to a target, or the error; concurrent callers share one dial."""
@@ -429,33 +425,21 @@ class Sender:
             self._target_failed(run, link)
             return
         run.link = link
-        offer = run.over.offer(self.worker.now)
+        self._execute(run, run.over.on(Connected(link.wire), self.worker.now))
+
+    def _offer(self, run: Run, link: SendingLink, offer: Offer) -> None:
         wait = run.next_wait()
 
-        def answered(reply: Any) -> None:
+        def answered(reply: Accept | Refuse | BatonError) -> None:
             self.offered.append((link, offer))
             if run.waits == wait:
-                self._answered(run, link, reply)
+                event = TargetFailed(reply) if isinstance(reply, BatonError) else reply
+                self._execute(run, run.over.on(event, self.worker.now))
 
         timeout_s = self.worker.world.timeouts.connect_s
         link.ask(offer, ("offer", offer.request.sequence_id), timeout_s, "reply to an offer", answered)
 
-    def _answered(self, run: Run, link: SendingLink, reply: Accept | Refuse | BatonError) -> None:
-        if isinstance(reply, BatonError):
-            self._target_failed(run, reply)
-            return
-        try:
-            action = run.over.answered(reply, link.wire, self.worker.now)
-        except BatonError as e:
-            self._target_failed(run, e)
-        else:
-            self._execute(run, action)
-
     # One chunk.
-
-    def _progressed(self, run: Run) -> None:
-        if run.waits_for_step:
-            self._send(run)
 
     def _send(self, run: Run) -> None:
         """Waits for computed KV, then for the edges of the link, then sends all of it as one chunk."""
@@ -463,12 +447,7 @@ class Sender:
         if link is None:
             raise InvariantError(f"{run!r} has no link")
         wait = run.next_wait()
-        try:
-            ready = run.over.next_span() is not None
-        except BatonError as e:
-            self._target_failed(run, e)
-            return
-        if not ready:
+        if run.over.next_span() is None:
             run.waits_for_step = True
             return
         if link.lost is not None:
@@ -501,19 +480,14 @@ class Sender:
 
     def _announce(self, send: ChunkSend) -> None:
         run, link, over = send.run, send.link, send.run.over
-        if run.aborted:
-            send.error = HandoffError(f"{over.sequence} was ended: {over.abort_reason}")
+        if run.ended:
+            send.error = HandoffError(f"the hand-over of {over.sequence.id} was aborted")
             self._chunk_over(send)
             return
-        try:
-            span = over.next_span()
-        except BatonError as e:
-            send.error = e
-            self._chunk_over(send)
-            return
+        span = over.next_span()
         if span is None:
-            raise InvariantError(f"the computed KV of {over.sequence} is missing")
-        over.begin_span(span)
+            raise InvariantError(f"the computed KV of {over.sequence.id} is missing")
+        over.on(SpanAnnounced(span), self.worker.now)
         send.pending = {plan.key for plan in over.edges}
         for plan in over.edges:
             chunk = over.chunk(plan, link.edges[plan.key].generation)
@@ -529,7 +503,7 @@ class Sender:
                     link.fail_edge(plan.key, reply.message)
                 sent(reply)
                 return
-            link.send_bytes(chunk, plan, run.over.block_ids, sent)
+            link.send_bytes(chunk, plan, run.over.sequence.block_ids, sent)
 
         def sent(error: BatonError | None) -> None:
             if plan.key not in send.pending:
@@ -537,7 +511,7 @@ class Sender:
             send.pending.discard(plan.key)
             send.error = send.error or error
             if error is None:
-                run.over.chunk_sent(chunk.num_bytes)
+                run.over.on(EdgeSent(chunk.num_bytes), self.worker.now)
             if not send.pending:
                 self._chunk_over(send)
 
@@ -548,11 +522,11 @@ class Sender:
         run, link = send.run, send.link
         run.sending = None
         link.release()
-        if run.aborted:
-            link.forget_acks(run.over.sequence)
-            self._gone(run)
+        if run.ended:
+            link.forget_acks(run.over.sequence.id)
+            self._over(run)
         elif send.error is not None:
-            link.forget_acks(run.over.sequence)
+            link.forget_acks(run.over.sequence.id)
             self._target_failed(run, send.error)
         else:
             wait = run.next_wait()
@@ -560,7 +534,7 @@ class Sender:
 
             def late() -> None:
                 if run.waits == wait:
-                    link.forget_acks(run.over.sequence)
+                    link.forget_acks(run.over.sequence.id)
                     self._target_failed(run, HandoffError(f"{link.name} did not acknowledge a chunk in {edge_s:g} s"))
 
             self.worker.later(edge_s, late)
@@ -571,12 +545,12 @@ class Sender:
             if isinstance(reply, BatonError):
                 if send.error is None:
                     send.error = reply
-                    if send.run.sending is not send and not send.run.aborted and send.run.link is send.link:
-                        send.link.forget_acks(send.run.over.sequence)
+                    if send.run.sending is not send and not send.run.ended and send.run.link is send.link:
+                        send.link.forget_acks(send.run.over.sequence.id)
                         self._target_failed(send.run, reply)
                 return
             send.intact[key] = reply.ok
-            if send.run.sending is not send and not send.run.aborted:
+            if send.run.sending is not send and not send.run.ended:
                 self._acknowledged(send, send.run.waits)
 
         return acknowledged
@@ -586,12 +560,7 @@ class Sender:
         if run.waits != wait or any(plan.key not in send.intact for plan in run.over.edges):
             return
         run.next_wait()
-        try:
-            action = run.over.acknowledged(send.intact, self.worker.now)
-        except BatonError as e:
-            self._target_failed(run, e)
-        else:
-            self._execute(run, action)
+        self._execute(run, run.over.on(Acknowledged(send.intact), self.worker.now))
 
 
 class SendingLink:

@@ -27,6 +27,12 @@ class Deadlines:
         if not self._at:
             self._heap.clear()
 
+    def rename(self, old: SequenceId, new: SequenceId) -> None:
+        """Gives the deadline of `old`, if it has one, to `new`."""
+        at = self._at.pop(old, None)
+        if at is not None:
+            self.add(new, at)
+
     def expire(self, now: float) -> list[SequenceId]:
         """Removes and returns the sequences whose deadline is at or before `now`."""
         late: list[SequenceId] = []

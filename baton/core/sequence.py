@@ -10,8 +10,9 @@ Any state may change to FINISHED: clients disconnect, deadlines pass, peers fail
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from baton.core.errors import InvariantError
 from baton.core.events import SpeculationCounters, StageStamps, TokenEvent
@@ -68,7 +69,7 @@ class Sequence:
     arrived_at: float
     # Order of arrival at this worker.
     number: int = 0
-    # The request's, made once because every step reads it.
+    # The name of its present attempt, made once because every step reads it.
     id: SequenceId = field(init=False)
     # Starts with the tokens of earlier attempts.
     output: list[int] = field(init=False)
@@ -93,8 +94,13 @@ class Sequence:
     # Blocks, from the first on, that have been offered to the cache.
     num_offered: int = 0
 
+    # The worker's end of its hand-over: prefill.handover.HandOver or decode.handover.HandOver.
+    hand_over: Any = None
+
     # On a prefill worker. Whether its blocks are pinned for a hand-over.
     send_pinned: bool = False
+    # The step after which the computed positions are complete on every rank.
+    computed_step: int = 0
     # Its KV may be damaged and is kept out of the cache.
     kv_suspect: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -230,6 +236,10 @@ class Sequence:
             return StageStamps(transfer_s=transfer_s)
         decode_s = 0.0 if now is None else now - self.running_at
         return StageStamps(transfer_s=transfer_s, decode_queue_s=self.running_at - self.received_at, decode_s=decode_s)
+
+    def begin_attempt(self, attempt: int) -> None:
+        self.request = replace(self.request, attempt=attempt)
+        self.id = self.request.sequence_id
 
     # States.
 

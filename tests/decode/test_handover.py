@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from baton.core.deadlines import Deadlines, Tombstones
+from baton.core.errors import InvariantError
 from baton.core.handles import Handle, sign
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Offer, Refuse
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from decode.handover import Admission, Dropped, HandOvers, Peer, Ready, Receive, Reply
+from decode import handover
+from decode.handover import (
+    TABLE,
+    AbortedByPeer,
+    Action,
+    Admission,
+    ChunkAnnounced,
+    ChunkReceived,
+    ChunkRejected,
+    Destination,
+    Dropped,
+    Ended,
+    EndedByCoordinator,
+    Event,
+    HandOver,
+    HandOvers,
+    LinkEnded,
+    Peer,
+    Ready,
+    Receive,
+    ReceiveFailed,
+    Reply,
+    Stage,
+)
 from decode.scheduler import DecodeScheduler
-from tests.support.builders import make_layout, make_request
+from tests.support.builders import make_layout, make_outcome, make_request
 
 R, KEY, TOKENS = SequenceId("r"), b"k" * 32, 8
 LAYOUT = make_layout()
@@ -28,8 +53,8 @@ class Kit:
     def __init__(self, num_blocks: int = 8) -> None:
         self.scheduler = DecodeScheduler(LAYOUT, num_blocks, 8)
         self.tombstones, self.deadlines = Tombstones(), Deadlines()
-        names: dict[str, Any] = {"worker_id": "d0", "incarnation": 3, "vocab_size": 2000}
-        self.machine = HandOvers(self.scheduler, self.deadlines, self.tombstones, **names)
+        destination = Destination("d0", 3, LAYOUT, 2000)
+        self.machine = HandOvers(self.scheduler, self.deadlines, self.tombstones, destination)
         self.peer = self.new_peer()
 
     def new_peer(self, name: str = "p0", incarnation: int = 1) -> Peer:
@@ -48,12 +73,21 @@ class Kit:
         made = Chunk(R, 0, start, end, 0, 2, size, 1, *edge, first_token=7 if last else None, last=last)
         return replace(made, **changes)
 
-    def announce(self, chunk: Chunk, *, edge_open: bool = True) -> list[Any]:
-        return list(self.machine.on_chunk(self.peer, chunk, NOW, edge_open=edge_open))
+    def announce(self, chunk: Chunk, *, edge_open: bool = True) -> list[Action]:
+        return self.machine.on(ChunkAnnounced(self.peer, chunk, edge_open), NOW)
 
-    def arrive(self, chunk: Chunk, *, intact: bool = True) -> list[Any]:
-        self.machine.write_ended(self.peer, chunk)
-        return list(self.machine.received(self.peer, chunk, NOW, intact=intact))
+    def arrive(self, chunk: Chunk, *, intact: bool = True) -> list[Action]:
+        return self.machine.on(ChunkReceived(chunk, intact), NOW)
+
+    def abort(self, peer: Peer, reason: str, tombstone_s: float = 60.0) -> list[Action]:
+        return self.machine.on(AbortedByPeer(peer, AbortTransfer(R, reason, tombstone_s)), NOW)
+
+    def receive_all(self) -> None:
+        for edge in PLANS:
+            self.announce(self.chunk(edge))
+        for edge in PLANS:
+            self.arrive(self.chunk(edge))
+        assert self.scheduler.generating(R)
 
 
 def test_sequence_is_ready_when_all_edges_have_delivered_their_kv() -> None:
@@ -65,7 +99,7 @@ def test_sequence_is_ready_when_all_edges_have_delivered_their_kv() -> None:
     assert kit.arrive(one) == [Reply(kit.peer, Ack(R, 0, True, False, *FIRST))]
     assert kit.arrive(two) == [Ready(R), Reply(kit.peer, Ack(R, 0, True, True, *SECOND))]
     assert kit.scheduler.generating(R) and not kit.machine.writing
-    assert kit.machine.bytes_received == TOKENS * LAYOUT.bytes_per_token
+    assert kit.machine.counters.bytes_received == TOKENS * LAYOUT.bytes_per_token
 
 
 def test_damaged_chunk_can_be_sent_again() -> None:
@@ -76,7 +110,7 @@ def test_damaged_chunk_can_be_sent_again() -> None:
     assert kit.arrive(kit.chunk(FIRST), intact=False) == [Reply(kit.peer, Ack(R, 0, False, False, *FIRST))]
     kit.arrive(kit.chunk(SECOND))
     assert [type(a) for a in kit.announce(kit.chunk(FIRST))] == [Receive]
-    assert kit.arrive(kit.chunk(FIRST))[0] == Ready(R) and kit.machine.chunks_damaged == 1
+    assert kit.arrive(kit.chunk(FIRST))[0] == Ready(R) and kit.machine.counters.chunks_damaged == 1
 
 
 @pytest.mark.parametrize(
@@ -92,12 +126,12 @@ def test_offer_is_refused_with_an_error_code(why: str, refused: Any) -> None:
     kit = Kit()
     answer = refused(kit)
     assert isinstance(answer, Refuse) and answer.code == why
-    assert kit.machine.handles_refused == (why == "stale_handle")
+    assert kit.machine.counters.handles_refused == (why == "stale_handle")
 
 
 def test_an_abort_that_overtakes_its_offer_leaves_a_tombstone() -> None:
     kit = Kit()
-    kit.machine.on_abort(kit.peer, AbortTransfer(R, "the client left", 60.0), NOW)
+    assert kit.abort(kit.peer, "the client left") == []
     answer = kit.offer()
     assert isinstance(answer, Refuse) and (answer.code, answer.message) == ("aborted", "the sequence was aborted")
 
@@ -107,24 +141,20 @@ def test_blocks_are_freed_after_the_last_write_into_them_has_ended() -> None:
     kit.offer()
     for edge in PLANS:
         kit.announce(kit.chunk(edge))
-    actions = kit.machine.receive_failed(kit.peer, kit.chunk(FIRST), "the edge broke", NOW, edge_open=False)
+    actions = kit.machine.on(ReceiveFailed(kit.chunk(FIRST), "the edge broke", edge_open=False), NOW)
     assert actions == [
         Dropped(R, "the edge broke"),
         Reply(kit.peer, EdgeReady(*FIRST, 1, "edge generation 1 is closed")),
     ]  # the abort is sent when the other edge has ended, too
-    kit.machine.write_ended(kit.peer, kit.chunk(FIRST))
     assert kit.scheduler.blocks.num_free < 8
     assert kit.arrive(kit.chunk(SECOND)) == [Reply(kit.peer, AbortTransfer(R, "the edge broke", 0.0))]
-    assert kit.scheduler.blocks.num_free == 8 and not kit.peer.refusals
+    assert kit.scheduler.blocks.num_free == 8 and not kit.scheduler.num_sequences
 
 
 def test_generating_sequence_continues_after_its_link_ends() -> None:
     kit = Kit()
     kit.offer()
-    for edge in PLANS:
-        kit.announce(kit.chunk(edge))
-    for edge in PLANS:
-        kit.arrive(kit.chunk(edge))
+    kit.receive_all()
     assert kit.machine.on_link_ended(kit.peer, "it broke", NOW) == [] and kit.scheduler.generating(R)
 
 
@@ -132,16 +162,85 @@ def test_only_the_worker_that_offered_a_sequence_can_abort_it() -> None:
     kit = Kit()
     kit.offer()
     for number, stranger in enumerate((kit.new_peer("p1"), kit.new_peer(incarnation=2)), 1):
-        assert kit.machine.on_abort(stranger, AbortTransfer(R, "mine"), NOW) == []
-        assert kit.machine.stale_messages == number and kit.scheduler.has_sequence(R)
-    assert kit.machine.on_abort(kit.new_peer(), AbortTransfer(R, "mine"), NOW) == [Dropped(R, "mine")]
+        assert kit.abort(stranger, "mine") == []
+        assert kit.machine.counters.stale_messages == number and kit.scheduler.has_sequence(R)
+    assert kit.abort(kit.new_peer(), "mine") == [Dropped(R, "mine")]
     assert not kit.scheduler.has_sequence(R)
 
 
 def test_coordinator_can_abort_a_sequence_whose_kv_is_still_arriving() -> None:
     kit = Kit()
     kit.offer()
-    assert kit.machine.end([kit.peer], R, "the client left") == [
+    assert kit.machine.on(EndedByCoordinator(R, "the client left"), NOW) == [
         Reply(kit.peer, AbortTransfer(R, "the client left", 0.0))
     ]
     assert kit.scheduler.blocks.num_free == 8
+
+
+def test_chunk_of_another_worker_is_refused_to_it_alone() -> None:
+    """Also while the sequence receives: its own hand-over is not affected, and no refusal stays behind."""
+    kit = Kit()
+    kit.offer()
+    kit.announce(kit.chunk(FIRST))
+    stranger = kit.new_peer("p1")
+    assert kit.machine.on(ChunkAnnounced(stranger, kit.chunk(SECOND), True), NOW) == [
+        Reply(stranger, AbortTransfer(R, "the decode worker is not receiving the sequence", 0.0))
+    ]
+    kit.arrive(kit.chunk(FIRST))
+    kit.announce(kit.chunk(SECOND))
+    assert kit.arrive(kit.chunk(SECOND))[0] == Ready(R)
+
+
+def test_abort_after_all_kv_has_arrived_is_reported_once() -> None:
+    kit = Kit()
+    kit.offer()
+    kit.receive_all()
+    plan = kit.scheduler.begin_step(NOW)
+    assert plan is not None, "its blocks stay while the step computes it"
+    dropped, ended = kit.abort(kit.peer, "no reply")
+    assert dropped == Dropped(R, "no reply") and isinstance(ended, Ended) and ended.event.code == "abandoned"
+    assert kit.abort(kit.peer, "again") == kit.machine.on_link_ended(kit.peer, "it broke", NOW) == []
+    assert kit.machine.on(EndedByCoordinator(R, "the client left"), NOW) == []
+    assert kit.scheduler.has_sequence(R)
+    kit.scheduler.finish_step(make_outcome(plan), NOW)
+    assert not kit.scheduler.has_sequence(R) and kit.scheduler.blocks.num_free == 8
+
+
+def in_stage(stage: Stage) -> tuple[Kit, HandOver]:
+    kit = Kit()
+    if stage is Stage.ABSENT:
+        return kit, HandOver(R, kit.machine.destination, kit.machine.counters)
+    kit.offer()
+    over: HandOver = kit.scheduler.sequences[R].hand_over
+    if stage in (Stage.RECEIVING, Stage.CLOSING):
+        kit.announce(kit.chunk(FIRST))
+    if stage is Stage.RECEIVED:
+        kit.receive_all()
+    if stage in (Stage.CLOSING, Stage.ENDED):
+        kit.abort(kit.peer, "the client left")
+    assert over.state is stage
+    return kit, over
+
+
+def event(kind: type, kit: Kit) -> Event:
+    return {
+        ChunkAnnounced: ChunkAnnounced(kit.peer, kit.chunk(SECOND), True),
+        ChunkRejected: ChunkRejected(kit.peer, R, "no staging memory"),
+        ChunkReceived: ChunkReceived(kit.chunk(FIRST), True),
+        ReceiveFailed: ReceiveFailed(kit.chunk(FIRST), "the edge broke", True),
+        AbortedByPeer: AbortedByPeer(kit.peer, AbortTransfer(R, "the client left")),
+        LinkEnded: LinkEnded(R, "the link broke"),
+        EndedByCoordinator: EndedByCoordinator(R, "the client left"),
+    }[kind]
+
+
+@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(Stage, get_args(Event))))
+def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: Stage, kind: type) -> None:
+    kit, over = in_stage(stage)
+    if (stage, kind) in TABLE:
+        actions = over.on(event(kind, kit), NOW)
+        assert all(isinstance(action, (*get_args(handover.OwnAction), *get_args(Action))) for action in actions)
+    else:
+        with pytest.raises(InvariantError, match=f"in state {stage.value} cannot handle {kind.__name__}"):
+            over.on(event(kind, kit), NOW)
+        assert over.state is stage

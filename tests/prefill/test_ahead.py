@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from baton.core.request import SequenceId
+from baton.core.sequence import Sequence
 from baton.core.step import StepPlan
 from baton.transfer.staging_buffers import StagingBuffers, kept_limit
 from prefill.worker import chunk_tokens
@@ -85,23 +84,24 @@ async def test_only_kv_of_finished_steps_is_sent() -> None:
     node = PrefillNode(runner=LaunchingRunner(), step_tokens=4)
     async with pair(prefill=node) as (source, [target]):
         claimed: list[tuple[int, int]] = []
-        advance = source.worker.outgoing.advance
+        progressed = source.worker.outgoing.progressed
 
-        def seen(sequence: SequenceId, computed: int, first: int | None, step: int, *more: Any) -> None:
-            claimed.append((computed, step))
-            advance(sequence, computed, first, step, *more)
+        def seen(sequence: Sequence) -> None:
+            claimed.append((sequence.num_computed, sequence.computed_step))
+            progressed(sequence)
 
-        source.worker.outgoing.advance = seen  # type: ignore[method-assign]
+        source.worker.outgoing.progressed = seen  # type: ignore[method-assign]
         source.submit(make_request("r", 12, max_tokens=4), target)
         worker, runner = source.worker, source.runner
         plans = [worker.begin_step(0.0), worker.begin_step(0.0)]
         assert [ranges(plan) for plan in plans] == [[("r", 0, 4)], [("r", 4, 8)]]
-        assert claimed == [(0, 0)], "nothing is computed yet"
+        sequence = worker.scheduler.sequences[SequenceId("r")]
+        assert not claimed and sequence.num_computed == sequence.hand_over.acked_tokens == 0, "nothing is computed yet"
         for plan in plans:
             assert plan is not None
             source.posted.post(worker.finish_step(runner.step(plan), 0.0))
         source.compute()
-        assert claimed[1:3] == [(4, 1), (8, 2)]
+        assert claimed[:2] == [(4, 1), (8, 2)]
         assert max(step for _, step in claimed) == 3 and max(computed for computed, _ in claimed) == 12
         await until(lambda: source.posted.handed_over, what="the hand-over")
         target.compute()

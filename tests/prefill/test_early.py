@@ -60,7 +60,10 @@ async def test_first_layers_arrive_before_the_step_ends() -> None:
         await source.step_by_layers(FIRST, sent)
         blocks = source.worker.scheduler.block_ids(R)
         await until(lambda: source.posted.handed_over)
-        assert arrived(source, 14) and source.posted.handed_over[0].bytes == target.worker.hand_overs.bytes_received
+        assert (
+            arrived(source, 14)
+            and source.posted.handed_over[0].bytes == target.worker.hand_overs.counters.bytes_received
+        )
         assert kv_bytes(source, blocks, 14) == kv_bytes(target, target.worker.scheduler.block_ids(R), 14)
         target.compute()
         assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
@@ -98,7 +101,7 @@ async def test_each_part_is_resent_if_it_arrives_damaged(damaged: int, monkeypat
         await until(lambda: source.posted.handed_over)
         first, late = (8 * layers * LAYOUT.layers[0].bytes_per_token for layers in (FIRST, LAYERS - FIRST))
         assert parts == ([first, first, late] if damaged == 0 else [first, late, late])
-        assert source.worker.load().chunks_resent == 1 == target.worker.hand_overs.chunks_damaged
+        assert source.worker.load().chunks_resent == 1 == target.worker.hand_overs.counters.chunks_damaged
         target.compute()
         assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
@@ -252,10 +255,10 @@ def test_worker_requests_reports_of_the_layers_that_can_be_sent_early() -> None:
 
     of_one_layer = LAYOUT.layers[0].bytes_per_token
     worker = prefill(section_bytes=4 * of_one_layer).worker
-    assert worker.layers_wanted(plan((16, 0))) == 0  # its last tokens are in a later step
-    assert worker.layers_wanted(plan((1, 1))) == 0  # one section
-    assert worker.layers_wanted(plan((4, 1))) == 2
-    assert worker.layers_wanted(plan((1, 1), (16, 0), (2, 1))) == worker.layers_wanted(plan((2, 1))) == 2
+    assert worker.num_early_layers(plan((16, 0))) == 0  # its last tokens are in a later step
+    assert worker.num_early_layers(plan((1, 1))) == 0  # one section
+    assert worker.num_early_layers(plan((4, 1))) == 2
+    assert worker.num_early_layers(plan((1, 1), (16, 0), (2, 1))) == worker.num_early_layers(plan((2, 1))) == 2
 
 
 async def test_layers_reported_for_a_step_that_is_not_running_are_not_sent() -> None:
@@ -264,7 +267,7 @@ async def test_layers_reported_for_a_step_that_is_not_running_are_not_sent() -> 
         source.submit(make_request("r", 8, max_tokens=4), target)
 
         async def reported_of_another() -> None:
-            source.worker.outgoing._runs[R].over.first_layers = None  # undoes the report of step_by_layers
+            source.worker.scheduler.sequences[R].hand_over.first_layers = None  # undoes the report of step_by_layers
             source.worker.layers_computed(7, FIRST)
             await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
             await asyncio.sleep(0.1)  # they would be sent meanwhile

@@ -94,12 +94,12 @@ async def test_rank_that_fails_to_pack_an_announced_chunk_closes_its_edge(
 ) -> None:
     """Its peer has posted a receive, which must not wait for its timeout."""
     async with ranks(2, 2, timeout_s=30.0) as (source, decode):
-        packed, failed, writing = sections.pack_layers, threading.Event(), decode.worker.hand_overs.writing
+        packed, failed, hand_overs = sections.pack_layers, threading.Event(), decode.worker.hand_overs
         mine: Any = source.runner.ranks[rank].kv.layers  # type: ignore[attr-defined]
 
         def failing(layers: Any, *where: Any) -> torch.Tensor:
             if layers.rows[0][0].data_ptr() == mine[0][0].data_ptr() and not failed.is_set():
-                while writing[R] < 2:  # both are announced
+                while hand_overs.writing[R] < 2:  # both are announced
                     time.sleep(0.001)
                 failed.set()
                 raise edge_end.HandoffError("the test")
@@ -111,7 +111,7 @@ async def test_rank_that_fails_to_pack_an_announced_chunk_closes_its_edge(
         source.compute()
         await until(lambda: source.posted.parked, what="parked KV")
         assert failed.is_set() and "the test" in source.posted.parked[0].reason
-        await until(lambda: decode.idle and not writing, what="an idle decode worker")
+        await until(lambda: decode.idle and not hand_overs.writing, what="an idle decode worker")
         source.abort(R)
         await until(lambda: source.idle, what="an idle prefill worker")
         await hand_over(source, decode, "again", 10)

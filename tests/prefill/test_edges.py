@@ -61,7 +61,11 @@ async def test_each_head_is_sent_once_per_destination_rank_for_all_rank_counts(
         assert counted == {p.key: 19 * p.bytes_per_token(source.runner.layout) for p in plans}
         replicas = max(sizes[1] // heads, 1)  # each destination rank that keeps a head needs it
         assert sum(counted.values()) == 19 * source.runner.layout.bytes_per_token * replicas
-        assert source.posted.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == sum(counted.values())
+        assert (
+            source.posted.handed_over[0].bytes
+            == decode.worker.hand_overs.counters.bytes_received
+            == sum(counted.values())
+        )
         assert sorted(only_link(source).ends) == sorted(p.key for p in plans)
 
 
@@ -95,7 +99,7 @@ async def test_all_ranks_send_while_packing_and_the_bytes_are_correct(monkeypatc
         (follower,) = source.runner.follower_ends  # type: ignore[attr-defined]
         ends: list[Any] = [only_link(source).ends[0, 0], *follower._ends.values()]
         assert [end.packed_while_sending for end in ends] == [1, 1]
-        assert decode.worker.hand_overs.chunks_damaged == 0
+        assert decode.worker.hand_overs.counters.chunks_damaged == 0
 
 
 async def test_only_the_edge_with_a_damaged_chunk_resends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +115,7 @@ async def test_only_the_edge_with_a_damaged_chunk_resends_it(monkeypatch: pytest
     on_the_wire(monkeypatch, damage)
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "r", 8)
-        assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.chunks_damaged
+        assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.counters.chunks_damaged
         assert len(sent) == 3 and len(set(sent)) == 2
 
 
@@ -178,5 +182,5 @@ async def test_next_chunk_is_announced_while_a_follower_stores_the_previous_one(
         while source.step():
             await asyncio.sleep(0.002)
         await until(lambda: len(source.posted.handed_over) == 3, what="three hand-overs")
-        assert most[0] >= 2 and decode.worker.hand_overs.chunks_damaged == 0
+        assert most[0] >= 2 and decode.worker.hand_overs.counters.chunks_damaged == 0
         decode.compute()

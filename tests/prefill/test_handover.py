@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import get_args
+
 import pytest
 
 from baton.core.codes import ErrorCode
@@ -10,19 +13,33 @@ from baton.core.errors import HandoffError, InvariantError, KVCorrupt
 from baton.core.handles import Handle
 from baton.core.handover import Accept, Refuse
 from baton.core.request import SequenceId
-from baton.core.reshard import reshard_layout
+from baton.core.reshard import EdgePlan, reshard_layout
+from baton.core.sequence import Prefilled, Sequence, Started, State
+from prefill import handover as machine
 from prefill.handover import (
+    TABLE,
+    Aborted,
+    Acknowledged,
+    Action,
+    Assigned,
+    Connected,
     Counters,
-    Fail,
-    Finish,
-    FirstLayers,
+    Dial,
+    EdgeSent,
+    Event,
     HandOver,
+    LayersComputed,
     Limits,
-    OfferTo,
-    Park,
+    ReportFailed,
+    ReportHandedOver,
+    ReportParked,
+    SendAbort,
     SendChunk,
+    SendOffer,
     Span,
+    SpanAnnounced,
     Stage,
+    TargetFailed,
     Wire,
 )
 from tests.support.builders import make_layout, make_request
@@ -30,7 +47,9 @@ from tests.support.builders import make_layout, make_request
 R = SequenceId("r")
 LAYOUT = make_layout(layers=4)
 PLANS = reshard_layout(LAYOUT, 1, 2)
+WIRE = Wire(PLANS, LAYOUT, 1 << 20)
 TOKENS = 20
+BEGIN = machine.Started()
 
 
 def target(name: str) -> Target:
@@ -39,67 +58,89 @@ def target(name: str) -> Target:
 
 def hand_over(*names: str, max_chunk_tokens: int = 8, staging_bytes: int = 1 << 20) -> HandOver:
     limits = Limits(LAYOUT, LAYOUT.layers[0].bytes_per_token, max_chunk_tokens, staging_bytes)
-    return HandOver(make_request("r", TOKENS, max_tokens=4), tuple(map(target, names)), 60.0, limits, Counters())
+    sequence = Sequence(make_request("r", TOKENS, max_tokens=4), State.WAITING, 0.0, block_ids=(1, 2, 3, 4, 5))
+    sequence.on(Started(), 0.0)
+    return HandOver(sequence, tuple(map(target, names)), 60.0, limits, Counters())
 
 
-def sending(held: int = 0, **limits: int) -> HandOver:
-    over = hand_over("d0", "d1", **limits)
-    over.begin((1, 2, 3, 4, 5))
-    over.offer(1.0)
-    assert isinstance(over.answered(Accept(R, held), Wire(PLANS, LAYOUT, 1 << 20), 2.0), SendChunk)
+def computed(over: HandOver, tokens: int, first_token: int | None = None) -> None:
+    """The prefill worker has computed the first `tokens` tokens."""
+    over.sequence.num_computed = tokens
+    if first_token is not None:
+        over.sequence.append(first_token)
+        over.sequence.on(Prefilled())
+
+
+def offering(*names: str, **limits: int) -> HandOver:
+    over = hand_over(*(names or ("d0", "d1")), **limits)
+    over.on(BEGIN, 0.0)
+    assert isinstance(over.on(Connected(WIRE), 1.0)[0], SendOffer)
     return over
 
 
-def send(over: HandOver, *, intact: bool = True) -> tuple[Span, object]:
+def sending(held: int = 0, **limits: int) -> HandOver:
+    over = offering(**limits)
+    assert over.on(Accept(R, held), 2.0) == [SendChunk()]
+    return over
+
+
+def announce(over: HandOver) -> Span:
     span = over.next_span()
     assert span is not None
-    over.begin_span(span)
+    assert over.on(SpanAnnounced(span), 3.0) == []
+    return span
+
+
+def send(over: HandOver, *damaged: EdgePlan) -> tuple[Span, list[Action]]:
+    span = announce(over)
     for plan in over.edges:
-        over.chunk_sent(over.chunk(plan, 1).num_bytes)
-    return span, over.acknowledged({plan.key: intact for plan in over.edges}, 3.0)
+        over.on(EdgeSent(over.chunk(plan, 1).num_bytes), 3.0)
+    return span, over.on(Acknowledged({plan.key: plan not in damaged for plan in over.edges}), 3.0)
 
 
 def test_targets_receive_offers_in_order_until_one_accepts() -> None:
     over = hand_over("d0", "d1", "d2")
-    assert over.begin((1,)) == OfferTo(over.targets[0])
-    assert over.offer(20.0).request.deadline_s == 40.0
-    assert over.answered(Refuse(R, ErrorCode.NO_FREE_BLOCKS, "full"), Wire(PLANS, LAYOUT, 1 << 20), 21.0) == OfferTo(
-        over.targets[1]
-    )
-    message, action = over.target_failed(HandoffError("nobody answers"), 22.0)
+    assert over.on(BEGIN, 0.0) == [Dial(over.targets[0])]
+    (sent,) = over.on(Connected(WIRE), 20.0)
+    assert isinstance(sent, SendOffer) and sent.offer.request.deadline_s == 40.0
+    assert over.on(Refuse(R, ErrorCode.NO_FREE_BLOCKS, "full"), 21.0) == [Dial(over.targets[1])]
+    abort, action = over.on(TargetFailed(HandoffError("nobody answers")), 22.0)
+    assert isinstance(abort, SendAbort)
+    message = abort.message
     assert (message.sequence, message.reason, message.tombstone_s) == (R, "d1: nobody answers", 38.0)
-    assert action == OfferTo(over.targets[2])
-    action = over.answered(Refuse(R, ErrorCode.DRAINING, "it drains"), Wire(PLANS, LAYOUT, 1 << 20), 23.0)
-    assert isinstance(action, Park) and action.event.reason == "d2 refused: it drains"
+    assert action == Dial(over.targets[2])
+    over.on(Connected(WIRE), 22.5)
+    (action,) = over.on(Refuse(R, ErrorCode.DRAINING, "it drains"), 23.0)
+    assert isinstance(action, ReportParked) and action.event.reason == "d2 refused: it drains"
 
 
 def test_parked_kv_is_offered_again_under_the_next_attempt() -> None:
     over = hand_over()
-    action = over.begin((1,))
-    assert isinstance(action, Park) and action.event.reason == "no target assigned"
-    assert over.stage is Stage.PARKED
-    over.assign([target("d7")], 2)
-    assert over.sequence == R._replace(attempt=2) and over.reoffer() == OfferTo(target("d7"))
-    assert over.stage is not Stage.PARKED
-    with pytest.raises(InvariantError, match="cannot be given targets: it is not parked"):
-        over.assign([target("d8")], 3)
+    (action,) = over.on(BEGIN, 0.0)
+    assert isinstance(action, ReportParked) and action.event.reason == "no target assigned"
+    assert over.state is Stage.PARKED
+    over.sequence.begin_attempt(2)
+    assert over.on(Assigned((target("d7"),)), 1.0) == [Dial(target("d7"))]
+    (sent,) = over.on(Connected(WIRE), 2.0)
+    assert isinstance(sent, SendOffer) and sent.offer.request.sequence_id == R._replace(attempt=2)
+    assert over.state is not Stage.PARKED
+    with pytest.raises(InvariantError, match="in state offering cannot handle Assigned"):
+        over.on(Assigned((target("d8"),)), 3.0)
 
 
 def test_chunks_follow_the_computed_tokens_and_the_last_one_carries_the_first_token() -> None:
     over = sending(held=4)
     assert over.next_span() is None
-    over.advance(6, None, 1)
-    assert send(over) == (Span(0, 4, 6, 0, 4), SendChunk())
-    over.advance(TOKENS, 9, 2)
+    computed(over, 6)
+    assert send(over) == (Span(0, 4, 6, 0, 4), [SendChunk()])
+    computed(over, TOKENS, 9)
     assert send(over)[0] == Span(1, 6, 14, 0, 4)
-    span = over.next_span()
-    assert span == Span(2, 14, TOKENS, 0, 4)
-    over.begin_span(span)
+    assert announce(over) == Span(2, 14, TOKENS, 0, 4)
     chunks = [over.chunk(plan, 5) for plan in over.edges]
     assert all(c.last and c.first_token == 9 and c.edge_generation == 5 for c in chunks)
     assert sum(c.num_bytes for c in chunks) == 6 * LAYOUT.bytes_per_token
-    action = over.acknowledged({plan.key: True for plan in over.edges}, 5.0)
-    assert isinstance(action, Finish) and over.stage is Stage.ENDED
+    (action,) = over.on(Acknowledged({plan.key: True for plan in over.edges}), 5.0)
+    assert isinstance(action, ReportHandedOver) and over.state is Stage.ENDED
     assert (action.event.decode_worker, action.event.stamps.reserve_s, action.event.stamps.transfer_s) == (
         "d0",
         1.0,
@@ -109,74 +150,123 @@ def test_chunks_follow_the_computed_tokens_and_the_last_one_carries_the_first_to
 
 def test_first_layers_of_the_last_tokens_are_sent_while_the_other_layers_compute() -> None:
     over = sending()
-    over.advance(12, None, 1)
+    computed(over, 12)
     send(over)
     send(over)
-    over.first_layers = FirstLayers(TOKENS, 3)
+    over.on(LayersComputed(TOKENS, 3), 2.5)
     assert send(over)[0] == Span(2, 12, TOKENS, 0, 3)
     assert over.next_span() is None  # their other layers are not computed yet
-    over.advance(TOKENS, 9, 2)
-    span, action = send(over)
-    assert span == Span(3, 12, TOKENS, 3, 4) and isinstance(action, Finish)
+    computed(over, TOKENS, 9)
+    span, (action,) = send(over)
+    assert span == Span(3, 12, TOKENS, 3, 4) and isinstance(action, ReportHandedOver)
     assert over.counters.chunks_early == 1
     assert over.bytes_sent == over.counters.bytes_sent == TOKENS * LAYOUT.bytes_per_token
 
 
 def test_only_the_edge_with_a_damaged_chunk_resends_it_and_only_once() -> None:
-    over = sending()
-    over.advance(8, None, 1)
-    over.begin_span(over.next_span() or pytest.fail("nothing to send"))
-    bad = PLANS[1]
-    assert over.acknowledged({PLANS[0].key: True, bad.key: False}, 3.0) == SendChunk() and over.edges == (bad,)
-    over.advance(TOKENS, 9, 2)
+    over, bad = sending(), PLANS[1]
+    computed(over, 8)
+    assert send(over, bad)[1] == [SendChunk()] and over.edges == (bad,)
+    computed(over, TOKENS, 9)
     assert over.next_span() == Span(0, 0, 8, 0, 4)  # the same span, whatever was computed meanwhile
-    over.begin_span(Span(0, 0, 8, 0, 4))
     assert over.counters.chunks_resent == 1
-    with pytest.raises(KVCorrupt, match="chunk 0 of r/0#1 arrived damaged twice at d0") as e:
-        over.acknowledged({bad.key: False}, 4.0)
-    _, action = over.target_failed(e.value, 4.0)
-    assert isinstance(action, Fail) and action.error is e.value
+    _, (abort, action) = send(over, bad)
+    assert isinstance(abort, SendAbort) and isinstance(action, ReportFailed) and isinstance(action.error, KVCorrupt)
+    assert action.error.message == "chunk 0 of r/0#1 arrived damaged twice at d0"
 
 
 def test_no_second_target_gets_an_offer_under_an_accepted_attempt() -> None:
     over = sending()
-    over.advance(8, None, 1)
-    over.begin_span(over.next_span() or pytest.fail("nothing to send"))
-    _, action = over.target_failed(HandoffError("the link has ended"), 3.0)
-    assert isinstance(action, Park) and over.stage is Stage.PARKED
-    over.assign([target("d1")], 2)
-    over.reoffer()
-    over.offer(4.0)
-    over.answered(Accept(R, 0), Wire(PLANS, LAYOUT, 1 << 20), 4.0)
+    computed(over, 8)
+    announce(over)
+    _, action = over.on(TargetFailed(HandoffError("the link has ended")), 3.0)
+    assert isinstance(action, ReportParked) and over.state is Stage.PARKED
+    over.sequence.begin_attempt(2)
+    over.on(Assigned((target("d1"),)), 4.0)
+    over.on(Connected(WIRE), 4.0)
+    over.on(Accept(R, 0), 4.0)
     assert over.next_span() == Span(0, 0, 8, 0, 4) and over.bytes_sent == 0  # from the beginning
 
 
 @pytest.mark.parametrize("held", [-1, TOKENS, TOKENS + 1])
 def test_target_that_claims_an_impossible_number_of_cached_tokens_is_refused(held: int) -> None:
-    with pytest.raises(HandoffError, match=f"reports {held} of them as cached"):
-        sending(held)
+    abort, action = offering().on(Accept(R, held), 2.0)
+    assert isinstance(abort, SendAbort) and f"reports {held} of them as cached" in abort.message.reason
+    assert isinstance(action, ReportParked)
 
 
 def test_staging_memory_bounds_a_chunk() -> None:
     over = sending(staging_bytes=3 * LAYOUT.bytes_per_token)
-    over.advance(8, None, 1)
+    computed(over, 8)
     assert over.next_span() == Span(0, 0, 3, 0, 4)
-    over = sending(staging_bytes=1)
-    over.advance(8, None, 1)
-    with pytest.raises(HandoffError, match="KV of one token does not fit into staging memory on this worker or on d0"):
-        over.next_span()
+    abort, action = offering(staging_bytes=1).on(Accept(R, 0), 2.0)
+    assert isinstance(action, ReportParked) and isinstance(abort, SendAbort)
+    reason = "KV of one token does not fit into staging memory on this worker or on d0"
+    assert reason in abort.message.reason
 
 
 def test_abort_is_sent_to_the_target_that_received_an_offer() -> None:
     over = hand_over("d0")
-    over.abort("the client left")
-    assert over.end(1.0) is None
+    assert over.on(Aborted("the client left"), 1.0) == []
     over = sending()
-    over.abort("the client left")
-    over.abort("again")
-    message = over.end(20.0)
-    assert message is not None and (message.reason, message.tombstone_s) == ("the client left", 40.0)
+    (action,) = over.on(Aborted("the client left"), 20.0)
+    assert isinstance(action, SendAbort)
+    assert (action.message.reason, action.message.tombstone_s) == ("the client left", 40.0)
+    assert over.on(Aborted("again"), 21.0) == []
     over = hand_over()
-    over.begin((1,))
-    over.abort("the client left")
-    assert over.end(1.0) is None and over.stage is Stage.ENDED
+    over.on(BEGIN, 0.0)
+    assert over.on(Aborted("the client left"), 1.0) == [] and over.state is Stage.ENDED
+
+
+def test_chunk_that_is_being_sent_at_an_abort_is_sent_completely() -> None:
+    over = sending()
+    computed(over, 8)
+    announce(over)
+    over.on(Aborted("the client left"), 4.0)
+    over.on(EdgeSent(100), 5.0)
+    assert over.counters.bytes_sent == 100 and over.chunk(PLANS[0], 1).end_token == 8
+
+
+EVENTS = {
+    machine.Started: BEGIN,
+    Connected: Connected(WIRE),
+    Accept: Accept(R),
+    Refuse: Refuse(R, ErrorCode.DRAINING, "it drains"),
+    TargetFailed: TargetFailed(HandoffError("it failed")),
+    LayersComputed: LayersComputed(TOKENS, 3),
+    SpanAnnounced: SpanAnnounced(Span(0, 0, 8, 0, 4)),
+    EdgeSent: EdgeSent(1),
+    Acknowledged: Acknowledged({plan.key: True for plan in PLANS}),
+    Assigned: Assigned((target("d7"),)),
+    Aborted: Aborted("the client left"),
+}
+
+
+def in_stage(stage: Stage) -> HandOver:
+    over = hand_over() if stage is Stage.PARKED else hand_over("d0", "d1")
+    if stage is Stage.OFFERING:
+        over = offering()
+    elif stage is Stage.PARKED:
+        over.on(BEGIN, 0.0)
+    elif stage is not Stage.WAITING:
+        over = sending()
+        computed(over, 8)
+        announce(over)
+        if stage is Stage.ENDED:
+            over.on(Aborted("it was aborted"), 3.0)
+    assert over.state is stage
+    return over
+
+
+@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(Stage, get_args(Event))))
+def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: Stage, kind: type) -> None:
+    over = in_stage(stage)
+    if (stage, kind) in TABLE:
+        actions = over.on(EVENTS[kind], 5.0)
+        assert all(isinstance(action, get_args(Action)) for action in actions)
+        # What waits for something must say for what: only then does another event follow.
+        assert over.state is stage or over.state is Stage.ENDED or actions
+    else:
+        with pytest.raises(InvariantError, match=f"in state {stage.value} cannot handle {kind.__name__}"):
+            over.on(EVENTS[kind], 5.0)
+        assert over.state is stage

@@ -12,7 +12,6 @@ from baton.core.handover import Offer
 from baton.core.request import SequenceId
 from baton.transfer.edge_end import LocalEnds
 from prefill.link import Link
-from prefill.sender import Sender
 from tests.support.builders import make_request
 from tests.support.fake_runner import FakeRunner, oracle
 from tests.support.nodes import DecodeNode, PrefillNode, kv_bytes, links, pair, until
@@ -50,7 +49,7 @@ async def test_received_kv_equals_the_sent_kv_and_decode_continues_at_token_2() 
         assert decode.posted.output("r") == dict(enumerate(expected))  # its first event repeats token 1
         assert [e.reason for e in decode.posted.ended] == ["length"]
         total = 19 * source.runner.layout.bytes_per_token
-        assert source.posted.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == total
+        assert source.posted.handed_over[0].bytes == decode.worker.hand_overs.counters.bytes_received == total
         assert decode.worker.scheduler.prompt_tokens_computed == 0
 
 
@@ -191,7 +190,5 @@ async def test_parked_kv_can_be_aborted_under_its_current_attempt() -> None:
 
 def test_assignment_of_an_unknown_sequence_is_refused() -> None:
     source = PrefillNode()
-    assert not source.worker.outgoing.assign(R, (), 2)
-    assert isinstance(source.worker.outgoing, Sender)
     source.assign(R, 2)
     assert [(e.sequence.attempt, e.code) for e in source.posted.ended] == [(2, "handoff_failed")]

@@ -29,13 +29,14 @@ async def test_invariant_error_in_a_hand_over_ends_the_worker(
         monkeypatch.setattr(owner, name, broken)
         request = make_request("r", 10, max_tokens=4)
         source.submit(request, decode)
+        sequence = source.worker.scheduler.sequences[request.sequence_id]
         source.compute()
         assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 30) is BUG
         assert not source.posted.parked
         monkeypatch.setattr(owner, name, real)
         await until(lambda: not len(source.worker.outgoing), what="the end of the hand-over")
         if name == "release_send":
-            source.worker.hand_over_ended(request.sequence_id)
+            source.worker.hand_over_ended(sequence)
         source.abort(request.sequence_id)
         decode.abort(request.sequence_id)
         decode.compute()

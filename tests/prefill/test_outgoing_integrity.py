@@ -41,7 +41,7 @@ async def test_chunk_with_a_flipped_bit_is_resent_once(monkeypatch: pytest.Monke
         await until(lambda: source.posted.handed_over)
         decode.compute()
         assert decode.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
-        assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.chunks_damaged
+        assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.counters.chunks_damaged
 
 
 async def test_chunk_damaged_twice_ends_the_request_and_frees_its_blocks_on_both_workers(
@@ -71,7 +71,7 @@ async def test_kv_of_another_request_is_detected_by_its_checksum(monkeypatch: py
             source.submit(make_request(name, range(first, first + 8), max_tokens=4), decode)
             source.compute()
             await until(lambda n=name: n in {o.sequence.request_id for o in source.posted.handed_over})
-        assert decode.worker.hand_overs.chunks_damaged == 1
+        assert decode.worker.hand_overs.counters.chunks_damaged == 1
         decode.compute()
         assert decode.posted.output("b") == dict(enumerate(oracle(range(100, 108), 4)))
 
@@ -108,7 +108,7 @@ async def test_expired_handle_ends_its_sequence_by_the_deadline() -> None:
 
 def reserve(decode: DecodeNode, source: PrefillNode, offer: Offer) -> None:
     peer = Peer(source.worker.config.worker_id, source.worker.incarnation, {})
-    decode.worker.hand_overs.reserve(peer, offer, decode.worker.admission(), now=0.0)
+    decode.worker.hand_overs.check(peer, offer, decode.worker.admission(), now=0.0)
 
 
 async def test_handle_can_be_used_only_once() -> None:

@@ -184,8 +184,8 @@ def test_outcome_of_another_step_is_refused() -> None:
 def test_stage_stamps_do_not_depend_on_the_origin_of_the_clock() -> None:
     scheduler = make_prefill()
     request = make_request(max_tokens=1)
-    scheduler.submit(request, -3.0, hand_over=False)
-    assert scheduler.stamps(request.sequence_id) == StageStamps()
+    sequence = scheduler.submit(request, -3.0, hand_over=False)
+    assert sequence.prefill_stamps() == StageStamps()
     plan = scheduler.begin_step(-1.0)
     assert plan is not None
     result = scheduler.finish_step(make_outcome(plan), 0.0)
@@ -237,6 +237,7 @@ def test_outcome_without_the_requested_log_probabilities_is_refused() -> None:
     score = TokenLogprob(7, -1.0, 1)
     progress = scheduler.finish_step(replace(make_outcome(plan), logprobs=((score,),)), 0.0).progress
     assert progress[0].first_logprob == score
+    assert scheduler.sequences[make_request().sequence_id].logprobs == [score], "the hand-over sends it, too"
 
 
 def prefilled(scheduler: PrefillScheduler, name: str, prompt: object, salt: str = "") -> int:

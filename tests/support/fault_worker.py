@@ -90,7 +90,7 @@ class Faults:
             state["deadlines"] = len(self.worker.main_loop.deadlines)
             hand_overs = getattr(self.worker, "hand_overs", None)
             if hand_overs is not None:
-                state["writing"], state["chunks_damaged"] = len(hand_overs.writing), hand_overs.chunks_damaged
+                state["writing"], state["chunks_damaged"] = len(hand_overs.writing), hand_overs.counters.chunks_damaged
             if self.loop is not None:
                 state["tasks"] = sorted(t.get_name() for t in asyncio.all_tasks(self.loop) if not t.done())
         partial = self.path("state.partial")

@@ -228,7 +228,7 @@ class _Drive:
         except Unavailable as error:
             assert error.code == "no_free_blocks"
             return False
-        cached = self.decode.num_cached(sequence) // size
+        cached = self.decode.sequences[sequence].prefix_tokens // size
         here = self.prefill.block_ids(sequence)
         assert len(here) == len(there)
         for mine, theirs in zip(self.pair.prefill.kv.layers, self.pair.decode.kv.layers, strict=True):

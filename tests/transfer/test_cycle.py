@@ -97,8 +97,14 @@ async def cycle(
                 await round_trip(number, sources, decodes, tokens, early)
             sent = rounds * 2 * tokens * layout.bytes_per_token
             assert [s.worker.outgoing.counters.bytes_sent for s in sources] == [sent, sent]
-            assert [d.worker.hand_overs.bytes_received for d in decodes] == [sent, sent]
-            assert sum(d.worker.hand_overs.chunks_damaged + d.worker.hand_overs.stale_messages for d in decodes) == 0
+            assert [d.worker.hand_overs.counters.bytes_received for d in decodes] == [sent, sent]
+            assert (
+                sum(
+                    d.worker.hand_overs.counters.chunks_damaged + d.worker.hand_overs.counters.stale_messages
+                    for d in decodes
+                )
+                == 0
+            )
             assert all((s.worker.outgoing.counters.chunks_early > 0) == early for s in sources)
             links = [task.result() for s in sources for task in s.worker.outgoing._links.values()]
             assert [len(link.ends) for link in links] == [edges] * 4
