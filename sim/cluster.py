@@ -297,10 +297,11 @@ class Cluster:
 
     @property
     def settled(self) -> bool:
-        """Whether all processes run, all workers have a session, and no worker has a sequence."""
+        """Whether all processes run, all workers are ready for new work, and no worker has a sequence."""
+        members = self.coordinator.workers
         return (
             self.coordinator.alive
-            and self.coordinator.connected == len(self.workers)
+            and all((member := members.get(name)) is not None and member.ready for name in self.workers)
             and all(w.alive and w.connected and not w.tier.sequence_ids() for w in self.workers.values())
         )
 

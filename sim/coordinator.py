@@ -38,6 +38,7 @@ from coordinator.policy.actions import (
     Send,
     StartPrefill,
 )
+from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.pool import Worker as Member
 from coordinator.policy.requests import Requests
 from coordinator.policy.workers import WorkerTable
@@ -131,7 +132,12 @@ class Coordinator(Process):
             return False
         match message:
             case StepEvents():
-                self.execute(self.requests.on_events(worker, message, self.now))
+                stale = self._stale(message)
+                actions = self.requests.on_events(worker, message, self.now)
+                for choice, before in stale:
+                    if before != (choice.attempt, choice.stage, choice.journal.next_index):
+                        raise InvariantError(f"an event of an earlier attempt changed {choice!r}")
+                self.execute(actions)
             case Heartbeat(number):
                 self._send(worker, HeartbeatAck(number))
             case Leave(timeout_s):
@@ -144,6 +150,27 @@ class Coordinator(Process):
             case _:
                 raise InvariantError(f"{worker} sent {message!r}")
         return True
+
+    def _stale(self, events: StepEvents) -> list[tuple[Choice, tuple[int, Stage, int]]]:
+        """Returns the choices of which there are only events of earlier attempts, with what these must not change. A
+        model that computes the same tokens in each attempt does not show it."""
+        if self.loop.trace is None:
+            return []  # of such a run only the times matter
+        current: dict[ChoiceId, bool] = {}
+        sequences = [event.sequence for event in events.tokens]
+        sequences += [event.sequence for event in events.ended]
+        sequences += [event.sequence for event in events.parked]
+        sequences += [event.sequence for event in events.handed_over]
+        for sequence in sequences:
+            name = sequence.choice_id
+            choice = self.requests.get(name)
+            if choice is not None and choice.stage is not Stage.QUEUED:
+                current[name] = current.get(name, False) or choice.attempt == sequence.attempt
+        if all(current.values()):
+            return []
+        stale = (self.requests.get(name) for name, is_current in current.items() if not is_current)
+        choices = [choice for choice in stale if choice is not None]
+        return [(choice, (choice.attempt, choice.stage, choice.journal.next_index)) for choice in choices]
 
     def _session_ended(self, worker: str, incarnation: int, end: End) -> None:
         if self._outgoing.get(worker) is end:

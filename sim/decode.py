@@ -16,6 +16,7 @@ from baton.core.errors import InvariantError, JoinRefused
 from baton.core.events import Load, StepEvents
 from baton.core.handover import (
     AbortTransfer,
+    Accept,
     Chunk,
     EdgeOpen,
     EdgeReady,
@@ -227,7 +228,11 @@ class ReceivingLink:
                 self.edges[key] = Edge(generation)
                 self.send(EdgeReady(prefill_rank, decode_rank, generation))
             case Offer():
-                self.send(machine.on_offer(self.peer, message, self._tier.admission(), worker.now))
+                answer = machine.on_offer(self.peer, message, self._tier.admission(), worker.now)
+                sequence = message.request.sequence_id
+                if isinstance(answer, Accept) and worker.refused_until.get(sequence, worker.now) > worker.now:
+                    raise InvariantError(f"{worker} accepts {sequence}, which was aborted before")
+                self.send(answer)
                 worker.wake()
             case Chunk():
                 self._announced(message)

@@ -35,18 +35,18 @@ LIVENESS_S = 60.0
 timeout, a dial's, and the pauses between offers."""
 QUIET_S = 60.0
 """Until a worker that was cut off has noticed (30 s), and has ended its sequences."""
+PROBE_S = 20.0
+"""For a request to a cluster without faults."""
 CHECK_EVERY = 150
 """Events between two checks of all books."""
 ALLOWED_CODES = frozenset(
     {
         "deadline_exceeded",
         "worker_lost",
-        "handoff_failed",
         "kv_corrupt",
         "no_prefill_worker",
         "no_decode_worker",
         "overloaded",
-        "unavailable",
     }
 )
 """Errors that a client may receive under faults. All others are bugs: an internal error, tokens that differ."""
@@ -119,15 +119,33 @@ def _run(cluster: Cluster, injector: Injector, mode: Mode, faults_s: float) -> N
         raise InvariantError(f"not over at {cluster.loop.now:.1f} s: {late}; {cluster.coordinator.requests!r}")
     _check_outcomes(cluster)
     injector.stop()
+    _wait_until_settled(cluster)
+    _probe(cluster)
+    _wait_until_settled(cluster)
+    cluster.check_settled()
+
+
+def _probe(cluster: Cluster) -> None:
+    """Raises InvariantError unless the cluster serves again: as many requests as there are workers in a pool finish."""
+    first, options = len(cluster.clients), cluster.options
+    for number in range(max(options.prefill.workers, options.decode.workers)):
+        request = GenerateRequest(f"probe{number}", tuple(range(1, 12)), 6, deadline_s=NO_DEADLINE_S)
+        cluster.send(request, cluster.loop.now)
+    cluster.run(cluster.loop.now + PROBE_S, lambda: not cluster.running)
+    for client in cluster.clients[first:]:
+        if client.outcomes[0].ended not in ("stop", "length"):
+            raise InvariantError(f"{client.request.request_id} did not finish: {client.outcomes[0]}")
+
+
+def _wait_until_settled(cluster: Cluster) -> None:
+    """Runs until the cluster is settled and stays so. Raises InvariantError if that takes longer than QUIET_S."""
     limit_s = cluster.loop.now + QUIET_S
     while cluster.loop.now < limit_s:
         cluster.run(limit_s, lambda: cluster.settled)
         cluster.run(cluster.loop.now + 1.0)
         if cluster.settled:
-            break
-    else:
-        raise InvariantError(f"not settled at {cluster.loop.now:.1f} s: {[str(p) for p in cluster.processes()]}")
-    cluster.check_settled()
+            return
+    raise InvariantError(f"not settled at {cluster.loop.now:.1f} s: {[str(p) for p in cluster.processes()]}")
 
 
 def _check_outcomes(cluster: Cluster) -> None:

@@ -129,6 +129,8 @@ class Worker(Process):
         super().__init__(world.loop, name, incarnation, clock)
         self.world = world
         self.deadlines, self.tombstones = Deadlines(), Tombstones()
+        self.refused_until: dict[SequenceId, float] = {}
+        """What the tombstones have to contain: nothing of these sequences may be accepted before."""
         self.handle_key = b""
         self.draining = False
         self.steps = 0
@@ -260,6 +262,7 @@ class Worker(Process):
                 self.deadlines.forget(sequence)
                 if not self.tier.end(sequence, reason) and tombstone_s > 0:
                     self.tombstones.add(sequence, self.now, tombstone_s)
+                    self.refused_until[sequence] = self.now + tombstone_s
             case Drain(timeout_s):
                 self._begin_drain(timeout_s)
             case _:
@@ -336,6 +339,7 @@ class Worker(Process):
         found = reconcile(welcome.tracked, known, self.tier.sequence_ids(), self.log)
         if welcome.handle_key != self.handle_key:
             self.tombstones.clear()
+            self.refused_until.clear()
         self.handle_key = welcome.handle_key
         self._run_clock_ahead_ms = welcome.now_ms - self.now * 1000
         self._abandon("the coordinator no longer tracks them", found.keep)
