@@ -306,8 +306,8 @@ class Cluster:
         )
 
 
-def _speculation(pool: PoolOptions, layout: KVLayout) -> Speculation | None:
+def _speculation(pool: PoolOptions, layout: KVLayout) -> Speculation:
     if pool.drafts == "none":
-        return None
+        return Speculation(None, pool.step_model())
     drafts = NgramDrafts() if pool.drafts == "ngram" else ModelDrafts(layout, pool.blocks, 1 << 20)
     return Speculation(drafts, pool.step_model(), fixed_length=pool.draft_tokens or 0)

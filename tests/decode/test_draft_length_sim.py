@@ -10,9 +10,9 @@ import pytest
 
 from baton.core.sequence import Sequence, State
 from decode.speculation.acceptance import AcceptanceEstimates
+from sim.drafting import Prices, serve
 from tests.support.accepted_drafts import GREEDY, WARM, bits
 from tests.support.builders import make_request
-from tests.support.draft_sim import Prices, serve
 
 SERVED = Prices()
 ALONE = Prices(around_s=0.1e-3)  # scheduler and engine, nothing around them
@@ -130,8 +130,8 @@ def test_draft_length_is_seldom_chosen_for_one_stream_where_drafting_does_not_pa
 
     monkeypatch.setattr(model, "of_one_row", counted)
     found = serve(random_text(0.05, 8), SERVED, model=model)
-    assert found.steps - found.guessing > 900 and found.trials > 1
-    assert found.guessing < asked < found.steps / 4
+    assert found.steps - found.drafting > 900 and found.trials > 1
+    assert found.drafting < asked < found.steps / 4
 
 
 def test_drafting_starts_when_the_text_becomes_predictable() -> None:

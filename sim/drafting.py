@@ -9,13 +9,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from baton.core.request import SequenceId
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import ModelDrafts
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
-from tests.support.builders import make_layout, make_request
+from sim.cluster import LAYERS
 
 PROMPT = 160
 _RIGHT, _WRONG = 7, 8
@@ -91,7 +92,7 @@ class SimResult:
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
-    guessing: int = 0
+    drafting: int = 0
     draft_tokens: int = 0
     right: int = 0
     filled: int = 0
@@ -114,12 +115,12 @@ def serve(
 ) -> SimResult:
     """Serves `streams` in order, `clients` at a time. With `length` None the policy chooses the draft length; 0 means
     no draft; another number is the draft length in every step. Time in which nothing decodes is not counted."""
-    layout = make_layout(16)
+    layout = KVLayout(16, LAYERS)
     model = model or prices.model()
     drafts = ModelDrafts(layout, clients * 64, 4096) if length != 0 else None
     speculation = Speculation(drafts, model, fixed_length=length or 0)
     scheduler = DecodeScheduler(layout, clients * 64, clients, speculation, prefix_cache=False)
-    noise, found, now = random.Random(seed), SimResult(), 0.0
+    noise, result, now = random.Random(seed), SimResult(), 0.0
     waiting, here = list(enumerate(streams)), dict[str, Sequence[bool]]()
 
     def noisy(seconds: float) -> float:
@@ -130,7 +131,8 @@ def serve(
         arriving: list[SequenceId] = []
         while waiting and scheduler.num_sequences < clients:
             index, bits = waiting.pop(0)
-            request = make_request(f"s{index}", PROMPT, len(bits), eos=())
+            prompt, greedy = tuple(range(1000, 1000 + PROMPT)), SamplingParams(temperature=0.0)
+            request = GenerateRequest(f"s{index}", prompt, len(bits), greedy)
             scheduler.reserve(request, now)
             arriving.append(request.sequence_id)
             here[f"s{index}"] = bits
@@ -148,16 +150,16 @@ def serve(
             outcome = replace(outcome, draft_s=seen_draft, elapsed_s=seen_draft + seen_target)
             around_s = prices.around(plan) * load
             if plan.rows:
-                found.seconds += (draft_s + target_s + around_s) / load
-            _count(found, plan)
+                result.seconds += (draft_s + target_s + around_s) / load
+            _count(result, plan)
             now += outcome.elapsed_s + noisy(around_s)
-            result = scheduler.finish_step(outcome, now)
-            found.tokens += sum(len(event.tokens) for event in result.tokens)
+            events = scheduler.finish_step(outcome, now)
+            result.tokens += sum(len(event.tokens) for event in events.tokens)
         for sequence_id in arriving:
             scheduler.received(sequence_id, _RIGHT, now)
     scheduler.check()
-    found.right, found.trials = speculation.counters.accepted_tokens, speculation.trials.begun
-    return found
+    result.right, result.trials = speculation.counters.accepted_tokens, speculation.trials.begun
+    return result
 
 
 def _outcome(plan: StepPlan, streams: dict[str, Sequence[bool]]) -> StepOutcome:
@@ -174,12 +176,12 @@ def _outcome(plan: StepPlan, streams: dict[str, Sequence[bool]]) -> StepOutcome:
     return StepOutcome(plan.step_id, tuple((_RIGHT,) * row.num_sampled for row in full.rows), draft_tokens=made)
 
 
-def _count(found: SimResult, plan: StepPlan) -> None:
+def _count(result: SimResult, plan: StepPlan) -> None:
     made = sum(draft.num_draft_tokens for draft in plan.drafts)
-    found.steps += 1
-    found.guessing += made > 0
-    found.draft_tokens += made
-    found.filled += sum(len(draft.tokens) for draft in plan.drafts if not draft.num_draft_tokens)
+    result.steps += 1
+    result.drafting += made > 0
+    result.draft_tokens += made
+    result.filled += sum(len(draft.tokens) for draft in plan.drafts if not draft.num_draft_tokens)
     for draft in plan.drafts:
         if draft.num_draft_tokens:
-            found.lengths[draft.num_draft_tokens] = found.lengths.get(draft.num_draft_tokens, 0) + 1
+            result.lengths[draft.num_draft_tokens] = result.lengths.get(draft.num_draft_tokens, 0) + 1
