@@ -17,6 +17,7 @@ fails, all end.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
@@ -233,6 +234,7 @@ class Pipeline:
             "rescheduled": cluster.requests.rescheduled,
             "reassigned": cluster.requests.reassigned,
             "tasks": self._num_tasks(),
+            "pid": os.getpid(),
         }
         return known | {"coordinator": counts | self._loop_watch.as_json()}
 

@@ -241,6 +241,8 @@ class Worker:
             "quantize": self.join.facts.quantize,
             "block_size": self.join.facts.layout.block_size,
             "max_model_len": self.max_model_len,
+            "step_tokens": self.step_tokens,
+            "max_running": self.join.max_running,
             "state": self.state,
             "since_s": round(max(now - self.since, 0.0), 1),
             "incarnation": self.incarnation,

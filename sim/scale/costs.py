@@ -24,12 +24,14 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class PrefillCosts:
-    """Seconds of a prefill worker's step. `pair_s` is the cost of one token attending to one position."""
+    """Seconds of a prefill worker's step. `pair_s` is the cost of one token attending to one position; `idle_s` passes
+    between two steps without anything being computed."""
 
     base_s: float
     token_s: float
     row_s: float = 0.0
     pair_s: float = 0.0
+    idle_s: float = 0.0
 
     def seconds(self, plan: StepPlan) -> float:
         tokens = pairs = 0.0
@@ -42,13 +44,18 @@ class PrefillCosts:
     def prompt_s(self, tokens: int, step_tokens: int) -> float:
         """Returns the seconds that the steps of one prompt take without another in them."""
         steps = math.ceil(tokens / step_tokens)
-        return (self.base_s + self.row_s) * steps + self.token_s * tokens + self.pair_s * tokens * (tokens + 1) / 2
+        return (
+            (self.base_s + self.row_s + self.idle_s) * steps
+            + self.token_s * tokens
+            + self.pair_s * tokens * (tokens + 1) / 2
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
     """Seconds of a decode worker's step. `token_s` is the cost of a token in a long row; `draft_s` that of proposing
-    and verifying one draft token, of which the share `accepted` is accepted (0: no speculation)."""
+    and verifying one draft token, of which the share `accepted` is accepted (0: no speculation); `idle_s` passes
+    between two steps without anything being computed."""
 
     base_s: float
     row_s: float
@@ -56,6 +63,7 @@ class DecodeCosts:
     token_s: float = 0.0
     draft_s: float = 0.0
     accepted: float = 0.0
+    idle_s: float = 0.0
 
     def seconds(self, plan: StepPlan, draft_tokens: int = 0) -> float:
         context = long = 0
@@ -71,26 +79,42 @@ class DecodeCosts:
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
-    """A hand-over's last chunk takes `latency_s` plus its bytes over `bytes_per_s`; a link sends one chunk at a
-    time."""
+    """A hand-over. Its last chunk takes `latency_s` plus its bytes over `bytes_per_s`; a link sends one chunk at a
+    time. `send_s` and `send_token_s` are processor time of the prefill worker for a request and for each of its tokens,
+    `receive_s` and `receive_token_s` of the decode worker; 0 where it was not measured."""
 
     latency_s: float
     bytes_per_s: float
+    send_s: float = 0.0
+    send_token_s: float = 0.0
+    receive_s: float = 0.0
+    receive_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FrontCosts:
-    """`request_s` is the time from a client's request to its prefill worker's scheduler and from its first token back
-    to the client, beyond queue and steps; `token_s` that of a later token from its worker to the client. `*_cpu_s` is
-    the processor time that one request, or one token, takes at the coordinator and (`client_*`) at the client that
-    measured. Without a measurement they are 0, and the coordinator's utilisation is unknown."""
+    """`request_s` is the time from a client's request to the scheduler of its prefill worker, and from its first token
+    back to the client. The others are processor time: at the coordinator for a request, each token of its prompt, a
+    worker's message, and each token in it; and the same at the client that measured (`client_`). 0 where it was not
+    measured."""
 
     request_s: float = 0.0
-    token_s: float = 0.0
     request_cpu_s: float = 0.0
+    prompt_token_cpu_s: float = 0.0
+    message_cpu_s: float = 0.0
     token_cpu_s: float = 0.0
     client_request_cpu_s: float = 0.0
+    client_message_cpu_s: float = 0.0
     client_token_cpu_s: float = 0.0
+
+    def admit_cpu_s(self, prompt_tokens: int) -> float:
+        return self.request_cpu_s + self.prompt_token_cpu_s * prompt_tokens
+
+    def deliver_cpu_s(self, messages: int, tokens: int) -> float:
+        return self.message_cpu_s * messages + self.token_cpu_s * tokens
+
+    def read_cpu_s(self, messages: int, tokens: int) -> float:
+        return self.client_message_cpu_s * messages + self.client_token_cpu_s * tokens
 
 
 @dataclass(frozen=True, slots=True)

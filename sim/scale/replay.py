@@ -131,6 +131,7 @@ class Replay:
         shape, preemptions = self.shape, 0
         for worker in self._decode.values():
             preemptions += worker.scheduler.preemptions
+        self.measured.front_busy_s += self._front.busy_s
         return summary(
             self.measured, slo or Slo(), shape.num_prefill, shape.num_decode, preemptions, self.loop.executed
         )
@@ -178,17 +179,15 @@ class Replay:
         self.measured.times.append(times)
         job = _Job(Choice(request, number, self.loop.now, _FOREVER_S), request, times, client)
         front = self.shape.prefill.front
+        admit_s, half_s = front.admit_cpu_s(row.input_len), front.client_request_cpu_s / 2
         if not self._threads:
-            self._count_front(front.request_cpu_s)
+            self.measured.front_busy_s += admit_s
             self.loop.later(front.request_s, self._admit, job)
             return
-        # Half of the client's work for a request is before it is sent, half after its end.
-        apart_s = front.request_s - front.request_cpu_s - front.client_request_cpu_s / 2
-        apart_s -= front.token_cpu_s + front.client_token_cpu_s
-        self._client.run(
-            front.client_request_cpu_s / 2,
-            lambda: self._front.run(front.request_cpu_s, lambda: self.loop.later(max(apart_s, 0.0), self._admit, job)),
-        )
+        # Half of the client's work for a request comes before it is sent, half after its end.
+        computed_s = half_s + front.admit_cpu_s(0) + front.deliver_cpu_s(1, 1) + front.read_cpu_s(1, 1)
+        wait_s = max(front.request_s - computed_s, 0.0)
+        self._client.run(half_s, lambda: self._front.run(admit_s, lambda: self.loop.later(wait_s, self._admit, job)))
 
     def _prompt(self, number: int, row: TraceRow) -> tuple[int, ...]:
         if not self._prefixes:
@@ -198,9 +197,6 @@ class Replay:
             tokens += [block + 8] * TRACE_BLOCK
         tokens += [(1 << 31) + number] * (row.input_len - len(tokens))
         return tuple(tokens[: row.input_len])
-
-    def _count_front(self, seconds: float) -> None:
-        self.measured.front_busy_s += seconds
 
     # The coordinator.
 
@@ -297,13 +293,30 @@ class Replay:
 
     def _send(self, job: _Job) -> None:
         """Sends the KV that is computed and not sent yet."""
+        tokens, job.sent = max(0, job.computed - job.sent), max(job.sent, job.computed)
+        link, last = self.shape.prefill.link, bool(job.times.prefilled_at)
+        seconds = link.send_token_s * tokens + link.send_s * last
+        if seconds > 0.0:
+            _present(job.prefill).core.run(seconds, 0.0, lambda: self._transmit(job, tokens, last))
+        else:
+            self._transmit(job, tokens, last)
+
+    def _transmit(self, job: _Job, tokens: int, last: bool) -> None:
         link, edge = self.shape.prefill.link, (_present(job.prefill).name, _present(job.decode).name)
-        num_bytes = max(0, job.computed - job.sent) * self.shape.prefill.token_bytes
-        job.sent = max(job.sent, job.computed)
-        free_at = max(self._links.get(edge, 0.0), self.loop.now) + num_bytes / link.bytes_per_s
+        free_at = max(self._links.get(edge, 0.0), self.loop.now)
+        free_at += tokens * self.shape.prefill.token_bytes / link.bytes_per_s
         self._links[edge] = free_at
-        if job.times.prefilled_at:
-            self.loop.at(free_at + link.latency_s, self._received, job)
+        seconds = link.receive_token_s * tokens + link.receive_s * last
+        if last:
+            self.loop.at(free_at + link.latency_s, self._receive, job, seconds)
+        elif seconds > 0.0:
+            self.loop.at(free_at, _present(job.decode).core.run, seconds, 0.0, _nothing)
+
+    def _receive(self, job: _Job, seconds: float) -> None:
+        if seconds > 0.0:
+            _present(job.decode).core.run(seconds, 0.0, lambda: self._received(job))
+        else:
+            self._received(job)
 
     def _received(self, job: _Job) -> None:
         decode = _present(job.decode)
@@ -328,7 +341,7 @@ class Replay:
             gaps.add(each_s, steps)
             job.last_token_at = now
             self._produced(job, job.choice.produced + steps)
-        self._count_front(front.token_cpu_s * steps * len(sequences))
+        self.measured.front_busy_s += front.deliver_cpu_s(steps, steps * len(sequences))
 
     def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None:
         for event in tokens:
@@ -365,7 +378,7 @@ class Replay:
     def _first_token(self, job: _Job) -> None:
         front = self.shape.prefill.front
         if not self._threads:  # the time back is part of `request_s`
-            self._count_front(front.token_cpu_s)
+            self.measured.front_busy_s += front.deliver_cpu_s(1, 1)
             self._arrived(job, 1)
             return
         self._through(1, lambda: self._arrived(job, 1))
@@ -375,7 +388,7 @@ class Replay:
         front = self.shape.decode.front
         produced = [(job, job.choice.produced) for job in jobs]
         if not self._threads:
-            self._count_front(front.token_cpu_s * len(jobs))
+            self.measured.front_busy_s += front.deliver_cpu_s(1, len(jobs))
             for job, count in produced:
                 self._arrived(job, count)
             return
@@ -411,6 +424,10 @@ class Replay:
     def _answered(self, job: _Job) -> None:
         if self._clients:
             self._send_next(job.client)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _present(found: T | None) -> T:

@@ -57,21 +57,22 @@ class Owner(Protocol):
     def running(self, worker: DecodeWorker, sequence: SequenceId) -> None: ...
 
 
-class _Core:
+class Core:
     """Where a worker computes: cores of its own, or cores of a host that it shares."""
 
     def __init__(self, loop: Loop, host: Host | None, cores: tuple[int, ...]) -> None:
-        self._loop, self._host, self._cores = loop, host, cores
+        self._loop, self._host, self.cores = loop, host, cores
 
     @property
     def shared(self) -> bool:
         return self._host is not None
 
-    def run(self, seconds: float, done: Callable[[], object]) -> None:
+    def run(self, seconds: float, idle_s: float, done: Callable[[], object]) -> None:
+        """Computes for `seconds`, and calls `done` another `idle_s` later."""
         if self._host is None:
-            self._loop.later(seconds, done)
+            self._loop.later(seconds + idle_s, done)
         else:
-            self._host.run(seconds, self._cores, done)
+            self._host.run(seconds, self.cores, lambda: self._loop.later(idle_s, done))
 
 
 class PrefillWorker:
@@ -97,7 +98,7 @@ class PrefillWorker:
             layout, kind.blocks, kind.step_tokens, prefix_cache=prefix_cache, blocks=_blocks(kind.blocks, counted)
         )
         self._loop, self._owner, self._measured = loop, owner, measured
-        self._core = _Core(loop, host, cores)
+        self.core = Core(loop, host, cores)
         self._busy = False
         self._started: set[SequenceId] = set()
 
@@ -122,7 +123,7 @@ class PrefillWorker:
             if row.sequence_id not in self._started:
                 self._started.add(row.sequence_id)
                 self._owner.began(self, row.sequence_id)
-        self._core.run(seconds, lambda: self._stepped(plan, seconds))
+        self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
 
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         self._busy = False
@@ -199,8 +200,8 @@ class DecodeWorker:
             blocks=_blocks(kind.blocks, counted),
         )
         self._loop, self._owner, self._measured = loop, owner, measured
-        self._core = _Core(loop, host, cores)
-        self._at_once = at_once and not self._core.shared
+        self.core = Core(loop, host, cores)
+        self._at_once = at_once and not self.core.shared
         self._busy = False
         self._run: _Run | None = None
         self._new: set[SequenceId] = set()
@@ -246,7 +247,7 @@ class DecodeWorker:
         at_once = self._at_once and not self._new
         if at_once and (steps := plain_steps(self.scheduler, leave)) >= LEAST_AT_ONCE:
             rows, context = running_context(self.scheduler)
-            first_s = self.costs.plain_s(rows, context)
+            first_s = self.costs.plain_s(rows, context) + self.costs.idle_s
             run = self._run = _Run(now, first_s, self.costs.context_s * rows, rows, steps)
             run.timer = self._loop.at(run.ends_at(steps), self._run_ended, run)
             return
@@ -261,7 +262,7 @@ class DecodeWorker:
                     self._owner.running(self, row.sequence_id)
         seconds = self.costs.seconds(plan, sum(draft.num_draft_tokens for draft in plan.drafts))
         self._measured.decode_busy_s += seconds
-        self._core.run(seconds, lambda: self._stepped(plan, seconds))
+        self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
 
     def _run_ended(self, run: _Run) -> None:
         self._run = None
@@ -272,8 +273,7 @@ class DecodeWorker:
         if steps:
             ended_at = run.ends_at(steps)
             self._owner.advanced(advance(self.scheduler, steps, TOKEN, ended_at), steps, ended_at)
-            seconds = ended_at - run.began_at
-            self._measured.decode_busy_s += seconds
+            self._measured.decode_busy_s += ended_at - run.began_at - self.costs.idle_s * steps
             self._measured.steps += steps
             self._measured.steps_at_once += steps
 

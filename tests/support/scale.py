@@ -17,7 +17,7 @@ CALIBRATION = Calibration(
     prefill=PrefillCosts(base_s=0.005, token_s=8e-5, row_s=1e-4, pair_s=1e-9),
     decode=DecodeCosts(base_s=0.008, row_s=2e-4, context_s=2e-8, token_s=8e-5),
     link=LinkCosts(latency_s=0.003, bytes_per_s=5e9),
-    front=FrontCosts(request_s=0.003, token_s=0.001, request_cpu_s=5e-4, token_cpu_s=3e-5),
+    front=FrontCosts(request_s=0.003, request_cpu_s=5e-4, token_cpu_s=3e-5),
     prefill_worker=WorkerKind(blocks=4000, step_tokens=2048),
     decode_worker=WorkerKind(blocks=4000, step_tokens=512, max_running=256),
 )

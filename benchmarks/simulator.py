@@ -1,0 +1,174 @@
+"""The simulator against a real cluster on this machine: three loads on which it was not calibrated.
+
+Starts `baton up` with the built-in model on the CPU, calibrates one prefill and one decode worker (`baton calibrate
+--shared-host`), measures the loads with the client of `baton bench`, and replays the same requests in the simulator.
+`--rounds` repeats everything; the table has the medians. `--calibration FILE` keeps the last calibration, with these
+errors in it, for `baton plan`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks import kit
+from launch.bench.client import Target, base_url, first_model, run_load
+from launch.bench.load import TOKEN_IDS, Session, completion
+from launch.bench.stats import Record, statistics
+from launch.capacity.calibrate import calibrate
+from launch.capacity.loads import Cluster
+from launch.cores import place
+from sim.scale.costs import Calibration
+from sim.scale.replay import ClusterShape, Replay
+from sim.scale.workload import Lengths, poisson
+from sim.trace import TraceRow
+
+BARS = {"throughput": 0.05, "p50": 0.10, "p99": 0.20}
+NUMBERS = ("output tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A load: in an open loop at the rows' times, or with `clients` in a closed loop."""
+
+    name: str
+    workers: int
+    rows: tuple[TraceRow, ...]
+    clients: int = 0
+
+
+def cases(seconds: float) -> list[Case]:
+    """Requests of other lengths than those of the calibration, with random arrivals."""
+    light = poisson(5.0, seconds, Lengths(100, 800), Lengths(16, 64), seed=1)
+    several = poisson(6.0, seconds, Lengths(200, 200, 1000), Lengths(32, 96), seed=2)
+    full = poisson(40.0, seconds / 2, Lengths(100, 900), Lengths(24, 80), seed=3)
+    return [
+        Case("1x1, 5 requests/s", 1, light),
+        Case("2x2, 6 requests/s", 2, several),
+        Case("overload, 1x1, 48 clients", 1, full, clients=48),
+    ]
+
+
+def real(case: Case, target: Target, seed: int) -> dict[str, float]:
+    source, sessions = random.Random(seed), []
+    for row in case.rows:
+        prompt = source.choices(range(TOKEN_IDS.low, TOKEN_IDS.high), k=row.input_len)
+        sessions.append(Session((completion(prompt, row.output_len),), row.at_s))
+    found = statistics(good(asyncio.run(run_load(target, sessions, case.clients, lambda _: None))))
+    times = (found.ttft.p50, found.ttft.p99, found.tpot.p50, found.tpot.p99)
+    return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True))
+
+
+def good(records: Sequence[Record]) -> Sequence[Record]:
+    failed = [record.error for record in records if record.error is not None]
+    if failed:
+        raise SystemExit(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
+    return records
+
+
+def cores_here() -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def simulated(case: Case, calibration: Calibration) -> dict[str, float]:
+    host = cores_here()
+    placed = tuple(p.cores for p in place([1] * 2 * case.workers, host))
+    position = {core: index for index, core in enumerate(host)}
+    own = tuple(tuple(position[core] for core in worker) for worker in placed)
+    shape = ClusterShape(calibration, case.workers, calibration, case.workers, own, len(host))
+    found = Replay(shape, case.rows, clients=case.clients).run()
+    times = (found.ttft.p50, found.ttft.p99, found.tpot.p50, found.tpot.p99)
+    return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True))
+
+
+def connected(url: str) -> Target:
+    base = base_url(url)
+    return Target(base, first_model(base, ""), "", 300.0, {"return_timeline": True})
+
+
+def one_round(todo: Sequence[Case], number: int) -> tuple[Calibration, list[dict[str, float]]]:
+    """Returns a calibration, and the numbers of each case on the real cluster."""
+    found: dict[str, dict[str, float]] = {}
+    calibration: Calibration | None = None
+    for workers in sorted({case.workers for case in todo}):
+        flags = ("--model", "builtin", "--device", "cpu", "--draft", "none")
+        with kit.cluster(*flags, "--prefill", str(workers), "--decode", str(workers)) as running:
+            target = connected(running.url)
+            if calibration is None:
+                cluster = Cluster(running.url, target, number)
+                calibration = calibrate(cluster, "cpu", shared_host=True, progress=_print)
+            for case in (case for case in todo if case.workers == workers):
+                found[case.name] = real(case, target, number)
+    if calibration is None:
+        raise SystemExit("there is no load")
+    return calibration, [found[case.name] for case in todo]
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def bar(name: str) -> float:
+    return BARS["throughput"] if name == NUMBERS[0] else BARS[name.split()[-1]]
+
+
+def main() -> None:
+    parser = kit.parser(__doc__, "simulator.md")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of each load")
+    parser.add_argument("--calibration", type=Path, help="file for the last calibration and its errors")
+    parser.add_argument("--about", default="", help="remark about this run")
+    options = parser.parse_args()
+    todo = cases(options.seconds)
+    measured: list[list[dict[str, float]]] = []
+    modelled: list[list[dict[str, float]]] = []
+    for number in range(options.rounds):
+        calibration, found = one_round(todo, number)
+        measured.append(found)
+        modelled.append([simulated(case, calibration) for case in todo])
+    rows, errors = [], dict[str, list[float]]()
+    for index, case in enumerate(todo):
+        for name in NUMBERS:
+            a = median(found[index][name] for found in measured)
+            b = median(found[index][name] for found in modelled)
+            spread = (max(f[index][name] for f in measured) - min(f[index][name] for f in measured)) / a
+            error = b / a - 1
+            errors.setdefault(name, []).append(abs(error))
+            unit, scale = ("", 1.0) if name == NUMBERS[0] else (" ms", 1e3)
+            met = "yes" if abs(error) <= bar(name) else "no"
+            cells = [f"{a * scale:.1f}{unit}", f"{b * scale:.1f}{unit}", f"{error:+.1%}"]
+            rows.append([case.name, name, *cells, f"{bar(name):.0%}", met, f"{spread:.0%}"])
+    headings = ("load", "number", "real", "simulated", "error", "bar", "within", "spread of the real one")
+    fits = [[name, f"{r.median:.1%}", f"{r.largest:.1%}", str(r.count)] for name, r in calibration.residuals.items()]
+    largest = {_key(name): max(values) for name, values in errors.items()}
+    if options.calibration:
+        document = replace(calibration, errors=largest).as_json()
+        options.calibration.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    within = sum(row[6] == "yes" for row in rows)
+    kit.report(
+        options.out,
+        "The simulator against a real cluster",
+        f"{within} of {len(rows)} numbers are within their bars. Medians of {options.rounds} rounds; the last column is"
+        " the difference between the largest and the smallest measurement, relative to the median: what"
+        " repeats so far apart cannot be predicted more closely.",
+        kit.table(headings, rows),
+        "Errors of the last calibration's fits:",
+        kit.table(("fit", "median", "largest", "loads"), fits),
+        about=f"The coordinator, all workers and the client share {len(cores_here())} cores. {options.about}".rstrip(),
+    )
+
+
+def _key(name: str) -> str:
+    """Returns the name of a number in a calibration's `errors`."""
+    return "throughput" if name == NUMBERS[0] else name.lower().replace(" ", "_")
+
+
+if __name__ == "__main__":
+    main()

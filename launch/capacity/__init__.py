@@ -1,0 +1,1 @@
+"""`baton calibrate`, `baton simulate` and `baton plan`: what a cluster costs, what another one would do."""

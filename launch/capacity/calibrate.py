@@ -1,0 +1,243 @@
+"""`baton calibrate`: applies controlled loads to a running cluster and fits the costs that the simulator needs.
+
+On a host that workers, coordinator and client share (`shared_host`), costs are the processor time of the processes:
+what else runs on the host does not count. Otherwise they are the seconds that workers report for their steps, and the
+rest of the time between two steps."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.core.errors import BatonError, StartupError
+from launch.bench.report import PACKAGES, machine_line
+from launch.capacity.loads import Cluster, Load, Sample
+from launch.cluster_api import Row
+from launch.console import versions
+from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, Residual, WorkerKind
+from sim.scale.fit import fit
+from sim.stats import percentile
+
+BACKLOG = 6  # clients that keep a prefill worker busy
+SEQUENTIAL = 8  # requests of one client
+OUTPUT_LEN = 96
+HAND_OVERS = 12
+_LEAST_LATENCY_S = 1e-5
+_QUIET = 25
+"""The percentile of times of lone requests that counts: other load on the host only adds to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the loads may use of the cluster."""
+
+    max_model_len: int
+    step_tokens: int
+    max_running: int
+
+
+def loads(limits: Limits) -> list[Load]:
+    """Returns the loads: prompts of several lengths, alone and with a backlog; decode batches of several sizes and
+    contexts; hand-overs of several sizes. A load that the cluster cannot hold is left out."""
+    longest = limits.max_model_len - OUTPUT_LEN - 1
+    lengths = [n for n in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384) if n <= longest]
+    batches = [n for n in (1, 2, 4, 8, 16, 32, 48, 96, 192) if n <= limits.max_running]
+    # KV that all rows share would stay in a processor's cache: with long contexts each row has its own.
+    contexts = [(min(32, longest), n, True) for n in batches]
+    contexts += [
+        (length, n, False) for length in (longest // 4, longest - OUTPUT_LEN) for n in batches[:5] if length > 0
+    ]
+    found = [Load("warm-up", SEQUENTIAL, 2, min(64, longest), 8)]
+    found += [Load("prefill", SEQUENTIAL, 1, n, 1) for n in lengths]
+    found += [Load("prefill backlog", 4 * BACKLOG, BACKLOG, n, 1) for n in lengths[1::2]]
+    found += [Load("decode", n, n, context, OUTPUT_LEN, shared=shared) for context, n, shared in contexts]
+    found += [Load("hand-over", HAND_OVERS, 1, n, 8) for n in lengths if n <= limits.step_tokens]
+    return found
+
+
+def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Callable[[str], None]) -> Calibration:
+    """Measures a cluster of one prefill and one decode worker, which serves nothing else meanwhile.
+
+    Raises:
+        StartupError: it has other workers, a request failed, or its processes are not on this host (`shared_host`).
+    """
+    rows = cluster.rows()
+    prefill, decode = (_only(rows, role) for role in ("prefill", "decode"))
+    limits = Limits(
+        min(int(prefill["max_model_len"]), int(decode["max_model_len"])),
+        int(prefill["step_tokens"]),
+        int(decode["max_running"]) or 256,
+    )
+    samples = []
+    for load in loads(limits):
+        progress(f"{load.name}: {load.requests} requests of {load.input_len} + {load.output_len} tokens")
+        samples.append(cluster.measure(load))
+    if shared_host and not all(s.front_cpu_s and s.prefill.cpu_s for s in samples):
+        raise StartupError("--shared-host: the processes of this cluster are not on this host")
+    made = costs(samples, shared_host=shared_host)
+    kinds = [
+        WorkerKind(int(row["blocks_total"]), int(row["step_tokens"]), int(row["max_running"]))
+        for row in (prefill, decode)
+    ]
+    about = {
+        "model": cluster.target.model,
+        "machine": machine_line(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": shlex.join(["baton", *sys.argv[1:]]),
+        "costs": "processor time" if shared_host else "seconds of workers' steps and between them",
+        "dtype": str(decode["dtype"]),
+        **versions(*PACKAGES),
+    }
+    return Calibration(
+        name=name,
+        block_size=int(decode["block_size"]),
+        max_model_len=limits.max_model_len,
+        token_bytes=made.token_bytes,
+        tensor_parallel=int(decode["tensor_parallel"]),
+        prefill=made.prefill,
+        decode=made.decode,
+        link=made.link,
+        front=made.front,
+        prefill_worker=kinds[0],
+        decode_worker=kinds[1],
+        residuals=made.residuals,
+        about=about,
+    )
+
+
+def _only(rows: Iterable[Row], role: str) -> Row:
+    mine = [row for row in rows if row["role"] == role and row["state"] == "ready"]
+    if len(mine) != 1:
+        raise StartupError(f"calibration needs one ready {role} worker; this cluster has {len(mine)}")
+    return mine[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    prefill: PrefillCosts
+    decode: DecodeCosts
+    link: LinkCosts
+    front: FrontCosts
+    token_bytes: int
+    residuals: Mapping[str, Residual]
+
+
+def costs(samples: Sequence[Sample], *, shared_host: bool) -> Fitted:
+    """Fits the costs to the samples. Pure.
+
+    Raises:
+        StartupError: the samples do not determine them.
+    """
+    by_name: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.load.name, []).append(sample)
+    try:
+        prefill, decode, sends, residuals = _steps(by_name, shared_host)
+        link, token_bytes, residuals["hand-over"] = _link(by_name["hand-over"], decode, sends)
+        front, more = _front(samples, by_name["prefill"], prefill)
+    except BatonError as error:
+        raise StartupError(f"the measurements do not determine the costs: {error.message}") from None
+    return Fitted(prefill, decode, link, front, token_bytes, {**residuals, **more})
+
+
+def _steps(
+    by_name: Mapping[str, Sequence[Sample]], shared_host: bool
+) -> tuple[PrefillCosts, DecodeCosts, dict[str, float], dict[str, Residual]]:
+    """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts)."""
+    alone = by_name["hand-over"] if shared_host else []
+    prompts = [*by_name["prefill"], *by_name["prefill backlog"], *alone]
+    found, of_prefill = fit(
+        {
+            "base_s": [s.prefill.steps for s in prompts],
+            "row_s": [s.load.requests for s in prompts],
+            "token_s": [s.prefill.prompt_tokens for s in prompts],
+            "pair_s": [s.load.requests * _pairs(s.load.input_len) for s in prompts],
+            "send_s": [s.handed_over for s in prompts],
+            "send_token_s": [s.tokens_sent for s in prompts],
+        },
+        [s.prefill.cpu_s if shared_host else s.prefill.step_s for s in prompts],
+    )
+    sends = {name: found.pop(name) for name in ("send_s", "send_token_s")}
+    around = sorted((s.elapsed_s - s.prefill.step_s) / s.prefill.steps for s in by_name["prefill backlog"])
+    prefill = PrefillCosts(**found, idle_s=0.0 if shared_host else max(0.0, percentile(around, 50)))
+
+    batches = [*by_name["decode"], *alone]
+    found, of_decode = fit(
+        {
+            "base_s": [s.decode.steps for s in batches],
+            "row_s": [(s.load.output_len - 1) * s.load.requests for s in batches],
+            "context_s": [s.context for s in batches],
+            "draft_s": [s.decode.drafted for s in batches],
+            "receive_s": [s.handed_over if shared_host else 0 for s in batches],
+            "receive_token_s": [s.tokens_sent if shared_host else 0 for s in batches],
+        },
+        [s.decode.cpu_s if shared_host else s.decode.step_s for s in batches],
+    )
+    sends |= {name: found.pop(name) for name in ("receive_s", "receive_token_s")}
+    drafted = sum(s.decode.drafted for s in batches)
+    found["token_s"] = prefill.token_s
+    found["accepted"] = min(sum(s.decode.accepted for s in batches) / drafted, 0.99) if drafted else 0.0
+    if not drafted:
+        computed, lone = DecodeCosts(**found), [s for s in by_name["decode"] if s.load.concurrency == 1]
+        idle = [_period_s(s) - computed.plain_s(1, s.context / s.decode.steps) for s in lone]
+        found["idle_s"] = max(0.0, min(idle, default=0.0))
+    return prefill, DecodeCosts(**found), sends, {"prefill step": of_prefill, "decode step": of_decode}
+
+
+def _pairs(tokens: float) -> float:
+    """Returns over how many positions the tokens of a prompt attend."""
+    return tokens * (tokens + 1) / 2
+
+
+def _period_s(sample: Sample) -> float:
+    """Returns the median time between two tokens of a stream; its first gap, with the hand-over, does not count."""
+    return percentile(sorted(gap for record in sample.records for gap in record.gaps_s[1:]), 50)
+
+
+def _link(
+    samples: Sequence[Sample], decode: DecodeCosts, sends: Mapping[str, float]
+) -> tuple[LinkCosts, int, Residual]:
+    """Fits hand-overs: the gap between the first two tokens of a lone request, less one decode step and `sends`."""
+    tokens = sum(s.prefill.prompt_tokens for s in samples)
+    token_bytes = max(1, round(sum(s.prefill.kv_bytes for s in samples) / tokens))
+    sizes, gaps, others = list[float](), list[float](), list[float]()
+    for s in samples:
+        sizes.append(s.load.input_len * token_bytes)
+        gaps.append(percentile(sorted(r.gaps_s[0] for r in s.records if r.gaps_s), _QUIET))
+        step_s = decode.plain_s(1, s.load.input_len + 1) + decode.idle_s
+        each_s = sends["send_token_s"] + sends["receive_token_s"]
+        others.append(step_s + sends["send_s"] + sends["receive_s"] + each_s * s.load.input_len)
+    left = [max(gap - other, _LEAST_LATENCY_S) for gap, other in zip(gaps, others, strict=True)]
+    found, _ = fit({"latency_s": [1.0] * len(sizes), "byte_s": sizes}, left)
+    link = LinkCosts(found["latency_s"], 1.0 / found["byte_s"] if found["byte_s"] else 1e15, **sends)
+    fitted = [o + link.latency_s + size / link.bytes_per_s for o, size in zip(others, sizes, strict=True)]
+    errors = sorted(abs(value - gap) / gap for value, gap in zip(fitted, gaps, strict=True))
+    return link, token_bytes, Residual(percentile(errors, 50), errors[-1], len(errors))
+
+
+def _front(
+    samples: Sequence[Sample], alone: Sequence[Sample], prefill: PrefillCosts
+) -> tuple[FrontCosts, dict[str, Residual]]:
+    around = []
+    for s in alone:
+        steps, tokens = s.prefill.steps / s.load.requests, s.prefill.prompt_tokens / s.load.requests
+        step_s = (prefill.base_s + prefill.row_s + prefill.idle_s) * steps + prefill.token_s * tokens
+        ttft = sorted(r.ttft_s for r in s.records if r.ttft_s is not None)
+        around.append(percentile(ttft, _QUIET) - step_s - prefill.pair_s * _pairs(tokens))
+    request_s = max(0.0, min(around))
+    if not all(s.front_cpu_s for s in samples):
+        return FrontCosts(request_s=request_s), {}
+    terms: dict[str, list[float]] = {
+        "request_cpu_s": [s.load.requests for s in samples],
+        "prompt_token_cpu_s": [s.load.requests * s.load.input_len for s in samples],
+        "message_cpu_s": [s.prefill.steps + s.decode.steps for s in samples],
+        "token_cpu_s": [s.load.requests * s.load.output_len for s in samples],
+    }
+    front, of_front = fit(terms, [s.front_cpu_s for s in samples])
+    del terms["prompt_token_cpu_s"]
+    of_client_s = {f"client_{name}": values for name, values in terms.items()}
+    client, of_client = fit(of_client_s, [s.client_cpu_s for s in samples])
+    return FrontCosts(request_s=request_s, **front, **client), {"coordinator": of_front, "client": of_client}

@@ -1,0 +1,166 @@
+"""Controlled loads on a running cluster, and what each cost: counters of the workers, processor time, times at the
+client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.errors import StartupError
+from launch.bench.client import Target, run_load
+from launch.bench.load import Session, completion
+from launch.bench.stats import Record
+from launch.cluster_api import Row, get_cluster
+
+_IDS = range(300, 4000)
+SETTLE_S = 10.0
+"""For the counters of the last request to arrive at the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of equal lengths in a closed loop. With `shared` all have the same prompt, of which prefill computes
+    little after the first."""
+
+    name: str
+    requests: int
+    concurrency: int
+    input_len: int
+    output_len: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Sums over the workers of one role: steps and the seconds in them, tokens, bytes; `cpu_s` is the processor time of
+    their processes, 0 if they are not on this host."""
+
+    steps: int = 0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    kv_bytes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    cpu_s: float = 0.0
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(*(getattr(self, n) - getattr(before, n) for n in Counters.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One load and what it cost."""
+
+    load: Load
+    records: tuple[Record, ...]
+    prefill: Counters
+    decode: Counters
+    front_cpu_s: float
+    client_cpu_s: float
+    elapsed_s: float
+
+    @property
+    def handed_over(self) -> int:
+        """The requests that did not end at prefill."""
+        return self.load.requests if self.load.output_len > 1 else 0
+
+    @property
+    def tokens_sent(self) -> int:
+        return 0 if self.load.shared else self.handed_over * self.load.input_len
+
+    @property
+    def context(self) -> float:
+        """The positions that all decode rows of the load attend to."""
+        first, count = self.load.input_len + 1, self.load.output_len - 1
+        return self.load.requests * count * (first + (count - 1) / 2)
+
+
+class Cluster:
+    """A running cluster and its client. Complete state: the target, and a generator of prompts."""
+
+    def __init__(self, url: str, target: Target, seed: int) -> None:
+        self.url, self.target = url, target
+        self._source = random.Random(seed)
+
+    def rows(self) -> tuple[Row, ...]:
+        return get_cluster(self.url).workers
+
+    def measure(self, load: Load) -> Sample:
+        """Applies a load.
+
+        Raises:
+            StartupError: a request failed, or the cluster does not reply.
+        """
+        prompt = self._prompt(load.input_len)
+        sessions = [
+            Session((completion(prompt if load.shared else self._prompt(load.input_len), load.output_len),))
+            for _ in range(load.requests)
+        ]
+        if load.shared:  # the first computes the prompt
+            self._run([Session((completion(prompt, 2),))], 1)
+            self._settled(2)
+        before, front, client, began = self._counters(), self._front_cpu_s(), time.process_time(), time.perf_counter()
+        records = self._run(sessions, load.concurrency)
+        elapsed_s, client_cpu_s = time.perf_counter() - began, time.process_time() - client
+        front_cpu_s = self._front_cpu_s() - front
+        after = self._settled(before["prefill"].tokens + before["decode"].tokens + load.requests * load.output_len)
+        for record in records:
+            if record.error is not None:
+                raise StartupError(f"load {load.name}: a request failed: {record.error}")
+        prefill, decode = (after[role].since(before[role]) for role in ("prefill", "decode"))
+        return Sample(load, tuple(records), prefill, decode, front_cpu_s, client_cpu_s, elapsed_s)
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._source.choices(_IDS, k=length)
+
+    def _run(self, sessions: Iterable[Session], concurrency: int) -> list[Record]:
+        return asyncio.run(run_load(self.target, sessions, concurrency, lambda _: None))
+
+    def _settled(self, tokens: int) -> dict[str, Counters]:
+        """Returns the counters once they include `tokens` tokens, or do not change any more."""
+        deadline, last = time.monotonic() + SETTLE_S, self._counters()
+        while time.monotonic() < deadline and last["prefill"].tokens + last["decode"].tokens < tokens:
+            time.sleep(0.1)
+            last = self._counters()
+        return last
+
+    def _counters(self) -> dict[str, Counters]:
+        found = {}
+        rows = self.rows()
+        for role in ("prefill", "decode"):
+            mine = [row for row in rows if row["role"] == role and row["state"] == "ready"]
+            drafts = [row["speculation"] or {} for row in mine]
+            found[role] = Counters(
+                steps=_sum(mine, "steps"),
+                step_s=sum(float(row["step_s"]) for row in mine),
+                prompt_tokens=_sum(mine, "prompt_tokens_computed"),
+                tokens=_sum(mine, "tokens_generated"),
+                kv_bytes=_sum(mine, "kv_bytes_sent"),
+                drafted=_sum(drafts, "drafted_tokens"),
+                accepted=_sum(drafts, "accepted_tokens"),
+                cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
+            )
+        return found
+
+    def _front_cpu_s(self) -> float:
+        return cpu_seconds(int(get_cluster(self.url).document["coordinator"].get("pid", 0)))
+
+
+def _sum(rows: Sequence[Row], name: str) -> int:
+    return sum(int(row.get(name, 0)) for row in rows)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time of all threads of a process on this host; 0.0 if there is none."""
+    total = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat") if pid else ():
+        try:
+            total += int(path.read_text().split()[0])
+        except (OSError, ValueError, IndexError):
+            continue
+    return total / 1e9
