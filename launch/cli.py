@@ -16,6 +16,7 @@ from baton.core.errors import BatonError, StartupError
 from baton.core.names import host_port_error
 from baton.runtime.options import NumberRange, config_command, run_main
 from launch.bench.command import bench_command
+from launch.capacity.command import calibrate_command, plan_command, simulate_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -260,6 +261,9 @@ def version_command() -> int:
 baton.add_command(up_command)
 baton.add_command(doctor_command)
 baton.add_command(bench_command)
+baton.add_command(calibrate_command)
+baton.add_command(simulate_command)
+baton.add_command(plan_command)
 
 
 def main() -> NoReturn:

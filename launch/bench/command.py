@@ -35,8 +35,8 @@ class _Parsed(click.ParamType[Any]):
             self.fail(f"{value!r}: {error}; expected {self._form}", param, ctx)
 
 
-_LENGTHS = _Parsed("N|LO-HI", parse_lengths, "a length, or a range such as 128-1024")
-_SLO = _Parsed("ttft=S,tpot=S", parse_slo, "limits such as ttft=0.5,tpot=50ms")
+LENGTHS = _Parsed("N|LO-HI", parse_lengths, "a length, or a range such as 128-1024")
+SLO = _Parsed("ttft=S,tpot=S", parse_slo, "limits such as ttft=0.5,tpot=50ms")
 _FILE = click.Path(dir_okay=False, writable=True)
 
 
@@ -45,8 +45,8 @@ _FILE = click.Path(dir_okay=False, writable=True)
 @click.option("--model", default="", help="Model to request; default the first of /v1/models.")
 @click.option("--concurrency", type=click.IntRange(1), default=8, show_default=True, help="Clients in a closed loop.")
 @click.option("--requests", type=click.IntRange(1), default=None, help="Number of requests; default 8 per client.")
-@click.option("--input-len", type=_LENGTHS, default="512", show_default=True, help="Prompt length.")
-@click.option("--output-len", type=_LENGTHS, default="64", show_default=True, help="Output tokens.")
+@click.option("--input-len", type=LENGTHS, default="512", show_default=True, help="Prompt length.")
+@click.option("--output-len", type=LENGTHS, default="64", show_default=True, help="Output tokens.")
 @click.option(
     "--prompts",
     "workload",
@@ -57,11 +57,11 @@ _FILE = click.Path(dir_okay=False, writable=True)
 )
 @click.option("--turns", type=click.IntRange(1, 100), default=4, show_default=True, help="Requests per conversation.")
 @click.option("--shared-len", type=click.IntRange(0), default=0, help="Tokens that all conversations begin with.")
-@click.option("--token-ids", type=_LENGTHS, default="300-3999", show_default=True, help="Ids that prompts are made of.")
+@click.option("--token-ids", type=LENGTHS, default="300-3999", show_default=True, help="Ids that prompts are made of.")
 @click.option("--rate", type=NumberRange(1e-6), default=None, help="Open loop: requests per second, Poisson arrivals.")
 @click.option("--trace", default="", metavar="FILE", help=f"Open loop: a recorded trace; also {', '.join(TRACES)}.")
 @click.option("--scale", type=NumberRange(1e-6), default=1.0, show_default=True, help="Speed-up factor of the trace.")
-@click.option("--slo", type=_SLO, default=None, help="Latency limits; goodput counts requests within.")
+@click.option("--slo", type=SLO, default=None, help="Latency limits; goodput counts requests within.")
 @click.option(
     "--slo-share",
     type=NumberRange(0.01, 1.0),

@@ -55,7 +55,7 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, file
     Raises:
         StartupError: a server does not reply, or a file cannot be written.
     """
-    targets = [_target(*server) for server in servers]
+    targets = [find_target(*server) for server in servers]
     try:
         for path in files.values():
             path.open("ab").close()  # fails before the measurement and not after it
@@ -80,7 +80,8 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, file
     return int(all(record.error is not None for run in report.runs for record in run.records))
 
 
-def _target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
+def find_target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
+    """Returns a server that replies, with its first model by default. Raises StartupError if it does not."""
     try:
         base = base_url(url)
         model = model or first_model(base, api_key)

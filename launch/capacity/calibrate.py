@@ -6,6 +6,7 @@ rest of the time between two steps."""
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
@@ -77,7 +78,7 @@ def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Calla
         samples.append(cluster.measure(load))
     if shared_host and not all(s.front_cpu_s and s.prefill.cpu_s for s in samples):
         raise StartupError("--shared-host: the processes of this cluster are not on this host")
-    made = costs(samples, shared_host=shared_host)
+    made = costs(samples, limits.step_tokens, shared_host=shared_host)
     kinds = [
         WorkerKind(int(row["blocks_total"]), int(row["step_tokens"]), int(row["max_running"]))
         for row in (prefill, decode)
@@ -125,7 +126,7 @@ class Fitted:
     residuals: Mapping[str, Residual]
 
 
-def costs(samples: Sequence[Sample], *, shared_host: bool) -> Fitted:
+def costs(samples: Sequence[Sample], step_tokens: int, *, shared_host: bool) -> Fitted:
     """Fits the costs to the samples. Pure.
 
     Raises:
@@ -135,7 +136,7 @@ def costs(samples: Sequence[Sample], *, shared_host: bool) -> Fitted:
     for sample in samples:
         by_name.setdefault(sample.load.name, []).append(sample)
     try:
-        prefill, decode, sends, residuals = _steps(by_name, shared_host)
+        prefill, decode, sends, residuals = _steps(by_name, step_tokens, shared_host)
         link, token_bytes, residuals["hand-over"] = _link(by_name["hand-over"], decode, sends)
         front, more = _front(samples, by_name["prefill"], prefill)
     except BatonError as error:
@@ -144,7 +145,7 @@ def costs(samples: Sequence[Sample], *, shared_host: bool) -> Fitted:
 
 
 def _steps(
-    by_name: Mapping[str, Sequence[Sample]], shared_host: bool
+    by_name: Mapping[str, Sequence[Sample]], step_tokens: int, shared_host: bool
 ) -> tuple[PrefillCosts, DecodeCosts, dict[str, float], dict[str, Residual]]:
     """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts)."""
     alone = by_name["hand-over"] if shared_host else []
@@ -152,7 +153,7 @@ def _steps(
     found, of_prefill = fit(
         {
             "base_s": [s.prefill.steps for s in prompts],
-            "row_s": [s.load.requests for s in prompts],
+            "row_s": [s.load.requests * math.ceil(s.load.input_len / step_tokens) for s in prompts],
             "token_s": [s.prefill.prompt_tokens for s in prompts],
             "pair_s": [s.load.requests * _pairs(s.load.input_len) for s in prompts],
             "send_s": [s.handed_over for s in prompts],

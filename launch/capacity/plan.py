@@ -1,0 +1,217 @@
+"""`baton plan`: the cheapest cluster for a load, and what surrounds it: other rates, a lost worker, its own error."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from baton.core.errors import StartupError
+from sim.scale.costs import Calibration
+from sim.scale.planner import (
+    Evaluated,
+    Found,
+    Infeasible,
+    Pair,
+    Size,
+    cheapest,
+    evaluate_times,
+    one_fewer,
+    search,
+)
+from sim.scale.replay import ClusterShape, Replay
+from sim.scale.workload import fitting, scaled
+from sim.stats import Slo
+from sim.trace import TraceRow
+
+FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0)
+HEADROOM = (2.0, 5.0)
+ROUTING = (
+    "prefill: the worker that has the fewest tokens to compute, its backlog and what it has cached of the prompt"
+    " counted; decode: the longest cached prefix, unless more than 4 more sequences run there than on the emptiest one"
+)
+"""The production dispatcher's policy (coordinator/policy/dispatch.py): it has no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The planned cluster, or another one, at `factor` times the rate."""
+
+    factor: float
+    size: Size
+    evaluated: Evaluated
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """Everything about a plan. `one_fewer` are the plan's load on clusters without one of its workers; `needed` are the
+    sizes that meet the limits at HEADROOM times the rate, None where none does. If it is `infeasible`, `found` has room
+    to spare and the others are empty."""
+
+    settings: Mapping[str, str]
+    slo: Slo
+    requests: int
+    too_long: int
+    found: Found | Infeasible
+    curve: tuple[Point, ...] = ()
+    one_fewer: tuple[Point, ...] = ()
+    needed: Mapping[float, Size | None] = field(default_factory=dict)
+    replays: int = 0
+    seconds: float = 0.0
+
+    @property
+    def infeasible(self) -> bool:
+        return isinstance(self.found, Infeasible)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader must know before trusting the figures."""
+        lines = []
+        front = self.found.evaluated.outcome.front_utilisation
+        if front > 0.8:
+            lines.append(
+                f"one coordinator is not enough: its processor time would be {front:.1f} times the duration;"
+                " the figures assume that it delays no token"
+            )
+        if self.too_long:
+            lines.append(
+                f"{self.too_long} of {self.requests} requests exceed the context of the calibrated model"
+                f" ({self.found.pair.prefill.max_model_len} tokens) and are left out"
+            )
+        for kind in {
+            self.found.pair.prefill.name: self.found.pair.prefill,
+            self.found.pair.decode.name: self.found.pair.decode,
+        }.values():
+            if not kind.errors:
+                lines.append(f"the simulator's error with the calibration {kind.name} was not measured")
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.found
+        document: dict[str, Any] = {
+            "settings": dict(self.settings),
+            "slo": asdict(self.slo),
+            "requests": self.requests,
+            "too_long": self.too_long,
+            "feasible": not self.infeasible,
+            "workers": asdict(found.size),
+            "kinds": {"prefill": found.pair.prefill.name, "decode": found.pair.decode.name},
+            "tensor_parallel": {
+                "prefill": found.pair.prefill.tensor_parallel,
+                "decode": found.pair.decode.tensor_parallel,
+            },
+            "price_per_hour": found.pair.price(found.size),
+            "routing": ROUTING,
+            "outcome": _evaluated(found.evaluated),
+            "errors": {"prefill": dict(found.pair.prefill.errors), "decode": dict(found.pair.decode.errors)},
+            "warnings": self.warnings,
+            "replays": self.replays,
+        }
+        if isinstance(found, Infeasible):
+            nearest = found.evaluated.nearest
+            document |= {"missed": list(found.missed), "nearest": None if nearest is None else asdict(nearest)}
+            return document
+        document["curve"] = [_point(point) for point in self.curve]
+        document["one_fewer"] = [_point(point) for point in self.one_fewer]
+        document["needed"] = {f"{f:g}": None if s is None else asdict(s) for f, s in self.needed.items()}
+        return document
+
+
+def _evaluated(evaluated: Evaluated) -> dict[str, Any]:
+    return {**asdict(evaluated.outcome), "ttft_at_share_s": evaluated.ttft_s, "tpot_at_share_s": evaluated.tpot_s}
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {"factor": point.factor, "workers": asdict(point.size), **_evaluated(point.evaluated)}
+
+
+def make_plan(
+    rows: Sequence[TraceRow],
+    slo: Slo,
+    calibrations: Sequence[Calibration],
+    prices: Mapping[str, float],
+    settings: Mapping[str, str],
+    *,
+    seed: int = 1,
+    headroom: bool = True,
+    progress: Callable[[str], None] = lambda line: None,
+) -> PlanReport:
+    """Searches all pairs of calibrations, and replays what surrounds the cheapest plan.
+
+    Raises:
+        StartupError: no request fits into the context of a calibration, or two calibrations do not fit together.
+    """
+    began, replays = time.monotonic(), 0
+    longest = min(calibration.max_model_len for calibration in calibrations)
+    kept, too_long = fitting(rows, longest)
+    if not kept:
+        raise StartupError(f"no request fits into {longest} tokens, the context of the calibrated model")
+    for calibration in calibrations[1:]:
+        for name in ("block_size", "token_bytes"):
+            a, b = getattr(calibrations[0], name), getattr(calibration, name)
+            if a != b:
+                raise StartupError(
+                    f"calibrations {calibrations[0].name} and {calibration.name} differ: {name} {a}, {b}"
+                )
+    loads = {1.0: kept}
+
+    def evaluate(pair: Pair, size: Size, factor: float = 1.0) -> Evaluated:
+        nonlocal replays
+        replays += 1
+        if factor not in loads:
+            loads[factor] = scaled(kept, factor, seed)
+        replay = Replay(ClusterShape(pair.prefill, size.prefill, pair.decode, size.decode), loads[factor])
+        evaluated = evaluate_times(replay.run(slo), replay.measured.times, slo)
+        what = f"{size}: {evaluated.outcome.met_share:.1%} met" + (f" at {factor:g}x" if factor != 1.0 else "")
+        progress(what)
+        return evaluated
+
+    pairs = [
+        Pair(prefill, decode, prices.get(prefill.name, 1.0), prices.get(decode.name, 1.0))
+        for prefill in calibrations
+        for decode in calibrations
+    ]
+    found = cheapest([search(pair, slo, kept, evaluate) for pair in pairs])
+    made = (settings, slo, len(rows), too_long, found)
+    if isinstance(found, Infeasible):
+        return PlanReport(*made, replays=replays, seconds=time.monotonic() - began)
+    pair, size = found.pair, found.size
+    curve = [Point(f, size, found.evaluated if f == 1.0 else evaluate(pair, size, f)) for f in FACTORS]
+    fewer = [Point(1.0, s, found.tried.get(s) or evaluate(pair, s)) for s in one_fewer(size)]
+    needed: dict[float, Size | None] = {}
+    for factor in HEADROOM if headroom else ():
+        evaluate(pair, size, factor)
+        at = search(pair, slo, loads[factor], lambda p, s, f=factor: evaluate(p, s, f))  # type: ignore[misc]
+        needed[factor] = at.size if isinstance(at, Found) else None
+    return PlanReport(
+        *made,
+        curve=tuple(curve),
+        one_fewer=tuple(fewer),
+        needed=needed,
+        replays=replays,
+        seconds=time.monotonic() - began,
+    )
+
+
+def lost(point: Point, planned: Size) -> str:
+    """Returns which worker is missing."""
+    return "one prefill worker lost" if point.size.prefill < planned.prefill else "one decode worker lost"
+
+
+def why_missed(report: PlanReport) -> str:
+    """Returns in one line which limit is infeasible, and the nearest feasible one."""
+    found = report.found
+    if not isinstance(found, Infeasible):
+        return ""
+    evaluated, share = found.evaluated, report.slo.share
+    if found.missed == ("requests",):
+        refused = ", ".join(f"{count} {code}" for code, count in evaluated.outcome.refused.items())
+        return f"infeasible: more than {1 - share:.0%} of the requests fail with any number of workers ({refused})"
+    names = {"ttft": (report.slo.ttft_s, evaluated.ttft_s), "tpot": (report.slo.tpot_s, evaluated.tpot_s)}
+    parts = [
+        f"{name}={names[name][0]:g} (with room to spare {share:.0%} have at most {names[name][1]:.3g} s)"
+        for name in found.missed
+    ]
+    nearest = f"; nearest feasible: --slo {evaluated.nearest}" if evaluated.nearest else ""
+    return f"infeasible with any number of workers: {' and '.join(parts)}{nearest}"

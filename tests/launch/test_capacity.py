@@ -1,0 +1,199 @@
+"""`baton calibrate`, `simulate` and `plan`: fits that find the costs behind the samples, files, refusals, reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from baton.core.errors import InvalidRequest, StartupError
+from launch.bench.stats import Record
+from launch.capacity.calibrate import Limits, costs, loads
+from launch.capacity.command import plan_command, read_calibration, simulate_command
+from launch.capacity.loads import Counters, Load, Sample
+from sim.scale.costs import Calibration, parse_calibration
+from sim.scale.fit import fit
+from tests.support.scale import CALIBRATION
+
+LINK = replace(CALIBRATION.link, send_s=2e-3, send_token_s=1e-6, receive_s=1e-3, receive_token_s=2e-6)
+FRONT = replace(
+    CALIBRATION.front,
+    prompt_token_cpu_s=1e-6,
+    message_cpu_s=2e-4,
+    client_request_cpu_s=4e-4,
+    client_message_cpu_s=5e-5,
+    client_token_cpu_s=2e-5,
+)
+TRUE = replace(CALIBRATION, link=LINK, front=FRONT)
+IDLE_S = 1e-4
+LIMITS = Limits(max_model_len=4096, step_tokens=512, max_running=64)
+
+
+def sample(load: Load, kind: Calibration, *, shared_host: bool) -> Sample:
+    """What a cluster with these costs shows under a load, without chance. A batch runs whole from its first step on."""
+    prefill, decode, link, front = kind.prefill, kind.decode, kind.link, kind.front
+    tokens, n = load.input_len, load.requests
+    rows = -(-tokens // 512) * n
+    steps = rows if load.concurrency == 1 else -(-n * tokens // 512)  # a backlog fills the steps
+    step_s = prefill.base_s * steps + prefill.row_s * rows
+    step_s += n * (prefill.token_s * tokens + prefill.pair_s * tokens * (tokens + 1) / 2)
+    handed = n if load.output_len > 1 else 0
+    sent = 0 if load.shared else handed * tokens
+    rounds = load.output_len - 1
+    batches = -(-n // load.concurrency)
+    made = Sample(load, (), Counters(), Counters(), 0.0, 0.0, 0.0)
+    decode_s = rounds * batches * decode.base_s + decode.row_s * rounds * n + decode.context_s * made.context
+    gap_s = link.latency_s + tokens * kind.token_bytes / link.bytes_per_s + decode.plain_s(1, tokens + 1)
+    if shared_host:
+        gap_s += link.send_s + link.receive_s + (link.send_token_s + link.receive_token_s) * tokens
+    ttft_s = front.request_s + (step_s + (0.0 if shared_host else steps * IDLE_S)) / n
+    step = decode.plain_s(1, tokens + 1)
+    arrivals = [ttft_s, *(ttft_s + gap_s + i * step for i in range(load.output_len - 1))]
+    record = Record(0.0, tuple(arrivals), arrivals[-1], arrivals[-1], tokens, 0, load.output_len)
+    messages = steps + rounds * batches
+    front_s = n * front.admit_cpu_s(tokens) + front.deliver_cpu_s(messages, n * load.output_len)
+    client_s = n * front.client_request_cpu_s + front.read_cpu_s(messages, n * load.output_len)
+    send_s = link.send_s * handed + link.send_token_s * sent
+    receive_s = link.receive_s * handed + link.receive_token_s * sent
+    return Sample(
+        load,
+        (record,) * n,
+        Counters(steps, step_s, tokens * n, n, kind.token_bytes * sent, cpu_s=step_s + send_s),
+        Counters(rounds * batches, decode_s, 0, rounds * n, cpu_s=decode_s + receive_s),
+        front_s,
+        client_s,
+        step_s + steps * IDLE_S,
+    )
+
+
+@pytest.mark.parametrize("shared_host", [True, False])
+def test_fits_find_the_costs_behind_the_samples(shared_host: bool) -> None:
+    given = [sample(load, TRUE, shared_host=shared_host) for load in loads(LIMITS)]
+    found = costs(given, LIMITS.step_tokens, shared_host=shared_host)
+    for part, true in (("prefill", TRUE.prefill), ("front", TRUE.front)):
+        for name in true.__slots__:
+            if name != "idle_s":
+                assert getattr(getattr(found, part), name) == pytest.approx(getattr(true, name), rel=0.03), (part, name)
+    assert (found.decode.base_s, found.decode.row_s) == pytest.approx((TRUE.decode.base_s, TRUE.decode.row_s), rel=1e-3)
+    assert found.decode.context_s == pytest.approx(TRUE.decode.context_s, rel=1e-3)
+    assert found.link.latency_s == pytest.approx(TRUE.link.latency_s, rel=0.05)
+    assert found.link.bytes_per_s == pytest.approx(TRUE.link.bytes_per_s, rel=0.05)
+    sends = found.link.send_s, found.link.send_token_s, found.link.receive_s, found.link.receive_token_s
+    assert sends == pytest.approx((2e-3, 1e-6, 1e-3, 2e-6) if shared_host else (0.0,) * 4, rel=0.05)
+    assert found.prefill.idle_s == pytest.approx(0.0 if shared_host else IDLE_S, rel=0.1)
+    assert found.token_bytes == TRUE.token_bytes
+    assert all(residual.largest < 0.03 for residual in found.residuals.values()), found.residuals
+
+
+def test_loads_stay_within_the_limits_of_the_cluster() -> None:
+    small = loads(Limits(max_model_len=300, step_tokens=128, max_running=4))
+    assert all(load.input_len + load.output_len <= 300 and load.concurrency <= 6 for load in small)
+    assert {load.name for load in small} == {load.name for load in loads(LIMITS)}
+
+
+def test_a_fit_leaves_out_negative_terms_and_states_its_error() -> None:
+    ones, xs = [1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]
+    found, residual = fit({"a": ones, "b": xs, "c": [x * x for x in xs]}, [5.0, 7.0, 9.0, 11.0, 13.0])
+    assert (found["a"], found["b"], found["c"]) == pytest.approx((3.0, 2.0, 0.0), abs=1e-9) and residual.largest < 1e-9
+    found, residual = fit({"a": ones, "b": xs}, [5.0, 4.0, 3.0, 2.0, 1.0])
+    assert found["b"] == 0.0 and found["a"] > 0 and residual.largest > 0.5
+    with pytest.raises(InvalidRequest, match="too few"):
+        fit({"a": ones[:1], "b": xs[:1]}, [1.0])
+
+
+def test_a_calibration_is_read_as_it_is_written() -> None:
+    assert parse_calibration(json.loads(json.dumps(TRUE.as_json()))) == TRUE
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda d: d.update(format=0), "format"),
+        (lambda d: d.update(colour=1), "colour"),
+        (lambda d: d.pop("block_size"), "block_size"),
+        (lambda d: d.update(block_size=0), "block_size"),
+        (lambda d: d["decode"].update(base_s="x"), "decode.base_s"),
+        (lambda d: d["decode"].update(base_s=-1), "decode.base_s"),
+        (lambda d: d["decode"].update(base_s=1e999), "decode.base_s"),
+        (lambda d: d["prefill_worker"].update(blocks=1.5), "prefill_worker.blocks"),
+        (lambda d: d["link"].update(bytes_per_s=0), "link.bytes_per_s"),
+        (lambda d: d.update(residuals={"x": {"median": 0}}), "residuals.x.largest"),
+        (lambda d: d.update(prefill=3), "prefill"),
+        (lambda d: d.update(name=""), "name"),
+    ],
+)
+def test_a_wrong_calibration_is_refused_by_field(change: Callable[[dict], object], named: str, tmp_path: Path) -> None:  # type: ignore[type-arg]
+    document = json.loads(json.dumps(TRUE.as_json()))
+    change(document)
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(StartupError, match=rf"--calibration .*: {named}: "):
+        read_calibration(str(path))
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> str:
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(replace(TRUE, errors={"ttft_p50": 0.07, "throughput": 0.02}).as_json()))
+    return str(path)
+
+
+def run(command: object, *arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments, standalone_mode=False, catch_exceptions=True)  # type: ignore[arg-type]
+
+
+LOAD = ("--rate", "6", "--duration-s", "15", "--input-len", "p50=300,p95=2000", "--output-len", "20-60")
+
+
+def test_plan_writes_its_tables_json_and_page(calibration: str, tmp_path: Path) -> None:
+    page, data = tmp_path / "plan.html", tmp_path / "plan.json"
+    files = ("--html", str(page), "--json", str(data))
+    result = run(
+        plan_command, *LOAD, "--slo", "ttft=0.3,tpot=0.02", "--calibration", calibration, "--price", "gpu=3", *files
+    )
+    assert result.exception is None and result.return_value == 0, result
+    document = json.loads(data.read_text())
+    workers = document["workers"]
+    assert document["feasible"] and document["outcome"]["met_share"] >= 0.9
+    assert document["price_per_hour"] == 3 * (workers["prefill"] + workers["decode"])
+    assert [point["factor"] for point in document["curve"]] == [0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0]
+    assert all(point["met_share"] < 0.9 for point in document["one_fewer"])
+    assert set(document["needed"]) == {"2", "5"} and document["errors"]["prefill"]["ttft_p50"] == 0.07
+    assert "±7%" in result.output and "±?" in result.output and "Routing" in page.read_text()
+    assert page.read_text().count("<svg") >= 3 and "http" not in page.read_text().split("Settings")[0]
+
+
+def test_an_infeasible_limit_is_named_with_the_nearest_one(calibration: str) -> None:
+    result = run(plan_command, *LOAD, "--slo", "ttft=1ms,tpot=0.02", "--calibration", calibration)
+    assert result.return_value == 1
+    text = " ".join(result.output.split())
+    assert "infeasible with any number of workers: ttft=0.001" in text and "nearest feasible: --slo ttft=0." in text
+
+
+def test_simulate_prints_where_requests_waited(calibration: str, tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    result = run(simulate_command, *LOAD, "--calibration", calibration, "--decode", "2", "--json", str(out))
+    assert result.return_value == 0 and "prefill_queue" in result.output
+    assert json.loads(out.read_text())["requests"] > 50
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "either --trace or --rate"),
+        (("--rate", "1", "--trace", "azure-code"), "either --trace or --rate"),
+        (("--trace", "no-such-file"), "--trace no-such-file"),
+        (("--rate", "1e9"), "more than 5000000 requests"),
+        (("--rate", "1", "--output-len", "0"), "must be at least 1"),
+        (("--rate", "1", "--price", "other=1"), "no calibration 'other'"),
+        (("--rate", "1", "--price", "gpu=0"), "must be above 0"),
+        (("--rate", "1", "--duration-s", "5", "--input-len", "50000"), "no request fits into 32768 tokens"),
+    ],
+)
+def test_wrong_options_are_named(calibration: str, arguments: tuple[str, ...], message: str) -> None:
+    result = run(plan_command, "--slo", "ttft=1", "--calibration", calibration, *arguments)
+    assert isinstance(result.exception, StartupError) and message in result.exception.message
