@@ -17,7 +17,7 @@ from launch.bench.stats import Record
 from launch.cluster_api import Row, get_cluster
 
 _IDS = range(300, 4000)
-SETTLE_S = 10.0
+COUNTED_S = 10.0
 """For the counters of the last request to arrive at the coordinator."""
 
 
@@ -103,12 +103,12 @@ class Cluster:
         ]
         if load.shared:  # the first computes the prompt
             self._run([Session((completion(prompt, 2),))], 1)
-            self._settled(2)
+            self._counted(2)
         before, front, client, began = self._counters(), self._front_cpu_s(), time.process_time(), time.perf_counter()
         records = self._run(sessions, load.concurrency)
         elapsed_s, client_cpu_s = time.perf_counter() - began, time.process_time() - client
         front_cpu_s = self._front_cpu_s() - front
-        after = self._settled(before["prefill"].tokens + before["decode"].tokens + load.requests * load.output_len)
+        after = self._counted(before["prefill"].tokens + before["decode"].tokens + load.requests * load.output_len)
         for record in records:
             if record.error is not None:
                 raise StartupError(f"load {load.name}: a request failed: {record.error}")
@@ -121,9 +121,9 @@ class Cluster:
     def _run(self, sessions: Iterable[Session], concurrency: int) -> list[Record]:
         return asyncio.run(run_load(self.target, sessions, concurrency, lambda _: None))
 
-    def _settled(self, tokens: int) -> dict[str, Counters]:
+    def _counted(self, tokens: int) -> dict[str, Counters]:
         """Returns the counters once they include `tokens` tokens, or do not change any more."""
-        deadline, last = time.monotonic() + SETTLE_S, self._counters()
+        deadline, last = time.monotonic() + COUNTED_S, self._counters()
         while time.monotonic() < deadline and last["prefill"].tokens + last["decode"].tokens < tokens:
             time.sleep(0.1)
             last = self._counters()
