@@ -61,8 +61,8 @@ class Job:
         numbers |= {"GROUP_RANK": self.node_rank, "GROUP_WORLD_SIZE": self.nodes}
         if size > 1:
             numbers["MASTER_PORT"] = port
-        found = {name: str(number) for name, number in numbers.items()}
-        return found | ({"MASTER_ADDR": self.master_addr} if size > 1 else {})
+        variables = {name: str(number) for name, number in numbers.items()}
+        return variables | ({"MASTER_ADDR": self.master_addr} if size > 1 else {})
 
 
 def parse_job(argv: Sequence[str], program: str = "launch.agent") -> Job:
@@ -73,11 +73,11 @@ def parse_job(argv: Sequence[str], program: str = "launch.agent") -> Job:
         words, module = words[:at], words[at + 1 :]
     parser = argparse.ArgumentParser(prog=program, usage="%(prog)s [flags] -m module ...", allow_abbrev=False)
 
-    def flag(name: str, variable: str, least: int, default: int, what: str) -> None:
+    def flag(name: str, variable: str, least: int, default: int, meaning: str) -> None:
         def number(text: str) -> int:
             if not text.isdecimal() or int(text) < least:
                 raise argparse.ArgumentTypeError(
-                    f"{text!r} must be {what}, at least {least} ({variable} of the scripts)"
+                    f"{text!r} must be {meaning}, at least {least} ({variable} of the scripts)"
                 )
             return int(text)
 
@@ -89,18 +89,18 @@ def parse_job(argv: Sequence[str], program: str = "launch.agent") -> Job:
     flag("--master-port", "MASTER_PORT", 0, 0, "a port")
     parser.add_argument("--master-addr", "--master_addr", default="127.0.0.1")
     parser.add_argument("--max-restarts", "--max_restarts", type=int, choices=(0,), default=0)
-    found, unknown = parser.parse_known_args(words)
+    flags, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"{' '.join(unknown)}: unsupported; for other torchrun flags use torchrun itself")
     if not module or module[0].startswith("-"):
         parser.error("-m must name the program of the ranks, prefill or decode")
-    if found.node_rank >= found.nnodes:
-        last = found.nnodes - 1
-        parser.error(f"--node-rank (NODE_RANK) is {found.node_rank}: with {found.nnodes} nodes the highest is {last}")
-    if found.nnodes > 1 and not found.master_port:
+    if flags.node_rank >= flags.nnodes:
+        last = flags.nnodes - 1
+        parser.error(f"--node-rank (NODE_RANK) is {flags.node_rank}: with {flags.nnodes} nodes the highest is {last}")
+    if flags.nnodes > 1 and not flags.master_port:
         parser.error("a job over several nodes needs --master-addr and --master-port of node 0")
-    meet = (found.master_addr.strip("[]"), found.master_port)
-    return Job(module[0], tuple(module[1:]), found.nnodes, found.node_rank, found.nproc_per_node, *meet)
+    meet = (flags.master_addr.strip("[]"), flags.master_port)
+    return Job(module[0], tuple(module[1:]), flags.nnodes, flags.node_rank, flags.nproc_per_node, *meet)
 
 
 def start_ranks(job: Job, store: socket.socket | None) -> list[Child]:

@@ -50,19 +50,22 @@ AGENT_EXIT_S = 10.0
 
 
 class LocalCluster:
-    """Its whole state: the members, the bound addresses once known, the workers of other hosts that have not joined
-    yet, whether `ready` was announced, and until when workers that left are restarted because their coordinator was."""
+    """The members of a cluster on this host, from their first start to their end."""
 
     def __init__(self, members: Members, console: Console, backoff: Backoff | None = None) -> None:
         self._members = members
         self._console = console
+        # Whether `ready` was printed.
         self._announced = False
+        # Until then workers that left are restarted, because their coordinator was.
         self._restart_left_until = 0.0
         self._workers = [Supervised(name, partial(self._worker_spec, name), console, backoff) for name in members.parts]
         self._all = self._workers
         self._coordinator: Supervised | None = None
         self._batches: Supervised | None = None
+        # None until the coordinator of this host has bound them.
         self._addresses: Addresses | None = members.addresses
+        # Workers of other hosts that have not joined yet.
         self._remote_pending: set[str] = set()
         if members.has_coordinator:
             self._coordinator = Supervised(COORDINATOR, self._coordinator_spec, console, backoff)

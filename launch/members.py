@@ -62,8 +62,8 @@ class Addresses:
     @property
     def ports(self) -> dict[str, int]:
         """The bound ports, by the options of a coordinator that set them."""
-        found = {"port": self.http, "grpc_port": self.grpc, "control_port": self.control, "admin_port": self.admin}
-        return {name: int(address.rpartition(":")[2]) for name, address in found.items() if address}
+        addresses = {"port": self.http, "grpc_port": self.grpc, "control_port": self.control, "admin_port": self.admin}
+        return {name: int(address.rpartition(":")[2]) for name, address in addresses.items() if address}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +127,20 @@ class Members:
         return ChildSpec(name, command, log, environment, where.cores, note=str(where))
 
 
-def nodes_here(topology: Topology, wanted: str = "", *, allow_none: bool = False) -> frozenset[str]:
-    """Returns the nodes of a topology that are this host: the `wanted` one, else those whose address this host has.
+def nodes_here(topology: Topology, chosen: str = "", *, allow_none: bool = False) -> frozenset[str]:
+    """Returns the nodes of a topology that are this host: the `chosen` one, else those whose address this host has.
 
     Raises:
-        StartupError: the topology has no `wanted` node; or no node is this host, unless `allow_none`.
+        StartupError: the topology has no `chosen` node; or no node is this host, unless `allow_none`.
     """
     names = [node.name for node in topology.nodes]
-    if wanted and wanted not in names:
-        raise StartupError(f"--node {wanted}: unknown node; the topology has {', '.join(names)}")
-    found = [wanted] if wanted else [node.name for node in topology.nodes if is_own(node.address)]
-    if not found and not allow_none:
-        what = "no node of the topology has an address of this host; choose one with --node"
-        raise StartupError(f"{what}: {', '.join(names)}")
-    return frozenset(found)
+    if chosen and chosen not in names:
+        raise StartupError(f"--node {chosen}: unknown node; the topology has {', '.join(names)}")
+    here = [chosen] if chosen else [node.name for node in topology.nodes if is_own(node.address)]
+    if not here and not allow_none:
+        reason = "no node of the topology has an address of this host; choose one with --node"
+        raise StartupError(f"{reason}: {', '.join(names)}")
+    return frozenset(here)
 
 
 def check_cores(plan: Plan, nodes: frozenset[str]) -> None:

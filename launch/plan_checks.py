@@ -80,15 +80,15 @@ def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
     Raises:
         StartupError: it cannot; names the workers.
     """
-    wanted: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in plan.parts:
         given = part.worker.config.kv_memory_gib
         if part.node.name in nodes and given and not part.gpus:
-            wanted[part.name] = round(given * part.ranks / part.worker.tensor_parallel * (1 << 30))
-    if sum(wanted.values()) > host_bytes:
-        named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in wanted.items())
+            sizes[part.name] = round(given * part.ranks / part.worker.tensor_parallel * (1 << 30))
+    if sum(sizes.values()) > host_bytes:
+        named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in sizes.items())
         there = f"exceeds the {host_bytes / 2**30:.1f} GiB of this host; lower --kv-memory-gib"
-        raise StartupError(f"KV memory of {sum(wanted.values()) / 2**30:.1f} GiB ({named}) {there}")
+        raise StartupError(f"KV memory of {sum(sizes.values()) / 2**30:.1f} GiB ({named}) {there}")
 
 
 def host_memory_bytes() -> int:
@@ -123,12 +123,12 @@ def check_files(plan: Plan, nodes: Collection[str]) -> None:
 
 
 @contextlib.contextmanager
-def naming(what: str) -> Iterator[None]:
+def naming(member: str) -> Iterator[None]:
     """Prefixes the message of a StartupError in the block with a name."""
     try:
         yield
     except StartupError as error:
-        raise StartupError(f"{what}: {error.message}") from None
+        raise StartupError(f"{member}: {error.message}") from None
 
 
 def _edge_kind(options: WorkerConfig) -> str:

@@ -51,13 +51,14 @@ class Delay(NamedTuple):
 
 
 class RestartPolicy:
-    """Decides when a member that died is restarted. Pure. Its whole state: whether the member ever joined, since when
-    the current run has been joined, and how many runs in a row have failed by themselves without a healthy minute."""
+    """Decides when a member that died is restarted. Pure."""
 
     def __init__(self, backoff: Backoff | None = None) -> None:
         self.ever_joined = False
         self._backoff = backoff or Backoff()
+        # Of the current run.
         self._joined_at: float | None = None
+        # Runs in a row that failed by themselves, without a healthy minute.
         self._failures = 0
 
     def joined(self, now: float) -> None:
@@ -90,17 +91,16 @@ class MemberFailed(Exception):
 
 
 class Supervised:
-    """Its whole state: the current `child` or the time of the next one (`restart_at`, and `urgent_at` while no worker
-    of its role is ready), whether this run has joined the current coordinator (`joined`) and whether it ever joined
-    one, whether it exited with 0 after that (`left`), the policy.
-
-    `spec` is called for every run, since ports become known only after the first.
-    """
+    """A member of the cluster, through its runs. `spec` is called for every run: ports become known with the first."""
 
     def __init__(self, name: str, spec: Callable[[], ChildSpec], console: Console, backoff: Backoff | None) -> None:
         self.name = name
+        # Whether this run has joined the current coordinator.
         self.joined = False
+        # Whether it exited with 0 after it had joined.
         self.left = False
+        # The current run; without one, the next starts at `restart_at`, or at `urgent_at` while no worker of its role
+        # is ready.
         self.child: Child | None = None
         self.restart_at: float | None = None
         self.urgent_at = 0.0
@@ -137,12 +137,12 @@ class Supervised:
             self.restart_at = self.urgent_at = time.monotonic() + RETRY_S
             self._console.stage(self.name, f"{error.message}; retrying in {RETRY_S:g} s")
 
-    def mark_joined(self, what: str) -> None:
+    def mark_joined(self, event: str) -> None:
         now = time.monotonic()
         again, self.joined, self._joined_this_run = self._joined_this_run, True, True
         if not again:
             self._policy.joined(now)
-        self._console.stage(self.name, f"{what} again" if again else f"{what}   ({now - self._started_at:.1f} s)")
+        self._console.stage(self.name, f"{event} again" if again else f"{event}   ({now - self._started_at:.1f} s)")
 
     def hurry(self) -> None:
         """Restarts it as soon as its policy allows while no worker of its role is ready."""

@@ -80,13 +80,13 @@ class Torchrun(Child):
     def ranks(self) -> list[int]:
         """Returns the pids of the ranks that torchrun has not seen end. Only ranks have sessions of their own. They
         have started once all handle SIGTERM."""
-        found = []
+        ranks = []
         for pid in children(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 if os.getsid(pid) == pid:
-                    found.append(pid)
-        self.has_started_ranks = self.has_started_ranks or sum(map(_handles_sigterm, found)) == self._job.ranks
-        return found
+                    ranks.append(pid)
+        self.has_started_ranks = self.has_started_ranks or sum(map(_handles_sigterm, ranks)) == self._job.ranks
+        return ranks
 
     @property
     def failure(self) -> Failure | None:

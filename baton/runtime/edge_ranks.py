@@ -51,11 +51,12 @@ class _Order:
 
 
 class WorkerEnds:
-    """Makes ends at all ranks, for the leader. Complete state: the orders that are not answered yet."""
+    """Makes ends at all ranks, for the leader."""
 
     def __init__(self, local: LocalEnds, channel: LeaderChannel) -> None:
         self._local = local
         self._channel = channel
+        # Not answered yet, by number.
         self._orders: dict[int, _Order] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -197,8 +198,8 @@ class RemoteEnd:
 
 
 class FollowerEnds:
-    """A follower's ends. Complete state: the open ends by number, and the orders in progress. Only the thread of its
-    event loop accesses them. `fail` ends the process after a violated invariant."""
+    """A follower's ends, on an event loop with a thread of its own. `fail` ends the process after a violated
+    invariant."""
 
     def __init__(
         self, local: LocalEnds, report: Callable[[object], None], fail: Callable[[InvariantError], None]
@@ -206,6 +207,7 @@ class FollowerEnds:
         self._local = local
         self._report = report
         self._fail = fail
+        # Open ends by number, and orders in progress: only the loop's thread uses them.
         self._ends: dict[int, LocalEnd] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()

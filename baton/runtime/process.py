@@ -72,14 +72,14 @@ def drain_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, *forwarded)
 
 
-def allow_open_files(wanted: int) -> None:
-    """Raises this process's limit of open files to `wanted`, as far as its hard limit allows."""
+def allow_open_files(count: int) -> None:
+    """Raises this process's limit of open files to `count`, as far as its hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+        count = min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < count:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def limit_name_lookups() -> None:
@@ -138,10 +138,10 @@ def set_death_signal() -> None:
 def descendants(pid: int) -> list[int]:
     """Returns the running processes below `pid`, nearest first. A worker runs in its own session, so signals to a
     process group do not reach it."""
-    found = [pid]
-    for one in found:  # grows during the loop
-        found += children(one)
-    return found[1:]
+    pids = [pid]
+    for one in pids:  # grows during the loop
+        pids += children(one)
+    return pids[1:]
 
 
 def kill_tree(pid: int) -> None:
@@ -153,12 +153,12 @@ def kill_tree(pid: int) -> None:
 
 def children(pid: int) -> list[int]:
     """Returns the running processes that `pid` started itself."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
+                pids += map(int, file.read().split())
+    return pids
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

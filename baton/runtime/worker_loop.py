@@ -73,8 +73,7 @@ class Tier(Protocol):
 
 
 class WorkerLoop:
-    """Complete state: the session, deadlines, tombstones, the run's handle key and clock, the cluster token, whether it
-    drains and until when."""
+    """A worker around its tier, from its join to the end of its drain."""
 
     def __init__(
         self,
@@ -90,6 +89,7 @@ class WorkerLoop:
         self.session = WorkerSession(config.coordinator, self, tls=tls)
         self.deadlines = Deadlines()
         self.tombstones = Tombstones()
+        # Both of the run that was joined last.
         self.handle_key = b""
         self._run_clock_ahead_ms = 0.0
         self.token = token

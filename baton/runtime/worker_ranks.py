@@ -47,12 +47,14 @@ LAST_MESSAGE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """What a leader has: its runner, whose steps the followers replay, the pids of all ranks, and the ends of edges at
-    all of them. `on_leave` sets what is called, from any thread, with the rank of a follower that received SIGTERM."""
+    """What a leader has of all ranks of its worker."""
 
+    # The followers replay its steps.
     runner: Runner
     pids: tuple[int, ...]
+    # Makes ends of edges at all ranks.
     ends: MakeEnd
+    # Sets what is called, from any thread, with the rank of a follower that received SIGTERM.
     on_leave: Callable[[Callable[[int], object]], None] = lambda handler: None
 
 
@@ -167,12 +169,12 @@ def _reporting_errors(channel: Channel) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        found = innermost(error)
-        if isinstance(found, RankLost):
+        cause = innermost(error)
+        if isinstance(cause, RankLost):
             time.sleep(LOSS_REPORT_WAIT_S)  # the channel detects which rank is lost, and ends this process
             if channel.lost is not None:
                 time.sleep(2 * LAST_MESSAGE_S)
-        line = found.message if isinstance(found, BatonError) else f"{type(found).__name__}: {found}"
+        line = cause.message if isinstance(cause, BatonError) else f"{type(cause).__name__}: {cause}"
         record_error(line)
         channel.fail(line)
         raise
