@@ -39,7 +39,7 @@ def test_a_restarted_worker_serves_as_before(tmp_path: Path) -> None:
     with cluster("builtin", run_dir=tmp_path / "run", exact=True, draft="ngram") as running:
         first = answer(running)
         parent, rank = agent(running, "decode-0"), running.pids("decode-0")[0]
-        assert command_line(rank)[1:4] == ["-u", "-m", "decode"] and os.getsid(rank) == rank != os.getsid(parent)
+        assert command_line(rank)[1:3] == ["-m", "decode"] and os.getsid(rank) == rank != os.getsid(parent)
         kill_and_await(running, "decode-0", rank)
         assert not {parent, rank} & set(running.processes()) and answer(running) == first
         parent, rank = agent(running, "prefill-0"), running.pids("prefill-0")[0]
