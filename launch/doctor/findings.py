@@ -81,10 +81,10 @@ def print_verdict(findings: Sequence[Finding], console: Console | None = None) -
     numbers = ("time", "KV")
     table = make_table(("check", "where", "result", *numbers), right=numbers)
     for finding in findings:
-        time = f"{finding.seconds * 1e3:,.1f} ms" if finding.seconds else ""
+        time = f"{finding.seconds:.1f} s" if finding.seconds >= 1 else f"{finding.seconds * 1e3:.0f} ms"
         size = f"{finding.num_bytes / 1e6:,.1f} MB" if finding.num_bytes else ""
         result = "[red]FAILED[/]" if finding.error else "[green]ok[/]"
-        table.add_row(finding.check, escape(finding.where), result, time, size)
+        table.add_row(finding.check, escape(finding.where), result, time if finding.seconds else "", size)
     show(table, console)
     failed = [finding for finding in findings if finding.error]
     for finding in failed:

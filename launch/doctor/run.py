@@ -24,7 +24,7 @@ from coordinator.serving import read_own_model
 from launch.child import Child
 from launch.console import Console
 from launch.doctor.findings import Finding, check_node, print_verdict
-from launch.doctor.sessions import CheckSessions
+from launch.doctor.sessions import DRAIN_S, CheckSessions
 from launch.failure import describe_exit
 from launch.members import Addresses, Members, Programs
 from launch.plan import Plan, without_batches
@@ -32,7 +32,6 @@ from launch.run_directory import run_directory
 from launch.up_config import DoctorConfig
 
 POLL_S = 0.1
-DRAIN_S = 1.0
 EXIT_S = 10.0
 REMIND_S = 10.0
 
@@ -64,6 +63,8 @@ class Check:
         self._children: dict[str, Child] = {}
         # Why a part ended before it was drained.
         self._failed: dict[str, str] = {}
+        # The hand-over that failed, by worker.
+        self._unusable: dict[str, str] = {}
 
     async def run(self) -> list[Finding]:
         """Checks the workers; nothing is left running."""
@@ -80,7 +81,7 @@ class Check:
             self._start(Addresses("", "", host_port(front.address, port)))
             findings = await self._joined(sessions)
             findings += await self._hand_overs(sessions, {f.where for f in findings if not f.error})
-            sessions.drain(DRAIN_S)
+            await sessions.end(self._unusable, EXIT_S)
             return findings + await self._exited()
         finally:
             self._kill()
@@ -169,6 +170,7 @@ class Check:
             try:
                 measured = await sessions.hand_over(source, target, self._config.limit_s)
             except HandoffError as error:
+                self._unusable |= dict.fromkeys((source, target), f"{where}: {error.message}")
                 return Finding("hand-over", where, error.message)
             return Finding("hand-over", where, "", measured.seconds, measured.num_bytes)
 
@@ -188,6 +190,7 @@ class Check:
             await asyncio.sleep(POLL_S)
         self._look()
         running = {name: f"still running after {EXIT_S:g} s" for name, c in self._children.items() if c.poll() is None}
+        reported |= {name for name, part in self._members.parts.items() if part.worker.name in self._unusable}
         late = {name: why for name, why in (running | self._failed).items() if name not in reported}
         return [Finding("exit", name, why) for name, why in late.items()]
 
@@ -205,14 +208,14 @@ class Check:
                 await asyncio.sleep(POLL_S)
             self._look()
             findings = []
-            for name, part in self._members.parts.items():
+            for name in self._members.parts:
                 if (child := self._children.get(name)) is not None and child.poll() is None:
                     where = host_port(front.address, self._options().control_port)
                     line = next((line.strip() for line in reversed(child.tail()) if line.strip()), "no output")
                     why = f"the doctor of node {front.name} at {where} has not drained it within {limit_s:g} s"
                     findings.append(Finding("no reply", name, f"{why}; its last line: {line}"))
                 else:
-                    findings.append(Finding("join", f"{name} of {part.worker.name}", self._failed.get(name, "")))
+                    findings.append(Finding("join", name, self._failed.get(name, "")))
             return findings
         finally:
             self._kill()

@@ -4,11 +4,12 @@ worker. It serves no clients, and accepts only the workers of the plan."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from baton.core.commands import Abort, Drain, Drained, Heartbeat, HeartbeatAck, Join, Prefill, Welcome
@@ -24,7 +25,9 @@ from coordinator.policy.workers import WorkerTable
 log = logging.getLogger("baton.doctor")
 CHECK_BYTES = 8 << 20
 """About how much KV a prompt has, so that small packets alone do not pass the check."""
-LEASE_S = 10.0
+LEASE_S = 4.0
+DRAIN_S = 1.0
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,8 @@ class CheckSessions:
         # Why a worker was refused, by its name.
         self.refusals: dict[str, str] = {}
         self._expected = frozenset(workers)
+        # What failed, by worker, once the check has ended.
+        self._failed: dict[str, str] = {}
         self._table = WorkerTable(LEASE_S, own)
         self._token = token
         self._run_id = secrets.token_hex(8)
@@ -83,10 +88,19 @@ class CheckSessions:
             for worker in (prefill, decode):
                 self._send(worker, Abort(name, "the check has ended"))
 
-    def drain(self, timeout_s: float) -> None:
-        """Orders all workers to leave."""
+    async def end(self, failed: Mapping[str, str], timeout_s: float) -> None:
+        """Ends the check: orders the workers to leave. Those in `failed` are refused when they redial, with that
+        failure, so that they exit with it on their own node. Returns when they were, or after `timeout_s`."""
+        self._failed = dict(failed)
         for worker in self.connected:
-            self._send(worker, Drain(timeout_s))
+            if worker in failed:
+                del self._queues[worker]  # its session ends with its next message
+            else:
+                self._send(worker, Drain(DRAIN_S))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not failed.keys() <= self.refusals.keys():
+                    await asyncio.sleep(POLL_S)
 
     # For the service (coordinator.control.Sessions).
 
@@ -104,6 +118,8 @@ class CheckSessions:
             if worker not in self._expected:
                 plan = "another topology file, or a cluster that is not being checked?"
                 raise JoinRefused(f"worker_id: {worker[:128]!r} is not in this plan; {plan}", param="worker_id")
+            if worker in self._failed:
+                raise JoinRefused(f"hand-over: {self._failed[worker]}", param="hand-over")
             self._table.join(replace(join, token="", replace=True), now)
         except JoinRefused as error:
             self.refusals[worker] = error.message
