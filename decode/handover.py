@@ -61,6 +61,18 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferAccepted:
+    """The blocks of an offered sequence are reserved."""
+
+    peer: Peer
+    sequence: Sequence
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.sequence.id
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkAnnounced:
     peer: Peer
     chunk: Chunk
@@ -131,7 +143,16 @@ class EndedByCoordinator:
     reason: str
 
 
-Event = ChunkAnnounced | ChunkRejected | ChunkReceived | ReceiveFailed | AbortedByPeer | LinkEnded | EndedByCoordinator
+Event = (
+    OfferAccepted
+    | ChunkAnnounced
+    | ChunkRejected
+    | ChunkReceived
+    | ReceiveFailed
+    | AbortedByPeer
+    | LinkEnded
+    | EndedByCoordinator
+)
 
 
 # Actions that concern only what the worker knows of the sequence: `HandOvers` executes them.
@@ -262,13 +283,13 @@ class HandOver:
         """Handles an event. Raises InvariantError if TABLE does not list it for the present stage."""
         return handle(TABLE, self, event, now)
 
-    def accept(self, sequence: Sequence, peer: Peer) -> None:
-        """The offer of the sequence was accepted: its blocks are reserved."""
-        self.state, self.sequence, self.peer = Stage.RECEIVING, sequence, peer
-        self.tokens_received = dict.fromkeys(peer.plans, sequence.prefix_tokens)
-
     def __repr__(self) -> str:
         return f"<HandOver {self.sequence_id} {self.state.value}, writing on {len(self.writing)} edges>"
+
+    def _accepted(self, event: OfferAccepted, now: float) -> list[OwnAction | Action]:
+        self.state, self.sequence, self.peer = Stage.RECEIVING, event.sequence, event.peer
+        self.tokens_received = dict.fromkeys(event.peer.plans, event.sequence.prefix_tokens)
+        return [Reply(event.peer, Accept(self.sequence_id, event.sequence.prefix_tokens))]
 
     # Chunks.
 
@@ -466,6 +487,7 @@ def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
 
 
 TABLE: Table = {
+    (Stage.ABSENT, OfferAccepted): to(HandOver._accepted, Stage.RECEIVING),
     # A peer may announce chunks, and abort, before it receives our refusal or abort.
     (Stage.ABSENT, ChunkAnnounced): to(HandOver._announced_in_vain),
     (Stage.ABSENT, ChunkRejected): to(HandOver._rejected),
@@ -526,17 +548,17 @@ class HandOvers:
         overs = (sequence.hand_over for sequence in self.scheduler.sequences.values())
         return Counter({over.sequence_id: len(over.writing) for over in overs if over is not None and over.writing})
 
-    def on_offer(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> Accept | Refuse:
+    def on_offer(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> list[Action]:
+        """Handles an offer: a second one of a sequence that is here is refused, as the scheduler has it already."""
         sequence_id = offer.request.sequence_id
         try:
             self.check(peer, offer, admission, now)
             sequence = self.scheduler.reserve(offer.request, now)
         except BatonError as e:
-            return Refuse(sequence_id, e.tier_code, e.message)
+            return [Reply(peer, Refuse(sequence_id, e.tier_code, e.message))]
         self.deadlines.add(sequence_id, now + offer.request.deadline_s)
-        sequence.hand_over = over = HandOver(sequence_id, self.destination, self.counters)
-        over.accept(sequence, peer)
-        return Accept(sequence_id, sequence.prefix_tokens)
+        sequence.hand_over = HandOver(sequence_id, self.destination, self.counters)
+        return self.on(OfferAccepted(peer, sequence), now)
 
     def check(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> None:
         """Raises BatonError with the reason why an offer is refused."""

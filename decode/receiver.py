@@ -209,7 +209,7 @@ class ReceivingLink:
     async def _answer(self, offer: Offer) -> None:
         admission, now = self._receiver.owner.admission(), time.monotonic()
         try:
-            await self._send(self._hand_overs.on_offer(self._peer, offer, admission, now))
+            await self._execute(self._hand_overs.on_offer(self._peer, offer, admission, now))
         except InvariantError:
             raise
         except Exception:  # an unforeseen error fails this offer only, not the others on this link

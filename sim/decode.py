@@ -228,11 +228,12 @@ class ReceivingLink:
                 self.edges[key] = Edge(generation)
                 self.send(EdgeReady(prefill_rank, decode_rank, generation))
             case Offer():
-                answer = machine.on_offer(self.peer, message, self._tier.admission(), worker.now)
+                actions = machine.on_offer(self.peer, message, self._tier.admission(), worker.now)
                 sequence = message.request.sequence_id
-                if isinstance(answer, Accept) and worker.refused_until.get(sequence, worker.now) > worker.now:
+                refused = worker.refused_until.get(sequence, worker.now) > worker.now
+                if refused and any(isinstance(a, Reply) and isinstance(a.message, Accept) for a in actions):
                     raise InvariantError(f"{worker} accepts {sequence}, which was aborted before")
-                self.send(answer)
+                self._execute(actions)
                 worker.wake()
             case Chunk():
                 self._announced(message)

@@ -15,6 +15,7 @@ from baton.core.handles import Handle, sign
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Offer, Refuse
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
+from baton.core.sequence import Sequence, State
 from decode import handover
 from decode.handover import (
     TABLE,
@@ -32,6 +33,7 @@ from decode.handover import (
     HandOver,
     HandOvers,
     LinkEnded,
+    OfferAccepted,
     Peer,
     Ready,
     Receive,
@@ -65,7 +67,10 @@ class Kit:
         fields: dict[str, Any] = {"source_worker": "p0", "source_incarnation": 1, "destination_worker": "d0"}
         fields |= {"destination_incarnation": 3, "expires_ms": 10_000, "nonce": os.urandom(8)}
         signed = sign(KEY, Handle(request.sequence_id, **{**fields, **handle}))
-        return self.machine.on_offer(self.peer, Offer(request, signed, TOKENS), Admission(KEY, 5000.0, draining), NOW)
+        offer = Offer(request, signed, TOKENS)
+        (action,) = self.machine.on_offer(self.peer, offer, Admission(KEY, 5000.0, draining), NOW)
+        assert isinstance(action, Reply) and isinstance(action.message, Accept | Refuse)
+        return action.message
 
     def chunk(self, edge: tuple[int, int], start: int = 0, end: int = TOKENS, **changes: Any) -> Chunk:
         last = end == TOKENS
@@ -224,6 +229,7 @@ def in_stage(stage: Stage) -> tuple[Kit, HandOver]:
 
 def event(kind: type, kit: Kit) -> Event:
     return {
+        OfferAccepted: OfferAccepted(kit.peer, Sequence(make_request("r", TOKENS), State.RECEIVING, NOW)),
         ChunkAnnounced: ChunkAnnounced(kit.peer, kit.chunk(SECOND), True),
         ChunkRejected: ChunkRejected(kit.peer, R, "no staging memory"),
         ChunkReceived: ChunkReceived(kit.chunk(FIRST), True),
