@@ -471,4 +471,4 @@ class DecodeScheduler:
             if sequence.finished or sequence.num_computed > len(sequence.block_ids) * self.layout.block_size:
                 raise InvariantError(f"{sequence.id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
         self.blocks.check_held(held)
-        self.speculation.check(set(self.sequences))
+        self.speculation.check(self.sequences)

@@ -39,8 +39,8 @@ log = logging.getLogger("baton.worker")
 
 
 class DecodeWorker:
-    """Complete state: the scheduler, the links into it, the store where edges rendezvous, the received sequences before
-    their first step (`_arrived`), and the gauges reported last; all else belongs to the main loop."""
+    """The scheduler, the hand-overs and links into it, and the store where edges rendezvous; the main loop has the rest
+    of a worker's state."""
 
     def __init__(
         self,
@@ -89,8 +89,10 @@ class DecodeWorker:
             edge_timeout_s=config.edge_timeout_s,
         )
         self.links_refused = 0
+        # Those that the coordinator has; empty if the next step is to report them again.
         self._reported_gauges: tuple[int, ...] = ()
         self._gpus = make_end.gpus
+        # Received sequences before their first step.
         self._arrived: set[SequenceId] = set()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0

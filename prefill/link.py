@@ -50,9 +50,6 @@ _generations = itertools.count(1)
 
 
 class Link:
-    """Complete state: the dialled stream, the pending futures by what they wait for, and the latest end of each edge
-    (`ends`). `wire`: the bytes per token that each edge of the link carries."""
-
     def __init__(
         self,
         dialled: DialledLink,
@@ -67,8 +64,10 @@ class Link:
         self._make_end = make_end
         self._edge_timeout_s = edge_timeout_s
         self._edge_connect_s = edge_connect_s(make_end.kind, edge_timeout_s)
+        # By what they wait for.
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
         self.wire = Wire(plans, hello.facts.layout, dialled.welcome.staging_bytes)
+        # The latest end of each edge.
         self.ends: dict[EdgeKey, EdgeEnd] = {}
         self.edge_lock = asyncio.Lock()
         self.decode_worker = dialled.welcome.decode_worker

@@ -9,10 +9,9 @@ from baton.core.request import SequenceId
 
 
 class Deadlines:
-    """Complete state: `_at` per sequence, and `_heap` over it (entries of removed sequences are skipped)."""
-
     def __init__(self) -> None:
         self._at: dict[SequenceId, float] = {}
+        # Over `_at`; what was removed there is skipped.
         self._heap: list[tuple[float, SequenceId]] = []
 
     def __len__(self) -> int:
@@ -45,8 +44,7 @@ class Deadlines:
 
 
 class Tombstones:
-    """Sequences that are refused until a given time. Complete state: `_until`, bounded by expiry and `limit`: beyond
-    it, the oldest entry is dropped."""
+    """Sequences that are refused until a given time. Beyond `limit` the oldest entry is dropped."""
 
     def __init__(self, limit: int = 65536) -> None:
         self._limit = limit

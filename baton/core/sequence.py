@@ -123,6 +123,8 @@ class Sequence:
     # Its end is reported, but an outstanding step still writes into its blocks.
     end_reported: bool = False
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    # What the source of its draft tokens keeps of it: decode.speculation.drafts.NgramIndex or DraftKV.
+    draft: Any = None
     # Decayed numbers of its draft tokens that were accepted, and that were verified (decode.speculation.acceptance).
     accepted_weight: float = 0.0
     verified_weight: float = 0.0

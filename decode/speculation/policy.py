@@ -6,7 +6,7 @@ sequence's draft KV is brought up to date only if that is expected to pay off, o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from baton.core.errors import InvariantError
 from baton.core.events import SpeculationCounters
@@ -76,7 +76,7 @@ class Speculation:
 
     def close(self, sequence: Sequence) -> None:
         if self.drafts is not None:
-            self.drafts.close(sequence.id)
+            self.drafts.close(sequence)
             self._num_sequences -= 1
             if sequence.output:  # a sequence that never arrived does not count
                 self._usual_tokens += _USUAL_WEIGHT * (len(sequence.output) - self._usual_tokens)
@@ -132,11 +132,11 @@ class Speculation:
             self.drafts.check_idle()
             self._check_sequences(set())
 
-    def check(self, sequence_ids: set[SequenceId]) -> None:
+    def check(self, sequences: Mapping[SequenceId, Sequence]) -> None:
         """Raises InvariantError unless there is state of exactly these sequences."""
         if self.drafts is not None:
-            self.drafts.check(sequence_ids)
-            self._check_sequences(sequence_ids)
+            self.drafts.check(sequences.values())
+            self._check_sequences(set(sequences))
 
     def _check_sequences(self, sequence_ids: set[SequenceId]) -> None:
         ended = set(self._to_fill) - sequence_ids

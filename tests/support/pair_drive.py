@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import Unavailable
 from baton.core.events import SpeculationCounters
-from baton.core.request import GenerateRequest, SequenceId
+from baton.core.request import GenerateRequest
 from baton.core.sequence import Sequence as Running
 from baton.core.step import DraftRow, StepOutcome, StepPlan
 from baton.engine.runner import Runner
@@ -105,7 +105,7 @@ class KnownDrafts:
     def open(self, sequence: Running) -> None:
         pass
 
-    def close(self, sequence_id: SequenceId) -> None:
+    def close(self, sequence: Running) -> None:
         pass
 
     def behind(self, sequence: Running) -> int:
@@ -128,7 +128,7 @@ class KnownDrafts:
     def check_idle(self) -> None:
         pass
 
-    def check(self, sequence_ids: set[SequenceId]) -> None:
+    def check(self, sequences: object) -> None:
         pass
 
 
