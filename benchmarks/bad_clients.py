@@ -44,8 +44,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from benchmarks.kit import BATON, ROOT, commit, machine, ready_url
-from launch.bench.client import Target, base_url, client_session, send
-from launch.bench.load import Load
+from launch.bench.client import ServerTarget, base_url, client_session, send
+from launch.bench.load import LoadPlan
 from sim.scale.workload import Lengths
 from sim.stats import percentile
 
@@ -297,8 +297,8 @@ class Found:
 
 async def good_streams(url: str, seconds: float, seed: int, failed: list[str]) -> list[float]:
     """The gaps of STREAMS clients, each of which sends one stream after the other."""
-    target = Target(base_url(url), "builtin", "", 120.0, {})
-    load = Load(seed, Lengths(PROMPT, PROMPT), Lengths(OUTPUT, OUTPUT))
+    target = ServerTarget(base_url(url), "builtin", "", 120.0, {})
+    load = LoadPlan(seed, Lengths(PROMPT, PROMPT), Lengths(OUTPUT, OUTPUT))
     gaps: list[float] = []
     ends = time.monotonic() + seconds
     async with client_session(target) as session:

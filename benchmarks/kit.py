@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from launch.bench.client import Target, base_url, client_session, first_model, send
-from launch.bench.load import Job
-from launch.bench.stats import Record
+from launch.bench.client import ServerTarget, base_url, client_session, first_model, send
+from launch.bench.load import PlannedRequest
+from launch.bench.stats import RequestRecord
 from tools.provenance import ROOT, commit, machine
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -112,18 +112,18 @@ class Server:
     """A server under test."""
 
     name: str
-    target: Target
+    target: ServerTarget
 
     @property
     def url(self) -> str:
         return self.target.base.removesuffix("/v1")
 
-    def run(self, requests: Sequence[tuple[Target, Job]], clients: int) -> list[Record]:
+    def run(self, requests: Sequence[tuple[ServerTarget, PlannedRequest]], clients: int) -> list[RequestRecord]:
         """Sends the requests in a closed loop of `clients` clients; ends the benchmark if one fails."""
         return self.good(asyncio.run(self._run(requests, clients)))
 
-    async def _run(self, requests: Sequence[tuple[Target, Job]], clients: int) -> list[Record]:
-        waiting, records = iter(requests), list[Record]()
+    async def _run(self, requests: Sequence[tuple[ServerTarget, PlannedRequest]], clients: int) -> list[RequestRecord]:
+        waiting, records = iter(requests), list[RequestRecord]()
         async with client_session(self.target) as session:
 
             async def client() -> None:
@@ -133,7 +133,7 @@ class Server:
             await asyncio.gather(*(client() for _ in range(clients)))
         return records
 
-    def good(self, records: list[Record]) -> list[Record]:
+    def good(self, records: list[RequestRecord]) -> list[RequestRecord]:
         failed = [record.error for record in records if record.error is not None]
         if failed:
             raise SystemExit(f"{self.name}: {len(failed)} of {len(records)} requests failed: {failed[0]}")
@@ -163,7 +163,7 @@ def serving(
     try:
         base = base_url(f"127.0.0.1:{port}")
         _wait(process, f"http://127.0.0.1:{port}{ready}", log)
-        yield Server(name, Target(base, first_model(base, ""), "", 600.0, {}))
+        yield Server(name, ServerTarget(base, first_model(base, ""), "", 600.0, {}))
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kit import BATON, RESULTS, Server, by_turns, checkpoint, commit, parser, report, serving, table
 from launch.bench.client import client_session, send
-from launch.bench.load import Load
-from launch.bench.stats import Record
+from launch.bench.load import LoadPlan
+from launch.bench.stats import RequestRecord
 from launch.bench.stats import statistics as numbers
 from sim.scale.workload import Lengths
 
@@ -79,9 +79,9 @@ class Peer:
         self.server = server
         self._seed = 0
 
-    def load(self, input_len: int, output_len: int) -> Load:
+    def load(self, input_len: int, output_len: int) -> LoadPlan:
         self._seed += 1
-        return Load(self._seed, Lengths(input_len, input_len), Lengths(output_len, output_len), token_ids=IDS)
+        return LoadPlan(self._seed, Lengths(input_len, input_len), Lengths(output_len, output_len), token_ids=IDS)
 
     def measure(self, work: str, plan: Plan) -> Figures:
         match work:
@@ -107,8 +107,8 @@ class Peer:
     async def _streams(self, duration_s: float, long_every_s: float | None) -> Figures:
         """4 streams, each of short requests one after the other, with long prompts beside them at fixed times."""
         load, longs, target = self.load(128, 256), self.load(4096, 4), self.server.target
-        records: list[Record] = []
-        waits: list[Record] = []
+        records: list[RequestRecord] = []
+        waits: list[RequestRecord] = []
         async with client_session(target) as session:
             ends = time.monotonic() + duration_s
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import kit
-from launch.bench.client import Target, base_url, first_model, run_load
+from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, Session, completion
-from launch.bench.stats import Record, statistics
+from launch.bench.stats import RequestRecord, statistics
 from launch.capacity.calibrate import calibrate
 from launch.capacity.loads import Cluster
 from launch.cores import place
@@ -56,7 +56,7 @@ def cases(seconds: float) -> list[Case]:
     ]
 
 
-def real(case: Case, target: Target, seed: int) -> dict[str, float]:
+def real(case: Case, target: ServerTarget, seed: int) -> dict[str, float]:
     source, sessions = random.Random(seed), []
     for row in case.rows:
         prompt = source.choices(range(TOKEN_IDS.low, TOKEN_IDS.high), k=row.input_len)
@@ -66,7 +66,7 @@ def real(case: Case, target: Target, seed: int) -> dict[str, float]:
     return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True))
 
 
-def good(records: Sequence[Record]) -> Sequence[Record]:
+def good(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
     failed = [record.error for record in records if record.error is not None]
     if failed:
         raise SystemExit(f"{len(failed)} of {len(records)} requests failed: {failed[0]}")
@@ -88,9 +88,9 @@ def simulated(case: Case, calibration: Calibration) -> dict[str, float]:
     return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True))
 
 
-def connected(url: str) -> Target:
+def connected(url: str) -> ServerTarget:
     base = base_url(url)
-    return Target(base, first_model(base, ""), "", 300.0, {"return_timeline": True})
+    return ServerTarget(base, first_model(base, ""), "", 300.0, {"return_timeline": True})
 
 
 def one_round(todo: Sequence[Case], number: int) -> tuple[Calibration, list[dict[str, float]]]:

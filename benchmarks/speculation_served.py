@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from baton.runtime.model_source import resolve_model
 from benchmarks.exactness import prompts
 from benchmarks.kit import BATON, Server, by_turns, parser, report, serving, table
-from launch.bench.load import Job, completion
+from launch.bench.load import PlannedRequest, completion
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -76,12 +76,12 @@ class Client:
         self._texts, self._tokens = texts, tokens
         self._next = 0
 
-    def jobs(self, count: int) -> list[Job]:
+    def jobs(self, count: int) -> list[PlannedRequest]:
         chosen = [self._texts[(self._next + i) % len(self._texts)] for i in range(count)]
         self._next += count
         return [completion(list(text[:200]), self._tokens) for text in chosen]
 
-    def run(self, server: Server, jobs: Sequence[Job], clients: int, sampling: dict[str, Any]) -> Found:
+    def run(self, server: Server, jobs: Sequence[PlannedRequest], clients: int, sampling: dict[str, Any]) -> Found:
         seeded = [replace(server.target, extra={**sampling, "seed": index}) for index in range(len(jobs))]
         records = server.run(list(zip(seeded, jobs, strict=True)), clients)
         span = max(r.ended for r in records) - min(r.sent for r in records)

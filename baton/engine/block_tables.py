@@ -36,22 +36,18 @@ class _Line:
 
 
 class BlockTables:
-    """`array` int64 [lines, width]: line i starts with the blocks of its sequence; what follows is invalid.
-
-    Complete state: the array; the line of each sequence, and those of the last step in the order of its rows; the free
-    lines, and those to free in the next step; a count of steps; and the changes that a mirror has not taken yet. A step
-    with more rows than `lines` makes the array larger; its additional lines are forgotten in the next step.
-    """
+    """`array` int64 [lines, width]: line i starts with the blocks of its sequence; what follows is invalid. A step with
+    more rows than `lines` makes the array larger; its additional lines are forgotten in the next step."""
 
     def __init__(self, width: int, num_blocks: int, lines: int = LINES) -> None:
         self.width, self.lines, self._num_blocks = width, lines, num_blocks
         self.array: NDArray[np.int64] = np.zeros((lines, width), dtype=np.int64)
         self._of: dict[SequenceId, _Line] = {}
-        self._last: list[_Line] = []
+        self._last: list[_Line] = []  # those of the last step, in the order of its rows
         self._free = list(range(lines - 1, -1, -1))
-        self._to_free: list[int] = []
+        self._to_free: list[int] = []  # in the next step
         self._step = 0
-        self._changes: list[Change] | None = None
+        self._changes: list[Change] | None = None  # that a mirror has not taken yet; None without a mirror
 
     def place(self, rows: Sequence[Row]) -> list[int]:
         """Returns the line of each row, which then has its block table.

@@ -70,11 +70,11 @@ def marks_of(device: torch.device) -> NewMark:
 
 
 class StepMarks:
-    """Complete state: the events after the last steps, oldest first. The compute thread calls `record`; any other may
+    """The events after the last steps. The compute thread calls `record`; any other may
     call `order_behind`. On CPU a step is computed when it is launched, and there are no events."""
 
     def __init__(self, device: torch.device, new_event: Callable[[], Any] | None = None) -> None:
-        self._events: deque[tuple[int, Any]] = deque(maxlen=_KEPT)
+        self._events: deque[tuple[int, Any]] = deque(maxlen=_KEPT)  # (step id, event), oldest first
         self._new_event = new_event or (torch.cuda.Event if device.type == "cuda" else None)
         self._lock = threading.Lock()
 

@@ -21,7 +21,7 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import GrammarFailure
 from baton.engine.draw import Draw
 from baton.engine.grammar_automaton import Bits, GrammarError, GrammarTooComplex, Masks, check_tokenizer
-from baton.engine.mask_processes import Automaton, MaskJob, MaskProcesses
+from baton.engine.mask_processes import AutomatonHandle, MaskJob, MaskProcesses
 
 log = logging.getLogger("baton.grammars")
 
@@ -32,7 +32,7 @@ BUDGET_S = 2.0, 0.002  # CPU time for the masks of one sequence: a base, plus an
 class _Followed:
     """A sequence's automaton, and the masks requested last."""
 
-    def __init__(self, params: weakref.ref[SamplingParams], automaton: Automaton) -> None:
+    def __init__(self, params: weakref.ref[SamplingParams], automaton: AutomatonHandle) -> None:
         self.params = params
         self.automaton = automaton
         self.output: tuple[int, ...] = ()
@@ -114,7 +114,7 @@ class Grammars:
         if followed is None or followed.params() is not draw.sampling:
             reference = weakref.ref(draw.sampling, lambda ref: self._forget(key, ref))
             tenant = "" if draw.history is None else draw.history.tenant
-            automaton = Automaton(draw.sampling.grammar, tenant or draw.sampling.grammar)
+            automaton = AutomatonHandle(draw.sampling.grammar, tenant or draw.sampling.grammar)
             followed = self._followed[key] = _Followed(reference, automaton)
         busy = followed.masks is not None and not followed.masks.done()
         if self.processes is not None and not busy and not followed.answers(output, draw.drafts):

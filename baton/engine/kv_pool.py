@@ -69,7 +69,7 @@ class KVPool:
 
 
 class PagePrefaulter:
-    """Complete state: how many blocks have pages (`blocks_warm`), how many should, a failure, and the thread.
+    """Populates the pages of KV blocks ahead of their use.
 
     `tensors` are those of a pool on CPU, each contiguous with blocks in its first dimension; the first `num_blocks` are
     allocated, in rising order.
@@ -79,8 +79,8 @@ class PagePrefaulter:
         self._tensors, self._num_blocks = tuple(tensors), num_blocks
         self._block_bytes = [t.stride(0) * t.element_size() for t in self._tensors]
         self.ahead_blocks = max(ahead_bytes // sum(self._block_bytes), 1)
-        self.blocks_warm = 0
-        self._expected_blocks = 0
+        self.blocks_warm = 0  # with pages
+        self._expected_blocks = 0  # that should have pages
         self._failed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()

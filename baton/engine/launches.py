@@ -60,12 +60,11 @@ class Launched:
 
 
 class Launches:
-    """Complete state: the uncollected steps, oldest first; the newest step's plan, with the tokens [S] that the next
-    step may be fed; when the last step was collected; and three counts. Used only by the compute thread. `decide`
-    chooses tokens on the device, where they are fed to the next step; without it, on CPU, `choose` chooses them, and
-    they are known immediately. `waits` counts the waits of the host: one per collected step, and one more if a draw was
-    undecided; `rows_with_device_token` the rows that were fed a token of the previous step, `rows_corrected` the draws
-    whose final token differs from the provisional one."""
+    """The launched steps that are not collected yet. Used only by the compute thread. `decide` chooses tokens on the
+    device, where they are fed to the next step; without it, on CPU, `choose` chooses them, and they are known
+    immediately. `waits` counts the waits of the host: one per collected step, and one more if a draw was undecided;
+    `rows_with_device_token` the rows that were fed a token of the previous step, `rows_corrected` the draws whose final
+    token differs from the provisional one."""
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class Launches:
         self._device, self._group, self._choose = device, group, choose
         self._decide = decide
         self._new_mark = new_mark or marks_of(device)
-        self._steps: deque[Launched] = deque()
-        self._newest: tuple[StepPlan, Tensor] | None = None
+        self._steps: deque[Launched] = deque()  # oldest first
+        self._newest: tuple[StepPlan, Tensor] | None = None  # with the tokens [S] that the next step may be fed
         self._collected_at = 0.0
         self.rows_with_device_token = self.rows_corrected = self.waits = 0
 

@@ -26,7 +26,7 @@ from baton.core.errors import RankLost
 from baton.core.listening import ListeningClock
 from baton.core.liveness import LOADING_SILENCE_S, MAX_RANK_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
 from baton.core.step import StepOutcome, StepPlan
-from baton.engine.rank_peer import CONNECT_TIMEOUT_S, Peer, Store, dial_leader, gather_followers
+from baton.engine.rank_peer import CONNECT_TIMEOUT_S, RankPeer, Store, dial_leader, gather_followers
 from baton.runtime.frames import Failed, Heartbeat, Hello, Leave, Lost, Stop, encode
 
 log = logging.getLogger("baton.lockstep")
@@ -43,7 +43,7 @@ OnLost = Callable[[RankLost], None]
 class Channel:
     """The base of both ends: peers, the control thread, and `lost`, the first error."""
 
-    def __init__(self, peers: list[Peer], on_lost: OnLost | None) -> None:
+    def __init__(self, peers: list[RankPeer], on_lost: OnLost | None) -> None:
         self.lost: RankLost | None = None
         self._peers = peers
         self._on_lost = on_lost
@@ -72,11 +72,11 @@ class Channel:
         for peer in self._peers:
             peer.close()
 
-    def handle(self, peer: Peer, frame: Any) -> None:
+    def handle(self, peer: RankPeer, frame: Any) -> None:
         """Handles a frame other than Heartbeat or Failed, on the control thread."""
         raise NotImplementedError
 
-    def _send(self, peers: list[Peer], frame: object) -> None:
+    def _send(self, peers: list[RankPeer], frame: object) -> None:
         data = encode(frame)
         try:
             with self._order:
@@ -141,7 +141,7 @@ class Channel:
                 except RankLost as error:
                     self.lose(error)
 
-    def _take(self, peer: Peer, frame: Any) -> None:
+    def _take(self, peer: RankPeer, frame: Any) -> None:
         if isinstance(frame, Failed):
             raise RankLost(f"{peer.name}: {frame.message}", code=RANK_FAILED)
         if isinstance(frame, Lost):
@@ -159,7 +159,7 @@ class LeaderChannel(Channel):
     """Rank 0's end. `pids` has one entry per rank, its own first. `on_report(rank, frame)` receives reports; see also
     `set_leave_handler`."""
 
-    def __init__(self, peers: list[Peer], pids: tuple[int, ...], on_lost: OnLost | None) -> None:
+    def __init__(self, peers: list[RankPeer], pids: tuple[int, ...], on_lost: OnLost | None) -> None:
         super().__init__(peers, on_lost)
         self.pids = pids
         self.on_report: Callable[[int, Any], None] | None = None
@@ -201,7 +201,7 @@ class LeaderChannel(Channel):
         for peer in self._peers:
             peer.send_last(data)
 
-    def handle(self, peer: Peer, frame: Any) -> None:
+    def handle(self, peer: RankPeer, frame: Any) -> None:
         if isinstance(frame, Hello | Stop | StepPlan):
             raise RankLost(f"{peer.name} sent an unexpected {type(frame).__name__} to the leader")
         if isinstance(frame, Leave):
@@ -215,7 +215,7 @@ class LeaderChannel(Channel):
 class FollowerChannel(Channel):
     """A follower's end. The leader's frames other than plans and Stop are orders; see `set_order_handler`."""
 
-    def __init__(self, leader: Peer, on_lost: OnLost | None) -> None:
+    def __init__(self, leader: RankPeer, on_lost: OnLost | None) -> None:
         super().__init__([leader], on_lost)
         self._on_order: Callable[[Any], None] | None = None
         self._early: list[Any] = []
@@ -265,7 +265,7 @@ class FollowerChannel(Channel):
             for order in due:
                 self._execute_order(order)
 
-    def handle(self, peer: Peer, frame: Any) -> None:
+    def handle(self, peer: RankPeer, frame: Any) -> None:
         if isinstance(frame, Stop):
             self._ended.set()
         if isinstance(frame, Stop | StepPlan):

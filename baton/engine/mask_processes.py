@@ -49,7 +49,7 @@ _STARTER_DIED = "the process that starts others for grammars died"
 
 
 @dataclass(eq=False)
-class Automaton:
+class AutomatonHandle:
     """A sequence's automaton, as seen from the worker. State: the process that has it, by slot and generation (None
     before the first mask and after an error), and the output that it has consumed there; the processor time spent; and
     whether the sequence has ended."""
@@ -67,7 +67,7 @@ class Automaton:
 class MaskJob:
     """The masks after an output of a sequence. `cpu_s` is the limit of processor time."""
 
-    automaton: Automaton
+    automaton: AutomatonHandle
     output: tuple[int, ...]
     drafts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -203,7 +203,7 @@ class _Process:
         os.close(self._pidfd)
 
 
-class _State:
+class _MaskState:
     """What the threads share; they do not keep `MaskProcesses` alive. State: the queue, the threads, the number of idle
     ones, and each one's process and its generation."""
 
@@ -232,7 +232,7 @@ class _State:
             threading.Thread(target=self._run, args=(self.threads,), name="grammar", daemon=True).start()
             self.threads += 1
 
-    def forget(self, automaton: Automaton) -> None:
+    def forget(self, automaton: AutomatonHandle) -> None:
         """Frees an automaton; kills its process if that is computing an overdue mask for it. It may interrupt any code
         of this class, as the callback of a weak reference."""
         automaton.ended = True
@@ -242,7 +242,7 @@ class _State:
                 if any(job.automaton is automaton for job in self.queue.overdue(slot, time.monotonic())):
                     process.kill()
 
-    def _free(self, automaton: Automaton) -> None:
+    def _free(self, automaton: AutomatonHandle) -> None:
         if automaton.place is None:
             return
         slot, generation = automaton.place
@@ -359,7 +359,7 @@ class MaskProcesses:
     """The processes, which end with this object."""
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self._state = _State(directory, vocab_size)
+        self._state = _MaskState(directory, vocab_size)
         self.close = weakref.finalize(self, self._state.close)
 
     def start(self) -> None:
@@ -370,7 +370,7 @@ class MaskProcesses:
         """Computes a mask. The future of `job` gets a GrammarError if that fails."""
         self._state.submit(job)
 
-    def forget(self, automaton: Automaton) -> None:
+    def forget(self, automaton: AutomatonHandle) -> None:
         self._state.forget(automaton)
 
     @property

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Turn(Generic[T]):
+class RunningMasks(Generic[T]):
     client: str
     masks: tuple[T, ...]
     began_at: float
@@ -34,15 +34,14 @@ class Turn(Generic[T]):
 
 
 class MaskQueue(Generic[T]):
-    """Complete state: the waiting masks of each client, in order of arrival, with the process that has the automaton;
-    the turn of each busy process; the processor time that each client has used, in seconds; and the most that any
-    client had used when its turn began (`_level_s`)."""
+    """Which masks a process computes next; `_turns` has what each busy process computes."""
 
     def __init__(self) -> None:
+        # By client, in order of arrival: the process that has the automaton, and the mask.
         self._waiting: dict[str, deque[tuple[int | None, T]]] = {}
-        self._turns: dict[int, Turn[T]] = {}
-        self._used_s: dict[str, float] = {}
-        self._level_s = 0.0
+        self._turns: dict[int, RunningMasks[T]] = {}
+        self._used_s: dict[str, float] = {}  # processor time by client
+        self._level_s = 0.0  # the most that a client had used when its masks began
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -72,7 +71,7 @@ class MaskQueue(Generic[T]):
                 self._waiting[client] = left
                 if not left:
                     del self._waiting[client]
-                self._turns[process] = Turn(client, tuple(masks), now)
+                self._turns[process] = RunningMasks(client, tuple(masks), now)
                 self._level_s = max(self._level_s, self._used_s[client])
                 return tuple(masks)
         return ()

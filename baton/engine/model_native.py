@@ -162,7 +162,7 @@ class NativeModel:
             k_norm=self._address(weights.k_norm),
             attention_out=self._pack(weights.attention_out),
             mlp_norm=self._address(weights.mlp_norm),
-            gate_up=self._pack(_by_turns(weights.gate_up)),
+            gate_up=self._pack(_interleave_gate_up(weights.gate_up)),
             down=self._pack(weights.down),
             window=window,
         )
@@ -192,15 +192,15 @@ def _rows(batch: Batch) -> array[int]:
     return rows
 
 
-def _by_turns(gate_up: Projection) -> Projection:
+def _interleave_gate_up(gate_up: Projection) -> Projection:
     """Interleaves the rows of gate and up, stacked before, in groups of 16, each zero-padded to whole groups."""
 
-    def turn(tensor: Tensor) -> Tensor:
+    def interleave(tensor: Tensor) -> Tensor:
         gate, up = (F.pad(half, (0, 0, 0, -half.shape[0] % 16)) for half in tensor.chunk(2))
         return torch.stack([half.reshape(-1, 16, half.shape[1]) for half in (gate, up)], dim=1).flatten(0, 2)
 
     bias, scale = (
-        None if of_rows is None else turn(of_rows[:, None])[:, 0] for of_rows in (gate_up.bias, gate_up.scale)
+        None if of_rows is None else interleave(of_rows[:, None])[:, 0] for of_rows in (gate_up.bias, gate_up.scale)
     )
-    blocks = None if gate_up.blocks is None else gate_up.blocks.each(turn)
-    return Projection(turn(gate_up.weight), bias, scale, blocks)
+    blocks = None if gate_up.blocks is None else gate_up.blocks.each(interleave)
+    return Projection(interleave(gate_up.weight), bias, scale, blocks)

@@ -44,7 +44,7 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
-class Peer:
+class RankPeer:
     """One end of a connection: any thread may send frames, the control thread receives them."""
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
@@ -125,11 +125,11 @@ class Peer:
 
 def gather_followers(
     store: Store, size: int, host: str, timeout_s: float = CONNECT_TIMEOUT_S
-) -> tuple[list[Peer], tuple[int, ...]]:
+) -> tuple[list[RankPeer], tuple[int, ...]]:
     """Waits for the followers; returns them and the pids of all ranks. Raises StartupError, with the missing ranks,
     after `timeout_s`."""
     token = secrets.token_hex(16)
-    peers: dict[int, Peer] = {}
+    peers: dict[int, RankPeer] = {}
     pids = {0: os.getpid()}
     deadline, waits_for = time.monotonic() + timeout_s, ""
     look_at = time.monotonic() + _NOTICE_S
@@ -143,7 +143,7 @@ def gather_followers(
                 if hello is None or not 0 < hello.rank < size or hello.rank in peers:
                     sock.close()
                 else:
-                    peers[hello.rank], pids[hello.rank] = Peer(sock, hello.rank), hello.pid
+                    peers[hello.rank], pids[hello.rank] = RankPeer(sock, hello.rank), hello.pid
                     _keep(peers)  # accepts it
             if (now := time.monotonic()) < look_at and now < deadline:
                 continue
@@ -162,7 +162,7 @@ def gather_followers(
     return [peers[rank] for rank in ranks[1:]], tuple(pids[rank] for rank in ranks)
 
 
-def _keep(peers: dict[int, Peer]) -> None:
+def _keep(peers: dict[int, RankPeer]) -> None:
     """Sends a frame to all connected followers: the first one accepts a follower, later ones are heartbeats. A lost
     follower is dropped, so that its successor can connect."""
     for rank, peer in list(peers.items()):
@@ -173,14 +173,14 @@ def _keep(peers: dict[int, Peer]) -> None:
             del peers[rank]
 
 
-def dial_leader(store: Store, rank: int) -> Peer:
+def dial_leader(store: Store, rank: int) -> RankPeer:
     """Connects to the leader. Raises StartupError if there is none or it does not reply."""
     try:
         token, host, port = store.get(_KEY).decode().split()
         sock = socket.create_connection((host, int(port)), timeout=_SEND_TIMEOUT_S)
     except (OSError, RuntimeError, ValueError) as error:
         raise StartupError(f"rank {rank} cannot connect to the leader: {str(error).splitlines()[0]}") from None
-    leader = Peer(sock, 0)
+    leader = RankPeer(sock, 0)
     try:
         leader.send(encode(Hello(token, rank, os.getpid())))
         leader.await_accepted()

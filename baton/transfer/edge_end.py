@@ -143,8 +143,8 @@ def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBu
 
 
 class LocalEnd:
-    """Complete state: the edge's thread, the part that is being packed or is packed but not sent yet, and the counters.
-    A buffer is reused only when its transfer has ended in order; otherwise a late byte may still be written."""
+    """A rank's own end of an edge. A buffer is reused only when its transfer has ended in order; otherwise a late byte
+    may still be written."""
 
     def __init__(self, spec: EdgeSpec, layers: Layers, rank: LocalEnds) -> None:
         """`layers` are those that the edge carries; `rank` has the settings and buffers of this rank."""
@@ -153,7 +153,7 @@ class LocalEnd:
         self.worker = EdgeWorker(spec, make_edge(rank.kind), kv_device=layers[0][0].device)
         self._rank, self._buffers = rank, rank.buffers
         self._layers = PagedLayers.of(layers)
-        self._packing: Packing | None = None
+        self._packing: Packing | None = None  # being packed, or packed but not sent yet
 
     @property
     def dead(self) -> HandoffError | None:

@@ -32,14 +32,13 @@ MOST_MAPPED = 8
 
 
 class IpcEdge:
-    """One end of an edge within a host; see `Edge` for the contract. Complete state: the Gloo edge that carries its
-    messages, and the mapped buffers of the sender by handle, the most recently used last."""
+    """One end of an edge within a host; see `Edge` for the contract."""
 
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
         self._device = torch.device(spec.device)
-        self._control = GlooEdge(replace(spec, device="cpu"))
-        self._mapped: dict[bytes, Tensor] = {}
+        self._control = GlooEdge(replace(spec, device="cpu"))  # carries its messages
+        self._mapped: dict[bytes, Tensor] = {}  # the sender's buffers by handle, the most recently used last
 
     def connect(self) -> None:
         deadline = time.monotonic() + self.spec.connect_timeout_s

@@ -69,13 +69,13 @@ class EdgeStore:
 
 
 class Meeting:
-    """The connecting of one end to its peer, once. Complete state: whether it was aborted, has begun, is over, and the
-    thread that runs it. `abort` may be called from any thread; all else belongs to the edge's thread."""
+    """The connecting of one end to its peer, once. `abort` may be called from any thread; all else belongs to the
+    edge's thread."""
 
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
         self._aborted, self._started, self._over = Event(), Event(), Event()
-        self._thread = 0
+        self._thread = 0  # native id of the thread that runs it
 
     @property
     def aborted(self) -> bool:

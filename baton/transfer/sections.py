@@ -21,7 +21,7 @@ from baton.core.errors import HandoffError, InvariantError
 from baton.core.sections import Section, cut_sections
 from baton.transfer.checksum import checksum, checksum_parts, device_checksum
 from baton.transfer.edge import Word
-from baton.transfer.staging import PagedLayers, Slots, locate, pack, pack_layers, unpack
+from baton.transfer.staging import PagedLayers, TokenSlots, locate, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer
 from baton.transfer.streams import finish
 
@@ -53,7 +53,7 @@ class _Sections:
         self.on_device = buffer.view.device.type == "cuda"
 
     @cached_property
-    def _slots(self) -> Slots:
+    def _slots(self) -> TokenSlots:
         """Raises HandoffError."""
         part = self.part
         return locate(self._layers, part.block_ids, self._block_size, part.start_token, part.end_token)
@@ -80,18 +80,16 @@ class _Sections:
 
 
 class Packing(_Sections):
-    """A part that is packed before it is sent, and while it is sent. Complete state: the checksums of the packed
-    sections, whether `send` has been called (`is_sending`, set by the event loop), and how many were packed after
-    sending had begun."""
+    """A part that is packed before it is sent, and while it is sent."""
 
     def __init__(
         self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
     ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
-        self.is_sending = False
+        self.is_sending = False  # `send` has been called; set by the event loop
         self.before: Callable[[], None] | None = None  # called on the edge's thread before KV is read
-        self.packed_while_sending = 0
-        self._sums: list[Word] = []
+        self.packed_while_sending = 0  # sections
+        self._sums: list[Word] = []  # of the packed sections
 
     def begin(self) -> None:
         """Packs all sections, but stops early once `is_sending` is set and at least AHEAD_BYTES are packed."""
@@ -127,9 +125,7 @@ class Packing(_Sections):
 
 
 class Storing(_Sections):
-    """A part that is received. Complete state: how many of its sections were stored, whether all that arrived matched
-    their checksums, the first error, whether the blocks may still be written, and, for a part on a device, the received
-    and the computed checksums.
+    """A part that is received.
 
     A section is stored in the blocks only when its bytes match its checksum. An error in doing so is kept for `result`:
     it does not end the edge, which has done its own work.
@@ -139,12 +135,12 @@ class Storing(_Sections):
         self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
     ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
-        self.stored = 0
-        self._intact = True
-        self._error: Exception | None = None
-        self._writable = True
+        self.stored = 0  # sections
+        self._intact = True  # all that arrived matched their checksums
+        self._error: Exception | None = None  # the first one
+        self._writable = True  # the blocks may still be written
         self._writing = threading.Lock()
-        self._received: list[Tensor] = []
+        self._received: list[Tensor] = []  # checksums of a part on a device
         self._computed: list[Tensor] = []
 
     def arrived(self, index: int, sum_: Word) -> None:

@@ -59,7 +59,7 @@ class PagedLayers:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slots:
+class TokenSlots:
     """The slots of `count` tokens: `each` of them, int64 [count] on the layers' device, or, on CPU with at most
     _MOST_RUNS `runs` of neighbouring slots, these: (first slot, index of its token in the range, number of tokens)."""
 
@@ -68,7 +68,7 @@ class Slots:
     runs: Sequence[tuple[int, int, int]] = ()
 
 
-def pack(layers: PagedLayers, slots: Slots, out: Tensor | None = None) -> Tensor:
+def pack(layers: PagedLayers, slots: TokenSlots, out: Tensor | None = None) -> Tensor:
     """Returns tokens as one uint8 tensor [bytes] on the layers' device: a new one, or `out` if given. Raises
     HandoffError when `out` has another size."""
     if out is None:
@@ -78,7 +78,7 @@ def pack(layers: PagedLayers, slots: Slots, out: Tensor | None = None) -> Tensor
     return out
 
 
-def pack_layers(layers: PagedLayers, slots: Slots, out: Tensor) -> Iterator[Tensor]:
+def pack_layers(layers: PagedLayers, slots: TokenSlots, out: Tensor) -> Iterator[Tensor]:
     """Like `pack`, but yields each layer's part of `out` as soon as it is packed, while it is in the CPU cache."""
     for pairs, packed in _parts(layers, out, slots):
         for rows, part in pairs:
@@ -90,7 +90,7 @@ def pack_layers(layers: PagedLayers, slots: Slots, out: Tensor) -> Iterator[Tens
         yield packed
 
 
-def unpack(buf: Tensor, layers: PagedLayers, slots: Slots) -> None:
+def unpack(buf: Tensor, layers: PagedLayers, slots: TokenSlots) -> None:
     """Scatters the output of `pack` into these slots of the layers and writes no others. Raises HandoffError, before
     anything is written, as `pack` does."""
     for pairs, _ in _parts(layers, buf, slots):
@@ -102,7 +102,7 @@ def unpack(buf: Tensor, layers: PagedLayers, slots: Slots) -> None:
                 rows[slot : slot + count] = part[first : first + count]
 
 
-def locate(layers: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> Slots:
+def locate(layers: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> TokenSlots:
     """Returns the slots of tokens [start, end). Raises HandoffError when the range or a block id is out of bounds."""
     if not layers.rows or not 0 <= start < end <= len(block_ids) * block_size:
         where = f"{len(layers.rows)} layers, {len(block_ids)} blocks of {block_size}"
@@ -112,17 +112,17 @@ def locate(layers: PagedLayers, block_ids: Sequence[int], block_size: int, start
     if min(used) < 0 or max(used) >= layers.num_blocks:  # on a GPU an index out of range would end the process
         raise HandoffError(f"chunk: block ids {min(used)} to {max(used)} are not in a pool of {layers.num_blocks}")
     if layers.arrays and len(runs := _runs(block_ids, block_size, start, end)) <= _MOST_RUNS:
-        return Slots(end - start, runs=runs)
+        return TokenSlots(end - start, runs=runs)
     blocks = torch.tensor(used, dtype=torch.int64)
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
     slots = slots[start - first * block_size : end - first * block_size]
     if layers.device.type == "cuda":
         slots = slots.pin_memory()  # a copy from pageable memory would block
-    return Slots(end - start, slots.to(layers.device, non_blocking=True))
+    return TokenSlots(end - start, slots.to(layers.device, non_blocking=True))
 
 
 def _runs(block_ids: Sequence[int], block_size: int, start: int, end: int) -> list[tuple[int, int, int]]:
-    """Returns the slots of tokens [start, end) as runs (see Slots)."""
+    """Returns the slots of tokens [start, end) as runs (see TokenSlots)."""
     runs: list[tuple[int, int, int]] = []
     position = start
     while position < end:
@@ -147,7 +147,7 @@ def _word_bytes(layers: Layers) -> int:
     return math.gcd(8, *map(_row_bytes, caches), *places)
 
 
-def _parts(layers: PagedLayers, buf: Tensor, slots: Slots) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
+def _parts(layers: PagedLayers, buf: Tensor, slots: TokenSlots) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
     """Yields for each layer: K and V, each with its part of `buf` as rows [count, words]; the layer's part of `buf`.
 
     Runs are copied with numpy, which slices in a quarter of torch's time: slicing with torch took a quarter to a third

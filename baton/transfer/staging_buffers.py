@@ -49,9 +49,8 @@ def pinned_buffer(num_bytes: int, device: torch.device) -> Tensor:
 
 
 class StagingBuffers:
-    """Complete state: the kept buffers by size, the bytes of these and of the unused ends of buffers in use
-    (`idle_bytes`), and the counters `allocated` and `reused`. Belongs to one thread. `limit_bytes` 0 keeps none;
-    `allocate` makes new ones."""
+    """Belongs to one thread. `idle_bytes` are those of kept buffers and of the unused ends of buffers in use;
+    `allocated` and `reused` count buffers. `limit_bytes` 0 keeps none; `allocate` makes new ones."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class StagingBuffers:
         self.limit_bytes = limit_bytes
         self.allocated = self.reused = self.idle_bytes = 0
         self._device, self._allocate = torch.device(device), allocate
-        self._kept: list[Tensor] = []
+        self._kept: list[Tensor] = []  # by size
 
     def take(self, num_bytes: int) -> StagingBuffer:
         """Returns the smallest kept buffer that is large enough, else a new one. Its content is undefined. The caller

@@ -24,8 +24,7 @@ def check_staging(limit_bytes: int, layout: KVLayout) -> None:
 
 
 class StagingRoom:
-    """The staging memory of one worker, over all its ranks. Complete state: the bytes in use, the queue of waiting
-    callers, and whether bytes were freed since the first of them last checked. Raises StartupError when not even one
+    """The staging memory of one worker, over all its ranks. Raises StartupError when not even one
     block of `layout` fits."""
 
     def __init__(self, limit_bytes: int, layout: KVLayout) -> None:
@@ -33,7 +32,7 @@ class StagingRoom:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
         self._next = asyncio.Lock()  # first come, first served: small requests must not starve a large one
-        self._given_back = asyncio.Event()
+        self._given_back = asyncio.Event()  # bytes were freed since the first waiting caller last checked
 
     @asynccontextmanager
     async def hold(self, num_bytes: int, timeout_s: float) -> AsyncIterator[None]:

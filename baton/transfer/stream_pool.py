@@ -29,23 +29,21 @@ _POOLS_LOCK = threading.Lock()
 
 class StreamPool:
     """torch's streams of one device and priority. `new` takes the next one; others in this process may take some, too.
-
-    Complete state: the streams by handle and in the order in which torch hands them out, the place of the last one
-    taken, the number of users of each, the handles given back whose work has not ended yet, and, for each block of
-    `taken_by_torch` that is open, the handles that torch may have handed out in it. Any thread may call it.
-    """
+    Any thread may call it."""
 
     def __init__(self, new: Callable[[], Any]) -> None:
         self._new = new
         self._lock = threading.Lock()
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[int, Any] = {}  # by handle
         while len(self._streams) < _MOST and (stream := new()).cuda_stream not in self._streams:
             self._streams[stream.cuda_stream] = stream
-        self._order = list(self._streams)
-        self._at = 0  # the last one taken was the first one again
+        self._order = list(self._streams)  # in which torch hands them out
+        self._at = 0  # place of the last one taken: it was the first one again
         self._users: Counter[int] = Counter()
-        self._given_back: list[int] = []
-        self._open: list[list[int]] = []
+        self._given_back: list[int] = []  # their work has not ended yet
+        self._open: list[
+            list[int]
+        ] = []  # for each open block of `taken_by_torch`, what torch may have handed out in it
 
     def take(self) -> Any:
         """Returns a stream without another user, until `give_back`. If there is none, the one with the fewest."""

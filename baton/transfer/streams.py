@@ -72,12 +72,12 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-class Held:
+class HeldBuffer:
     """Keeps objects until the device has done the work that uses them. torch's own `record_stream` does not: it ignores
-    memory that was exported to another process. Complete state: the objects, each with an event, or with None if the
-    device has failed: then they are kept for good. Any thread may call it."""
+    memory that was exported to another process. Any thread may call it."""
 
     def __init__(self) -> None:
+        # Each with an event, or with None if the device has failed: then it is kept for good.
         self._objects: list[tuple[Any, object]] = []
         self._lock = threading.Lock()
 
@@ -107,5 +107,5 @@ def _done(event: Any) -> bool:
     return False
 
 
-HELD = Held()
+HELD = HeldBuffer()
 """What this process holds for its devices."""

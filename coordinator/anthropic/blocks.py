@@ -175,7 +175,7 @@ _BLOCKS: dict[str, dict[str, type[Block]]] = {
 }
 
 
-class Turn(RequestObject):
+class InputMessage(RequestObject):
     """One message. A `system` message applies from its place on."""
 
     inert = frozenset({"cache_control", "output_config"})
@@ -254,7 +254,7 @@ def _with_blocks(given: dict[str, Any], place: str, ignored: IgnoredFields) -> d
     return given
 
 
-def parsed_turns(value: Any, info: ValidationInfo[IgnoredFields]) -> list[Turn]:
+def parsed_turns(value: Any, info: ValidationInfo[IgnoredFields]) -> list[InputMessage]:
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("messages", "must be a non-empty array of messages")
     turns = []
@@ -271,7 +271,7 @@ def parsed_turns(value: Any, info: ValidationInfo[IgnoredFields]) -> list[Turn]:
             message = f"'{place}.content' is required"
             raise InvalidRequest(message, code="missing_required_parameter", param=f"{place}.content")
         blocks = [] if content is None else _blocks(content, _BLOCKS[role], f"{place}.content", info.context)
-        turns.append(validate(Turn, given | {"content": blocks}, info.context, path=place))
+        turns.append(validate(InputMessage, given | {"content": blocks}, info.context, path=place))
     return turns
 
 

@@ -18,6 +18,7 @@ from baton.core.errors import InvalidRequest
 from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.anthropic.blocks import (
     GivenTurn,
+    InputMessage,
     Passage,
     SystemBlock,
     TextBlock,
@@ -26,7 +27,6 @@ from coordinator.anthropic.blocks import (
     ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
-    Turn,
     joined,
     parsed_system,
     parsed_turns,
@@ -62,7 +62,7 @@ INERT = frozenset(
 NEUTRAL: Neutral = {"compaction": ()}
 
 
-class CustomTool(RequestObject):
+class ClientTool(RequestObject):
     """A tool that the client runs. One with `defer_loading` is in the prompt once a reference has loaded it."""
 
     inert = frozenset({"allowed_callers", "cache_control", "eager_input_streaming", "input_examples", "title"})
@@ -82,7 +82,7 @@ class CustomTool(RequestObject):
         return Tool(type="function", function=function)
 
 
-def _tools(value: Any, info: ValidationInfo[IgnoredFields]) -> list[CustomTool]:
+def _tools(value: Any, info: ValidationInfo[IgnoredFields]) -> list[ClientTool]:
     if not isinstance(value, list):
         raise PydanticCustomError("list_type", "must be an array")
     tools = []
@@ -91,11 +91,11 @@ def _tools(value: Any, info: ValidationInfo[IgnoredFields]) -> list[CustomTool]:
         if isinstance(kind, str) and kind != "custom":
             info.context.add("tools", kind)
             continue
-        tools.append(validate(CustomTool, given, info.context, path=f"tools[{number}]"))
+        tools.append(validate(ClientTool, given, info.context, path=f"tools[{number}]"))
     return tools
 
 
-class Choice(RequestObject):
+class ToolChoice(RequestObject):
     place = "tool_choice"
 
     type: Literal["auto", "any", "tool", "none"]
@@ -141,12 +141,12 @@ class CountTokensBody(ModelBody):
     neutral = NEUTRAL
     stand_ins = (CLAUDE,)
 
-    messages: Annotated[list[Turn], PlainValidator(parsed_turns, json_schema_input_type=list[GivenTurn])]
+    messages: Annotated[list[InputMessage], PlainValidator(parsed_turns, json_schema_input_type=list[GivenTurn])]
     system: Annotated[str, PlainValidator(parsed_system, json_schema_input_type=str | list[SystemBlock])] = ""
     tools: Annotated[
-        list[CustomTool], PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]]), limit_values("tools")
+        list[ClientTool], PlainValidator(_tools, json_schema_input_type=list[dict[str, Any]]), limit_values("tools")
     ] = Field(default_factory=list)
-    tool_choice: Choice | None = None
+    tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
@@ -223,7 +223,7 @@ class CountTokensBody(ModelBody):
             parallel=not (choice is not None and choice.disable_parallel_tool_use),
         )
 
-    def _loaded(self) -> list[CustomTool]:
+    def _loaded(self) -> list[ClientTool]:
         """Returns the tools at the end of the conversation: without the deferred ones that nothing has loaded."""
         loaded = {tool.name: not tool.defer_loading for tool in self.tools}
         for turn in self.messages:
@@ -263,7 +263,7 @@ class MessagesBody(CountTokensBody):
         return self.thinking is None or self.thinking.display != "omitted"
 
 
-def _messages_of(turn: Turn) -> Iterator[ChatMessage]:
+def _messages_of(turn: InputMessage) -> Iterator[ChatMessage]:
     blocks = turn.content
     text = joined([block for block in blocks if isinstance(block, Passage)])
     if turn.role == "assistant":

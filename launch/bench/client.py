@@ -20,8 +20,8 @@ import aiohttp
 import orjson
 
 from baton.runtime.status import printable
-from launch.bench.load import Job, Session
-from launch.bench.stats import Record
+from launch.bench.load import PlannedRequest, Session
+from launch.bench.stats import RequestRecord
 from launch.cluster_api import request_json
 
 CONNECT_TIMEOUT_S = 10.0
@@ -46,7 +46,7 @@ class _TimedSocket(socket.socket):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """Where requests go. `base` ends in /v1."""
 
     base: str
@@ -117,7 +117,7 @@ def _get(url: str, api_key: str) -> Any:
     return document
 
 
-def client_session(target: Target) -> aiohttp.ClientSession:
+def client_session(target: ServerTarget) -> aiohttp.ClientSession:
     """Creates a session for any number of concurrent requests; `send` limits their time. aiohttp uses two fifths of the
     processor time per event that httpx uses, and client and server often share their cores."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
@@ -129,16 +129,16 @@ def client_session(target: Target) -> aiohttp.ClientSession:
 
 async def _written(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestChunkSentParams) -> None:
     """Records when a request is written; aiohttp calls it as it writes the head and the body."""
-    stream: _Stream = context.trace_request_ctx
+    stream: _ServerStream = context.trace_request_ctx
     stream.written_at = stream.written_at or time.perf_counter()
 
 
 async def run_load(
-    target: Target, sessions: Iterable[Session], concurrency: int, done: Callable[[Record], None]
-) -> list[Record]:
+    target: ServerTarget, sessions: Iterable[Session], concurrency: int, done: Callable[[RequestRecord], None]
+) -> list[RequestRecord]:
     """Sends the requests in a closed loop of `concurrency` clients, or in an open loop if it is 0. Calls `done` after
     each request. A failed request is a record too."""
-    records: list[Record] = []
+    records: list[RequestRecord] = []
 
     async def run(http: aiohttp.ClientSession, session: Session, due: float | None = None) -> None:
         for number, job in enumerate(session.jobs):
@@ -168,7 +168,9 @@ async def run_load(
     return records
 
 
-async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: float | None = None) -> Record:
+async def send(
+    session: aiohttp.ClientSession, target: ServerTarget, job: PlannedRequest, due: float | None = None
+) -> RequestRecord:
     """Sends one request; a failure is a record too. With `due` (perf_counter) its times count from then, so that a
     late client hides no delay."""
     body = {
@@ -181,7 +183,7 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
     }
     content = orjson.dumps(body)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-    stream = _Stream()
+    stream = _ServerStream()
     sent = time.perf_counter() if due is None else due
     try:
         async with asyncio.timeout(target.timeout_s):
@@ -190,17 +192,17 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
                 if due is None:
                     sent = stream.written_at or sent
                 if answer.status != 200:
-                    return Record(sent, error=await _refused(answer))
+                    return RequestRecord(sent, error=await _refused(answer))
                 descriptor = _descriptor(answer)
                 async for chunk in answer.content.iter_any():
                     stream.feed(_read_at.get(descriptor) or time.perf_counter(), chunk)
         return stream.record(sent, time.perf_counter())
     except aiohttp.ClientError as error:  # before TimeoutError: a connect timeout is both
-        return Record(sent, error=describe(error))
+        return RequestRecord(sent, error=describe(error))
     except TimeoutError:
-        return Record(sent, error=f"timed out after {target.timeout_s:g} s", timed_out=True)
+        return RequestRecord(sent, error=f"timed out after {target.timeout_s:g} s", timed_out=True)
     except (OSError, ValueError) as error:
-        return Record(sent, error=describe(error))
+        return RequestRecord(sent, error=describe(error))
 
 
 def _descriptor(answer: aiohttp.ClientResponse) -> int:
@@ -209,7 +211,7 @@ def _descriptor(answer: aiohttp.ClientResponse) -> int:
     return transport.get_extra_info("socket").fileno() if transport else -1
 
 
-class _Stream:
+class _ServerStream:
     """Server-sent events of one completion, as they arrive."""
 
     def __init__(self) -> None:
@@ -244,7 +246,7 @@ class _Stream:
                 except (AttributeError, LookupError, TypeError):
                     raise ValueError(f"not an event of a completion: {line[5:100]!r}") from None
 
-    def record(self, sent: float, ended: float) -> Record:
+    def record(self, sent: float, ended: float) -> RequestRecord:
         if self._error is None and not self._done:
             self._error = "stream ended without [DONE]"
         # Tokens that decode to nothing (half a character, ids beyond the vocabulary) carry no text; if no event carries
@@ -253,8 +255,8 @@ class _Stream:
         if self._error is None and not arrivals:
             self._error = "stream ended without a token"
         if self._error is not None:
-            return Record(sent, error=self._error)
-        return Record(
+            return RequestRecord(sent, error=self._error)
+        return RequestRecord(
             sent,
             tuple(arrivals),
             ended,

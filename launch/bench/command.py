@@ -12,7 +12,7 @@ import click
 
 from baton.core.errors import StartupError
 from baton.runtime.options import NumberRange
-from launch.bench.load import WORKLOADS, Load
+from launch.bench.load import WORKLOADS, LoadPlan
 from sim.scale.workload import parse_lengths
 from sim.stats import Slo, parse_slo
 from sim.trace import TRACES, read_trace, trace_path
@@ -98,10 +98,10 @@ def bench_command(
     json_path: str | None,
     markdown_path: str | None,
     html_path: str | None,
-    **work: Any,  # the options that are fields of Load
+    **work: Any,  # the options that are fields of LoadPlan
 ) -> int:
     """Measure TTFT, TPOT, ITL and throughput of any OpenAI-compatible server at URL."""
-    from launch.bench.run import Options, bench
+    from launch.bench.run import BenchOptions, bench
 
     if min(work["input_len"].low, work["output_len"].low) < 1:
         raise StartupError("--input-len and --output-len must be at least 1")
@@ -114,9 +114,9 @@ def bench_command(
     except (OSError, ValueError) as error:
         raise StartupError(f"--trace {trace}: {error}") from None
     seed = secrets.randbelow(1 << 31) if seed is None else seed  # the prompts of an earlier command may be cached
-    load = Load(**work, seed=seed, rate=0.0 if sweep else rate or 0.0, trace=rows)
+    load = LoadPlan(**work, seed=seed, rate=0.0 if sweep else rate or 0.0, trace=rows)
     default = len(rows) if rows else 8 * concurrency
-    options = Options(
+    options = BenchOptions(
         load=load,
         concurrency=0 if load.is_open else concurrency,
         requests=default if requests is None else requests,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
 from launch.bench.report import PACKAGES, Report, best, machine_line, stage_times, tables
-from launch.bench.stats import Record
+from launch.bench.stats import RequestRecord
 from launch.console import versions
 from launch.plots import Series, page, plot, table
 from sim.stats import Summary
@@ -39,7 +39,7 @@ def as_html(report: Report) -> str:
 
 def _time_plots(report: Report) -> str:
     """Plots the share of values below each time, one curve for each server."""
-    kinds: tuple[tuple[str, Callable[[Record], Iterable[float | None]]], ...] = (
+    kinds: tuple[tuple[str, Callable[[RequestRecord], Iterable[float | None]]], ...] = (
         ("TTFT", lambda record: (record.ttft_s,)),
         ("TPOT", lambda record: (record.tpot_s,)),
         ("ITL", lambda record: record.gaps_s),

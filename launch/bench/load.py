@@ -36,7 +36,7 @@ _SCHEMA = {"type": "json_schema", "json_schema": {"name": "table", "schema": _TO
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannedRequest:
     """One request: the path of the API, and the part of its body that the workload determines."""
 
     path: str
@@ -48,12 +48,12 @@ class Session:
     """Requests that one client sends one after the other. In an open loop the first is sent `at_s` seconds after the
     run began; each later one is sent when its predecessor has ended."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[PlannedRequest, ...]
     at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadPlan:
     """All requests of a run.
 
     tokens  random token ids, so that every server counts the same
@@ -94,7 +94,7 @@ class Load:
                 if number - first >= len(self.trace):
                     return
                 row = self.trace[number - first]
-                jobs: tuple[Job, ...] = (self._traced(row),)
+                jobs: tuple[PlannedRequest, ...] = (self._traced(row),)
                 at_s = (row.at_s - origin) / self.scale
             else:
                 jobs = self._jobs(number)[:left]
@@ -103,11 +103,11 @@ class Load:
             left -= len(jobs)
             number += 1
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> PlannedRequest:
         """Returns the first request of session `number`."""
         return self._jobs(number)[0]
 
-    def _jobs(self, number: int) -> tuple[Job, ...]:
+    def _jobs(self, number: int) -> tuple[PlannedRequest, ...]:
         source = random.Random(f"{self.seed}/{number}")
         if self.workload == "turns":
             return tuple(self._turns(source))
@@ -119,10 +119,10 @@ class Load:
             return (completion(words, max_tokens),)
         body: dict[str, Any] = {"messages": [{"role": "user", "content": words}], "max_tokens": max_tokens}
         if self.workload == "tools":
-            return (Job("/chat/completions", body | {"tools": [_TOOL], "tool_choice": "required"}),)
-        return (Job("/chat/completions", body | {"response_format": _SCHEMA}),)
+            return (PlannedRequest("/chat/completions", body | {"tools": [_TOOL], "tool_choice": "required"}),)
+        return (PlannedRequest("/chat/completions", body | {"response_format": _SCHEMA}),)
 
-    def _turns(self, source: random.Random) -> Iterator[Job]:
+    def _turns(self, source: random.Random) -> Iterator[PlannedRequest]:
         prompt = self._ids(random.Random(f"{self.seed}/shared"), self.shared_len)
         for _ in range(self.turns):
             prompt = prompt + self._ids(source, self.input_len.draw(source))
@@ -130,7 +130,7 @@ class Load:
             yield completion(prompt, max_tokens)
             prompt = prompt + self._ids(source, max_tokens)  # in place of the answer, which is not known yet
 
-    def _traced(self, row: TraceRow) -> Job:
+    def _traced(self, row: TraceRow) -> PlannedRequest:
         ids: list[int] = []
         for block in row.blocks:
             ids += self._ids(random.Random(f"{self.seed}/block/{block}"), TRACE_BLOCK)
@@ -142,6 +142,6 @@ class Load:
         return [self.token_ids.draw(source) for _ in range(count)]
 
 
-def completion(prompt: list[int] | str, max_tokens: int) -> Job:
+def completion(prompt: list[int] | str, max_tokens: int) -> PlannedRequest:
     """Returns a request for exactly `max_tokens` tokens: the model's end-of-sequence token is ignored."""
-    return Job("/completions", {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})
+    return PlannedRequest("/completions", {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})

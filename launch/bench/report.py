@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from coordinator.policy.timeline import SPANS
-from launch.bench.stats import Record, Statistics, interval, statistics
+from launch.bench.stats import RequestRecord, RunStatistics, interval, statistics
 from launch.console import versions
 from launch.tables import make_table, show
 from sim.stats import Slo, Summary, summarize
@@ -29,7 +29,7 @@ _SWEEP = ("requests/s", "goodput", "within", "met", "TTFT p50", "TTFT p95", "TPO
 _NOTE = "n: output tokens by the server's own count (usage); percentiles are linear between the nearest ranks"
 PACKAGES = ("baton-serve", "aiohttp")
 """The client's packages whose versions a report lists."""
-COMPARED: tuple[tuple[str, Callable[[Statistics], float], str], ...] = (
+COMPARED: tuple[tuple[str, Callable[[RunStatistics], float], str], ...] = (
     ("TTFT p50 ms", lambda s: s.ttft.p50 * 1e3, "{:.2f}"),
     ("TTFT p99 ms", lambda s: s.ttft.p99 * 1e3, "{:.2f}"),
     ("TPOT p50 ms", lambda s: s.tpot.p50 * 1e3, "{:.2f}"),
@@ -44,7 +44,7 @@ class Run:
     """One measurement of one server. `rate` is that of random arrivals, 0.0 in a closed loop or with a trace."""
 
     base: str
-    records: list[Record]
+    records: list[RequestRecord]
     rate: float = 0.0
 
 
@@ -62,19 +62,19 @@ class Report:
         """The servers in the order of the command line."""
         return list(dict.fromkeys(run.base for run in self.runs))
 
-    def records(self, base: str) -> list[Record]:
+    def records(self, base: str) -> list[RequestRecord]:
         return [record for run in self.runs if run.base == base for record in run.records]
 
-    def each(self, base: str) -> list[Statistics]:
+    def each(self, base: str) -> list[RunStatistics]:
         """Returns the statistics of each run of a server."""
         return [statistics(run.records, self.slo) for run in self.runs if run.base == base]
 
-    def whole(self, base: str) -> Statistics:
+    def whole(self, base: str) -> RunStatistics:
         """Returns the statistics of all runs of a server. Rates are over the sum of the runs' durations, without the
         time between."""
         return statistics(self.records(base), self.slo, sum(one.duration_s for one in self.each(base)))
 
-    def by_rate(self) -> list[tuple[float, Statistics]]:
+    def by_rate(self) -> list[tuple[float, RunStatistics]]:
         """Returns the runs of a sweep, by ascending rate."""
         return sorted(((run.rate, statistics(run.records, self.slo)) for run in self.runs), key=lambda run: run[0])
 
@@ -129,7 +129,7 @@ def best(report: Report) -> str:
     return f"{report.best_rate:.3g} requests/s: the highest rate {kept}"
 
 
-def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
+def _totals(stats: RunStatistics, slo: Slo | None) -> list[str]:
     """Returns the numbers that are not distributions."""
     good = stats.requests - stats.failed
     lines = [
@@ -146,7 +146,7 @@ def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
     return lines + [f"failed: {count} x {error}" for error, count in stats.errors.items()]
 
 
-def _cached(stats: Statistics) -> str:
+def _cached(stats: RunStatistics) -> str:
     if stats.cached_tokens is None:
         return ""
     share = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0
@@ -230,7 +230,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _request(run: int, record: Record) -> dict[str, Any]:
+def _request(run: int, record: RequestRecord) -> dict[str, Any]:
     return {
         "run": run,
         "error": record.error,

@@ -17,11 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.core.errors import StartupError
 from baton.runtime.status import printable
-from launch.bench.client import Target, base_url, first_model, run_load, server_version, supports_timeline
+from launch.bench.client import ServerTarget, base_url, first_model, run_load, server_version, supports_timeline
 from launch.bench.html import as_html
-from launch.bench.load import Load, Session
+from launch.bench.load import LoadPlan, Session
 from launch.bench.report import Report, Run, as_json, as_markdown, print_report
-from launch.bench.stats import Record, statistics
+from launch.bench.stats import RequestRecord, statistics
 from sim.stats import Slo
 
 SWEEP_S = 20.0
@@ -35,11 +35,11 @@ _RENDER: dict[str, Callable[[Report], str]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """The command line, except for the servers. `concurrency` is the number of clients, 0 in an open loop; `requests`
     that of each of `repeats` runs, after `warmup` others; `sweep_from` is the first rate of a search, 0.0: none."""
 
-    load: Load
+    load: LoadPlan
     concurrency: int
     requests: int
     warmup: int
@@ -48,7 +48,7 @@ class Options:
     sweep_from: float
 
 
-def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, files: Mapping[str, Path]) -> int:
+def bench(servers: Sequence[tuple[str, str, str, float]], options: BenchOptions, files: Mapping[str, Path]) -> int:
     """Measures each of `servers` (URL, model, API key, timeout in seconds), prints the report and writes it to `files`
     (by "json", "markdown" or "html"). Returns 1 when every request failed, else 0.
 
@@ -80,7 +80,7 @@ def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, file
     return int(all(record.error is not None for run in report.runs for record in run.records))
 
 
-def find_target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
+def find_target(url: str, model: str, api_key: str, timeout_s: float) -> ServerTarget:
     """Returns a server that replies, with its first model by default. Raises StartupError if it does not."""
     try:
         base = base_url(url)
@@ -90,10 +90,10 @@ def find_target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
     except OSError as error:
         raise StartupError(f"the server cannot be queried: {error}") from None
     extra = {"return_timeline": True} if supports_timeline(base, api_key) else {}
-    return Target(base, model, api_key, timeout_s, extra)
+    return ServerTarget(base, model, api_key, timeout_s, extra)
 
 
-def _settings(options: Options, targets: list[Target]) -> dict[str, Any]:
+def _settings(options: BenchOptions, targets: list[ServerTarget]) -> dict[str, Any]:
     """Returns the settings of the measurement, for every report."""
     load, slo = options.load, options.slo
     loop = "sweep" if options.sweep_from else "open loop" if load.is_open else "closed loop"
@@ -134,7 +134,7 @@ def _without_secrets(words: list[str]) -> list[str]:
     return shown
 
 
-def _run(target: Target, options: Options, number: int, label: str = "measuring") -> Run:
+def _run(target: ServerTarget, options: BenchOptions, number: int, label: str = "measuring") -> Run:
     """Executes run `number`. Each run has its own requests, so that none hits a cache that another run filled."""
     # A session has at least one request, so a run has at most as many sessions as requests.
     first = number * (options.warmup + options.requests)
@@ -145,8 +145,8 @@ def _run(target: Target, options: Options, number: int, label: str = "measuring"
 
 
 async def _measure(
-    target: Target, options: Options, warmup: Iterable[Session], measured: Iterable[Session], label: str
-) -> list[Record]:
+    target: ServerTarget, options: BenchOptions, warmup: Iterable[Session], measured: Iterable[Session], label: str
+) -> list[RequestRecord]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -161,7 +161,7 @@ async def _measure(
         running = bar.add_task(label, total=options.requests, failed="")
         failures = 0
 
-        def done(record: Record) -> None:
+        def done(record: RequestRecord) -> None:
             nonlocal failures
             failures += record.error is not None
             bar.update(running, advance=1, failed=f"[red]{failures} failed" if failures else "")
@@ -210,7 +210,7 @@ class Search:
         return max(self.kept, default=0.0)
 
 
-def _sweep(target: Target, options: Options, slo: Slo, report: Report) -> None:
+def _sweep(target: ServerTarget, options: BenchOptions, slo: Slo, report: Report) -> None:
     """Measures about SWEEP_S seconds at each rate that the search proposes, and adds the runs to the report."""
     search = Search(options.sweep_from)
     while (rate := search.next()) is not None:

@@ -34,7 +34,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RequestRecord:
     """One request. Times are in seconds on one monotonic clock; `error` is why it failed: then its numbers are ignored.
 
     `cached_tokens` are those of the prompt that the server found in a prefix cache, None if it does not report them.
@@ -74,7 +74,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class RunStatistics:
     requests: int
     failed: int
     errors: dict[str, int]
@@ -99,7 +99,9 @@ class Statistics:
     met_share: float
 
 
-def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: float | None = None) -> Statistics:
+def statistics(
+    records: Sequence[RequestRecord], slo: Slo | None = None, duration_s: float | None = None
+) -> RunStatistics:
     """Computes the statistics. `duration_s` defaults to the time from the first start to the last end of a successful
     request."""
     good = [record for record in records if record.error is None]
@@ -111,7 +113,7 @@ def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: fl
     cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
     output_tokens = sum(record.output_tokens for record in good)
     span_s = duration_s or math.inf  # rates are 0 if no request succeeded
-    return Statistics(
+    return RunStatistics(
         requests=len(records),
         failed=len(records) - len(good),
         errors=dict(Counter(record.error for record in records if record.error is not None).most_common()),

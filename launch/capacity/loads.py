@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from launch.bench.client import Target, run_load
+from launch.bench.client import ServerTarget, run_load
 from launch.bench.load import Session, completion
-from launch.bench.stats import Record
+from launch.bench.stats import RequestRecord
 from launch.cluster_api import Row, get_cluster
 
 _IDS = range(300, 4000)
@@ -57,7 +57,7 @@ class Sample:
     """One load and what it cost."""
 
     load: Load
-    records: tuple[Record, ...]
+    records: tuple[RequestRecord, ...]
     prefill: Counters
     decode: Counters
     front_cpu_s: float
@@ -83,7 +83,7 @@ class Sample:
 class Cluster:
     """A running cluster and its client. Complete state: the target, and a generator of prompts."""
 
-    def __init__(self, url: str, target: Target, seed: int) -> None:
+    def __init__(self, url: str, target: ServerTarget, seed: int) -> None:
         self.url, self.target = url, target
         self._source = random.Random(seed)
 
@@ -118,7 +118,7 @@ class Cluster:
     def _prompt(self, length: int) -> list[int]:
         return self._source.choices(_IDS, k=length)
 
-    def _run(self, sessions: Iterable[Session], concurrency: int) -> list[Record]:
+    def _run(self, sessions: Iterable[Session], concurrency: int) -> list[RequestRecord]:
         return asyncio.run(run_load(self.target, sessions, concurrency, lambda _: None))
 
     def _counted(self, tokens: int) -> dict[str, Counters]:

@@ -352,7 +352,7 @@ def test_message_sent_directly_after_the_first_reply_is_not_lost() -> None:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
     with here, there:
-        peer = rank_peer.Peer(here, 0)
+        peer = rank_peer.RankPeer(here, 0)
         there.sendall(rank_peer.ACCEPTED + encode(plan(7)))
         peer.await_accepted()
         assert peer.receive(time.monotonic()) == [plan(7)]

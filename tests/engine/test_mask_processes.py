@@ -25,7 +25,7 @@ from baton.engine.grammar_automaton import (
     compile_grammar,
     load_tokenizer,
 )
-from baton.engine.mask_processes import Automaton, MaskJob, MaskProcesses
+from baton.engine.mask_processes import AutomatonHandle, MaskJob, MaskProcesses
 from baton.engine.mask_queue import BATCH
 from baton.runtime.model_source import builtin_directory
 from tests.engine.test_grammars import LETTERS, hostile
@@ -51,7 +51,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def ask(
-    processes: MaskProcesses, automaton: Automaton, output: tuple[int, ...] = (), cpu_s: float = 20.0
+    processes: MaskProcesses, automaton: AutomatonHandle, output: tuple[int, ...] = (), cpu_s: float = 20.0
 ) -> Future[Masks]:
     job = MaskJob(automaton, output, (), (END,), cpu_s)
     processes.submit(job)
@@ -68,11 +68,11 @@ def test_hostile_masks_are_killed_at_their_limit_and_others_go_on(
     """Compiling them, and the masks of the first tokens, take no time."""
     grammar, begun = hostile(300, "x" * 40), ids(tokenizer, "x" * 40 + "|")
     compile_grammar(tokenizer, grammar)
-    attacks = [Automaton(grammar, "attacker") for _ in range(4)]
+    attacks = [AutomatonHandle(grammar, "attacker") for _ in range(4)]
     for attack in attacks:
         ask(processes, attack, begun[:2]).result(WAIT_S)
     pending = [ask(processes, attack, begun, cpu_s=0.5) for attack in attacks]
-    other = Automaton(LETTERS, "other")
+    other = AutomatonHandle(LETTERS, "other")
     output: tuple[int, ...] = ()
     for token in ids(tokenizer, "ab"):
         ask(processes, other, output).result(WAIT_S)
@@ -89,7 +89,7 @@ def test_hostile_masks_are_killed_at_their_limit_and_others_go_on(
 def test_one_row_of_the_parser_is_killed_although_no_limit_of_llguidance_ends_it(
     processes: MaskProcesses, tokenizer: LLTokenizer
 ) -> None:
-    attack = Automaton(AMBIGUOUS, "attacker")
+    attack = AutomatonHandle(AMBIGUOUS, "attacker")
     with pytest.raises(GrammarTooComplex, match="of processor time"):
         ask(processes, attack, ids(tokenizer, "q") * 300, cpu_s=1.0).result(WAIT_S)
     assert processes.died == 1
@@ -101,10 +101,10 @@ def test_masks_of_a_tenant_are_computed_while_those_of_another_are_overdue(
     ended: list[str] = []
     begun = ids(tokenizer, "q") * 600
     for _ in range(6):
-        attack = ask(processes, Automaton(AMBIGUOUS, "attacker"), begun, cpu_s=600.0)
+        attack = ask(processes, AutomatonHandle(AMBIGUOUS, "attacker"), begun, cpu_s=600.0)
         attack.add_done_callback(lambda _: ended.append("attacker"))
     for number in range(8):
-        ask(processes, Automaton(LETTERS, f"tenant {number}")).result(WAIT_S)
+        ask(processes, AutomatonHandle(LETTERS, f"tenant {number}")).result(WAIT_S)
         ended.append("tenant")
     assert ended[:8] == ["tenant"] * 8
 
@@ -113,11 +113,11 @@ def test_mask_is_not_left_when_the_notified_thread_takes_another(
     processes: MaskProcesses, tokenizer: LLTokenizer
 ) -> None:
     """The only idle thread takes the attacker's second mask: no submission follows that would start a thread."""
-    ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+    ask(processes, AutomatonHandle(LETTERS, "a")).result(WAIT_S)
     begun = ids(tokenizer, "q") * 600
     with processes._state.changed:  # no thread takes one before all are submitted
-        attacks = [ask(processes, Automaton(AMBIGUOUS, "attacker"), begun, cpu_s=600.0) for _ in range(2 * BATCH)]
-        other = ask(processes, Automaton(LETTERS, "other"))
+        attacks = [ask(processes, AutomatonHandle(AMBIGUOUS, "attacker"), begun, cpu_s=600.0) for _ in range(2 * BATCH)]
+        other = ask(processes, AutomatonHandle(LETTERS, "other"))
     other.result(WAIT_S)
     assert not any(attack.done() for attack in attacks)
 
@@ -125,7 +125,7 @@ def test_mask_is_not_left_when_the_notified_thread_takes_another(
 def test_overdue_mask_of_a_sequence_that_ended_is_not_finished(
     processes: MaskProcesses, tokenizer: LLTokenizer
 ) -> None:
-    attack = Automaton(hostile(300, "xx"), "attacker")
+    attack = AutomatonHandle(hostile(300, "xx"), "attacker")
     ask(processes, attack).result(WAIT_S)
     future = ask(processes, attack, ids(tokenizer, "xx|"), cpu_s=WAIT_S)
     while not processes._state.queue.overdue(0, time.monotonic()):
@@ -139,21 +139,21 @@ def test_overdue_mask_of_a_sequence_that_ended_is_not_finished(
 def test_deep_recursion_ends_only_its_own_request(processes: MaskProcesses, tokenizer: LLTokenizer) -> None:
     chain = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
     with pytest.raises(GrammarTooComplex, match="stack"):
-        ask(processes, Automaton(chain, "a")).result(WAIT_S)
+        ask(processes, AutomatonHandle(chain, "a")).result(WAIT_S)
     assert processes.died == 1, "a process that was started for it"
-    ask(processes, Automaton(LETTERS, "b")).result(WAIT_S)
+    ask(processes, AutomatonHandle(LETTERS, "b")).result(WAIT_S)
 
 
 def test_chain_of_rules_that_the_coordinator_admits_does_not_overflow_the_stack(processes: MaskProcesses) -> None:
     chain = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(900)) + '\nr900: "a"'
-    ask(processes, Automaton(chain, "a")).result(WAIT_S)
+    ask(processes, AutomatonHandle(chain, "a")).result(WAIT_S)
 
 
 def test_automata_are_built_again_when_a_process_was_killed_while_idle(
     processes: MaskProcesses, tokenizer: LLTokenizer
 ) -> None:
     (a,) = ids(tokenizer, "a")
-    automaton = Automaton(LETTERS, "a")
+    automaton = AutomatonHandle(LETTERS, "a")
     ask(processes, automaton).result(WAIT_S)
     processes._state.processes[0].kill()
     (bits,) = ask(processes, automaton, (a, a)).result(WAIT_S)
@@ -162,12 +162,12 @@ def test_automata_are_built_again_when_a_process_was_killed_while_idle(
 
 
 def test_the_process_that_starts_others_is_started_again(processes: MaskProcesses) -> None:
-    ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+    ask(processes, AutomatonHandle(LETTERS, "a")).result(WAIT_S)
     starter = processes._state.starter.process
     assert starter is not None
     starter.kill()  # not waited for: its end is seen on its socket
     processes._state.processes[0].kill()
-    ask(processes, Automaton(LETTERS, "b")).result(WAIT_S)
+    ask(processes, AutomatonHandle(LETTERS, "b")).result(WAIT_S)
     assert processes._state.starter.process is not starter
 
 
@@ -176,7 +176,7 @@ def test_processes_that_cannot_be_started_end_requests_with_one_line(
 ) -> None:
     processes._state.starter._command = ["/bin/false"]
     with pytest.raises(GrammarTooComplex, match=r"could not be computed: .* died"):
-        ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+        ask(processes, AutomatonHandle(LETTERS, "a")).result(WAIT_S)
     (record,) = caplog.records
     assert "masks cannot be computed" in record.getMessage() and not record.exc_info
 
@@ -186,17 +186,17 @@ def test_unusable_tokenizer_is_the_reason(tmp_path: Path) -> None:
     processes = MaskProcesses(tmp_path, VOCAB)
     for _ in range(2):
         with pytest.raises(GrammarError, match="this tokenizer"):
-            ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+            ask(processes, AutomatonHandle(LETTERS, "a")).result(WAIT_S)
     first = processes._state.starter.process
     with pytest.raises(GrammarError, match="this tokenizer"):
-        ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+        ask(processes, AutomatonHandle(LETTERS, "a")).result(WAIT_S)
     assert processes._state.starter.process is first, "it is not started again and again"
     processes.close()
 
 
 def test_processes_end_with_their_owner() -> None:
     processes = MaskProcesses(builtin_directory("target"), VOCAB)
-    ask(processes, Automaton(LETTERS, "a")).result(WAIT_S)
+    ask(processes, AutomatonHandle(LETTERS, "a")).result(WAIT_S)
     starter = processes._state.starter.process
     child = os.dup(processes._state.processes[0]._pidfd)
     owner = weakref.ref(processes)

@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.errors import StartupError
 from baton.engine import rank_peer
-from baton.engine.rank_peer import Peer, dial_leader, gather_followers
+from baton.engine.rank_peer import RankPeer, dial_leader, gather_followers
 from tests.support.dict_store import DictStore
 
 
@@ -36,7 +36,7 @@ def test_waiting_rank_receives_heartbeats_and_a_departed_rank_is_replaced(monkey
     received = len(early.receive(0.0)) + len(early.receive(0.0))  # while the leader waits for other ranks
     assert received >= 2
     left.close()
-    replaced: Peer | None = None
+    replaced: RankPeer | None = None
     for _ in range(400):  # until the leader has detected that rank 2 left
         try:
             replaced = dial_leader(store, 2)

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 
 from baton.core.errors import StartupError
 from launch.bench import client as bench_client
-from launch.bench.client import Target, client_session, first_model, run_load, send
-from launch.bench.load import Job, Load, completion
-from launch.bench.stats import Record
+from launch.bench.client import ServerTarget, client_session, first_model, run_load, send
+from launch.bench.load import LoadPlan, PlannedRequest, completion
+from launch.bench.stats import RequestRecord
 from launch.cli import baton
 from sim.scale.workload import Lengths
 from tests.support.fake_openai_server import FakeServer, fake_server
@@ -127,7 +127,7 @@ async def test_connection_timeout_is_not_reported_as_a_request_timeout() -> None
         def post(self, *_: object, **__: object) -> object:
             raise aiohttp.ConnectionTimeoutError("Connection timeout to host http://h/v1")
 
-    record = await send(Session(), Target("http://h/v1", "m", "", 600.0, {}), completion([1], 1))  # type: ignore[arg-type]
+    record = await send(Session(), ServerTarget("http://h/v1", "m", "", 600.0, {}), completion([1], 1))  # type: ignore[arg-type]
     assert record.error == "ConnectionTimeoutError: Connection timeout to host http://h/v1"
 
 
@@ -152,8 +152,8 @@ async def test_request_time_starts_when_its_bytes_are_written(
 
     monkeypatch.setattr(_SelectorSocketTransport, "write", write)
     with fake_server() as server:
-        target = Target(f"{server.url}/v1", "fake", "", 60.0, {})
-        sessions = Load(0, Lengths(2, 2), Lengths(3, 3)).sessions(0, 8)
+        target = ServerTarget(f"{server.url}/v1", "fake", "", 60.0, {})
+        sessions = LoadPlan(0, Lengths(2, 2), Lengths(3, 3)).sessions(0, 8)
         records = await run_load(target, sessions, 4, lambda _: None)
     assert [record.error for record in records] == [None] * 8 and len(written) == 8
     assert sorted(record.sent for record in records) == written
@@ -330,11 +330,11 @@ def test_endless_response_is_reported_as_an_error(monkeypatch: pytest.MonkeyPatc
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(OSError, match="the response is too long or too slow"):
             first_model(f"{url}/v1", "")
-        target = Target(f"{url}/v1", "m", "", 30.0, {})
+        target = ServerTarget(f"{url}/v1", "m", "", 30.0, {})
 
-        async def send_one() -> Record:
+        async def send_one() -> RequestRecord:
             async with client_session(target) as session:
-                return await send(session, target, Job("/completions", {"prompt": "x"}))
+                return await send(session, target, PlannedRequest("/completions", {"prompt": "x"}))
 
         assert "an event exceeds 1 MiB" in str(asyncio.run(send_one()).error)
         listening.shutdown(socket.SHUT_RDWR)
@@ -346,7 +346,7 @@ def test_arrival_time_is_taken_when_bytes_are_read_not_when_they_are_parsed(monk
     seen: list[int] = []
     arrived: list[float] = []
     parsed: list[float] = []
-    descriptor, feed = bench_client._descriptor, bench_client._Stream.feed
+    descriptor, feed = bench_client._descriptor, bench_client._ServerStream.feed
 
     def last_head_waits(answer: aiohttp.ClientResponse) -> int:
         seen.append(descriptor(answer))
@@ -355,13 +355,13 @@ def test_arrival_time_is_taken_when_bytes_are_read_not_when_they_are_parsed(monk
             assert events.wait(30)  # blocks the loop: all events are in their sockets when it resumes
         return seen[-1]
 
-    def noted(stream: bench_client._Stream, now: float, chunk: bytes) -> None:
+    def noted(stream: bench_client._ServerStream, now: float, chunk: bytes) -> None:
         parsed.append(time.perf_counter())
         arrived.append(now)
         feed(stream, now, chunk)
 
     monkeypatch.setattr(bench_client, "_descriptor", last_head_waits)
-    monkeypatch.setattr(bench_client._Stream, "feed", noted)
+    monkeypatch.setattr(bench_client._ServerStream, "feed", noted)
 
     def serve(listening: socket.socket) -> None:
         callers = [listening.accept()[0] for _ in range(streams)]
@@ -378,8 +378,8 @@ def test_arrival_time_is_taken_when_bytes_are_read_not_when_they_are_parsed(monk
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = threading.Thread(target=serve, args=(listening,), daemon=True)
         server.start()
-        target = Target(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "m", "", 30.0, {})
-        load = Load(0, Lengths(4, 4), Lengths(1, 1)).sessions(0, streams)
+        target = ServerTarget(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "m", "", 30.0, {})
+        load = LoadPlan(0, Lengths(4, 4), Lengths(1, 1)).sessions(0, streams)
         records = asyncio.run(run_load(target, load, streams, lambda record: None))
         server.join(30)
     assert [record.error for record in records] == [None] * streams and len(arrived) == streams

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.load import Load
+from launch.bench.load import LoadPlan
 from launch.bench.run import MOST_STEPS, Search
-from launch.bench.stats import Record, interval, statistics
+from launch.bench.stats import RequestRecord, interval, statistics
 from sim.scale.workload import Lengths, parse_lengths
 from sim.stats import parse_slo, percentile, summarize
 from sim.trace import read_trace
@@ -35,7 +35,7 @@ def test_percentile_agrees_with_numpy() -> None:
 
 
 def test_times_of_a_request_follow_from_its_events() -> None:
-    record = Record(100.0, (100.5, 100.75, 101.5), ended=102.0, finished=101.5, prompt_tokens=9, output_tokens=5)
+    record = RequestRecord(100.0, (100.5, 100.75, 101.5), ended=102.0, finished=101.5, prompt_tokens=9, output_tokens=5)
     assert record.ttft_s == 0.5
     assert record.tpot_s == 0.25  # 1.0 s for the 4 tokens after the first, though only 3 events
     assert record.gaps_s == (0.25, 0.75)
@@ -43,15 +43,15 @@ def test_times_of_a_request_follow_from_its_events() -> None:
 
 
 def test_one_token_has_no_tpot() -> None:
-    assert Record(0.0, (1.0,), ended=1.0, finished=1.0, output_tokens=1).tpot_s is None
+    assert RequestRecord(0.0, (1.0,), ended=1.0, finished=1.0, output_tokens=1).tpot_s is None
 
 
 def test_statistics_of_two_requests_and_two_failures() -> None:
     records = [
-        Record(0.0, (1.0, 2.0), ended=2.0, finished=2.0, prompt_tokens=10, output_tokens=2),
-        Record(1.0, (4.0, 5.0, 8.0), ended=8.0, finished=8.0, prompt_tokens=20, output_tokens=3, counted=False),
-        Record(0.5, error="status 503: too busy"),
-        Record(0.6, error="status 503: too busy"),
+        RequestRecord(0.0, (1.0, 2.0), ended=2.0, finished=2.0, prompt_tokens=10, output_tokens=2),
+        RequestRecord(1.0, (4.0, 5.0, 8.0), ended=8.0, finished=8.0, prompt_tokens=20, output_tokens=3, counted=False),
+        RequestRecord(0.5, error="status 503: too busy"),
+        RequestRecord(0.6, error="status 503: too busy"),
     ]
     stats = statistics(records)
     assert (stats.requests, stats.failed, stats.errors, stats.uncounted) == (4, 2, {"status 503: too busy": 2}, 1)
@@ -64,13 +64,13 @@ def test_statistics_of_two_requests_and_two_failures() -> None:
 
 
 def test_statistics_without_successful_requests_are_zero() -> None:
-    stats = statistics([Record(0.0, error="x")])
+    stats = statistics([RequestRecord(0.0, error="x")])
     assert (stats.failed, stats.duration_s, stats.output_tokens_per_s, stats.ttft.count) == (1, 0.0, 0.0, 0)
     assert summarize([None]).count == 0
 
 
 def test_same_seed_gives_the_same_load() -> None:
-    load = Load(3, Lengths(5, 9), Lengths(2, 4), token_ids=Lengths(300, 400))
+    load = LoadPlan(3, Lengths(5, 9), Lengths(2, 4), token_ids=Lengths(300, 400))
     jobs = [load.job(i).body for i in range(50)]
     assert jobs == [load.job(i).body for i in range(50)] != [replace(load, seed=4).job(i).body for i in range(50)]
     assert {len(job["prompt"]) for job in jobs} == {5, 6, 7, 8, 9} and {job["max_tokens"] for job in jobs} == {2, 3, 4}
@@ -79,12 +79,12 @@ def test_same_seed_gives_the_same_load() -> None:
 
 
 def test_text_prompts_count_words() -> None:
-    prompt = Load(0, Lengths(7, 7), Lengths(1, 1), "text").job(0).body["prompt"]
+    prompt = LoadPlan(0, Lengths(7, 7), Lengths(1, 1), "text").job(0).body["prompt"]
     assert isinstance(prompt, str) and len(prompt.split()) == 7
 
 
 def test_each_turn_of_a_conversation_extends_the_previous_prompt() -> None:
-    load = Load(1, Lengths(10, 10), Lengths(4, 4), "turns", turns=3, shared_len=5)
+    load = LoadPlan(1, Lengths(10, 10), Lengths(4, 4), "turns", turns=3, shared_len=5)
     first, second = load.sessions(0, 6)
     for session in (first, second):
         prompts = [job.body["prompt"] for job in session.jobs]
@@ -96,7 +96,7 @@ def test_each_turn_of_a_conversation_extends_the_previous_prompt() -> None:
 
 
 def test_open_loop_arrivals_are_a_poisson_process_at_the_given_rate() -> None:
-    load = Load(1, Lengths(1, 1), Lengths(1, 1), rate=50.0)
+    load = LoadPlan(1, Lengths(1, 1), Lengths(1, 1), rate=50.0)
     due = [session.at_s for session in load.sessions(0, 5000)]
     gaps = [later - earlier for earlier, later in pairwise(due)]
     assert load.is_open and due == sorted(due)
@@ -105,7 +105,7 @@ def test_open_loop_arrivals_are_a_poisson_process_at_the_given_rate() -> None:
 
 
 def test_tool_and_schema_loads_use_chat_completions() -> None:
-    tools, schema = (Load(0, Lengths(3, 3), Lengths(9, 9), kind).job(0) for kind in ("tools", "schema"))  # type: ignore[arg-type]
+    tools, schema = (LoadPlan(0, Lengths(3, 3), Lengths(9, 9), kind).job(0) for kind in ("tools", "schema"))  # type: ignore[arg-type]
     assert tools.path == schema.path == "/chat/completions"
     assert tools.body["tool_choice"] == "required" and schema.body["response_format"]["type"] == "json_schema"
     assert "ignore_eos" not in tools.body
@@ -122,7 +122,7 @@ def test_traces_of_both_formats_are_read(tmp_path: Path) -> None:
     )
     rows = read_trace(mooncake)
     assert [row.at_s for row in rows] == [1.0, 3.0]
-    early, late = Load(0, Lengths(1, 1), Lengths(1, 1), trace=rows, scale=4.0).sessions(0, 9)
+    early, late = LoadPlan(0, Lengths(1, 1), Lengths(1, 1), trace=rows, scale=4.0).sessions(0, 9)
     assert (early.at_s, late.at_s) == (0.0, 0.5)
     one, other = (session.jobs[0].body for session in (early, late))
     assert (len(one["prompt"]), len(other["prompt"]), one["max_tokens"]) == (600, 700, 1)
@@ -166,10 +166,10 @@ def test_invalid_trace_row_is_named(tmp_path: Path, name: str, text: str) -> Non
 def test_goodput_counts_requests_within_the_limits() -> None:
     slo = parse_slo("ttft=0.5,tpot=50ms")
     assert (slo.ttft_s, slo.tpot_s, str(slo)) == (0.5, 0.05, "ttft=0.5,tpot=0.05")
-    good = Record(0.0, (0.4, 0.44), 0.5, finished=0.44, output_tokens=2)
-    late = Record(0.0, (0.6, 0.64), 0.7, finished=0.64, output_tokens=2)
-    slow = Record(0.0, (0.4, 0.6), 2.0, finished=0.6, output_tokens=2)
-    stats = statistics([good, late, slow, Record(0.0, error="x")], slo)
+    good = RequestRecord(0.0, (0.4, 0.44), 0.5, finished=0.44, output_tokens=2)
+    late = RequestRecord(0.0, (0.6, 0.64), 0.7, finished=0.64, output_tokens=2)
+    slow = RequestRecord(0.0, (0.4, 0.6), 2.0, finished=0.6, output_tokens=2)
+    stats = statistics([good, late, slow, RequestRecord(0.0, error="x")], slo)
     assert (stats.met, stats.met_share, stats.goodput_per_s) == (1, 0.25, 0.5)
     for wrong in ("", "itl=1", "ttft=x", "ttft=-1", "ttft=1,ttft=2", "ttft=nan", "ttft=inf"):
         with pytest.raises(ValueError):

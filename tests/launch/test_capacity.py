@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from baton.core.errors import InvalidRequest, StartupError
-from launch.bench.stats import Record
+from launch.bench.stats import RequestRecord
 from launch.capacity.calibrate import Limits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
 from launch.capacity.loads import Counters, Load, Sample
@@ -53,7 +53,7 @@ def sample(load: Load, kind: Calibration, *, shared_host: bool) -> Sample:
     ttft_s = front.request_s + (step_s + (0.0 if shared_host else steps * IDLE_S)) / n
     step = decode.plain_s(1, tokens + 1)
     arrivals = [ttft_s, *(ttft_s + gap_s + i * step for i in range(load.output_len - 1))]
-    record = Record(0.0, tuple(arrivals), arrivals[-1], arrivals[-1], tokens, 0, load.output_len)
+    record = RequestRecord(0.0, tuple(arrivals), arrivals[-1], arrivals[-1], tokens, 0, load.output_len)
     messages = steps + rounds * batches
     front_s = n * front.admit_cpu_s(tokens) + front.deliver_cpu_s(messages, n * load.output_len)
     client_s = n * front.client_request_cpu_s + front.read_cpu_s(messages, n * load.output_len)

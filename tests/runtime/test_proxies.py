@@ -19,7 +19,7 @@ from baton.runtime.streams import LinkLost, MessageStream, dial
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
-from launch.bench.client import Target, client_session
+from launch.bench.client import ServerTarget, client_session
 from launch.cluster_api import get_cluster
 from tests.runtime.test_streams import HELLO, WELCOME, echo, serving
 from tests.support.builders import make_join
@@ -87,7 +87,7 @@ async def test_commands_over_http_use_no_proxy() -> None:
                 with pytest.MonkeyPatch.context() as patch:
                     set_proxies(patch, row)
                     assert (await asyncio.to_thread(get_cluster, url, 10.0)).workers == (), row
-                    target, sent = Target(url, "m", "", 10.0, {}), SimpleNamespace(written_at=0.0)
+                    target, sent = ServerTarget(url, "m", "", 10.0, {}), SimpleNamespace(written_at=0.0)
                     async with client_session(target) as session:
                         answer = await session.get(f"{url}/workers", trace_request_ctx=sent)
                         assert answer.status == 200, row

@@ -119,7 +119,7 @@ def test_buffers_that_a_queued_copy_reads_stay_mapped_after_the_edge_is_closed(
     prefill, decode = connected(kind=IpcEdge)
     sent, got = filled(64), torch.zeros(64, dtype=torch.uint8)
     assert in_threads(lambda: prefill.send(sent, HANG_S), lambda: decode.recv(got, HANG_S)) == [None, None]
-    held = streams.Held()
+    held = streams.HeldBuffer()
     done: list[bool] = []
     event = SimpleNamespace(record=lambda stream: None, query=lambda: bool(done))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)

@@ -169,7 +169,7 @@ def test_dropped_buffer_is_kept_until_the_device_has_done_its_queued_work(
 
 
 def test_memory_is_kept_for_good_when_the_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, held = FakeEvents(monkeypatch), streams.Held()
+    events, held = FakeEvents(monkeypatch), streams.HeldBuffer()
 
     def broken(*_: object) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
