@@ -475,6 +475,26 @@ def test_lost_last_acknowledgement_reschedules_a_request_that_decode_has_started
     assert r.deaths == []
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_kv_parked_before_its_first_token_does_not_outlive_tokens_of_a_decode_worker(last: bool) -> None:
+    """Decode took the KV, but its acknowledgement was lost, and the first token is late on prefill's stream."""
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PREFILL)
+    d.park("p0", s)
+    d.tokens("d0", s, 0, *(5, 6, 7, 8)[: 4 if last else 2])
+    assert {w for w, c in d.sent(Abort) if c.sequence == s} == {"p0", "d0"}
+    assert r.ended == last and d.requests.rescheduled == (not last)
+
+
+def test_hand_over_to_a_worker_that_is_no_target_is_rescheduled() -> None:
+    """Nothing can arrive from such a worker, and the request would wait until its deadline."""
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.handed_over("p0", s, "strange")
+    assert d.take(StartPrefill)[0].request.output == (5,)
+    assert r.deaths == ["strange (lost during the hand-over)"]
+
+
 def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attempt() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.PREFILL)
