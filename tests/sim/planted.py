@@ -1,0 +1,298 @@
+# ruff: noqa: E501
+"""Bugs in the objects that the simulator drives, each with the number of seeds after which it was detected.
+
+Each change replaces `old`, which occurs once in `path`, by `new`; then one of the first LIMIT seeds must fail. `seeds`
+is the first seed that failed when this was recorded (benchmarks/results/simulator-seeds.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LIMIT = 2000
+REQUESTS, DISPATCH, WORKERS, JOURNAL = (
+    f"coordinator/policy/{n}.py" for n in ("requests", "dispatch", "workers", "journal")
+)
+P_SCHEDULER, P_HANDOVER, D_SCHEDULER, D_HANDOVER = (
+    "prefill/scheduler.py",
+    "prefill/handover.py",
+    "decode/scheduler.py",
+    "decode/handover.py",
+)
+LOG, RECONCILE, SEQUENCE = "baton/core/output_log.py", "baton/core/reconcile.py", "baton/core/sequence.py"
+
+
+@dataclass(frozen=True)
+class Change:
+    path: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    seeds: int
+    changes: tuple[Change, ...]
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "_")
+
+
+def bug(name: str, seeds: int, path: str, old: str, new: str, *more: tuple[str, str, str]) -> Bug:
+    return Bug(name, seeds, (Change(path, old, new), *(Change(*change) for change in more)))
+
+
+BUGS = (
+    # The coordinator: attempts, journal, recovery.
+    bug(
+        "attempt check dropped",
+        46,
+        REQUESTS,
+        "if choice is None or choice.attempt != event.sequence.attempt:",
+        "if choice is None:",
+        (REQUESTS, "if choice is not None and choice.attempt == sequence.attempt:", "if choice is not None:"),
+    ),
+    bug(
+        "wrong resume index",
+        2,
+        SEQUENCE,
+        "            num_sampled,\n            len(self.output),\n",
+        "            num_sampled,\n            len(self.output) - len(self.request.output),\n",
+    ),
+    bug(
+        "duplicate event applied",
+        1,
+        JOURNAL,
+        "if first_index == start and not self._held and self.finish is None:",
+        "if not self._held and self.finish is None:",
+    ),
+    bug(
+        "reservation kept after the end",
+        1,
+        DISPATCH,
+        "            self.expectation.ended(choice.produced)\n        self.release(choice)\n",
+        "            self.expectation.ended(choice.produced)\n        self._dequeue(choice)\n",
+    ),
+    bug(
+        "loss of a decode worker ignored",
+        27,
+        REQUESTS,
+        "if event.worker == choice.decode_worker and choice.journal.finish is None:",
+        "if event.worker == choice.decode_worker and event.drained and choice.journal.finish is None:",
+    ),
+    bug(
+        "parked KV is never offered again",
+        1,
+        REQUESTS,
+        "                actions += handle(self.table, choice, OfferDue(), now)\n",
+        "                pass\n",
+    ),
+    bug(
+        "unknown sequence not rescheduled",
+        2,
+        REQUESTS,
+        "in (ErrorCode.DRAINING, ErrorCode.ABANDONED) or (unknown and here):",
+        "in (ErrorCode.DRAINING, ErrorCode.ABANDONED):",
+    ),
+    bug(
+        "choices that were never queued keep their room",
+        7,
+        REQUESTS,
+        "            self.dispatcher.forget(choice.name)\n",
+        "",
+    ),
+    bug(
+        "transition missing from the table",
+        19,
+        REQUESTS,
+        "            ([PARKED], [ParkedBy], to(ignore)),  # repeated after a redial\n",
+        "",
+    ),
+    bug(
+        "blocked head of the queue is never looked at again",
+        2,
+        "coordinator/policy/pool.py",
+        "        if room > self.room:\n            self._pool.grown = True\n",
+        "",
+    ),
+    # Membership.
+    bug(
+        "lease not fenced",
+        8,
+        WORKERS,
+        "        return None if worker is None or worker.lost else worker\n",
+        "        return worker\n",
+    ),
+    bug(
+        "worker whose session broke is not ready again",
+        1,
+        WORKERS,
+        '            if known.state == "joining":\n                known.state, known.since = "ready", now\n',
+        "",
+    ),
+    # Sessions: what is sent again.
+    bug(
+        "resent tokens begin one too late",
+        85,
+        LOG,
+        "start = max(item.next_index, first)",
+        "start = max(item.next_index + 1, first)",
+    ),
+    bug(
+        "parked KV not reported again",
+        61,
+        LOG,
+        "parked=tuple(record.parked for record in records if record.parked is not None)",
+        "parked=()",
+    ),
+    bug(
+        "lost sequences not reported",
+        2,
+        RECONCILE,
+        "if t.here and t.sequence not in here and not log.done(t.sequence)",
+        "if False",
+    ),
+    bug("untracked sequences kept", 2, RECONCILE, "frozenset(new | listed)", "frozenset({*new, *listed, *present})"),
+    # Blocks and the prefix cache.
+    bug(
+        "pin not dropped",
+        1,
+        P_SCHEDULER,
+        '        if sequence.block_ids:\n            self.blocks.release(sequence.block_ids, Holder("send", sequence_id))\n',
+        "",
+    ),
+    bug(
+        "block freed before the acknowledgement",
+        29,
+        P_SCHEDULER,
+        '            self.blocks.hold(sequence.block_ids, Holder("send", sequence.id))\n',
+        "            pass\n",
+        (
+            P_SCHEDULER,
+            '            self.blocks.release(sequence.block_ids, Holder("send", sequence_id))\n',
+            "            pass\n",
+        ),
+        (P_SCHEDULER, 'return [*holds, "send"] if sequence.send_pinned else holds', "return holds"),
+    ),
+    bug(
+        "block freed while KV is written into it",
+        2,
+        D_SCHEDULER,
+        "sequence.in_flight = sequence.state is State.RECEIVING and (in_flight or sequence.in_flight)",
+        "sequence.in_flight = False",
+    ),
+    bug(
+        "prefix of another tenant",
+        2,
+        "baton/core/prefix_keys.py",
+        "for part in (model_digest.encode(), tenant.encode(), salt.encode()):",
+        "for part in (model_digest.encode(), salt.encode()):",
+    ),
+    bug(
+        "last token taken from the cache",
+        7,
+        "baton/core/prefix_cache.py",
+        "self._keys(sequence, sequence.num_tokens - 1)",
+        "self._keys(sequence, sequence.num_tokens)",
+    ),
+    bug(
+        "preempted sequence counts as computed",
+        1,
+        D_SCHEDULER,
+        "        sequence.block_ids, sequence.num_computed = (), 0\n",
+        "        sequence.block_ids = ()\n",
+    ),
+    bug(
+        "preempted sequences never resume", 1, D_SCHEDULER, "if blocked or not self._return(sequence, end):", "if True:"
+    ),
+    bug(
+        "partly received block is cached",
+        1,
+        D_SCHEDULER,
+        "            num_tokens -= num_tokens % size\n            own = own[: max(num_tokens - sequence.num_computed, 0) // size]\n",
+        "            own = own[: -(-max(num_tokens - sequence.num_computed, 0) // size)]\n            num_tokens += -num_tokens % size\n",
+    ),
+    # Hand-overs.
+    bug("handle reused", 31, D_HANDOVER, "            self._spent.spend(offer.handle, admission.run_clock_ms)\n", ""),
+    bug("tombstone ignored", 56, D_HANDOVER, "if self.tombstones.covers(sequence, now):", "if False:"),
+    bug(
+        "sequence starts when one edge is complete",
+        1,
+        D_HANDOVER,
+        "tokens = min(self.tokens_received.values())",
+        "tokens = max(self.tokens_received.values())",
+    ),
+    bug(
+        "reservation kept after an abort in flight",
+        2,
+        D_HANDOVER,
+        "                    self.scheduler.receive_ended(sequence_id)\n",
+        "                    pass\n",
+    ),
+    bug(
+        "damaged chunk counts as received",
+        4,
+        D_HANDOVER,
+        "        if not event.intact:\n",
+        "        if False:\n",
+        (D_HANDOVER, "chunk.index, event.intact, complete, *key", "chunk.index, True, complete, *key"),
+    ),
+    bug(
+        "reoffered KV begins after the last target",
+        1,
+        P_HANDOVER,
+        'self.targets, self._next_target, self._reason = event.targets, 0, "no target assigned"',
+        'self.targets, self._reason = event.targets, "no target assigned"',
+    ),
+    bug(
+        "handed over before all KV is acknowledged",
+        2,
+        P_HANDOVER,
+        "        if self.acked_tokens < self._num_tokens:\n",
+        "        if self.acked_tokens < self.sequence.num_computed:\n",
+    ),
+    bug(
+        "first layers count as all layers",
+        2,
+        P_HANDOVER,
+        "if span.end_layer < len(self.limits.layout.layers):",
+        "if False:",
+    ),
+    # Sampling and speculation.
+    bug(
+        "penalty state forgotten",
+        2,
+        SEQUENCE,
+        "            output = tuple(self.output)\n",
+        "            output = tuple(self.output[len(self.request.output) :])\n",
+    ),
+    bug(
+        "end tokens allowed before min_tokens",
+        4,
+        SEQUENCE,
+        "ends = self.request.end_token_ids if short or params.grammar else ()",
+        "ends = ()",
+    ),
+    bug(
+        "rejected draft token accepted",
+        1,
+        "decode/speculation/policy.py",
+        "        if draft_token != own[index]:\n            return index\n",
+        "        if draft_token != own[index]:\n            return index + 1\n",
+    ),
+    bug(
+        "KV of rejected draft tokens counts as computed",
+        6,
+        D_SCHEDULER,
+        "            sequence.num_computed = row.end - row.num_sampled + len(taken)\n",
+        "            sequence.num_computed = row.end\n",
+    ),
+    bug(
+        "draft state kept after the end",
+        1,
+        "decode/speculation/policy.py",
+        "            self.drafts.close(sequence.id)\n",
+        "",
+    ),
+)
