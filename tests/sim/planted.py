@@ -292,7 +292,7 @@ BUGS = (
         "draft state kept after the end",
         1,
         "decode/speculation/policy.py",
-        "            self.drafts.close(sequence.id)\n",
+        "            self.drafts.close(sequence)\n",
         "",
     ),
 )
