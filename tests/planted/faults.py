@@ -471,4 +471,43 @@ FAULTS = (
         "await asyncio.sleep(interval_s)",
         "tests/runtime/test_session.py",
     ),
+    # What must be equal between members.
+    Fault(
+        "baton/core/compatibility.py",
+        'name == "block_size" and not same_block_size and',
+        'name == "block_size" and',
+        "tests/engine/test_rank_options.py",
+    ),
+    Fault(
+        "decode/worker.py",
+        " or difference(self.facts, hello.facts)\n",
+        "\n",
+        "tests/decode/test_links_refused.py",
+    ),
+    Fault(
+        "prefill/link.py",
+        "if (differs := difference(hello.facts, welcome.facts)) is not None:",
+        "if (differs := None) is not None:",
+        "tests/decode/test_links_refused.py",
+    ),
+    Fault(
+        "coordinator/policy/joining.py",
+        "if (differs := difference(other.facts, join.facts)) is not None:",
+        "if (differs := None) is not None:",
+        T_WORKERS,
+    ),
+    # Processes of the launcher.
+    Fault(
+        "launch/child.py",
+        "elif self._last_heartbeat_at is not None and now",
+        "elif False and now",
+        "tests/launch/test_agent.py",
+    ),
+    Fault("launch/supervisor.py", "if now - failed_at >= KILL_DELAY_S:", "if False:", "tests/launch/test_agent.py"),
+    Fault(
+        "launch/doctor/sessions.py",
+        "if self._sent is not None and self._decoded and",
+        "if self._sent is not None and",
+        "tests/launch/test_doctor.py",
+    ),
 )
