@@ -1,14 +1,23 @@
-"""An abort that overtook its offer leaves a tombstone until its deadline, in bounded memory."""
+"""Deadlines of sequences; an abort that overtook its offer leaves a tombstone until its deadline, in bounded memory."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.deadlines import Tombstones
+from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.request import SequenceId
 
 A, B = SequenceId("a"), SequenceId("b")
+
+
+def test_deadline_follows_a_sequence_to_its_next_attempt() -> None:
+    deadlines = Deadlines()
+    deadlines.add(A, 5.0)
+    deadlines.rename(A, A._replace(attempt=2))
+    deadlines.rename(B, B._replace(attempt=2))
+    assert len(deadlines) == 1 and deadlines.expire(4.9) == []
+    assert deadlines.expire(5.0) == [A._replace(attempt=2)]
 
 
 def test_tombstone_covers_its_attempt_until_its_deadline() -> None:

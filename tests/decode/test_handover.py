@@ -211,6 +211,18 @@ def test_abort_after_all_kv_has_arrived_is_reported_once() -> None:
     assert not kit.scheduler.has_sequence(R) and kit.scheduler.blocks.num_free == 8
 
 
+def test_abort_of_a_sequence_whose_end_is_reported_reports_nothing() -> None:
+    kit = Kit()
+    kit.offer()
+    kit.receive_all()
+    plan = kit.scheduler.begin_step(NOW)
+    assert plan is not None
+    kit.scheduler.sequences[R].ending = "stop"  # its last token is known, and a step is outstanding
+    assert kit.abort(kit.peer, "no reply") == [Dropped(R, "no reply")]
+    kit.scheduler.finish_step(make_outcome(plan), NOW)
+    assert not kit.scheduler.num_sequences
+
+
 def in_stage(stage: Stage) -> tuple[Kit, HandOver]:
     kit = Kit()
     if stage is Stage.ABSENT:

@@ -403,6 +403,55 @@ FAULTS = (
         "if not self.cache.allocate(sequence, needed, *holders, leave=here):",
         "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
     ),
+    Fault(
+        "prefill/scheduler.py",
+        "            reason = sequence.append(token, logprob)",
+        "            reason = sequence.append(token)",
+        "tests/prefill/test_scheduler.py",
+    ),
+    Fault(
+        "prefill/scheduler.py",
+        "            self.blocks.convert(sequence.block_ids, Holder(kind, old), Holder(kind, sequence.id))",
+        "            pass",
+        "tests/prefill/test_scheduler.py",
+    ),
+    Fault(
+        "baton/core/deadlines.py",
+        "            self.add(new, at)\n",
+        "            pass\n",
+        "tests/core/test_deadlines.py",
+    ),
+    # The two ends of a hand-over.
+    Fault(
+        "prefill/handover.py",
+        "*(self._park() if self.state is Stage.SENDING else self._offer_next(None, now))",
+        "*self._offer_next(None, now)",
+        "tests/prefill/test_handover.py",
+    ),
+    Fault(
+        "prefill/handover.py",
+        "            if self.sends > 1:\n",
+        "            if False:\n",
+        "tests/prefill/test_handover.py",
+    ),
+    Fault(
+        "decode/handover.py",
+        "            if self.writing:\n                return []\n        return [Reply(peer, Abort",
+        "        return [Reply(peer, Abort",
+        "tests/decode/test_handover.py",
+    ),
+    Fault(
+        "decode/handover.py",
+        "        if peer is not self.peer or not event.edge_open:\n",
+        "        if not event.edge_open:\n",
+        "tests/decode/test_handover.py",
+    ),
+    Fault(
+        "decode/handover.py",
+        "        if self._sequence.ending is None:\n",
+        "        if True:\n",
+        "tests/decode/test_handover.py",
+    ),
     # Grammars and tools.
     Fault(
         "decode/scheduler.py",

@@ -227,6 +227,28 @@ def _score(scheduler: PrefillScheduler, collected: list[TokenLogprob]) -> Progre
     return scheduler.finish_step(replace(make_outcome(plan), scored=scored), 0.0).progress[0]
 
 
+def test_next_attempt_renames_a_sequence_wherever_it_is() -> None:
+    """While its last row is outstanding, and when only the send pin holds its blocks."""
+    scheduler = make_prefill()
+    sequence = scheduler.submit(make_request("a"), 0.0, hand_over=True)
+    other = scheduler.submit(make_request("a", attempt=7), 0.0, hand_over=False)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    for attempt in (2, 3):
+        old = sequence.id
+        scheduler.begin_attempt(sequence, attempt)
+        assert sequence.id == sequence.request.sequence_id == old._replace(attempt=attempt)
+        assert scheduler.sequences.get(old) is None and scheduler.sequences[sequence.id] is sequence
+        scheduler.check()
+        if attempt == 2:
+            result = scheduler.finish_step(make_outcome(plan), 0.0)
+            assert [p.sequence_id for p in result.progress] == [sequence.id, other.id]
+    with pytest.raises(DuplicateRequest, match="attempt 3 of sequence a/0#3"):
+        scheduler.begin_attempt(sequence, 3)
+    scheduler.release_send(sequence.id)
+    assert not scheduler.num_sequences and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
 def test_outcome_without_the_requested_log_probabilities_is_refused() -> None:
     scheduler = make_prefill()
     scheduler.submit(replace(make_request(), sampling=SamplingParams(logprobs=0)), 0.0, hand_over=True)
