@@ -64,10 +64,10 @@ def read_trace(path: Path) -> tuple[TraceRow, ...]:
             rows = _numbered(csv.DictReader(lines), _azure)
         else:
             rows = _numbered((json.loads(line) for line in lines if line.strip()), _mooncake)
-        found = list(itertools.islice(rows, MOST_ROWS))
-    if not found:
+        parsed = list(itertools.islice(rows, MOST_ROWS))
+    if not parsed:
         raise ValueError("the trace has no rows")
-    return tuple(sorted(found, key=lambda row: row.at_s))
+    return tuple(sorted(parsed, key=lambda row: row.at_s))
 
 
 def _open(path: Path) -> TextIO:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError, StartupError
 from launch.bench.report import PACKAGES, machine_line
-from launch.capacity.loads import Cluster, Load, Sample
+from launch.capacity.loads import Cluster, Load, Sample, started_s
 from launch.cluster_api import Row
 from launch.console import versions
 from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, Residual, WorkerKind
@@ -27,6 +27,7 @@ SEQUENTIAL = 8  # requests of one client
 OUTPUT_LEN = 96
 HAND_OVERS = 12
 _LEAST_LATENCY_S = 1e-5
+_LEAST_BYTE_S = 1e-15  # where larger hand-overs take no longer
 _QUIET = 25
 """The percentile of times of lone requests that counts: other load on the host only adds to them."""
 
@@ -51,12 +52,12 @@ def loads(limits: Limits) -> list[Load]:
     contexts += [
         (length, n, False) for length in (longest // 4, longest - OUTPUT_LEN) for n in batches[:5] if length > 0
     ]
-    found = [Load("warm-up", SEQUENTIAL, 2, min(64, longest), 8)]
-    found += [Load("prefill", SEQUENTIAL, 1, n, 1) for n in lengths]
-    found += [Load("prefill backlog", 4 * BACKLOG, BACKLOG, n, 1) for n in lengths[1::2]]
-    found += [Load("decode", n, n, context, OUTPUT_LEN, shared=shared) for context, n, shared in contexts]
-    found += [Load("hand-over", HAND_OVERS, 1, n, 8) for n in lengths if n <= limits.step_tokens]
-    return found
+    chosen = [Load("warm-up", SEQUENTIAL, 2, min(64, longest), 8)]
+    chosen += [Load("prefill", SEQUENTIAL, 1, n, 1) for n in lengths]
+    chosen += [Load("prefill backlog", 4 * BACKLOG, BACKLOG, n, 1) for n in lengths[1::2]]
+    chosen += [Load("decode", n, n, context, OUTPUT_LEN, shared=shared) for context, n, shared in contexts]
+    chosen += [Load("hand-over", HAND_OVERS, 1, n, 8) for n in lengths if n <= limits.step_tokens]
+    return chosen
 
 
 def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Callable[[str], None]) -> Calibration:
@@ -72,6 +73,7 @@ def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Calla
         int(prefill["step_tokens"]),
         int(decode["max_running"]) or 256,
     )
+    kinds = [_kind(row) for row in (prefill, decode)]
     samples = []
     for load in loads(limits):
         progress(f"{load.name}: {load.requests} requests of {load.input_len} + {load.output_len} tokens")
@@ -79,10 +81,6 @@ def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Calla
     if shared_host and not all(s.front_cpu_s and s.prefill.cpu_s for s in samples):
         raise StartupError("--shared-host: the processes of this cluster are not on this host")
     made = costs(samples, limits.step_tokens, shared_host=shared_host)
-    kinds = [
-        WorkerKind(int(row["blocks_total"]), int(row["step_tokens"]), int(row["max_running"]))
-        for row in (prefill, decode)
-    ]
     about = {
         "model": cluster.target.model,
         "machine": machine_line(),
@@ -107,6 +105,11 @@ def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Calla
         residuals=made.residuals,
         about=about,
     )
+
+
+def _kind(row: Row) -> WorkerKind:
+    blocks, step_tokens, max_running = (int(row[name]) for name in ("blocks_total", "step_tokens", "max_running"))
+    return WorkerKind(blocks, step_tokens, max_running, round(started_s(row), 2))
 
 
 def _only(rows: Iterable[Row], role: str) -> Row:
@@ -150,7 +153,7 @@ def _steps(
     """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts)."""
     alone = by_name["hand-over"] if shared_host else []
     prompts = [*by_name["prefill"], *by_name["prefill backlog"], *alone]
-    found, of_prefill = fit(
+    coefficients, of_prefill = fit(
         {
             "base_s": [s.prefill.steps for s in prompts],
             "row_s": [s.load.requests * math.ceil(s.load.input_len / step_tokens) for s in prompts],
@@ -161,12 +164,12 @@ def _steps(
         },
         [s.prefill.cpu_s if shared_host else s.prefill.step_s for s in prompts],
     )
-    sends = {name: found.pop(name) for name in ("send_s", "send_token_s")}
+    sends = {name: coefficients.pop(name) for name in ("send_s", "send_token_s")}
     around = sorted((s.elapsed_s - s.prefill.step_s) / s.prefill.steps for s in by_name["prefill backlog"])
-    prefill = PrefillCosts(**found, idle_s=0.0 if shared_host else max(0.0, percentile(around, 50)))
+    prefill = PrefillCosts(**coefficients, idle_s=0.0 if shared_host else max(0.0, percentile(around, 50)))
 
     batches = [*by_name["decode"], *alone]
-    found, of_decode = fit(
+    coefficients, of_decode = fit(
         {
             "base_s": [s.decode.steps for s in batches],
             "row_s": [(s.load.output_len - 1) * s.load.requests for s in batches],
@@ -177,15 +180,15 @@ def _steps(
         },
         [s.decode.cpu_s if shared_host else s.decode.step_s for s in batches],
     )
-    sends |= {name: found.pop(name) for name in ("receive_s", "receive_token_s")}
+    sends |= {name: coefficients.pop(name) for name in ("receive_s", "receive_token_s")}
     drafted = sum(s.decode.drafted for s in batches)
-    found["token_s"] = prefill.token_s
-    found["accepted"] = min(sum(s.decode.accepted for s in batches) / drafted, 0.99) if drafted else 0.0
+    coefficients["token_s"] = prefill.token_s
+    coefficients["accepted"] = min(sum(s.decode.accepted for s in batches) / drafted, 0.99) if drafted else 0.0
     if not drafted:
-        computed, lone = DecodeCosts(**found), [s for s in by_name["decode"] if s.load.concurrency == 1]
+        computed, lone = DecodeCosts(**coefficients), [s for s in by_name["decode"] if s.load.concurrency == 1]
         idle = [_period_s(s) - computed.plain_s(1, s.context / s.decode.steps) for s in lone]
-        found["idle_s"] = max(0.0, min(idle, default=0.0))
-    return prefill, DecodeCosts(**found), sends, {"prefill step": of_prefill, "decode step": of_decode}
+        coefficients["idle_s"] = max(0.0, min(idle, default=0.0))
+    return prefill, DecodeCosts(**coefficients), sends, {"prefill step": of_prefill, "decode step": of_decode}
 
 
 def _pairs(tokens: float) -> float:
@@ -212,8 +215,10 @@ def _link(
         each_s = sends["send_token_s"] + sends["receive_token_s"]
         others.append(step_s + sends["send_s"] + sends["receive_s"] + each_s * s.load.input_len)
     left = [max(gap - other, _LEAST_LATENCY_S) for gap, other in zip(gaps, others, strict=True)]
-    found, _ = fit({"latency_s": [1.0] * len(sizes), "byte_s": sizes}, left)
-    link = LinkCosts(found["latency_s"], 1.0 / found["byte_s"] if found["byte_s"] else 1e15, **sends)
+    coefficients, _ = fit({"latency_s": [1.0] * len(sizes), "byte_s": sizes}, left)
+    link = LinkCosts(
+        coefficients["latency_s"], 1.0 / coefficients["byte_s"] if coefficients["byte_s"] else 1e15, **sends
+    )
     fitted = [o + link.latency_s + size / link.bytes_per_s for o, size in zip(others, sizes, strict=True)]
     errors = sorted(abs(value - gap) / gap for value, gap in zip(fitted, gaps, strict=True))
     return link, token_bytes, Residual(percentile(errors, 50), errors[-1], len(errors))

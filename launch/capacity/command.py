@@ -134,9 +134,9 @@ def calibrate_command(
 
     target = find_target(url, model, api_key, timeout_s)
     cluster = Cluster(url, target, secrets.randbelow(1 << 31))
-    found = calibrate(cluster, name, shared_host=shared_host, progress=lambda line: click.echo(line, err=True))
-    _write(out, "--out", lambda: json.dumps(found.as_json(), indent=1) + "\n")
-    for fit, residual in found.residuals.items():
+    measured = calibrate(cluster, name, shared_host=shared_host, progress=lambda line: click.echo(line, err=True))
+    _write(out, "--out", lambda: json.dumps(measured.as_json(), indent=1) + "\n")
+    for fit, residual in measured.residuals.items():
         click.echo(f"{fit:<14} {residual}")
     click.echo(f"written to {out}")
     return 0
@@ -232,11 +232,8 @@ def plan_command(
     rows, limits = _rows(trace, **load), replace(slo, share=slo_share)
     if not rows:
         raise StartupError("the load has no requests")
-    settings = (
-        _settings(trace=trace, slo=slo, share=slo_share, **load)
-        if trace
-        else _settings(slo=slo, share=slo_share, **load)
-    )
+    described = {k: v for k, v in load.items() if not (trace and k in ("input_len", "output_len"))}
+    settings = _settings(trace=trace, slo=slo, share=slo_share, **described)
     gc.disable()  # as in `simulate`; each replay's objects are freed by their reference counts
     report = make_plan(
         *(rows, limits, kinds, _prices(prices, names), settings),
@@ -250,15 +247,15 @@ def plan_command(
 
 
 def _prices(given: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    found = {}
+    by_name = {}
     for text in given:
         name, _, price = text.partition("=")
         try:
-            found[name] = float(price)
+            by_name[name] = float(price)
         except ValueError:
             raise StartupError(f"--price {text}: expected NAME=PRICE") from None
         if name not in names:
             raise StartupError(f"--price {text}: there is no calibration {name!r}; there are {', '.join(names)}")
-        if not 0 < found[name] < 1e9:
+        if not 0 < by_name[name] < 1e9:
             raise StartupError(f"--price {text}: must be above 0")
-    return found
+    return by_name

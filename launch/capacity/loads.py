@@ -4,6 +4,7 @@ client."""
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from launch.bench.stats import RequestRecord
 from launch.cluster_api import Row, get_cluster
 
 _IDS = range(300, 4000)
+_STARTED = 19  # of the fields of /proc/PID/stat behind the name
 COUNTED_S = 10.0
 """For the counters of the last request to arrive at the coordinator."""
 
@@ -130,12 +132,12 @@ class Cluster:
         return last
 
     def _counters(self) -> dict[str, Counters]:
-        found = {}
+        counters = {}
         rows = self.rows()
         for role in ("prefill", "decode"):
             mine = [row for row in rows if row["role"] == role and row["state"] == "ready"]
             drafts = [row["speculation"] or {} for row in mine]
-            found[role] = Counters(
+            counters[role] = Counters(
                 steps=_sum(mine, "steps"),
                 step_s=sum(float(row["step_s"]) for row in mine),
                 prompt_tokens=_sum(mine, "prompt_tokens_computed"),
@@ -145,10 +147,21 @@ class Cluster:
                 accepted=_sum(drafts, "accepted_tokens"),
                 cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
             )
-        return found
+        return counters
 
     def _front_cpu_s(self) -> float:
         return cpu_seconds(int(get_cluster(self.url).document["coordinator"].get("pid", 0)))
+
+
+def started_s(row: Row) -> float:
+    """Returns how long a worker took from the start of its process until it was ready; 0.0 if it is on another host."""
+    try:
+        fields = Path(f"/proc/{int(row['pids'][0])}/stat").read_text().rpartition(")")[2].split()
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    age_s = up_s - int(fields[_STARTED]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, age_s - float(row["since_s"]))
 
 
 def _sum(rows: Sequence[Row], name: str) -> int:

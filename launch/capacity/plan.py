@@ -10,8 +10,8 @@ from typing import Any
 from baton.core.errors import StartupError
 from sim.scale.costs import Calibration
 from sim.scale.planner import (
+    Cheapest,
     Evaluated,
-    Found,
     Infeasible,
     Pair,
     Size,
@@ -46,14 +46,14 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class PlanReport:
     """Everything about a plan. `one_fewer` are the plan's load on clusters without one of its workers; `needed` are the
-    sizes that meet the limits at HEADROOM times the rate, None where none does. If it is `infeasible`, `found` has room
-    to spare and the others are empty."""
+    sizes that meet the limits at HEADROOM times the rate, None where none does. If it is `infeasible`, `result` has
+    room to spare and the others are empty."""
 
     settings: Mapping[str, str]
     slo: Slo
     requests: int
     too_long: int
-    found: Found | Infeasible
+    result: Cheapest | Infeasible
     curve: tuple[Point, ...] = ()
     one_fewer: tuple[Point, ...] = ()
     needed: Mapping[float, Size | None] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class PlanReport:
 
     @property
     def infeasible(self) -> bool:
-        return isinstance(self.found, Infeasible)
+        return isinstance(self.result, Infeasible)
 
     @property
     def warnings(self) -> list[str]:
         """What a reader must know before trusting the figures."""
         lines = []
-        front = self.found.evaluated.outcome.front_utilisation
+        front = self.result.evaluated.outcome.front_utilisation
         if front > 0.8:
             lines.append(
                 f"one coordinator is not enough: its processor time would be {front:.1f} times the duration;"
@@ -77,40 +77,40 @@ class PlanReport:
         if self.too_long:
             lines.append(
                 f"{self.too_long} of {self.requests} requests exceed the context of the calibrated model"
-                f" ({self.found.pair.prefill.max_model_len} tokens) and are left out"
+                f" ({self.result.pair.prefill.max_model_len} tokens) and are left out"
             )
         for kind in {
-            self.found.pair.prefill.name: self.found.pair.prefill,
-            self.found.pair.decode.name: self.found.pair.decode,
+            self.result.pair.prefill.name: self.result.pair.prefill,
+            self.result.pair.decode.name: self.result.pair.decode,
         }.values():
             if not kind.errors:
                 lines.append(f"the simulator's error with the calibration {kind.name} was not measured")
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        found = self.found
+        result = self.result
         document: dict[str, Any] = {
             "settings": dict(self.settings),
             "slo": asdict(self.slo),
             "requests": self.requests,
             "too_long": self.too_long,
             "feasible": not self.infeasible,
-            "workers": asdict(found.size),
-            "kinds": {"prefill": found.pair.prefill.name, "decode": found.pair.decode.name},
+            "workers": asdict(result.size),
+            "kinds": {"prefill": result.pair.prefill.name, "decode": result.pair.decode.name},
             "tensor_parallel": {
-                "prefill": found.pair.prefill.tensor_parallel,
-                "decode": found.pair.decode.tensor_parallel,
+                "prefill": result.pair.prefill.tensor_parallel,
+                "decode": result.pair.decode.tensor_parallel,
             },
-            "price_per_hour": found.pair.price(found.size),
+            "price_per_hour": result.pair.price(result.size),
             "routing": ROUTING,
-            "outcome": _evaluated(found.evaluated),
-            "errors": {"prefill": dict(found.pair.prefill.errors), "decode": dict(found.pair.decode.errors)},
+            "outcome": _evaluated(result.evaluated),
+            "errors": {"prefill": dict(result.pair.prefill.errors), "decode": dict(result.pair.decode.errors)},
             "warnings": self.warnings,
             "replays": self.replays,
         }
-        if isinstance(found, Infeasible):
-            nearest = found.evaluated.nearest
-            document |= {"missed": list(found.missed), "nearest": None if nearest is None else asdict(nearest)}
+        if isinstance(result, Infeasible):
+            nearest = result.evaluated.nearest
+            document |= {"missed": list(result.missed), "nearest": None if nearest is None else asdict(nearest)}
             return document
         document["curve"] = [_point(point) for point in self.curve]
         document["one_fewer"] = [_point(point) for point in self.one_fewer]
@@ -163,8 +163,8 @@ def make_plan(
             loads[factor] = scaled(kept, factor, seed)
         replay = Replay(ClusterShape(pair.prefill, size.prefill, pair.decode, size.decode), loads[factor])
         evaluated = evaluate_times(replay.run(slo), replay.measured.times, slo)
-        what = f"{size}: {evaluated.outcome.met_share:.1%} met" + (f" at {factor:g}x" if factor != 1.0 else "")
-        progress(what)
+        line = f"{size}: {evaluated.outcome.met_share:.1%} met" + (f" at {factor:g}x" if factor != 1.0 else "")
+        progress(line)
         return evaluated
 
     pairs = [
@@ -172,18 +172,18 @@ def make_plan(
         for prefill in calibrations
         for decode in calibrations
     ]
-    found = cheapest([search(pair, slo, kept, evaluate) for pair in pairs])
-    made = (settings, slo, len(rows), too_long, found)
-    if isinstance(found, Infeasible):
+    result = cheapest([search(pair, slo, kept, evaluate) for pair in pairs])
+    made = (settings, slo, len(rows), too_long, result)
+    if isinstance(result, Infeasible):
         return PlanReport(*made, replays=replays, seconds=time.monotonic() - began)
-    pair, size = found.pair, found.size
-    curve = [Point(f, size, found.evaluated if f == 1.0 else evaluate(pair, size, f)) for f in FACTORS]
-    fewer = [Point(1.0, s, found.tried.get(s) or evaluate(pair, s)) for s in one_fewer(size)]
+    pair, size = result.pair, result.size
+    curve = [Point(f, size, result.evaluated if f == 1.0 else evaluate(pair, size, f)) for f in FACTORS]
+    fewer = [Point(1.0, s, result.tried.get(s) or evaluate(pair, s)) for s in one_fewer(size)]
     needed: dict[float, Size | None] = {}
     for factor in HEADROOM if headroom else ():
         evaluate(pair, size, factor)
         at = search(pair, slo, loads[factor], lambda p, s, f=factor: evaluate(p, s, f))  # type: ignore[misc]
-        needed[factor] = at.size if isinstance(at, Found) else None
+        needed[factor] = at.size if isinstance(at, Cheapest) else None
     return PlanReport(
         *made,
         curve=tuple(curve),
@@ -201,17 +201,17 @@ def lost(point: Point, planned: Size) -> str:
 
 def why_missed(report: PlanReport) -> str:
     """Returns in one line which limit is infeasible, and the nearest feasible one."""
-    found = report.found
-    if not isinstance(found, Infeasible):
+    result = report.result
+    if not isinstance(result, Infeasible):
         return ""
-    evaluated, share = found.evaluated, report.slo.share
-    if found.missed == ("requests",):
+    evaluated, share = result.evaluated, report.slo.share
+    if result.missed == ("requests",):
         refused = ", ".join(f"{count} {code}" for code, count in evaluated.outcome.refused.items())
         return f"infeasible: more than {1 - share:.0%} of the requests fail with any number of workers ({refused})"
     names = {"ttft": (report.slo.ttft_s, evaluated.ttft_s), "tpot": (report.slo.tpot_s, evaluated.tpot_s)}
     parts = [
         f"{name}={names[name][0]:g} (with room to spare {share:.0%} have at most {names[name][1]:.3g} s)"
-        for name in found.missed
+        for name in result.missed
     ]
     nearest = f"; nearest feasible: --slo {evaluated.nearest}" if evaluated.nearest else ""
     return f"infeasible with any number of workers: {' and '.join(parts)}{nearest}"

@@ -34,11 +34,12 @@ def outcome_tables(outcome: Outcome, slo: Slo, kinds: Sequence[Calibration]) -> 
 
     times = []
     for title, key in _TIMES:
-        found = getattr(outcome, key)
+        times_of = getattr(outcome, key)
         cells = [
-            (f"{value * 1e3:.1f} ms", p) for value, p in ((found.p50, "p50"), (found.p95, "p95"), (found.p99, "p99"))
+            (f"{value * 1e3:.1f} ms", p)
+            for value, p in ((times_of.p50, "p50"), (times_of.p95, "p95"), (times_of.p99, "p99"))
         ]
-        times.append([title, *(with_error(cell, error(f"{key}_{p}")) for cell, p in cells), str(found.count)])
+        times.append([title, *(with_error(cell, error(f"{key}_{p}")) for cell, p in cells), str(times_of.count)])
     refused = ", ".join(f"{count} {code}" for code, count in outcome.refused.items())
     rates = [
         ["requests", f"{outcome.requests}" + (f", refused: {refused}" if refused else "")],
@@ -65,8 +66,8 @@ def outcome_tables(outcome: Outcome, slo: Slo, kinds: Sequence[Calibration]) -> 
 
 
 def plan_tables(report: PlanReport) -> list[Table]:
-    found = report.found
-    pair, size = found.pair, found.size
+    result = report.result
+    pair, size = result.pair, result.size
     prices = pair.prefill_price, pair.decode_price
     kinds = ((pair.prefill, size.prefill, prices[0], "prefill"), (pair.decode, size.decode, prices[1], "decode"))
     workers = [
@@ -74,7 +75,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
         for kind, count, price, role in kinds
     ]
     tables: list[Table] = [("", ("role", "workers", "kind", "tensor parallel", "price/h", "sum/h"), workers)]
-    tables += outcome_tables(found.evaluated.outcome, report.slo, (pair.prefill, pair.decode))
+    tables += outcome_tables(result.evaluated.outcome, report.slo, (pair.prefill, pair.decode))
     if report.infeasible:
         return tables
     error = [pair.prefill.errors.get("throughput"), pair.decode.errors.get("throughput")]
@@ -86,7 +87,9 @@ def plan_tables(report: PlanReport) -> list[Table]:
     for role, count in (("prefill", size.prefill), ("decode", size.decode)):
         if count == 1:
             fewer.append([f"the only {role} worker lost", "0.0%", "0.00", "-", "-"])
-    tables.append(("With one worker less", ("", *headings[1:5]), fewer))
+    starts = max(pair.prefill.prefill_worker.start_s, pair.decode.decode_worker.start_s)
+    back = f", back {starts:.0f} s after its restart" if starts else ""
+    tables.append((f"With one worker less{back}", ("", *headings[1:5]), fewer))
     return tables
 
 
@@ -103,9 +106,9 @@ def _seconds(value: float | None) -> str:
 def headline(report: PlanReport) -> str:
     if report.infeasible:
         return why_missed(report)
-    found = report.found
-    price = found.pair.price(found.size)
-    return f"{found.size} workers, {price:g} per hour, meet {report.slo} for {report.slo.share:.0%} of the requests"
+    result = report.result
+    price = result.pair.price(result.size)
+    return f"{result.size} workers, {price:g} per hour, meet {report.slo} for {report.slo.share:.0%} of the requests"
 
 
 def show_tables(console: Console, tables: Sequence[Table]) -> None:
@@ -144,7 +147,7 @@ def plan_html(report: PlanReport) -> str:
         parts.append(html_table(headings, rows))
     parts.append(f"<p class=dim>Routing: {escape(ROUTING)}.</p>")
     parts += [f"<p class=dim>{escape(line)}</p>" for line in _about(report)]
-    kinds = {kind.name: kind for kind in (report.found.pair.prefill, report.found.pair.decode)}
+    kinds = {kind.name: kind for kind in (report.result.pair.prefill, report.result.pair.decode)}
     for name, kind in kinds.items():
         fits = [[fit, str(residual)] for fit, residual in kind.residuals.items()]
         about = [[key, value] for key, value in kind.about.items()]
@@ -158,7 +161,7 @@ def plan_html(report: PlanReport) -> str:
 
 
 def _plots(report: PlanReport) -> str:
-    slo, rate = report.slo, report.found.evaluated.outcome.requests_per_s
+    slo, rate = report.slo, report.result.evaluated.outcome.requests_per_s
     curve = report.curve
 
     def line(value: str) -> list[tuple[float, float]]:
@@ -177,11 +180,11 @@ def _plots(report: PlanReport) -> str:
 
 def _sizes(report: PlanReport) -> str:
     """Plots the share that meets the limits against the workers of each role beside the plan's other role."""
-    found = report.found
-    tried = getattr(found, "tried", {})
+    result = report.result
+    tried = getattr(result, "tried", {})
     series = []
     for role, other in (("prefill", "decode"), ("decode", "prefill")):
-        same = getattr(found.size, other)
+        same = getattr(result.size, other)
         points = sorted(
             (getattr(s, role), e.outcome.met_share * 100) for s, e in tried.items() if getattr(s, other) == same
         )

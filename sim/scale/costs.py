@@ -188,10 +188,10 @@ def parse_calibration(document: object) -> Calibration:
     for name, of in _PARTS.items():
         values[name] = _build(of, values.get(name), name)
     residuals = _object(values.get("residuals", {}), "residuals")
-    values["residuals"] = {key: _build(Residual, found, f"residuals.{key}") for key, found in residuals.items()}
-    values["about"] = {key: str(found) for key, found in _object(values.get("about", {}), "about").items()}
+    values["residuals"] = {key: _build(Residual, source, f"residuals.{key}") for key, source in residuals.items()}
+    values["about"] = {key: str(source) for key, source in _object(values.get("about", {}), "about").items()}
     errors = _object(values.get("errors", {}), "errors")
-    values["errors"] = {key: _number(found, f"errors.{key}") for key, found in errors.items()}
+    values["errors"] = {key: _number(source, f"errors.{key}") for key, source in errors.items()}
     if not isinstance(values.get("name"), str) or not values["name"]:
         raise InvalidRequest("name: must be a text that is not empty", param="name")
     calibration: Calibration = _build(Calibration, values, "")
@@ -200,14 +200,14 @@ def parse_calibration(document: object) -> Calibration:
     return calibration
 
 
-def _object(found: object, name: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
+def _object(source: object, name: str) -> dict[str, Any]:
+    if not isinstance(source, dict):
         raise InvalidRequest(f"{name or 'the calibration'}: must be a JSON object", param=name)
-    return dict(found)
+    return dict(source)
 
 
-def _build(of: type, found: object, name: str) -> Any:
-    values, prefix = _object(found, name), f"{name}." if name else ""
+def _build(of: type, source: object, name: str) -> Any:
+    values, prefix = _object(source, name), f"{name}." if name else ""
     known = {f.name: f for f in fields(of)}
     for key in values:
         if key not in known:

@@ -24,17 +24,19 @@ def fit(terms: Mapping[str, Sequence[float]], values: Sequence[float]) -> tuple[
         raise InvalidRequest(f"{len(values)} measurements, each above 0, are too few for {', '.join(names)}")
     y = np.asarray(values, dtype=float)
     chosen = [name for name in names if any(terms[name])]
-    found: dict[str, float] = {}
+    coefficients: dict[str, float] = {}
     while chosen:
         a = np.stack([np.asarray(terms[name], dtype=float) for name in chosen], axis=1) / y[:, None]
         scale = np.abs(a).max(axis=0)
         solution = np.linalg.lstsq(a / scale, np.ones_like(y), rcond=None)[0] / scale
-        found = {name: float(value) for name, value in zip(chosen, solution, strict=True)}
-        worst = min(chosen, key=lambda name: found[name] * np.abs(terms[name]).max())
-        if found[worst] >= 0.0:
+        coefficients = {name: float(value) for name, value in zip(chosen, solution, strict=True)}
+        worst = min(chosen, key=lambda name: coefficients[name] * np.abs(terms[name]).max())
+        if coefficients[worst] >= 0.0:
             break
         chosen.remove(worst)
-        found = {}
-    fitted = sum((found[name] * np.asarray(terms[name], dtype=float) for name in found), np.zeros_like(y))
+        coefficients = {}
+    fitted = sum((coefficients[name] * np.asarray(terms[name], dtype=float) for name in coefficients), np.zeros_like(y))
     errors = sorted(float(e) for e in np.abs(fitted - y) / y)
-    return {name: found.get(name, 0.0) for name in names}, Residual(percentile(errors, 50), errors[-1], len(errors))
+    return {name: coefficients.get(name, 0.0) for name in names}, Residual(
+        percentile(errors, 50), errors[-1], len(errors)
+    )

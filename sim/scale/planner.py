@@ -64,7 +64,7 @@ Evaluate = Callable[[Pair, Size], Evaluated]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Cheapest:
     """The cheapest size of one pair of kinds. `tried` has every size that was replayed."""
 
     pair: Pair
@@ -130,14 +130,14 @@ def lower_bound(pair: Pair, rows: Sequence[TraceRow]) -> Size:
     duration_s = max(rows[-1].at_s - rows[0].at_s, 1.0) if rows else 1.0
     shared = any(row.blocks for row in rows)  # then much of the prompts may be cached
     prompts_s = 0.0 if shared else sum(pair.prefill.prefill.token_s * row.input_len for row in rows)
-    decode, most = pair.decode.decode, pair.decode.decode_worker.max_running or 256
+    decode, batch = pair.decode.decode, pair.decode.decode_worker.max_running or 256
     speed_up = 1 / (1 - decode.accepted)
-    token_s = decode.base_s / most + decode.row_s
+    token_s = decode.base_s / batch + decode.row_s
     tokens_s = sum(token_s * row.output_len for row in rows) / speed_up
     return Size(max(1, math.ceil(prompts_s / duration_s)), max(1, math.ceil(tokens_s / duration_s)))
 
 
-def search(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -> Found | Infeasible:
+def search(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -> Cheapest | Infeasible:
     """Returns the cheapest size that meets the limits, or what a cluster with room to spare comes to."""
     tried: dict[Size, Evaluated] = {}
 
@@ -151,10 +151,10 @@ def search(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -
 
     ample = least = lower_bound(pair, rows)
     while not meets(ample.prefill, ample.decode):
-        found = at(ample)
-        busy = max(found.outcome.prefill_utilisation, found.outcome.decode_utilisation)
+        evaluated = at(ample)
+        busy = max(evaluated.outcome.prefill_utilisation, evaluated.outcome.decode_utilisation)
         if busy < IDLE or max(ample.prefill, ample.decode) > MOST_WORKERS:
-            return Infeasible(pair, ample, found, missed(found, slo))
+            return Infeasible(pair, ample, evaluated, missed(evaluated, slo))
         ample = Size(ample.prefill * 2, ample.decode * 2)
 
     fewest_decode = _least(least.decode, ample.decode, lambda n: meets(ample.prefill, n))
@@ -162,15 +162,15 @@ def search(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -
     best = ample
     for prefill in range(fewest_prefill, ample.prefill + 1):
         # The most decode workers with which it is cheaper than the best so far.
-        most = math.ceil((pair.price(best) - prefill * pair.prefill_price) / pair.decode_price) - 1
-        if most < fewest_decode:
+        limit = math.ceil((pair.price(best) - prefill * pair.prefill_price) / pair.decode_price) - 1
+        if limit < fewest_decode:
             break
-        if meets(prefill, most):
-            decode = _least(fewest_decode, most, lambda n, p=prefill: meets(p, n))  # type: ignore[misc]
+        if meets(prefill, limit):
+            decode = _least(fewest_decode, limit, lambda n, p=prefill: meets(p, n))  # type: ignore[misc]
             best = Size(prefill, decode)
     while smaller := [s for s in one_fewer(best) if at(s).met(slo)]:  # chance can favour a smaller cluster
         best = min(smaller, key=pair.price)
-    return Found(pair, best, at(best), tried)
+    return Cheapest(pair, best, at(best), tried)
 
 
 def one_fewer(size: Size) -> list[Size]:
@@ -198,12 +198,12 @@ def _least(low: int, high: int, meets: Callable[[int], bool]) -> int:
     return high
 
 
-def cheapest(found: Sequence[Found | Infeasible]) -> Found | Infeasible:
+def cheapest(results: Sequence[Cheapest | Infeasible]) -> Cheapest | Infeasible:
     """Returns the cheapest plan; without one, the pair that comes nearest."""
-    plans = [f for f in found if isinstance(f, Found)]
+    plans = [f for f in results if isinstance(f, Cheapest)]
     if plans:
         return min(plans, key=lambda f: f.price)
-    return max(found, key=lambda f: f.evaluated.outcome.met_share)
+    return max(results, key=lambda f: f.evaluated.outcome.met_share)
 
 
 def error_of(calibration: Calibration, number: str) -> float | None:

@@ -430,10 +430,10 @@ def _nothing() -> None:
     pass
 
 
-def _present(found: T | None) -> T:
-    if found is None:
+def _present(value: T | None) -> T:
+    if value is None:
         raise InvariantError("a request or worker of the simulation lacks what its stage needs")
-    return found
+    return value
 
 
 _prompts: dict[int, tuple[int, ...]] = {}

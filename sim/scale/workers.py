@@ -173,7 +173,7 @@ class _Run:
 
 class DecodeWorker:
     """Complete state: the scheduler, the sequences that have not run yet, and the outstanding step, or the run of steps
-    that are computed at once."""
+    that are computed at once, with the blocks that were reserved since it began (at most `_spare`)."""
 
     def __init__(
         self,
@@ -204,11 +204,16 @@ class DecodeWorker:
         self._at_once = at_once and not self.core.shared
         self._busy = False
         self._run: _Run | None = None
+        self._spare, self._reserved = kind.blocks // ROOM_SHARE // 2, 0
         self._new: set[SequenceId] = set()
 
     def reserve(self, request: GenerateRequest) -> int:
         """Returns how many positions are in the prefix cache. Raises Unavailable if blocks are short."""
-        self.interrupt()
+        blocks = self.scheduler.layout.blocks_for(request.num_prefill_tokens)
+        if self._run is not None and self._reserved + blocks <= self._spare:
+            self._reserved += blocks  # a run leaves that many blocks free: it continues
+        else:
+            self.interrupt()
         sequence = self.scheduler.reserve(request, self._loop.now)
         self.wake()
         return sequence.prefix_tokens
@@ -249,6 +254,7 @@ class DecodeWorker:
             rows, context = running_context(self.scheduler)
             first_s = self.costs.plain_s(rows, context) + self.costs.idle_s
             run = self._run = _Run(now, first_s, self.costs.context_s * rows, rows, steps)
+            self._reserved = 0
             run.timer = self._loop.at(run.ends_at(steps), self._run_ended, run)
             return
         plan = self.scheduler.begin_step(now)

@@ -78,7 +78,7 @@ def scaled(rows: Sequence[TraceRow], factor: float, seed: int, jitter_s: float =
     source = random.Random(f"{seed}/scaled")
     first, last = rows[0].at_s, rows[-1].at_s
     stride = 1 + max((max(row.blocks, default=0) for row in rows), default=0)
-    found: list[TraceRow] = []
+    copies: list[TraceRow] = []
     for copy in range(math.ceil(factor)):
         share = min(1.0, factor - copy)
         shift = copy * stride
@@ -91,8 +91,8 @@ def scaled(rows: Sequence[TraceRow], factor: float, seed: int, jitter_s: float =
                 at_s = 2 * first - at_s if at_s < first else at_s
                 at_s = max(first, 2 * last - at_s) if at_s > last else at_s
             blocks = tuple(block + shift for block in row.blocks) if shift else row.blocks
-            found.append(TraceRow(at_s, row.input_len, row.output_len, blocks))
-    return tuple(sorted(found, key=lambda row: row.at_s))
+            copies.append(TraceRow(at_s, row.input_len, row.output_len, blocks))
+    return tuple(sorted(copies, key=lambda row: row.at_s))
 
 
 def fitting(rows: Iterable[TraceRow], max_model_len: int) -> tuple[tuple[TraceRow, ...], int]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from sim.scale.planner import (
+    Cheapest,
     Evaluated,
-    Found,
     Infeasible,
     Pair,
     Size,
@@ -35,7 +35,7 @@ def replayed(rows: Sequence[TraceRow], slo: Slo) -> object:
     return evaluate
 
 
-def plan(rows: Sequence[TraceRow], slo: Slo, pair: Pair = PAIR) -> Found | Infeasible:
+def plan(rows: Sequence[TraceRow], slo: Slo, pair: Pair = PAIR) -> Cheapest | Infeasible:
     return search(pair, slo, rows, replayed(rows, slo))  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ def plan(rows: Sequence[TraceRow], slo: Slo, pair: Pair = PAIR) -> Found | Infea
 )
 def test_one_worker_below_the_plan_misses_the_limits(rows: Sequence[TraceRow], slo: Slo) -> None:
     found = plan(rows, slo)
-    assert isinstance(found, Found) and found.evaluated.met(slo)
+    assert isinstance(found, Cheapest) and found.evaluated.met(slo)
     again = replayed(rows, slo)
     for size in one_fewer(found.size):
         assert not again(PAIR, size).met(slo), size  # type: ignore[operator]
@@ -62,7 +62,7 @@ def test_a_limit_that_no_cluster_meets_is_named_with_the_nearest_one() -> None:
     assert isinstance(found, Infeasible) and found.missed == ("ttft",)
     nearest = found.evaluated.nearest
     assert nearest is not None and nearest.tpot_s == 0.02 and 0.16 < nearest.ttft_s < 0.25
-    assert isinstance(plan(rows, nearest), Found)
+    assert isinstance(plan(rows, nearest), Cheapest)
     assert cheapest([found, found]) is found
 
 
@@ -92,5 +92,5 @@ def _stub(needed: dict[int, int]) -> object:
 def test_the_cheapest_pair_along_the_border_is_chosen(prices: tuple[float, float], size: Size) -> None:
     pair = Pair(CALIBRATION, CALIBRATION, *prices)
     found = search(pair, Slo(1.0, 1.0), even(2, 1.0), _stub({3: 9, 4: 5, 7: 4}))  # type: ignore[arg-type]
-    assert isinstance(found, Found) and found.size == size
+    assert isinstance(found, Cheapest) and found.size == size
     assert len(found.tried) < 40
