@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import ssl
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -41,6 +43,23 @@ def check_tenants_share_no_prefixes(url: str, http: httpx.Client) -> None:
     assert cached(B) > 100
 
 
+def check_batches_run_for_their_tenant(url: str, http: httpx.Client) -> None:
+    """The batches process has the cluster token, and the coordinator's certificate, but no API key."""
+    clients = {key: openai.OpenAI(api_key=key, base_url=url + "/v1", max_retries=9, http_client=http) for key in (A, B)}
+    line = {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"prompt": "def f(", "max_tokens": 3}}
+    file = clients[A].files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = clients[A].batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    deadline = time.monotonic() + 60
+    while batch.status != "completed" and time.monotonic() < deadline:
+        time.sleep(0.05)
+        batch = clients[A].batches.retrieve(batch.id)
+    assert batch.output_file_id, batch
+    assert json.loads(clients[A].files.content(batch.output_file_id).text)["response"]["status_code"] == 200
+    for call in (clients[B].files.retrieve, clients[B].files.content):
+        with pytest.raises(openai.NotFoundError):
+            call(batch.output_file_id)
+
+
 def check_given_keys_are_nowhere(running: Cluster) -> None:
     """The keys of --api-key are in the command line and environment of the process that was given them alone."""
     children = [pid for pid in running.processes() if pid != running.process.pid]
@@ -70,6 +89,7 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
         tls_cert_file=certificates / "server.pem",
         tls_key_file=certificates / "server-key.pem",
         cluster_tls_dir=certificates,
+        data_dir=tmp_path / "data",
     ) as running:
         assert running.url.startswith("https://") and running.admin.startswith("http://")
         trusts = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
@@ -85,6 +105,7 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
             models = running.url + "/v1/models"
             for key, status in ((GIVEN, 200), (SHORT, 200), (GIVEN[:-1], 401)):
                 assert http.get(models, headers={"authorization": f"Bearer {key}"}).status_code == status
+            check_batches_run_for_their_tenant(running.url, http)
             check_given_keys_are_nowhere(running)
             bearer = {"authorization": f"Bearer {KEY}"}
             assert http.get(running.url + "/workers", headers=bearer).status_code == 404
