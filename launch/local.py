@@ -112,8 +112,6 @@ class LocalCluster:
         if self._coordinator is not None:
             self._tick_coordinator(self._coordinator)
         self._hurry_missing_roles()
-        if self._batches is not None:
-            self._tick_batches(self._batches)
         for worker in self._workers:
             if time.monotonic() < self._restart_left_until:
                 worker.left = False
@@ -121,6 +119,8 @@ class LocalCluster:
                 worker.tick()
             elif self._front_is_up:
                 worker.start()
+        if self._batches is not None:  # last: a user waits for the workers
+            self._tick_batches(self._batches)
         if self._front_is_up:
             self._look_for_joined()
         if not self._announced:
