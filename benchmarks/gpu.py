@@ -53,7 +53,7 @@ _LEAST_S = 3.0  # a part that would have less time is not started
 
 # Packages that a machine with torch, transformers and pytest may lack, or have in an older version.
 WHEELS = (
-    "annotated-doc", "annotated-types", "click", "fastapi", "googleapis-common-protos", "grpcio",
+    "annotated-types", "click", "googleapis-common-protos", "grpcio",
     "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "h11", "httptools", "httpx", "httpcore", "anyio",
     "prometheus_client", "llguidance", "cryptography", "cffi", "pycparser", "python-multipart", "nvidia-ml-py",
     "idna", "certifi", "msgpack", "orjson", "protobuf", "pydantic", "pydantic_core", "rich", "markdown-it-py", "mdurl",

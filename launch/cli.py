@@ -253,7 +253,7 @@ def version_command() -> int:
     """Print the versions of baton and its main dependencies."""
     from launch.console import versions
 
-    for name, version in versions("baton-serve", "torch", "grpcio", "fastapi", "tokenizers").items():
+    for name, version in versions("baton-serve", "torch", "grpcio", "starlette", "tokenizers").items():
         click.echo(f"{name:<12} {version}")
     return 0
 

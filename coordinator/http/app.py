@@ -13,15 +13,16 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
@@ -104,10 +105,11 @@ def create_app(
     settings: HttpSettings,
     inference: ServedModel | None = None,
     responses: Responses | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Builds the application. It owns only the process that parses large bodies, and the connections to the batches
     process, which `app.state.close()` ends: generator and text model outlive it."""
-    app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Starlette()
+    app.router.redirect_slashes = False
     front = _Front(generator, text_model, settings, responses)
     for_all = (
         ("GET", "/", front.page, "text/html"),
@@ -158,9 +160,7 @@ def create_app(
         )
     elif settings.routes != "admin":
         for path in ("/v1/files", "/v1/batches"):
-            app.add_api_route(
-                path, front.no_batches, methods=["GET", "POST"], response_model=None, include_in_schema=False
-            )
+            app.router.routes.append(Route(path, front.no_batches, methods=["GET", "POST"]))
 
     async def close() -> None:
         front.parser.close()
@@ -186,7 +186,12 @@ def create_app(
             expose_headers=["x-request-id", "request-id", "x-ignored-fields", "server-timing", "retry-after"],
             max_age=600,
         )
-    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    document = cache(partial(describe, app, settings.version))
+
+    async def openapi(request: Request) -> Response:
+        return json_response(document())
+
+    app.router.routes.append(Route("/openapi.json", openapi))
     return app
 
 

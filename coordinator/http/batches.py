@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import aiohttp
 import orjson
-from fastapi import FastAPI, Request
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from yarl import URL
 
@@ -49,7 +49,7 @@ class BatchRoutes:
 
     def __init__(
         self,
-        app: FastAPI,
+        app: Starlette,
         address: str,
         key: str,
         keys: ApiKeys,

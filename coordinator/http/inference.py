@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.core.errors import InvalidRequest
@@ -17,7 +18,7 @@ from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import json_response
 from coordinator.http.generation import GenerationResponse, owned
 from coordinator.http.guard import IGNORED
-from coordinator.http.openapi import add_route
+from coordinator.http.openapi import ROUTE, add_route
 from coordinator.inference.model import Generation, generation, text_generation
 from coordinator.inference.render import InferRender, WholeAnswer
 from coordinator.inference.schema import InferBody, infer_response, parse_generate, parse_infer
@@ -43,7 +44,7 @@ class InferenceRoutes:
     parser: BodyParser
     strict_fields: bool
 
-    def add_to(self, app: FastAPI) -> None:
+    def add_to(self, app: Starlette) -> None:
         of_model = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
         add_route(app, "GET", "/v2", self.server, "InferenceServer")
         add_route(app, "GET", "/v2/health/live", self.live, "text/plain")
@@ -133,7 +134,7 @@ class InferenceRoutes:
         internal_id = f"infer-{secrets.token_hex(16)}"
         submissions, more = await submissions_of(self.translator, made, internal_id, strict=self.strict_fields)
         request.scope[IGNORED] = names = more.union(ignored)
-        self.generator.ignored(request.scope["route"].path, names)
+        self.generator.ignored(request.scope[ROUTE], names)
         submissions = [owned(each, request) for each in submissions]
         render = InferRender(self.served.name, request_id, made, submissions[0].n, answer)
         measured = Measured(self.generator, self.served.statistics)

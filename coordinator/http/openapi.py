@@ -1,5 +1,4 @@
-"""Routes, and their description in `/openapi.json`: the bodies that the strict models accept, and the answers. Routes
-read their bodies and write their answers themselves, so FastAPI cannot derive the description.
+"""Routes, and their description in `/openapi.json`: the bodies that the strict models accept, and the answers.
 
 Objects of answers are closed: a field that is missing here is a fault that the tests detect. Open are `Response` (the
 tests check it against OpenAI's own types), `TokenizerInfo` (a file of the checkpoint) and `Workers` (for `baton ps`,
@@ -7,17 +6,22 @@ subject to change)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Awaitable, Callable
+from functools import wraps
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from coordinator.recent import KEPT
 
+ROUTE = "baton.route"
+"""The scope key of the path of a route, as it is added."""
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer", "minimum": 0}
@@ -313,50 +317,63 @@ _UPLOAD = {
 
 
 def add_route(
-    app: FastAPI,
+    app: Starlette,
     method: str,
     path: str,
-    endpoint: Callable[..., Any],
+    endpoint: Callable[..., Awaitable[Response]],
     answer: str,
     body: type[BaseModel] | None = None,
     *,
     given: str = "",
 ) -> None:
-    """Adds a route and its description. `answer` names the schema of a JSON answer, or is the content type of any
-    other; `body` is the model of the request body; if it has a field `stream`, a stream of events is described too.
-    `given` names the schema of a body that has no model."""
-    more: dict[str, Any] = {"parameters": QUERIES[path]} if method == "GET" and path in QUERIES else {}
+    """Adds a route and its description. The endpoint gets the parameters of the path, and the request if it names it.
+    `answer` names the schema of a JSON answer, or is the content type of any other; `body` is the model of the request
+    body; if it has a field `stream`, a stream of events is described too. `given` names the schema of a body that has
+    no model."""
+    names = inspect.signature(endpoint).parameters
+
+    @wraps(endpoint)
+    async def handle(request: Request) -> Response:
+        request.scope[ROUTE] = path
+        return await endpoint(**({"request": request} if "request" in names else {}), **request.path_params)
+
+    route = Route(path, handle, methods=[method])
+    app.router.routes.append(route)
+    operation: Schema = {"summary": endpoint.__name__.replace("_", " ").capitalize()}
+    operation["operationId"] = f"{endpoint.__name__}_{route.path_format.strip('/')}_{method.lower()}"
+    of_path = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in route.param_convertors]
+    if parameters := of_path + (QUERIES.get(path, []) if method == "GET" else []):
+        operation["parameters"] = parameters
     if answer == "File" and method == "POST":
-        more["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
-    if body is not None:
-        more["requestBody"] = {"required": True, "content": _json(body.__name__)}
-        app.state.bodies = [*getattr(app.state, "bodies", ()), body]
-    if given:
-        more["requestBody"] = {"required": True, "content": _json(given)}
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+    elif body is not None or given:
+        operation["requestBody"] = {"required": True, "content": _json(body.__name__ if body is not None else given)}
     content: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if "/" in answer else _json(answer)
     if answer == _EVENTS or (body is not None and "stream" in body.model_fields):
         content[_EVENTS] = {"schema": _EVENT}
-    responses: dict[int | str, dict[str, Any]] = {
-        200: {"description": "OK", "content": content},
+    operation["responses"] = {
+        "200": {"description": "OK", "content": content},
         "4XX": {"description": "Refused", "content": _json("ErrorResponse")},
         "5XX": {"description": "Failed", "content": _json("ErrorResponse")},
     }
     if answer == "Ready":
-        responses[503] = {"description": "A pool has no ready worker", "content": _json("Ready")}
-    app.add_api_route(
-        path, endpoint, methods=[method], response_class=Response, responses=responses, openapi_extra=more
-    )
+        operation["responses"]["503"] = {"description": "A pool has no ready worker", "content": _json("Ready")}
+    described = route.path_format, method.lower(), operation, body
+    app.state.described = [*getattr(app.state, "described", ()), described]
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """Returns the OpenAPI document of `app`, built once."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        bodies: Any = [(model, "validation") for model in getattr(app.state, "bodies", ())]
-        _, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
-        document["components"] = {"schemas": schemas.get("$defs", {}) | SCHEMAS | {"ErrorResponse": _ERROR}}
-        app.openapi_schema = document
-    return app.openapi_schema
+def describe(app: Starlette, version: str) -> Schema:
+    """Returns the OpenAPI document of the routes of `app`."""
+    paths: dict[str, Schema] = {}
+    bodies: list[Any] = []
+    for path, method, operation, body in app.state.described:
+        paths.setdefault(path, {})[method] = operation
+        if body is not None:
+            bodies.append((body, "validation"))
+    _, models = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+    schemas = models.get("$defs", {}) | SCHEMAS | {"ErrorResponse": _ERROR}
+    info = {"title": "Baton", "version": version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
 def _json(name: str) -> dict[str, Any]:

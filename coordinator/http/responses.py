@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.core.errors import NotFound

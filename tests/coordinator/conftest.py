@@ -9,7 +9,7 @@ import httpx
 import httpx2
 import openai
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.text.model import TextModel
@@ -32,18 +32,18 @@ def generator() -> FakeGenerator:
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, text_model: TextModel) -> FastAPI:
+def app(generator: FakeGenerator, text_model: TextModel) -> Starlette:
     return create_app(generator, text_model, HttpSettings("tiny", version="1.2", created=1, max_body_bytes=1 << 20))
 
 
 @pytest.fixture
-async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def client(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         yield client
 
 
 @pytest.fixture
-async def official(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
+async def official(app: Starlette) -> AsyncIterator[openai.AsyncOpenAI]:
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
     async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
         yield client

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from llguidance import LLMatcher
+from starlette.applications import Starlette
 from tokenizers import Tokenizer
 
 from baton.engine.grammar_automaton import Automaton, Lexers, load_tokenizer
@@ -60,7 +60,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, model: Model) -> FastAPI:
+def app(generator: FakeGenerator, model: Model) -> Starlette:
     generator.grammars = GrammarCompiler(Path(), model.text.vocab_size, lambda: ThreadPoolExecutor(1))
     return create_app(generator, model.text, HttpSettings("tiny", created=1))
 

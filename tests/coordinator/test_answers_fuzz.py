@@ -17,10 +17,10 @@ import httpx
 import jsonschema
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
-from fastapi import FastAPI
 from openai.types.responses import Response as OfficialResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from starlette.applications import Starlette
 
 from baton.core.errors import WorkerLost
 from baton.core.request import TokenLogprob
@@ -190,7 +190,7 @@ def of_stream(path: str, text: str) -> tuple[str, str, list[Any]]:
     return content, reasoning, [(name, as_input(arguments)) for name, arguments in calls]
 
 
-async def fuzz(app: FastAPI, generator: FakeGenerator, seeds: range) -> Counter[str]:
+async def fuzz(app: Starlette, generator: FakeGenerator, seeds: range) -> Counter[str]:
     seen: Counter[str] = Counter()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
         for seed in seeds:

@@ -13,8 +13,8 @@ import grpc.aio
 import httpx
 import openai
 import pytest
-from fastapi.routing import APIRoute
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from starlette.routing import Route
 
 from baton.core.errors import StartupError, Unauthenticated
 from baton.v1 import serving_pb2, serving_pb2_grpc
@@ -140,7 +140,7 @@ async def test_the_key_check_cannot_be_bypassed_on_any_route(text_model: TextMod
     """Every route is tried over a socket, since some tricks depend on the exact bytes."""
     generator = FakeGenerator()
     app = create_app(generator, text_model, HttpSettings("tiny", api_keys=keys, batches_address="127.0.0.1:1"))
-    routes = {(min(route.methods), route.path) for route in app.routes if isinstance(route, APIRoute)}
+    routes = {(min(route.methods), route.path) for route in app.routes if isinstance(route, Route)}
     shut = [route for route in sorted(routes) if route[1] not in OPEN_PATHS]
     assert len(shut) > 20 and ("DELETE", "/v1/files/{file_id}") in shut and ("GET", "/requests") in shut
     let_in = []
@@ -178,7 +178,7 @@ async def test_admin_routes_are_served_on_a_separate_port(text_model: TextModel)
     paths = {}
     for routes in ("api", "admin", "all"):
         app = create_app(FakeGenerator(), text_model, HttpSettings("tiny", routes=routes))  # type: ignore[arg-type]
-        paths[routes] = {route.path for route in app.routes if isinstance(route, APIRoute)}
+        paths[routes] = {route.path for route in app.routes if isinstance(route, Route)}
     assert paths["api"] & paths["admin"] == probes
     assert paths["api"] | paths["admin"] == paths["all"]
     assert {"/workers", "/metrics", "/requests"} <= paths["admin"] and "/v1/completions" in paths["api"]

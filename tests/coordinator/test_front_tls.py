@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from baton.core.errors import StartupError
 from baton.v1 import serving_pb2, serving_pb2_grpc
@@ -42,7 +42,7 @@ def front(certificate_dir: Path) -> FrontTls:
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
 async def test_https_serves_trusting_clients_and_refuses_plain_http_and_old_tls(
-    app: FastAPI, front: FrontTls, certificate_dir: Path
+    app: Starlette, front: FrontTls, certificate_dir: Path
 ) -> None:
     trusts = ssl.create_default_context(cafile=str(certificate_dir / "ca.pem"))
     async with running(app, tls=front.context) as server:
@@ -64,7 +64,7 @@ async def test_https_serves_trusting_clients_and_refuses_plain_http_and_old_tls(
 
 
 async def test_a_stalled_tls_handshake_times_out(
-    app: FastAPI, front: FrontTls, monkeypatch: pytest.MonkeyPatch
+    app: Starlette, front: FrontTls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
     async with running(app, tls=front.context) as server:

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from baton.core.request import TokenLogprob
 from coordinator.http import body as http_body
@@ -34,7 +34,7 @@ FOREVER = 60.0
     ids=["CRLF", "two CRLF", "a byte of a body", "part of a head", "nothing"],
 )
 async def test_connection_without_a_complete_request_is_closed(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch, behind: bytes
+    app: Starlette, monkeypatch: pytest.MonkeyPatch, behind: bytes
 ) -> None:
     """Whatever its client sends after an answer, or before any request."""
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
@@ -50,7 +50,9 @@ async def test_connection_without_a_complete_request_is_closed(
         await before.close()
 
 
-async def test_client_disconnect_is_detected_behind_pipelined_requests(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_client_disconnect_is_detected_behind_pipelined_requests(
+    app: Starlette, generator: FakeGenerator
+) -> None:
     generator.script = [Delta("a", (1,)), FOREVER]
     async with running(app) as server:
         client = await RawClient.connect(server)
@@ -62,7 +64,7 @@ async def test_client_disconnect_is_detected_behind_pipelined_requests(app: Fast
         await generator.until(finished=1)
 
 
-async def test_too_many_pipelined_requests_close_the_connection(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_too_many_pipelined_requests_close_the_connection(app: Starlette, generator: FakeGenerator) -> None:
     generator.script = [FOREVER]
     async with running(app) as server:
         client = await RawClient.connect(server)
@@ -78,7 +80,7 @@ def whole(text: str, **more: Any) -> Delta:
     return Delta(text, (1,), "stop", usage=Usage(3, 1), **more)
 
 
-async def test_input_beyond_the_pipelining_limit_is_not_parsed(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_input_beyond_the_pipelining_limit_is_not_parsed(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
     """14,000 requests in one piece blocked the event loop for seconds."""
     heads: list[int] = []
     complete = http_server.GuardedProtocol.on_headers_complete
@@ -96,7 +98,7 @@ async def test_input_beyond_the_pipelining_limit_is_not_parsed(app: FastAPI, mon
     assert len(heads) == http_server.MAX_PIPELINED + 1 and max(heads) <= http_server.MAX_PIPELINED
 
 
-async def test_chunked_body_is_parsed_in_small_pieces(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunked_body_is_parsed_in_small_pieces(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each one-byte chunk costs a callback, so input is read in small pieces, and other tasks run between them."""
     largest: list[int] = []
     received = http_server.GuardedProtocol.data_received
@@ -329,7 +331,7 @@ async def test_prompt_logprobs_are_built_once_for_all_choices_off_the_event_loop
         await client.close()
 
 
-async def test_logit_bias_outside_the_float_range_is_refused_by_name(app: FastAPI) -> None:
+async def test_logit_bias_outside_the_float_range_is_refused_by_name(app: Starlette) -> None:
     async with running(app) as server:
         client = await RawClient.connect(server)
         body = b'{"prompt": "a", "logit_bias": {"3": 1' + b"0" * 400 + b"}}"

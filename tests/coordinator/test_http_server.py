@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from baton.core.errors import StartupError
 from baton.runtime.ports import bind
@@ -32,7 +32,7 @@ FOREVER = 60.0
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("script", [[FOREVER], [Delta("a", (1,)), FOREVER]], ids=["prefill", "decode"])
 async def test_client_disconnect_closes_the_generator_immediately(
-    app: FastAPI, generator: FakeGenerator, stream: bool, script: list[Delta | float]
+    app: Starlette, generator: FakeGenerator, stream: bool, script: list[Delta | float]
 ) -> None:
     generator.script = script
     async with running(app) as server:
@@ -47,7 +47,7 @@ async def test_client_disconnect_closes_the_generator_immediately(
 
 
 async def test_client_disconnect_removes_its_prompt_from_the_encoding_queue(
-    app: FastAPI, generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+    app: Starlette, generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt that still waits to be encoded is dropped when its client disconnects."""
     waiting, never = set[asyncio.Task[Any] | None](), asyncio.Event()
@@ -123,7 +123,7 @@ async def test_client_that_reads_slowly_but_steadily_is_not_disconnected(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_http_1_0_client_gets_no_chunks_and_the_end_of_the_connection(
-    app: FastAPI, generator: FakeGenerator, stream: bool
+    app: Starlette, generator: FakeGenerator, stream: bool
 ) -> None:
     generator.script = reply("Hel", "lo", " world")
     raw = json.dumps(TEXT | {"stream": stream}).encode()
@@ -140,7 +140,7 @@ async def test_http_1_0_client_gets_no_chunks_and_the_end_of_the_connection(
         assert stream or b"content-length: %d" % len(body) in start
 
 
-async def test_stop_lets_running_requests_finish(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_stop_lets_running_requests_finish(app: Starlette, generator: FakeGenerator) -> None:
     generator.script = [Delta("a", (1,)), 0.3, *reply("b")]
     async with running(app) as server:
         client, idle = [await RawClient.connect(server) for _ in range(2)]
@@ -155,7 +155,7 @@ async def test_stop_lets_running_requests_finish(app: FastAPI, generator: FakeGe
         await idle.close()
 
 
-async def test_stop_ends_requests_that_exceed_the_grace_period(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_stop_ends_requests_that_exceed_the_grace_period(app: Starlette, generator: FakeGenerator) -> None:
     generator.script = [Delta("a", (1,)), FOREVER]
     async with running(app, grace_s=1) as server:
         streaming, whole = [await RawClient.connect(server) for _ in range(2)]
@@ -171,7 +171,7 @@ async def test_stop_ends_requests_that_exceed_the_grace_period(app: FastAPI, gen
     await whole.close()
 
 
-async def test_port_in_use_is_reported_in_one_line(app: FastAPI) -> None:
+async def test_port_in_use_is_reported_in_one_line(app: Starlette) -> None:
     async with running(app) as server:
         with pytest.raises(StartupError) as caught:
             bind(*server.address)
@@ -212,7 +212,7 @@ BAD_HTTP = {
 }
 
 
-async def test_malformed_http_is_refused_with_the_standard_error_body(app: FastAPI, generator: FakeGenerator) -> None:
+async def test_malformed_http_is_refused_with_the_standard_error_body(app: Starlette, generator: FakeGenerator) -> None:
     found = {}
     async with running(app) as server:
         for name, (raw, _) in BAD_HTTP.items():
@@ -244,7 +244,7 @@ async def test_slow_request_heads_and_bodies_time_out(text_model: TextModel, mon
             await client.close()
 
 
-async def test_connections_support_keep_alive_and_pipelining(app: FastAPI) -> None:
+async def test_connections_support_keep_alive_and_pipelining(app: Starlette) -> None:
     async with running(app) as server:
         client = await RawClient.connect(server)
         await client.send((GET + b"Host: t\r\n\r\n") * 3)
@@ -254,7 +254,7 @@ async def test_connections_support_keep_alive_and_pipelining(app: FastAPI) -> No
         await client.close()
 
 
-async def test_connections_over_the_limit_are_refused(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_over_the_limit_are_refused(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 2)
     async with running(app) as server:
         clients = [await RawClient.connect(server) for _ in range(3)]
@@ -304,7 +304,7 @@ def test_other_open_files_reduce_the_connection_limit(monkeypatch: pytest.Monkey
     assert connections.limit == 2 and not connections.opened("c")
 
 
-async def test_connection_limit_reserves_file_descriptors(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_limit_reserves_file_descriptors(app: Starlette, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit of open files every accept would fail and be logged, thousands of times a second."""
     few = connection_limits.RESERVED_FILES + 50
     monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (few, few))
@@ -333,7 +333,7 @@ def test_open_file_limit_is_raised_as_far_as_allowed(
 
 
 async def test_burst_of_connections_does_not_exhaust_file_descriptors(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    app: Starlette, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(connection_limits, "connection_limit", lambda other_files: 3)
@@ -376,7 +376,7 @@ OFFER = "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: 
 @pytest.mark.parametrize("pieces", [1, 2, 40])
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_an_offer_to_upgrade_is_ignored_and_its_body_read(
-    app: FastAPI, generator: FakeGenerator, pieces: int, chunked: bool
+    app: Starlette, generator: FakeGenerator, pieces: int, chunked: bool
 ) -> None:
     """As Java's HttpClient and `curl --http2` send it; then the connection goes on, with and without the offer."""
     body = json.dumps(TEXT | {"user": "u" * 200}).encode()
@@ -414,7 +414,7 @@ async def test_an_offer_to_upgrade_is_ignored_and_its_body_read(
         ("CONNECT / HTTP/1.1\r\nHost: t", 400),
     ],
 )
-async def test_other_offers_and_tunnels(app: FastAPI, head: str, status: int) -> None:
+async def test_other_offers_and_tunnels(app: Starlette, head: str, status: int) -> None:
     async with running(app) as server:
         client = await RawClient.connect(server)
         await client.send(head.encode() + b"\r\n\r\n")
@@ -426,7 +426,7 @@ async def test_other_offers_and_tunnels(app: FastAPI, head: str, status: int) ->
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-async def test_curl_offers_http2(app: FastAPI) -> None:
+async def test_curl_offers_http2(app: Starlette) -> None:
     async with running(app) as server:
         url = f"http://127.0.0.1:{server.address[1]}/v1/completions"
         words = ["-s", "--http2", "-H", "content-type: application/json", "-d", json.dumps(TEXT), url]

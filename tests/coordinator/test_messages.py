@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from baton.core.errors import DeadlineExceeded, InvariantError, QuotaExceeded, Unavailable, WorkerLost
 from coordinator.anthropic.blocks import BILLING
@@ -41,7 +41,7 @@ EPHEMERAL = {"type": "ephemeral"}
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starlette:
     return messages_app(generator, tmp_path / "m", monkeypatch, max_body_bytes=1 << 20)
 
 
@@ -53,8 +53,8 @@ def chat(*messages: Any, **fields: Any) -> list[ChatMessage]:
     return body(messages=list(messages), **fields).chat()
 
 
-def prompt_of(app: FastAPI, generator: FakeGenerator) -> str:
-    front = next(route for route in app.routes if getattr(route, "path", "") == PATH).endpoint.__self__  # type: ignore[attr-defined]
+def prompt_of(app: Starlette, generator: FakeGenerator) -> str:
+    front = next(route for route in app.routes if getattr(route, "path", "") == PATH).endpoint.__wrapped__.__self__  # type: ignore[attr-defined]
     text: str = front._text.decode(generator.submissions[-1].prompt, skip_special_tokens=False)
     return text
 
@@ -314,7 +314,7 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
 
 
 async def test_a_continued_message_ends_the_prompt(
-    client: httpx.AsyncClient, app: FastAPI, generator: FakeGenerator
+    client: httpx.AsyncClient, app: Starlette, generator: FakeGenerator
 ) -> None:
     await whole(client, messages=[*HI, {"role": "assistant", "content": "The answer is ("}])
     assert prompt_of(app, generator).endswith("assistant\nThe answer is (")
@@ -535,7 +535,7 @@ async def test_models_in_anthropics_form(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models")).json()["object"] == "list"
 
 
-async def test_a_turn_of_claude_code(client: httpx.AsyncClient, app: FastAPI, generator: FakeGenerator) -> None:
+async def test_a_turn_of_claude_code(client: httpx.AsyncClient, app: Starlette, generator: FakeGenerator) -> None:
     """A request of the structure that Claude Code 2.1 sends after a call, shorter."""
     marked = {"cache_control": EPHEMERAL}
     draft = "https://json-schema.org/draft/2020-12/schema"

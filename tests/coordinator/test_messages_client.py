@@ -10,8 +10,8 @@ import anthropic
 import httpx2
 import pytest
 from anthropic import beta_async_tool
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.applications import Starlette
 
 from baton.core.errors import DeadlineExceeded, InvariantError, QuotaExceeded, Unavailable
 from coordinator.api_keys import ApiKeys, read_api_keys
@@ -34,12 +34,12 @@ def keys(tmp_path: Path) -> ApiKeys:
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: ApiKeys) -> FastAPI:
+def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: ApiKeys) -> Starlette:
     return messages_app(generator, tmp_path / "m", monkeypatch, max_body_bytes=1 << 20, api_keys=keys)
 
 
 @pytest.fixture
-async def http(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+async def http(app: Starlette) -> AsyncIterator[httpx2.AsyncClient]:
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton") as http:
         yield http
 

@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.policy.choice import Stage
@@ -127,7 +127,7 @@ async def test_recent_requests_are_served_over_http(client: httpx.AsyncClient, g
 async def test_recent_requests_are_not_served_on_the_api_routes(
     generator: FakeGenerator, text_model: TextModel
 ) -> None:
-    app: FastAPI = create_app(generator, text_model, HttpSettings("tiny", routes="api"))
+    app: Starlette = create_app(generator, text_model, HttpSettings("tiny", routes="api"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         for path in ("/requests", "/requests/r-1"):
             assert (await client.get(path)).status_code == 404

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
 from openai.types.responses import Response as OfficialResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from starlette.applications import Starlette
 
 from baton.core.errors import WorkerLost
 from baton.engine.grammar_automaton import load_tokenizer
@@ -37,7 +37,7 @@ THINKS = TEMPLATES["hermes"] + "{# </think> #}"
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starlette:
     model = TextModel.load(text_dir(tmp_path / "m", template=THINKS, config={"max_position_embeddings": 4096}))
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
     generator.grammars = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))

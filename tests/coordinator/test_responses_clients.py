@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
 from openai.types.responses import Response as OfficialResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
+from starlette.applications import Starlette
 
 from baton.core.request import TokenLogprob
 from baton.runtime.disk import StorageFailed
@@ -80,7 +80,7 @@ CODEX = {
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path) -> FastAPI:
+def app(generator: FakeGenerator, tmp_path: Path) -> Starlette:
     template = TEMPLATES["hermes"] + "{# </think> #}"
     model = TextModel.load(text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096}))
     return create_app(generator, model, HttpSettings("tiny", created=1))
@@ -331,7 +331,7 @@ def test_names_in_namespaces_are_unique_and_short_enough() -> None:
     assert len(long) == 2 and all(len(name) <= 64 for name in long)
 
 
-async def test_openai_s_client_continues_retrieves_and_deletes(app: FastAPI) -> None:
+async def test_openai_s_client_continues_retrieves_and_deletes(app: Starlette) -> None:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://baton/v1") as http:
         official = openai.AsyncOpenAI(base_url="http://baton/v1", api_key="k", http_client=http, max_retries=0)

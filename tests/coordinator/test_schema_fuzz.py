@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import orjson
-from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
 
 from coordinator.anthropic import schema as anthropic_schema
 from coordinator.openai import fields
@@ -94,7 +94,7 @@ MESSAGES_BODIES = st.builds(
     )
 )
 def test_any_json_in_any_field_never_causes_an_internal_error(
-    app: FastAPI, generator: FakeGenerator, body: tuple[str, dict[str, Any]]
+    app: Starlette, generator: FakeGenerator, body: tuple[str, dict[str, Any]]
 ) -> None:
     path, value = body
 
@@ -116,7 +116,7 @@ def test_any_json_in_any_field_never_causes_an_internal_error(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.one_of(st.binary(max_size=60), st.text('{}[]":,\\u0dae019 prompt', max_size=40).map(str.encode)))
-def test_random_bytes_are_refused(app: FastAPI, raw: bytes) -> None:
+def test_random_bytes_are_refused(app: Starlette, raw: bytes) -> None:
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
             return await client.post(COMPLETIONS, content=raw, headers={"content-type": "application/json"})

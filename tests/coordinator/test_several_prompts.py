@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.core.request import TokenLogprob
@@ -59,7 +59,7 @@ def generator() -> EchoGenerator:
 
 
 @pytest.fixture
-def app(generator: EchoGenerator, text_model: TextModel) -> FastAPI:
+def app(generator: EchoGenerator, text_model: TextModel) -> Starlette:
     return create_app(generator, text_model, HttpSettings("tiny"))
 
 

@@ -14,8 +14,8 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
-from fastapi import FastAPI
 from llguidance import LLMatcher, LLTokenizer
+from starlette.applications import Starlette
 from tokenizers import AddedToken
 
 from baton.engine.grammar_automaton import load_tokenizer
@@ -71,7 +71,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, model: TextModel, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+def app(generator: FakeGenerator, model: TextModel, monkeypatch: pytest.MonkeyPatch) -> Starlette:
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
     generator.grammars = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
     return create_app(generator, model, HttpSettings("tiny", created=1))
@@ -389,7 +389,7 @@ async def test_reasoning_that_is_continued_has_no_tag_in_the_content(tmp_path: P
 
 
 async def test_tools_of_a_template_without_tools_are_called_in_the_generic_form(
-    client: httpx.AsyncClient, generator: FakeGenerator, tmp_path: Path, app: FastAPI
+    client: httpx.AsyncClient, generator: FakeGenerator, tmp_path: Path, app: Starlette
 ) -> None:
     model = TextModel.load(text_dir(tmp_path / "none", config={"max_position_embeddings": 4096}))
     app = create_app(generator, model, HttpSettings("tiny", created=1))

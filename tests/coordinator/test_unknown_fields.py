@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from prometheus_client import generate_latest
+from starlette.applications import Starlette
 
 from baton.runtime.ignored_fields import MAX_UNKNOWN, typo_of
 from coordinator.http.app import HttpSettings, create_app
@@ -236,7 +236,7 @@ async def test_unknown_fields_do_not_change_the_submission(client: httpx.AsyncCl
 
 @pytest.fixture
 async def strict(generator: FakeGenerator, text_model: TextModel) -> Any:
-    app: FastAPI = create_app(generator, text_model, HttpSettings("tiny", strict_fields=True))
+    app: Starlette = create_app(generator, text_model, HttpSettings("tiny", strict_fields=True))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         yield client
 

@@ -66,4 +66,4 @@ def test_a_model_without_kv_serves_runs_of_which_only_the_times_matter() -> None
 def test_the_simulator_needs_no_socket_thread_or_torch() -> None:
     script = "import sys, sim.cluster; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert not set(done.stdout.split()) & {"torch", "grpc", "asyncio", "fastapi", "socket", "threading"}
+    assert not set(done.stdout.split()) & {"torch", "grpc", "asyncio", "starlette", "socket", "threading"}

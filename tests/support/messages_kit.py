@@ -12,8 +12,8 @@ import httpx
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
-from fastapi import FastAPI
 from pydantic import TypeAdapter
+from starlette.applications import Starlette
 
 from baton.engine.grammar_automaton import load_tokenizer
 from baton.runtime.model_source import builtin_directory
@@ -33,7 +33,7 @@ VERSION = {"anthropic-version": "2023-06-01"}
 _EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def messages_app(generator: FakeGenerator, directory: Path, patch: pytest.MonkeyPatch, **settings: Any) -> FastAPI:
+def messages_app(generator: FakeGenerator, directory: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Starlette:
     """Returns an app whose model calls tools in the form of Qwen, and thinks."""
     template = TEMPLATES["hermes"] + "{# </think> #}"
     model = TextModel.load(text_dir(directory, template=template, config={"max_position_embeddings": 4096}))
