@@ -160,7 +160,7 @@ def create_app(
         )
     elif settings.routes != "admin":
         for path in ("/v1/files", "/v1/batches"):
-            app.router.routes.append(Route(path, front.no_batches, methods=["GET", "POST"]))
+            app.router.routes.append(Route(path, front.no_batches, methods=["GET", "POST"], include_in_schema=False))
 
     async def close() -> None:
         front.parser.close()
@@ -191,7 +191,7 @@ def create_app(
     async def openapi(request: Request) -> Response:
         return json_response(document())
 
-    app.router.routes.append(Route("/openapi.json", openapi))
+    app.router.routes.append(Route("/openapi.json", openapi, include_in_schema=False))
     return app
 
 
