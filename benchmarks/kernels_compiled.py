@@ -38,12 +38,14 @@ from baton.engine.attention_triton import TritonAttention, split_buckets, split_
 from baton.engine.batch import Span
 from baton.engine.draw import Draw
 from baton.engine.kernels import fused
+from baton.engine.kernels.linear import FixedLinear
 from baton.engine.kernels.masks import mask_rows
 from baton.engine.kernels.paged_attention import Tiles, paged_attention
 from baton.engine.kernels.rank_sum import sum_by_rank
 from baton.engine.kernels.sampling import decide
 from baton.engine.kernels.symmetric_sum import SymmetricMemory, symmetric_sum
 from baton.engine.layers import Rotary
+from baton.engine.weights import Projection
 from baton.transfer.checksum import SPLITMIX
 from baton.transfer.device_kernels import add_mixed_words
 from benchmarks.kit import RESULTS, parser, report, table
@@ -198,6 +200,29 @@ def layer_calls(model: Model) -> None:
                 symmetric_sum(x, memory, shared)
 
 
+def exact_calls(model: Model) -> None:
+    """Linear layers and attention of exact mode."""
+    config = model.config()
+    inner, heads = model.inner // model.ranks, (model.heads + 2 * model.kv_heads) * model.head_dim
+    sizes = ((heads, model.hidden, True), (model.hidden, model.heads * model.head_dim, False))
+    sizes += (
+        (2 * inner, model.hidden, False),
+        (model.hidden, inner, False),
+        (128_256 // model.ranks, model.hidden, False),
+    )
+    for outputs, inputs, bias in sizes:
+        of_bias = torch.empty(outputs, dtype=model.dtype) if bias else None
+        linear = FixedLinear(Projection(torch.empty(outputs, inputs, dtype=model.dtype), of_bias))
+        for tokens in (1, 2, 16, 100, 1000):
+            linear(torch.empty(tokens, inputs, dtype=model.dtype))
+    keys, values = (torch.empty(4, 16, model.kv_heads, model.head_dim, dtype=model.dtype) for _ in range(2))
+    kernel = TritonAttention(config, 16, model.dtype, CPU, exact=True)
+    for context, length in ((1, 1), (129, 3), (1000, 1000), (LONGEST, 1), (LONGEST, 100)):
+        spans = [Span(0, context - length, context, tuple([0] * -(-context // 16)))]
+        queries = torch.empty(length, model.heads, model.head_dim, dtype=model.dtype)
+        kernel.attend(queries, keys, values, kernel.prepare(spans, model.window))
+
+
 def sampling_calls(model: Model) -> None:
     for vocab in (32_000, 128_256, 151_936):
         for rows in (1, 2, 64):
@@ -216,6 +241,7 @@ def variants(model: Model, arch: int) -> list[Variant]:
     with compiling(arch, lambda kernel, made: compiled.setdefault(made.metadata.hash, (kernel, made))):
         attention_calls(model, TritonAttention(model.config(), 16, model.dtype, CPU))
         layer_calls(model)
+        exact_calls(model)
         sampling_calls(model)
         transfer_calls(model)
     return [describe(model, arch, kernel, made) for kernel, made in compiled.values()]

@@ -164,8 +164,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) ->
     """
     options, size = part.worker.config, part.worker.tensor_parallel
     rank = part.node_rank * part.ranks
-    planned = options.device == "cuda" and not options.exact
-    device = torch.device("cuda", 0) if planned else choose_device(options.device, options.exact, 0)
+    device = torch.device("cuda", 0) if options.device == "cuda" else choose_device(options.device)
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
     layout = config.kv_layout(options.block_size, dtype)

@@ -306,8 +306,7 @@ def _kind_on_shared_gpus(parts: Sequence[Part]) -> str:
     if not divided and all(part.gpu_ranks == 1 for part in parts):
         return ""
     used = {(part.node.name, name) for part in parts for name in part.gpus.split(",")}
-    exact = any(part.worker.config.exact for part in parts)  # such workers compute on CPU
-    return "gloo" if divided or len(used) > 1 or exact else "ipc"
+    return "gloo" if divided or len(used) > 1 else "ipc"
 
 
 def _with_edge_kind(worker: WorkerPlace, kind: str) -> WorkerPlace:

@@ -135,7 +135,7 @@ def _edge_kind(options: WorkerConfig) -> str:
     """Returns the kind of edge; empty if only the worker's host determines it."""
     if options.edge_kind != "auto":
         return options.edge_kind
-    return "gloo" if options.device == "cpu" or options.exact else "nccl" if options.device == "cuda" else ""
+    return "gloo" if options.device == "cpu" else "nccl" if options.device == "cuda" else ""
 
 
 def _check_gpu_shares(plan: Plan, resolved: Mapping[str, WorkerConfig]) -> None:

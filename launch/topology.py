@@ -292,7 +292,7 @@ def _worker(
 def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:
     """Changes the device `auto` to `cuda` if the file gives the worker GPUs: `auto` uses the CPU if it finds none."""
     given = worker.devices or all(node.gpus for node in nodes if node.name in worker.nodes)
-    if not given or worker.config.device != "auto" or worker.config.exact:
+    if not given or worker.config.device != "auto":
         return worker
     return worker.with_option(device="cuda")
 

@@ -14,7 +14,7 @@ them. This copies a context once, while attention reads it for every 128 queries
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.batch import Span
 from baton.engine.device_stream import to_device
-from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention
+from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention, rows_of
 
 _FLASH_TOKENS = 64
 """Tokens of a row from which FlashAttention gains more than gathering the context costs."""
@@ -35,6 +35,8 @@ _PROGRAMS = 512
 _SPLIT_PROGRAMS = 16_384
 """The most programs of a split step, unless that leaves a row fewer than 16 splits: their results are stored."""
 _LEAST_SPLIT, _MOST_SPLIT = 128, 4096
+_STORED_BYTES = 256 << 20
+"""In exact mode long rows are split, too: the most memory that the results of one launch's splits may take."""
 UNSPLIT = 1 << 30
 _LEAST_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 256
@@ -56,6 +58,12 @@ def split_plan(programs: int, longest: int) -> tuple[int, int]:
     the last of `split_buckets` for the same arguments divides every row in the same way."""
     least = min(max(triton.next_power_of_2(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
     return min(split_buckets(programs, longest)[-1], -(-longest // least)), least
+
+
+def exact_split(longest: int) -> int:
+    """Tokens of a split in exact mode. `longest` is the model's own limit, not the worker's: all workers of a cluster
+    must divide keys in the same way."""
+    return max(int(triton.next_power_of_2(-(-longest // MAX_SPLITS))), _LEAST_SPLIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +126,45 @@ class Prepared:
 
 class TritonAttention:
     """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Used on one stream
-    only: `arrived` (paged_attention) serves one call at a time. `long_tile` is the most queries of a tile."""
+    only: `arrived` (paged_attention) serves one call at a time. `long_tile` is the most queries of a tile.
 
-    def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    With `exact` the bits of a row do not depend on the batch: every tile has `tile_rows` rows, keys are split every
+    `exact_split` tokens, and FlashAttention, which chooses by shape, is not used. Without, both are 0."""
+
+    def __init__(
+        self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+    ) -> None:
         self._block_size, self._device = block_size, device
         self._group = config.num_heads // config.num_kv_heads
         self.kv_heads = config.num_kv_heads
-        long_rows = 32 if dtype == torch.float32 else 128  # queries x heads of a group in a tile of a long row
+        # Queries x heads of a group in a tile of a long row. In exact mode decode steps have such tiles, too: with 128
+        # rows they would be bound by arithmetic.
+        long_rows = 32 if dtype == torch.float32 else 64 if exact else 128
         self.long_tile = max(1, long_rows // self._group)
         self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
-        self._flash = flash_supports(config.head_dim, dtype, device)
+        self._flash = not exact and flash_supports(config.head_dim, dtype, device)
+        self.tile_rows = self.exact_split = 0
+        if exact:
+            self.tile_rows = rows_of(self.long_tile, self._group)
+            self.exact_split = exact_split(config.max_position_embeddings)
+        self._most_splits = -(-config.max_position_embeddings // (self.exact_split or UNSPLIT))
+        self._stored_bytes = 4 * self.kv_heads * self._group * config.head_dim  # of one query, for one split
         self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
     def reserve(self, tiles: int) -> None:
         """Makes `arrived` large enough for steps of that many tiles. Graphs captured with a smaller one keep it."""
         if len(self.arrived) < tiles * self.kv_heads:
             self.arrived = torch.zeros(tiles * self.kv_heads, dtype=torch.int32, device=self._device)
+
+    def split_buckets(self, rows: int, longest: int) -> list[int]:
+        """`split_buckets` of a step of that many rows. In exact mode one number serves all: it changes no result."""
+        return [self._most_splits] if self.exact_split else split_buckets(rows * self.kv_heads, longest)
+
+    def split_plan(self, tiles: int, longest: int) -> tuple[int, int]:
+        """(splits, least tokens of a split) of a step of that many tiles; in exact mode all splits are as long."""
+        if self.exact_split:
+            return -(-longest // self.exact_split), self.exact_split
+        return split_plan(tiles * self.kv_heads, longest)
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
@@ -148,9 +179,9 @@ class TritonAttention:
         flash = [span for span in spans if span.length >= most]
         # In short tiles the program has the same size, but fewer results of splits are stored.
         kinds = ((short, max((span.length for span in short), default=1)), (long, self.long_tile))
-        tiles = tuple(self._tiles(rows, queries) for rows, queries in kinds if rows)
+        tiles = [part for rows, queries in kinds if rows for part in self._in_launches(self._tiles(rows, queries))]
         calls = (FlashRows.of(rows, self._block_size, window, self._device) for rows in _in_calls(flash))
-        return Prepared(tiles, tuple(calls), window)
+        return Prepared(tuple(tiles), tuple(calls), window)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: Prepared) -> Tensor:
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
@@ -177,8 +208,17 @@ class TritonAttention:
         longest = max(span.end for span in spans)
         programs = len(rows) * self.kv_heads
         few = queries <= self._short_tile or programs < _PROGRAMS // 4  # else tiles of long rows keep the GPU busy
-        plan = split_plan(programs, longest) if few else (1, UNSPLIT)
-        return Tiles(row, offset, first, start, length, table_row, blocks.view(len(spans), width), *plan, queries)
+        plan = self.split_plan(len(rows), longest) if few or self.exact_split else (1, UNSPLIT)
+        table_of = blocks.view(len(spans), width)
+        return Tiles(row, offset, first, start, length, table_row, table_of, *plan, queries, self.tile_rows)
+
+    def _in_launches(self, tiles: Tiles) -> Iterator[Tiles]:
+        """Divides tiles so that the results of a launch's splits are not too large."""
+        most = len(tiles.row)
+        if self.exact_split and tiles.splits > 1:
+            most = max(1, _STORED_BYTES // (tiles.splits * tiles.queries * self._stored_bytes))
+        for at in range(0, len(tiles.row), most):
+            yield replace(tiles, row=tiles.row[at : at + most], offset=tiles.offset[at : at + most])
 
 
 def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

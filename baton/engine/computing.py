@@ -45,7 +45,7 @@ def build_model(
     if weights.device.type == "cuda":
         from baton.engine.kernels.fused import fused
 
-        return Model(config, weights, group, fused(rotary))
+        return Model(config, weights, group, fused(rotary, exact=options.exact))
     return Model(config, weights, group, plain(rotary, exact=options.exact))
 
 
@@ -68,7 +68,9 @@ def how_to_compute(
     else:
         attention = FastAttention(local, size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
     # Compiled kernels record no autograd graph: no_grad would only cost their steps time.
-    return Computing(torch.no_grad()(partial(model.forward, kv=kv, attention=attention)))
+    compute = torch.no_grad()(partial(model.forward, kv=kv, attention=attention))
+    # In exact mode torch never computes a single row: its kernels may treat a product of one row differently.
+    return Computing(compute, min_tokens=2 if options.exact else 1)
 
 
 def _on_cuda(
@@ -81,7 +83,8 @@ def _on_cuda(
     from baton.engine.kernels.sampling import decide
 
     size = kv.layout.block_size
-    attention = TritonAttention(shard_config(config, group), size, kv.storage[0][0].dtype, kv.device)
+    local, dtype = shard_config(config, group), kv.storage[0][0].dtype
+    attention = TritonAttention(local, size, dtype, kv.device, exact=options.exact)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
     prepare: Callable[[], None] | None = None
     limits = Limits(size, kv.num_blocks, config.vocab_size, longest)

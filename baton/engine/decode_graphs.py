@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.attention_triton import Prepared, TritonAttention, split_buckets, split_plan
+from baton.engine.attention_triton import Prepared, TritonAttention
 from baton.engine.batch import Batch
 from baton.engine.block_tables import BlockTables, BlockTablesMirror
 from baton.engine.device_stream import to_device
@@ -107,7 +107,7 @@ class DecodeGraphs:
             Shape(rows, length, splits)
             for length in self._lengths
             for rows in self._sizes[length]
-            for splits in split_buckets(rows * self._attention.kv_heads, self._max_positions)
+            for splits in self._attention.split_buckets(rows, self._max_positions)
         ]
         return sorted(unsorted, key=lambda shape: (shape.tokens, shape.splits), reverse=True)
 
@@ -149,7 +149,7 @@ class DecodeGraphs:
         rows = next((size for size in self._sizes.get(length, ()) if size >= len(lengths)), 0)
         if not rows or max(batch.lines) >= self._mirror.spare_line:
             return None
-        splits = split_buckets(rows * self._attention.kv_heads, int((batch.starts + lengths).max()))[-1]
+        splits = self._attention.split_buckets(rows, int((batch.starts + lengths).max()))[-1]
         return Shape(rows, length, splits)
 
     def _tiles_per_row(self, shape: Shape) -> int:
@@ -220,8 +220,9 @@ class DecodeGraphs:
         tokens, start, length, line = torch.split(inputs, [count, shape.rows, shape.rows, shape.rows])
         table = self._mirror.table
         width, flat = table.shape[1], table.view(-1)
-        least_split = split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
-        tiles = Tiles(tile_row, offset, first, start, length, line, table, shape.splits, least_split, queries)
+        least_split = self._attention.split_plan(shape.rows, self._max_positions)[1]
+        plan = shape.splits, least_split, queries, self._attention.tile_rows
+        tiles = Tiles(tile_row, offset, first, start, length, line, table, *plan)
 
         def step() -> Tensor:
             live = steps < length[:, None]

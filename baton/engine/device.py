@@ -13,16 +13,14 @@ from baton.engine.kernels.build import can_compile, fastest_level
 ComputeDType = Literal["float32", "bfloat16"]
 
 
-def choose_device(device_option: str, exact: bool, local_rank: int = 0) -> torch.device:
-    """ "auto" is CUDA if there is one, except in exact mode; the ranks of a machine use its GPUs round-robin. Raises
-    StartupError for CUDA without a GPU."""
+def choose_device(device_option: str, local_rank: int = 0) -> torch.device:
+    """ "auto" is CUDA if there is one; the ranks of a machine use its GPUs round-robin. Raises StartupError for CUDA
+    without a GPU."""
     if device_option not in ("auto", "cpu", "cuda"):
         raise StartupError(f"device must be auto, cpu or cuda, not {device_option!r:.60}")
     if device_option == "cuda" and not torch.cuda.is_available():
         raise StartupError("device cuda: torch finds no CUDA device")
-    if exact and device_option == "cuda":
-        raise StartupError("exact mode runs on CPU only")
-    if device_option == "cpu" or exact or not torch.cuda.is_available():
+    if device_option == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
@@ -45,9 +43,9 @@ def check_triton() -> None:
     )
 
 
-def gpu_uuids(device_option: str, exact: bool, local_size: int) -> list[str]:
+def gpu_uuids(device_option: str, local_size: int) -> list[str]:
     """The UUIDs, as NVML writes them, of the GPUs that a worker's ranks on this machine compute on; none on CPU."""
-    if choose_device(device_option, exact).type != "cuda":
+    if choose_device(device_option).type != "cuda":
         return []
     used = range(min(local_size, torch.cuda.device_count()))
     return [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in used]

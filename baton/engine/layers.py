@@ -166,12 +166,13 @@ def swiglu_exact(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The interchangeable operations of a layer. `turn` converts positions [T] to the rotation that `Heads` expects."""
+    """The interchangeable operations of a model. `turn` converts positions [T] to the rotation that `Heads` expects."""
 
     make_norm: Callable[[Tensor, float], Norm]
     make_heads: Callable[[ModelConfig, tuple[Norm, Norm] | None], Heads]
     swiglu: Callable[[Tensor], Tensor]
     turn: Callable[[Tensor], Any]
+    make_linear: Callable[[Projection], Linear] = make_linear
 
 
 def plain(rotary: Rotary, *, exact: bool) -> Arithmetic:

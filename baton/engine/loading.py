@@ -60,7 +60,7 @@ def load_runner(
     """
     torch.set_num_threads(options.threads)
     ranks = ranks or Ranks()
-    device = choose_device(options.device, options.exact, ranks.local_rank)
+    device = choose_device(options.device, ranks.local_rank)
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
     if is_gpu(device):
@@ -76,7 +76,7 @@ def load_runner(
     if int8 and kernels is None:
         raise StartupError(f"quantize int8 needs compiled kernels, not {kernels_name}: set quantize to none")
     weights.in_blocks = kernels is not None and kernels.computes_blocks and dtype == "bfloat16" and not int8
-    if options.exact:
+    if options.exact and not is_gpu(device):
         check_exact(options.block_size, dtype, kernels, kernels_name)
     level = "torch" if kernels is None else kernels.level
     facts = Compatibility(

@@ -22,7 +22,7 @@ from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Arithmetic, make_linear
+from baton.engine.layers import Arithmetic
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import LayerWeights, WeightReader
 
@@ -32,7 +32,7 @@ class DecoderLayer:
     sum of a layer is left to the norm of the next layer, so that both take one pass over memory."""
 
     def __init__(self, weights: LayerWeights, config: ModelConfig, group: TPGroup, arithmetic: Arithmetic) -> None:
-        make_norm, eps = arithmetic.make_norm, config.rms_norm_eps
+        make_norm, make_linear, eps = arithmetic.make_norm, arithmetic.make_linear, config.rms_norm_eps
         self._group = group
         self._head_dim = config.head_dim
         self._attention_norm = make_norm(weights.attention_norm, eps)
@@ -90,7 +90,7 @@ class Model:
             DecoderLayer(weights.layer(index), local, group, arithmetic) for index in range(config.num_layers)
         ]
         self._norm = arithmetic.make_norm(weights.final_norm(), config.rms_norm_eps)
-        self._head = make_linear(weights.head())
+        self._head = arithmetic.make_linear(weights.head())
         self._turn = arithmetic.turn
 
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:

@@ -10,8 +10,8 @@ from pathlib import Path
 class EngineOptions:
     """How to bring up a model. None means: decide from the machine and the checkpoint.
 
-    `exact` makes the bits of a row's logits independent of its batch (CPU; float32, or bfloat16 where compiled kernels
-    multiply it), and proves it at start. `threads` is the number of compute threads of this process. `kv_memory_bytes`
+    `exact` makes the bits of a row's logits independent of its batch (in float32; in bfloat16 on CUDA and with compiled
+    kernels), and proves it at start. `threads` is the number of compute threads of this process. `kv_memory_bytes`
     is for the worker, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
     address for the worker's other ranks, `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in
     transit at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else

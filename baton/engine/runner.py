@@ -42,7 +42,8 @@ class Computing:
     allow; `propose` drafts a draft model's tokens in one call; `compute_in_two` is `compute` with a callback when the
     given number of layers have written their KV. None means that only the plain way is available. `prepare` is called
     once after loading, for preparations that must precede the first request. `row_lengths` has a length of each kind of
-    rows that different kernels compute. `tables` are those that batches must be made with."""
+    rows that different kernels compute. `tables` are those that batches must be made with. Batches have `min_tokens` or
+    more, with padding."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None = None
@@ -53,6 +54,7 @@ class Computing:
     prepare: Callable[[], None] | None = None
     row_lengths: tuple[int, ...] = (1,)
     tables: BlockTables | None = None
+    min_tokens: int = 1
 
 
 class Runner:
@@ -100,8 +102,7 @@ class Runner:
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._tables = computing.tables or self._limits.new_tables()
         self.max_num_tokens = options.max_num_tokens
-        # In exact mode torch never computes a single row: its kernels may treat a product of one row differently.
-        self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
+        self._min_tokens = computing.min_tokens
 
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
         """Sets `announce`, which sends every plan to the followers before it is computed here."""

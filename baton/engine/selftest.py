@@ -29,8 +29,8 @@ _LAST = 3  # tokens at the end that are computed as decode steps the second time
 
 
 def check_exact(block_size: int, dtype: str, kernels: Kernels | None, kernels_name: str) -> None:
-    """Raises StartupError for what exact mode does not support: torch's kernels (`kernels` None), as exact mode uses
-    them, are row-invariant only in float32; compiled ones always are."""
+    """Raises StartupError for what exact mode does not support on CPU: torch's kernels (`kernels` None), as exact mode
+    uses them, are row-invariant only in float32; compiled ones always are."""
     if KEY_STEP % block_size:
         raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {block_size}")
     if kernels is None and dtype != "float32":

@@ -158,7 +158,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
-    config = with_step_tokens(config, role, choose_device(config.device, config.exact).type)
+    config = with_step_tokens(config, role, choose_device(config.device).type)
     options = _engine_options(role, config, ranks)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as group:
         runner = group.runner
@@ -189,7 +189,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
             async with contextlib.AsyncExitStack() as beside:
                 health = serving_health(config.host, config.health_port, lambda: worker.main_loop.accepts_work)
                 await beside.enter_async_context(health)
-                if uuids := gpu_uuids(config.device, config.exact, ranks.local_size):
+                if uuids := gpu_uuids(config.device, ranks.local_size):
                     from baton.runtime.gpu_usage import watching_gpus  # slow to import
 
                     await beside.enter_async_context(watching_gpus(uuids, worker.main_loop.session.show_gpu))
@@ -206,7 +206,7 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
         from baton.runtime.worker_ranks import follow
 
     send_heartbeats()
-    config = with_step_tokens(config, role, choose_device(config.device, config.exact).type)
+    config = with_step_tokens(config, role, choose_device(config.device).type)
     follow(ranks, _engine_options(role, config, ranks))
 
 

@@ -148,7 +148,7 @@ def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
 
 
 def _know_streams(options: EngineOptions, ranks: Ranks) -> None:
-    know_streams(choose_device(options.device, options.exact, ranks.local_rank))
+    know_streams(choose_device(options.device, ranks.local_rank))
 
 
 def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:

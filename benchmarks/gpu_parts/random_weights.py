@@ -30,7 +30,7 @@ def use_random_weights() -> None:
     from benchmarks.gpu_parts.models import RandomTensors
 
     def load(options: Any, *more: Any, **named: Any) -> Any:
-        device = choose_device(options.device, options.exact)
+        device = choose_device(options.device)
         dtype = getattr(torch, choose_dtype(options.dtype, device, options.exact, options.kernels))
         tensors = RandomTensors(read_model_config(options.model_dir), device, dtype)
         return loading.load_runner(options, *more, tensors=tensors, **named)

@@ -160,7 +160,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, weights: Weights) -> Iterator[Laun
 
 
 class Engine:
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, *, exact: bool = False) -> None:
         from baton.engine.attention_triton import TritonAttention
         from baton.engine.kernels.fused import fused
 
@@ -170,10 +170,10 @@ class Engine:
             config,
             weights,
             group,  # type: ignore[arg-type]
-            fused(Rotary(config, 256, torch.bfloat16, CUDA)),
+            fused(Rotary(config, 256, torch.bfloat16, CUDA), exact=exact),
         )
         self.kv = KVPool(config.kv_layout(16, "bfloat16"), 60, CUDA)
-        self.attention = TritonAttention(shard_config(config, group), 16, torch.bfloat16, CUDA)
+        self.attention = TritonAttention(shard_config(config, group), 16, torch.bfloat16, CUDA, exact=exact)
         self.limits = Limits(16, 60, config.vocab_size, 256)
 
     def forward(self, *rows: Row) -> Tensor:
@@ -194,12 +194,23 @@ def test_launched_steps_of_every_kind_wait_for_nothing(launches: Launches, weigh
     assert counts["_attend"] == 2 * engine.layers, "one for short rows, one for the others"
 
 
+def test_launched_steps_in_exact_mode_use_no_library_that_chooses_by_shape(
+    launches: Launches, weights: Weights
+) -> None:
+    engine = Engine(weights, exact=True)
+    logits = engine.forward(row("a", 20, 1), row("b", 0, 150), row("c", 30, 40, 3))
+    assert logits.shape == (5, engine.config.vocab_size)
+    assert launches.counts["_linear"] == 4 * engine.layers + 1 and launches.counts["_attend"] == 2 * engine.layers
+    assert not [name for name in launches.counts if "flash" in name or "mm" in name or "linear.d" in name]
+
+
+@pytest.mark.parametrize("exact", [False, True])
 def test_captured_step_waits_for_nothing_and_has_few_launches(
-    launches: Launches, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    launches: Launches, weights: Weights, monkeypatch: pytest.MonkeyPatch, exact: bool
 ) -> None:
     from baton.engine.decode_graphs import DecodeGraphs, Shape
 
-    engine = Engine(weights)
+    engine = Engine(weights, exact=exact)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     tables = engine.limits.new_tables()

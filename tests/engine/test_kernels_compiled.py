@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 IN_SUITE = ("Llama 8B", "Llama 405B, 1 of 8 ranks", "Qwen3 8B", "Mistral 7B, window", "135M, float32")
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-KERNELS = {"_attend", "_add_norm", "_rotate_and_store", "_silu_mul", "_choose", "_mask_rows", "_mix"}
+KERNELS = {"_attend", "_add_norm", "_rotate_and_store", "_silu_mul", "_linear", "_choose", "_mask_rows", "_mix"}
 
 
 @cache
@@ -39,9 +39,9 @@ def check_limits(found: list[dict[str, Any]]) -> None:
     counts = Counter((variant["model"], variant["kernel"]) for variant in found)
     assert {kernel for _, kernel in counts} >= KERNELS
     for (model, kernel), count in counts.items():
-        # attention: one for each number of rows in a tile, 16 to 128; norms: with and without a sum;
-        # sums over ranks: whole and by shares
-        most = {"_attend": 4, "_add_norm": 3, "_sum": 2}.get(kernel, 1)
+        # attention: one for each number of rows in a tile, 16 to 128, and one for exact mode; norms: with and without a
+        # sum; sums over ranks: whole and by shares; linear layers: with and without a bias
+        most = {"_attend": 5, "_add_norm": 3, "_sum": 2, "_linear": 2}.get(kernel, 1)
         assert count <= most, f"{model}: {count} variants of {kernel} from contexts of 1 to 131,072 tokens"
 
 

@@ -192,7 +192,7 @@ def test_worker_gets_device_cuda_if_gpus_are_configured_for_it() -> None:
     assert device("prefill-0", tables) == "cuda"  # it names its devices
     del tables["prefill"][0]["devices"]
     assert device("prefill-0", tables) == "" and device("d", tables) == "cuda"  # one of its nodes has no GPUs
-    for key, value, expected in (("device", "cpu", "cpu"), ("exact", True, "")):  # exact mode runs on the CPU
+    for key, value, expected in (("device", "cpu", "cpu"), ("exact", True, "cuda")):
         assert device("d", {**file(), "options": {key: value}}) == expected
 
 

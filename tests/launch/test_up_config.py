@@ -85,7 +85,7 @@ def test_gpus_are_assigned_unless_the_cpu_is_requested() -> None:
         (UpConfig(decode=2), ("0", "1"), "gloo"),  # one pair shares a GPU, another does not see the peer's
         (UpConfig(), ("MIG-1",), "gloo"),
         (UpConfig(), ("MIG-1", "MIG-2"), "gloo"),
-        (UpConfig(exact=True), ("0",), "gloo"),  # computes on the CPU
+        (UpConfig(exact=True), ("0",), "ipc"),
         (UpConfig(device="cpu"), ("0",), "auto"),
         (UpConfig(edge_kind="gloo"), ("0",), "gloo"),
     ],

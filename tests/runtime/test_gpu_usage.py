@@ -75,7 +75,7 @@ async def test_usage_is_reported_until_nvml_fails(
 
 
 def test_a_worker_on_the_cpu_has_no_gpu_uuids() -> None:
-    assert gpu_uuids("cpu", False, 2) == [] and gpu_uuids("auto", True, 2) == []
+    assert gpu_uuids("cpu", 2) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
@@ -88,7 +88,7 @@ async def test_a_missing_driver_is_logged(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.gpu
 def test_the_real_nvml_reports_usage_in_range() -> None:
-    uuids = gpu_uuids("cuda", False, 1)
+    uuids = gpu_uuids("cuda", 1)
     pynvml.nvmlInit()
     usage = read_usage(uuids, pynvml)
     assert 0 < usage.memory_used_bytes <= usage.memory_total_bytes and 0 <= usage.utilisation <= 1

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.layers import Arithmetic, Norm, Rotary
+from baton.engine.kernels.linear import FixedLinear
+from baton.engine.layers import Arithmetic, Norm, Rotary, make_linear
 
 _HEADS = 8  # of a token per program
 _ELEMENTS = 1024  # per elementwise program
@@ -77,11 +78,15 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def fused(rotary: Rotary) -> Arithmetic:
+def fused(rotary: Rotary, *, exact: bool = False) -> Arithmetic:
+    """These operations, each of which computes a token without regard to the others; `exact`: with linear layers that
+    do so, too."""
+
     def make_heads(config: ModelConfig, norms: tuple[Norm, Norm] | None) -> FusedHeads:
         return FusedHeads(config, norms, rotary)  # type: ignore[arg-type]  # norms are what make_norm made
 
-    return Arithmetic(FusedNorm, make_heads, swiglu, lambda positions: positions)
+    chosen = FixedLinear if exact else make_linear
+    return Arithmetic(FusedNorm, make_heads, swiglu, lambda positions: positions, chosen)
 
 
 @triton.jit
@@ -93,7 +98,8 @@ def _add_norm(
     inside = at < SIZE
     x = tl.load(x_ptr + row * SIZE + at, mask=inside, other=0.0)
     if ADD:
-        x = x + tl.load(delta_ptr + row * SIZE + at, mask=inside, other=0.0)
+        delta = tl.load(delta_ptr + row * SIZE + at, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + row * SIZE + at, x, mask=inside)
     wide = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / SIZE + eps)

@@ -7,6 +7,10 @@ share a KV head are rows of one tile, so each key is read once. Each tile divide
 directly. Otherwise the last of a tile's programs to finish combines the splits, all of them at once for one query and
 head after another, so the result does not depend on which program that is. Programs without keys return immediately.
 
+For exact mode all tiles have one size (`Tiles.tile_rows`), and splits have one length, from position 0 on: then a
+query's result depends neither on the batch nor on the other queries of its tile. It goes through the same keys in the
+same order; keys that only other queries of its tile see multiply by 1 and add 0, and so do splits without keys.
+
 Values that change from step to step (splits, their length, queries in a tile, strides of tables) are arguments, not
 constants: contexts of every length run the same compiled kernel, and one captured launch serves them all.
 
@@ -37,7 +41,9 @@ class Tiles:
     For tile i: its `row`, and `offset`, the index in the row of its first query. For row r: `first`, its first packed
     token; `start`, that token's position; `length`, its tokens; `table_row`, the row of `table` [at least 1, W] that
     holds its blocks. The keys of a tile are divided into at most `splits` parts (up to MAX_SPLITS) of `least_split`
-    tokens (a multiple of 64) or more; a tile holds `queries` positions.
+    tokens (a multiple of 64) or more; a tile holds `queries` positions. `tile_rows` 0: a tile has as many rows as its
+    queries and the heads of a group need. Otherwise every tile has that many, and split n is positions [n, n + 1) x
+    `least_split`; `splits` of them must reach the end of every row.
     """
 
     row: Tensor
@@ -50,6 +56,12 @@ class Tiles:
     splits: int
     least_split: int
     queries: int
+    tile_rows: int = 0
+
+
+def rows_of(queries: int, group: int) -> int:
+    """Rows of a tile of that many queries, each for `group` heads."""
+    return max(MIN_ROWS, int(triton.next_power_of_2(queries * group)))
 
 
 def paged_attention(
@@ -60,7 +72,7 @@ def paged_attention(
     computed splits of a tile and is 0 between calls: calls that share it must run one after the other on one stream."""
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, group = keys.shape[2], heads // keys.shape[2]
-    rows = max(MIN_ROWS, triton.next_power_of_2(tiles.queries * group))
+    rows = tiles.tile_rows or rows_of(tiles.queries, group)
     width = max(16, triton.next_power_of_2(head_dim))
     count = len(tiles.row)
     stored = (count, kv_heads, tiles.splits, tiles.queries * group) if tiles.splits > 1 else (1, 1, 1, 1)
@@ -74,7 +86,7 @@ def paged_attention(
         tiles.table.stride(0), tiles.splits, tiles.least_split, tiles.queries, window,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *keys.stride()[:3], *values.stride()[:3],
         head_dim**-0.5 * _LOG2_E,
-        WINDOWED=window > 0, BLOCK_SIZE=keys.shape[1], KEYS=keys_of_tile,
+        WINDOWED=window > 0, FIXED=tiles.tile_rows > 0, BLOCK_SIZE=keys.shape[1], KEYS=keys_of_tile,
         EXACT_DOT=q.dtype == torch.float32, NO_SCORE=_NO_SCORE, GROUP=group, HEAD_DIM=head_dim, ROWS=rows, WIDTH=width,
         SPLITS=MAX_SPLITS, num_warps=8 if rows > 64 else 4,
     )  # fmt: skip
@@ -92,7 +104,7 @@ def _attend(
     tile_row_ptr, tile_offset_ptr, row_first_ptr, row_start_ptr, row_length_ptr, table_row_ptr, table_ptr,
     table_stride, splits, least_split, queries, window,
     q_token, q_head, out_token, out_head, k_block, k_slot, k_head, v_block, v_slot, v_head, scale,
-    WINDOWED: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr, FIXED: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     EXACT_DOT: tl.constexpr, NO_SCORE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -104,10 +116,17 @@ def _attend(
     lowest = 0
     if WINDOWED:
         lowest = tl.maximum(start + offset - window + 1, 0) // KEYS * KEYS
-    each = tl.maximum(least_split, tl.cdiv(tl.cdiv(last - lowest, splits), KEYS) * KEYS)
-    used = tl.cdiv(last - lowest, each)
-    begin = lowest + split * each
-    end = tl.minimum(last, begin + each)
+    if FIXED:
+        before = lowest // least_split  # splits that end before the window
+        used = tl.cdiv(last, least_split) - before
+        begin = tl.maximum(lowest, split * least_split)
+        end = tl.minimum(last, (split + 1) * least_split)
+    else:
+        before = 0
+        each = tl.maximum(least_split, tl.cdiv(tl.cdiv(last - lowest, splits), KEYS) * KEYS)
+        used = tl.cdiv(last - lowest, each)
+        begin = lowest + split * each
+        end = tl.minimum(last, begin + each)
     if begin < end:
         m = tl.arange(0, ROWS)
         query = offset + m // GROUP
@@ -158,11 +177,11 @@ def _attend(
             tl.store(sum_ptr + place, total, mask=live)
             tl.store(partial_ptr + place[:, None] * HEAD_DIM + d[None, :], sums, mask=mine)
             tl.debug_barrier()  # all threads have stored before the count is raised
-            before = tl.atomic_add(arrived_ptr + tile_at, 1, sem="acq_rel", scope="gpu")
-            if before == used - 1:
+            arrived = tl.atomic_add(arrived_ptr + tile_at, 1, sem="acq_rel", scope="gpu")
+            if arrived == used - 1:
                 tl.debug_barrier()
                 s = tl.arange(0, SPLITS)
-                stored = s < used
+                stored = (s >= before) & (s < before + used)
                 for at in range(tl.minimum(queries, length - offset) * GROUP):
                     from_ = (tile_at * splits + s).to(tl.int64) * kept + at
                     peaks = tl.load(max_ptr + from_, mask=stored, other=NO_SCORE, cache_modifier=".cg")
