@@ -389,9 +389,8 @@ class HandOver:
 
     def _ended(self, event: EndedByCoordinator, now: float) -> list[OwnAction | Action]:
         """A peer that is still sending the KV gets an abort now, or once an open receive of it has ended."""
-        peer, (given_up, _) = self._peer, self._give_up(event.reason)
-        abort = AbortTransfer(self.sequence_id, event.reason, 0.0)
-        return [given_up] if self.writing else [given_up, Reply(peer, abort)]
+        abort = Reply(self._peer, AbortTransfer(self.sequence_id, event.reason, 0.0))
+        return self._give_up(event.reason) + ([] if self.writing else [abort])
 
     def _ended_after_kv(self, event: EndedByCoordinator, now: float) -> list[OwnAction | Action]:
         return self._give_up(event.reason)[:1]

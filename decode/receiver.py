@@ -125,8 +125,11 @@ class Receiver:
     def end(self, sequence: SequenceId, reason: str) -> None:
         """Ends a sequence of this worker at the coordinator's request."""
         for action in self.hand_overs.on(EndedByCoordinator(sequence, reason), time.monotonic()):
-            if isinstance(action, Reply) and action.peer in self._links:
-                self._links[action.peer].reply_soon(action.message)
+            match action:
+                case Reply(peer, message) if peer in self._links:
+                    self._links[peer].reply_soon(message)
+                case Dropped(_, reason):
+                    self.events.write("transfer_ended", sequence=sequence, reason=reason)
 
     def make_end(self, peer: Peer, key: EdgeKey, message: EdgeOpen) -> EdgeEnd:
         return self._make_end(

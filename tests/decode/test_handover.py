@@ -177,7 +177,8 @@ def test_coordinator_can_abort_a_sequence_whose_kv_is_still_arriving() -> None:
     kit = Kit()
     kit.offer()
     assert kit.machine.on(EndedByCoordinator(R, "the client left"), NOW) == [
-        Reply(kit.peer, AbortTransfer(R, "the client left", 0.0))
+        Dropped(R, "the client left"),
+        Reply(kit.peer, AbortTransfer(R, "the client left", 0.0)),
     ]
     assert kit.scheduler.blocks.num_free == 8
 
