@@ -26,7 +26,13 @@ import time
 from pathlib import Path
 
 from baton.engine.rank_peer import MEET_TIMEOUT_S
-from baton.runtime.process import ERROR_FILE_VARIABLE, FORWARD_VARIABLE, PARENT_VARIABLE, children
+from baton.runtime.process import (
+    ERROR_FILE_VARIABLE,
+    FORWARD_VARIABLE,
+    HEARTBEAT_VARIABLE,
+    PARENT_VARIABLE,
+    children,
+)
 from launch.agent import SECONDARY_EXIT_CODES, Job, bind, main, report
 from launch.child import Child, ChildSpec
 from launch.failure import Failure, describe_exit
@@ -71,6 +77,7 @@ class Torchrun(Child):
         logs.mkdir(parents=True, exist_ok=True)
         self._error_file.unlink(missing_ok=True)
         environment = {ERROR_FILE_VARIABLE: str(self._error_file), FORWARD_VARIABLE: "1"}
+        environment[HEARTBEAT_VARIABLE] = ""  # the ranks do not inherit the pipe from torchrun
         if _PREFIX not in os.environ:
             environment[_PREFIX] = "[${role_name} rank ${rank}] "
         as_parent = ("/bin/sh", "-c", f'{PARENT_VARIABLE}=$$ exec "$@"', "sh")  # torchrun is the parent of the ranks
