@@ -173,13 +173,14 @@ def test_every_key_is_compared_whole_and_in_constant_time(keys: ApiKeys, monkeyp
 
 
 async def test_admin_routes_are_served_on_a_separate_port(text_model: TextModel) -> None:
-    """The admin port serves the operators' routes, the API port the clients'; only the probes are on both."""
-    probes = {"/", "/live", "/health", "/ready"}
+    """The admin port serves the operators' routes, the API port the clients'; on both are only the probes and the
+    description of the port's own routes."""
+    both = {"/", "/live", "/health", "/ready", "/openapi.json"}
     paths = {}
     for routes in ("api", "admin", "all"):
         app = create_app(FakeGenerator(), text_model, HttpSettings("tiny", routes=routes))  # type: ignore[arg-type]
         paths[routes] = {route.path for route in app.routes if isinstance(route, Route)}
-    assert paths["api"] & paths["admin"] == probes
+    assert paths["api"] & paths["admin"] == both
     assert paths["api"] | paths["admin"] == paths["all"]
     assert {"/workers", "/metrics", "/requests"} <= paths["admin"] and "/v1/completions" in paths["api"]
 
