@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.runtime.config import TOOL_FORMATS
 from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
 from coordinator.text.tagged_calls import argument_json, argument_types
 from coordinator.text.tool_calls import FORMATS, detect_format, make_parser
@@ -210,6 +211,10 @@ def test_call_format_is_detected_from_the_template() -> None:
     # The same markers, but no JSON between them.
     for form, call in (("glm45", "{{ name }}<arg_key>{{ key }}</arg_key>"), ("qwen3_coder", "\n<function={{ name }}>")):
         assert detect_format(llama + '{{ tools }}"name"<tool_call>' + call + "</tool_call>") == form
+
+
+def test_the_option_has_every_format() -> None:
+    assert set(TOOL_FORMATS) == set(FORMATS)
 
 
 def test_no_parser_is_made_without_functions_or_a_format() -> None:
