@@ -185,8 +185,8 @@ class BatchRoutes:
 
     async def _create(self, request: Request, owner: Owner) -> Response:
         body = orjson.loads(await request.body())
-        wanted = body["endpoint"], body["input_file_id"], body["metadata"]
-        batch = await self._runner.on_disk(self._store.add_batch, owner, *wanted)
+        fields = body["endpoint"], body["input_file_id"], body["metadata"]
+        batch = await self._runner.on_disk(self._store.add_batch, owner, *fields)
         self._runner.add(batch)
         return _json(batch)
 

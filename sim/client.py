@@ -292,6 +292,6 @@ class _Choice:
         if sampling.logprobs is not None and len(journal.logprobs) != len(journal.tokens):
             raise InvariantError(f"{self.request.sequence} lacks log-probabilities")
         if self.request.prompt_logprobs is not None and not self._index:
-            wanted = expected_prompt_logprobs(self._client.request)
-            if self.request.prompt_logprobs != wanted:
+            expected = expected_prompt_logprobs(self._client.request)
+            if self.request.prompt_logprobs != expected:
                 raise InvariantError(f"{self.request.sequence} has log-probabilities of another prompt")

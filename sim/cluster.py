@@ -1,7 +1,7 @@
 """Assembles a simulated cluster: a coordinator, prefill and decode workers, and the network between them.
 
     cluster = Cluster(ClusterOptions(prefill=4, decode=8), seed=1, costs=MyCosts(), trace=None)
-    cluster.send(request, at_s=0.5, on_end=record)     # as many as wanted, before or while it runs
+    cluster.send(request, at_s=0.5, on_end=record)     # any number, before or while it runs
     cluster.run(until_s=60.0)
 
 `costs` (`sim.costs.Costs`) determines how long steps, messages and transfers take; a caller with measurements passes

@@ -33,8 +33,8 @@ def test_draft_kv_filled_while_a_sequence_waits_leaves_a_token_for_the_draft_row
             waits = draft.sequence_id not in {row.sequence_id for row in plan.rows}
             filled += len(draft.tokens) * waits
             drafted += draft.num_draft_tokens
-        wanted = {draft.row: draft.num_draft_tokens for draft in plan.drafts if draft.num_draft_tokens}
-        draft_tokens = tuple((7,) * wanted.get(index, 0) for index in range(len(plan.rows))) if wanted else ()
+        requested = {draft.row: draft.num_draft_tokens for draft in plan.drafts if draft.num_draft_tokens}
+        draft_tokens = tuple((7,) * requested.get(index, 0) for index in range(len(plan.rows))) if requested else ()
         scheduler.finish_step(
             replace(make_outcome(plan.with_draft_tokens(draft_tokens)), draft_tokens=draft_tokens), 0.0
         )

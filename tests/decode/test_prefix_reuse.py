@@ -71,10 +71,10 @@ def test_blocks_of_an_arriving_prompt_are_shared_as_soon_as_they_are_complete() 
     scheduler = make_decode(num_blocks=16)
     a = make_request("a", 15)
     assert offered(scheduler, a) == 0
-    for landed, receiving, cached in ((3, 4, 0), (7, 3, 4), (12, 1, 12), (14, 1, 12)):
-        scheduler.tokens_received(a.sequence_id, landed)
+    for received, receiving, cached in ((3, 4, 0), (7, 3, 4), (12, 1, 12), (14, 1, 12)):
+        scheduler.tokens_received(a.sequence_id, received)
         assert scheduler.blocks.counts().receiving == receiving
-        later = make_request(f"at {landed}", 15)
+        later = make_request(f"at {received}", 15)
         assert offered(scheduler, later) == cached
         scheduler.abort(later.sequence_id)
     assert scheduler.received(a.sequence_id, 5, 0.0) is None

@@ -136,11 +136,11 @@ class DecodeMachine(RuleBasedStateMachine):
     def chunk_arrives(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.in_phase("receiving", aborted=False)))
         tracked = self.sequences[sequence]
-        start = max(tracked.landed, self.scheduler.sequences[sequence].prefix_tokens)
+        start = max(tracked.received, self.scheduler.sequences[sequence].prefix_tokens)
         end = data.draw(st.integers(start, len(tracked.tokens) - 1))
         self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:end])
         self.scheduler.tokens_received(sequence, end)
-        tracked.landed = end
+        tracked.received = end
 
     @precondition(lambda self: self.in_phase("receiving"))
     @rule(data=st.data(), token=sampled_tokens)
@@ -149,7 +149,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def arrive(self, sequence: SequenceId, token: int) -> None:
         tracked = self.sequences[sequence]
-        start = max(tracked.landed, self.scheduler.sequences[sequence].prefix_tokens)
+        start = max(tracked.received, self.scheduler.sequences[sequence].prefix_tokens)
         self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:])
         ended = self.scheduler.received(sequence, token, self.now)
         tracked.output.append(token)
@@ -202,20 +202,20 @@ class DecodeMachine(RuleBasedStateMachine):
     def finish_with(self, draw: object) -> None:
         plan, self.plan = self.plan, None
         assert plan is not None and callable(draw)
-        wanted = {d.row: d for d in plan.drafts if d.num_draft_tokens}
+        requested = {d.row: d for d in plan.drafts if d.num_draft_tokens}
         draft_tokens = tuple(
-            tuple(draw() for _ in range(wanted[i].num_draft_tokens)) if i in wanted else ()
+            tuple(draw() for _ in range(requested[i].num_draft_tokens)) if i in requested else ()
             for i in range(len(plan.rows))
         )
-        for index, draft in wanted.items():  # the draft computes all its draft tokens but the last
+        for index, draft in requested.items():  # the draft computes all its draft tokens but the last
             start = draft.start + len(draft.tokens)
             self.write(self.draft_kv, draft.sequence_id, draft.block_ids, start, draft_tokens[index][:-1])
-        final = plan.with_draft_tokens(draft_tokens if wanted else ())
+        final = plan.with_draft_tokens(draft_tokens if requested else ())
         for row in final.rows:
             self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
         sampled = tuple(tuple(draw() for _ in range(row.num_sampled)) for row in final.rows)
         result = self.scheduler.finish_step(
-            StepOutcome(plan.step_id, sampled, draft_tokens=draft_tokens if wanted else ()), self.now
+            StepOutcome(plan.step_id, sampled, draft_tokens=draft_tokens if requested else ()), self.now
         )
         tokens, ended = [], []
         for row, own in zip(final.rows, sampled, strict=True):
@@ -293,7 +293,7 @@ class DecodeMachine(RuleBasedStateMachine):
         for sequence, tracked in self.sequences.items():
             blocks, receiving = self.scheduler.block_ids(sequence), tracked.phase == "receiving"
             first = (
-                max(tracked.landed, self.scheduler.sequences[sequence].prefix_tokens) // self.size if receiving else 0
+                max(tracked.received, self.scheduler.sequences[sequence].prefix_tokens) // self.size if receiving else 0
             )
             for index, block in enumerate(blocks):
                 holders = self.scheduler.blocks.holders(block)

@@ -10,7 +10,7 @@ from baton.core.step import Row
 
 @dataclass
 class Tracked:
-    """The contract's state of one reserved sequence. `writing`: KV may be arriving in its blocks. `landed`: the number
+    """The contract's state of one reserved sequence. `writing`: KV may be arriving in its blocks. `received`: the number
     of positions that have KV while more is to arrive."""
 
     request: GenerateRequest
@@ -19,7 +19,7 @@ class Tracked:
     phase: str = "receiving"
     writing: bool = False
     aborted: bool = False
-    landed: int = 0
+    received: int = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
