@@ -10,8 +10,8 @@ from baton.core.step import Row
 
 @dataclass
 class Tracked:
-    """The contract's state of one reserved sequence. `writing`: KV may be arriving in its blocks. `received`: the number
-    of positions that have KV while more is to arrive."""
+    """The contract's state of one reserved sequence. `writing`: KV may be arriving in its blocks. `received`: the
+    number of positions that have KV while more is to arrive."""
 
     request: GenerateRequest
     output: list[int] = field(default_factory=list)
