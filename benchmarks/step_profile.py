@@ -31,7 +31,7 @@ from baton.engine.runner import Runner
 from baton.runtime import codec
 from baton.runtime.config import WorkerConfig
 from baton.runtime.step_thread import StepThread
-from baton.transfer.edge_end import LocalEnds
+from baton.transfer.edge_endpoint import LocalEndpoints
 from baton.v1 import worker_pb2
 from benchmarks.kit import parser, report, table
 from decode.worker import DecodeWorker
@@ -78,7 +78,7 @@ class Timed:
 
 async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -> list[Parts]:
     """The parts of each step in which all requests have a row."""
-    ends = LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1")
+    ends = LocalEndpoints(runner.kv.layers, runner.layout.block_size, "127.0.0.1")
     worker = DecodeWorker(
         WorkerConfig(step_tokens=512, worker_id="decode-0", max_running=64), runner, runner.facts, (1,), ends
     )

@@ -13,8 +13,10 @@ def _load() -> MakeWorker:
     from decode.speculation.draft_model import prepare
     from decode.worker import DecodeWorker
 
-    def make(config: WorkerConfig, runner: Any, facts: Compatibility, pids: tuple[int, ...], make_end: Any) -> Worker:
-        return DecodeWorker(config, runner, facts, pids, make_end, *prepare(config, runner))
+    def make(
+        config: WorkerConfig, runner: Any, facts: Compatibility, pids: tuple[int, ...], make_endpoint: Any
+    ) -> Worker:
+        return DecodeWorker(config, runner, facts, pids, make_endpoint, *prepare(config, runner))
 
     return make
 

@@ -36,7 +36,7 @@ from baton.core.reshard import EdgeKey, reshard_layout
 from baton.runtime.event_log import EventLog
 from baton.runtime.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import EdgeEnd, MakeEnd
+from baton.transfer.edge_endpoint import EdgeEndpoint, MakeEndpoint
 from baton.transfer.edge_kinds import edge_connect_s
 from baton.transfer.staging_room import StagingRoom
 from decode.handover import (
@@ -90,7 +90,7 @@ class Receiver:
         owner: ReceiverOwner,
         hand_overs: HandOvers,
         layout: KVLayout,
-        make_end: MakeEnd,
+        make_endpoint: MakeEndpoint,
         staging: StagingRoom,
         events: EventLog,
         *,
@@ -106,7 +106,7 @@ class Receiver:
         self.events = events
         self.tensor_parallel = tensor_parallel
         self.edge_timeout_s = edge_timeout_s
-        self._make_end = make_end
+        self._make_endpoint = make_endpoint
         self._host, self._store_port = host, store_port
         self._links: dict[Peer, ReceivingLink] = {}
 
@@ -131,8 +131,8 @@ class Receiver:
                 case Dropped(_, reason):
                     self.events.write("transfer_ended", sequence=sequence, reason=reason)
 
-    def make_end(self, peer: Peer, key: EdgeKey, message: EdgeOpen) -> EdgeEnd:
-        return self._make_end(
+    def make_endpoint(self, peer: Peer, key: EdgeKey, message: EdgeOpen) -> EdgeEndpoint:
+        return self._make_endpoint(
             peer.plans[key],
             EdgeSpec(
                 host=self._host,
@@ -140,7 +140,7 @@ class Receiver:
                 prefix=message.prefix,
                 generation=message.generation,
                 side="decode",
-                connect_timeout_s=edge_connect_s(self._make_end.kind, self.edge_timeout_s),
+                connect_timeout_s=edge_connect_s(self._make_endpoint.kind, self.edge_timeout_s),
                 operation_timeout_s=self.edge_timeout_s,
             ),
         )
@@ -159,7 +159,7 @@ class ReceivingLink:
         self._peer = peer
         self._receiver = receiver
         self._hand_overs = receiver.hand_overs
-        self._edges: dict[EdgeKey, EdgeEnd] = {}
+        self._edges: dict[EdgeKey, EdgeEndpoint] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -177,8 +177,8 @@ class ReceivingLink:
         except TimeoutError:
             self._stream.end(reason := f"{self._hello.prefill_worker} was silent for {LINK_SILENCE_S:g} s")
         finally:
-            for end in self._edges.values():
-                end.abort(reason)
+            for endpoint in self._edges.values():
+                endpoint.abort(reason)
             await self._execute(self._hand_overs.on_link_ended(self._peer, reason, time.monotonic()))
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=5.0)
@@ -190,9 +190,9 @@ class ReceivingLink:
             return await self._stream.receive()
 
     async def close_edges(self) -> None:
-        for end in self._edges.values():
-            end.abort("the link is closed")
-        await asyncio.gather(*(end.close(timeout_s=2.0) for end in self._edges.values()))
+        for endpoint in self._edges.values():
+            endpoint.abort("the link is closed")
+        await asyncio.gather(*(endpoint.close(timeout_s=2.0) for endpoint in self._edges.values()))
 
     async def _on(self, message: object) -> None:
         match message:
@@ -227,9 +227,9 @@ class ReceivingLink:
         else:
             if key in self._edges:
                 self._edges[key].abort(f"replaced by generation {message.generation}")
-            end = self._edges[key] = self._receiver.make_end(self._peer, key, message)
+            endpoint = self._edges[key] = self._receiver.make_endpoint(self._peer, key, message)
             try:
-                await end.connect()
+                await endpoint.connect()
             except HandoffError as e:
                 error = e.message
         await self._send(EdgeReady(*key, message.generation, error))
@@ -244,23 +244,23 @@ class ReceivingLink:
             await self._handle(ChunkRejected(self._peer, chunk.sequence, e.message))
 
     async def _take(self, chunk: Chunk) -> None:
-        end = self._edges.get((chunk.prefill_rank, chunk.decode_rank))
-        edge_open = end is not None and end.dead is None and end.generation == chunk.edge_generation
+        endpoint = self._edges.get((chunk.prefill_rank, chunk.decode_rank))
+        edge_open = endpoint is not None and endpoint.dead is None and endpoint.generation == chunk.edge_generation
         actions = self._hand_overs.on(ChunkAnnounced(self._peer, chunk, edge_open), time.monotonic())
         match actions:
-            case [Receive(part, posted)] if end is not None:
+            case [Receive(part, posted)] if endpoint is not None:
                 pass
             case _:
                 await self._execute(actions)
                 return
         try:
-            intact = await end.take(part, lambda: self.reply_soon(posted))
+            intact = await endpoint.take(part, lambda: self.reply_soon(posted))
         except InvariantError:
             raise
         except Exception as e:
             if not isinstance(e, HandoffError):
                 log.exception("receiving chunk %d of %s failed", chunk.index, chunk.sequence)
-            await self._handle(ReceiveFailed(chunk, str(e) or type(e).__name__, edge_open=end.dead is None))
+            await self._handle(ReceiveFailed(chunk, str(e) or type(e).__name__, edge_open=endpoint.dead is None))
         else:
             self._note(chunk, intact)
             await self._handle(ChunkReceived(chunk, intact))

@@ -23,7 +23,7 @@ from baton.runtime.link import serve_links
 from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
 from baton.runtime.worker_loop import WorkerLoop
-from baton.transfer.edge_end import MakeEnd
+from baton.transfer.edge_endpoint import MakeEndpoint
 from baton.transfer.rendezvous import EdgeStore
 from baton.transfer.staging_room import StagingRoom
 from decode.handover import Admission, Destination, HandOvers
@@ -48,7 +48,7 @@ class DecodeWorker:
         runner: Runner,
         facts: Compatibility,
         pids: tuple[int, ...],
-        make_end: MakeEnd,
+        make_endpoint: MakeEndpoint,
         speculation: Speculation | None = None,
         engine: SpeculativeEngine | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class DecodeWorker:
             self,
             self.hand_overs,
             runner.layout,
-            make_end,
+            make_endpoint,
             StagingRoom(round(config.staging_mib * (1 << 20)), runner.layout),
             EventLog(config.worker_id),
             host=config.host,
@@ -91,7 +91,7 @@ class DecodeWorker:
         self.links_refused = 0
         # Those that the coordinator has; empty if the next step is to report them again.
         self._reported_gauges: tuple[int, ...] = ()
-        self._gpus = make_end.gpus
+        self._gpus = make_endpoint.gpus
         # Received sequences before their first step.
         self._arrived: set[SequenceId] = set()
         self._server: grpc.aio.Server | None = None

@@ -1,9 +1,9 @@
 """One prefill worker's link to one decode worker: a stream that orders hand-overs, and the edges that move the bytes.
 
 The link is dialled lazily and kept. Its reader task resolves the futures of waiting callers; every wait has a timeout.
-Ends of edges are created on demand, kept, and replaced under the next generation after a failure. All share one lock:
-from announcing a chunk to the end of its sends at most one operation is in flight on each edge. Once the peer has sent
-`posted` it waits for our bytes, so a send is not interrupted from then on: it completes, or the edge is torn down.
+Endpoints of edges are created on demand, kept, and replaced under the next generation after a failure. All share one
+lock: from announcing a chunk to the end of its sends at most one operation is in flight on each edge. Once the peer has
+sent `posted` it waits for our bytes, so a send is not interrupted from then on: it completes, or the edge is torn down.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from baton.runtime.link import DialledLink, dial_link
 from baton.runtime.streams import LinkLost
 from baton.runtime.tls import ClusterTls
 from baton.transfer.edge import EdgeSpec, edge_prefix
-from baton.transfer.edge_end import EdgeEnd, MakeEnd
+from baton.transfer.edge_endpoint import EdgeEndpoint, MakeEndpoint
 from baton.transfer.edge_kinds import edge_connect_s
 from prefill.handover import Wire
 
@@ -55,20 +55,20 @@ class Link:
         dialled: DialledLink,
         hello: LinkHello,
         plans: Sequence[EdgePlan],
-        make_end: MakeEnd,
+        make_endpoint: MakeEndpoint,
         edge_timeout_s: float,
     ) -> None:
         self._dialled = dialled
         self._stream = dialled.stream
         self._hello = hello
-        self._make_end = make_end
+        self._make_endpoint = make_endpoint
         self._edge_timeout_s = edge_timeout_s
-        self._edge_connect_s = edge_connect_s(make_end.kind, edge_timeout_s)
+        self._edge_connect_s = edge_connect_s(make_endpoint.kind, edge_timeout_s)
         # By what they wait for.
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
         self.wire = Wire(plans, hello.facts.layout, dialled.welcome.staging_bytes)
-        # The latest end of each edge.
-        self.ends: dict[EdgeKey, EdgeEnd] = {}
+        # The latest endpoint of each edge.
+        self.endpoints: dict[EdgeKey, EdgeEndpoint] = {}
         self.edge_lock = asyncio.Lock()
         self.decode_worker = dialled.welcome.decode_worker
         self._tasks = [
@@ -81,7 +81,7 @@ class Link:
         cls,
         address: str,
         hello: LinkHello,
-        make_end: MakeEnd,
+        make_endpoint: MakeEndpoint,
         edge_timeout_s: float,
         connect_timeout_s: float,
         tls: ClusterTls | None = None,
@@ -94,7 +94,7 @@ class Link:
         """
         dialled = await dial_link(address, hello, connect_timeout_s, tls)
         try:
-            return cls(dialled, hello, _plan_edges(hello, dialled.welcome, address), make_end, edge_timeout_s)
+            return cls(dialled, hello, _plan_edges(hello, dialled.welcome, address), make_endpoint, edge_timeout_s)
         except LayoutMismatch:
             await dialled.close()
             raise
@@ -133,20 +133,20 @@ class Link:
             log.info("abort of %s not sent: the link to %s is closed", message.sequence, self.decode_worker)
 
     async def open_edges(self, plans: Sequence[EdgePlan]) -> None:
-        """Opens, concurrently, the edges of `plans` that have no usable end. The caller holds `edge_lock`.
+        """Opens, concurrently, the edges of `plans` that have no usable endpoint. The caller holds `edge_lock`.
 
         Raises:
             LinkLost: the link has ended.
             HandoffError: an edge could not be opened, or not in time.
         """
-        missing = [p for p in plans if p.key not in self.ends or self.ends[p.key].dead is not None]
+        missing = [p for p in plans if p.key not in self.endpoints or self.endpoints[p.key].dead is not None]
         results = await asyncio.gather(*map(self._open_edge, missing), return_exceptions=True)
         for error in results:
             if isinstance(error, BaseException):
                 raise error
 
     async def _open_edge(self, plan: EdgePlan) -> None:
-        if self.lost is not None:  # before the end exists, which `_end` would have aborted: its peer has none
+        if self.lost is not None:  # before the endpoint exists, which `_end` would have aborted: its peer has none
             raise self._lost_error()
         generation, welcome = next(_generations), self._dialled.welcome
         mine = f"{self._hello.prefill_worker}@{self._hello.prefill_incarnation}"
@@ -160,20 +160,20 @@ class Link:
             connect_timeout_s=self._edge_connect_s,
             operation_timeout_s=self._edge_timeout_s,
         )
-        end = self.ends[plan.key] = self._make_end(plan, spec)
+        endpoint = self.endpoints[plan.key] = self._make_endpoint(plan, spec)
         message = EdgeOpen(plan.prefill_rank, plan.decode_rank, generation, spec.prefix)
         reply = "reply to EdgeOpen"
         asking = asyncio.ensure_future(self._ask(message, ("edge", generation), self._edge_connect_s, reply))
         try:
-            await end.connect()
+            await endpoint.connect()
             answer: EdgeReady = await asking
         except BaseException:
             asking.cancel()
             await asyncio.wait({asking})
-            end.abort("the edge was not opened")
+            endpoint.abort("the edge was not opened")
             raise
         if answer.error:
-            end.abort(answer.error)
+            endpoint.abort(answer.error)
             raise HandoffError(f"{self.decode_worker} could not build its end of an edge: {answer.error}")
 
     async def close(self, reason: str = "closed locally") -> None:
@@ -181,7 +181,7 @@ class Link:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(end.close(2.0) for end in self.ends.values()))
+        await asyncio.gather(*(endpoint.close(2.0) for endpoint in self.endpoints.values()))
         await self._dialled.close()
 
     def _expect(self, key: tuple[object, ...]) -> asyncio.Future[Any]:
@@ -235,9 +235,9 @@ class Link:
                 self._answer(("ack", s, i, (p, d)), message)
             case EdgeReady(generation=g, error=e):
                 self._answer(("edge", g), message)
-                for end in self.ends.values():
-                    if e and end.generation == g:
-                        end.abort(e)  # closed at the peer, which would refuse every later chunk on it
+                for endpoint in self.endpoints.values():
+                    if e and endpoint.generation == g:
+                        endpoint.abort(e)  # closed at the peer, which would refuse every later chunk on it
             case Ping(nonce=n):
                 self._answer(("ping", n), message)
             case AbortTransfer(sequence=s, reason=r):
@@ -264,8 +264,8 @@ class Link:
         self._stream.end(reason)
         for key in list(self._waiting):
             self._fail(key, self._lost_error())
-        for end in self.ends.values():
-            end.abort(f"the link has ended: {self.lost}")
+        for endpoint in self.endpoints.values():
+            endpoint.abort(f"the link has ended: {self.lost}")
 
     async def _ping(self) -> None:
         for nonce in itertools.count(1):

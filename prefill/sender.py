@@ -26,7 +26,7 @@ from baton.core.sequence import Sequence
 from baton.runtime.event_log import EventLog
 from baton.runtime.streams import seen
 from baton.runtime.tls import ClusterTls
-from baton.transfer.edge_end import MakeEnd
+from baton.transfer.edge_endpoint import MakeEndpoint
 from baton.transfer.staging_room import StagingRoom
 from prefill.handover import (
     Aborted,
@@ -104,7 +104,7 @@ class Sender:
         self,
         owner: SenderOwner,
         layout: KVLayout,
-        make_end: MakeEnd,
+        make_endpoint: MakeEndpoint,
         staging: StagingRoom,
         make_hello: Callable[[], LinkHello],
         event_log: EventLog,
@@ -118,10 +118,10 @@ class Sender:
         self.staging = staging
         self.counters = Counters()
         self._owner = owner
-        self._make_end = make_end
+        self._make_endpoint = make_endpoint
         self._make_hello = make_hello
         self._events = event_log
-        self._limits = Limits(layout, make_end.section_bytes, max_chunk_tokens, staging.limit_bytes)
+        self._limits = Limits(layout, make_endpoint.section_bytes, max_chunk_tokens, staging.limit_bytes)
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
         # By decode worker and incarnation.
@@ -284,7 +284,7 @@ class Sender:
                 Link.dial(
                     target.link_address,
                     self._make_hello(),
-                    self._make_end,
+                    self._make_endpoint,
                     self._edge_timeout_s,
                     self._connect_timeout_s,
                     self._tls,
@@ -360,14 +360,14 @@ class Sender:
 
     async def _send_on_edge(self, over: HandOver, link: Link, plan: EdgePlan) -> int:
         """Sends the chunk on one edge; returns its size in bytes."""
-        end = link.ends[plan.key]
-        chunk = over.chunk(plan, end.generation)
+        endpoint = link.endpoints[plan.key]
+        chunk = over.chunk(plan, endpoint.generation)
         packing_began = asyncio.Event()
 
         async def send(posted: Coroutine[Any, Any, Posted]) -> None:
             await posted
             await packing_began.wait()  # set once packing begins; if that fails, cancelled below
-            await end.send()
+            await endpoint.send()
 
         packing = sending = None
         try:
@@ -375,15 +375,17 @@ class Sender:
             posted = await link.announce(chunk, self._edge_timeout_s)
             sending = asyncio.create_task(send(posted), name=f"send {chunk.index}")
             part = part_of(chunk, plan, over.sequence.block_ids)
-            fill = end.fill(part, over.sequence.computed_step, packing_began.set)
+            fill = endpoint.fill(part, over.sequence.computed_step, packing_began.set)
             packing = asyncio.create_task(fill, name=f"pack {chunk.index}")
             await asyncio.wait({packing, sending}, return_when=asyncio.FIRST_EXCEPTION)
             await packing  # until it ends, even if the peer refuses meanwhile
             await sending
         except BaseException as e:
             if not (isinstance(e, HandoffError) and e.code is ErrorCode.PEER_ABORTED):
-                end.abort(str(e) or type(e).__name__)  # the peer may have posted a receive, which must not wait forever
-            end.drop()
+                endpoint.abort(
+                    str(e) or type(e).__name__
+                )  # the peer may have posted a receive, which must not wait forever
+            endpoint.drop()
             raise
         finally:
             for task in filter(None, (packing, sending)):

@@ -25,7 +25,7 @@ from baton.runtime.event_log import EventLog
 from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
 from baton.runtime.worker_loop import WorkerLoop
-from baton.transfer.edge_end import MakeEnd
+from baton.transfer.edge_endpoint import MakeEndpoint
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import StagingRoom
 from prefill.scheduler import PrefillScheduler
@@ -44,14 +44,19 @@ class PrefillWorker:
     """The scheduler and the hand-overs; all else belongs to the main loop."""
 
     def __init__(
-        self, config: WorkerConfig, runner: Runner, facts: Compatibility, pids: tuple[int, ...], make_end: MakeEnd
+        self,
+        config: WorkerConfig,
+        runner: Runner,
+        facts: Compatibility,
+        pids: tuple[int, ...],
+        make_endpoint: MakeEndpoint,
     ) -> None:
         self.config = config
         self.facts = facts
         self.pids, self.tensor_parallel = pids, len(pids)
         self.incarnation = time.time_ns()
         self.handles_refused = 0
-        self._gpus = make_end.gpus
+        self._gpus = make_endpoint.gpus
         self.scheduler = PrefillScheduler(
             runner.layout,
             runner.num_blocks,
@@ -66,7 +71,7 @@ class PrefillWorker:
         self.outgoing = Sender(
             self,
             runner.layout,
-            make_end,
+            make_endpoint,
             StagingRoom(staging_bytes, runner.layout),
             self._hello,
             self.events,
@@ -77,7 +82,7 @@ class PrefillWorker:
         )
         launcher = runner if self.scheduler.plan_ahead else None
         self.main_loop = WorkerLoop(config, self, runner.step, read_token(config.cluster_token_file), launcher, tls)
-        self._runner, self._section_bytes = runner, make_end.section_bytes
+        self._runner, self._section_bytes = runner, make_endpoint.section_bytes
 
     async def run(self) -> None:
         """Serves until drained; raises what WorkerLoop.run raises."""

@@ -167,7 +167,7 @@ class DecodeTier:
 
 
 class Edge:
-    """One end of an edge (baton/transfer/edge_end.py): usable until it has failed once."""
+    """One end of an edge (baton/transfer/edge_endpoint.py): usable until it has failed once."""
 
     __slots__ = ("dead", "generation")
 

@@ -1,9 +1,9 @@
-"""Orders from the leader of a worker to the ends of edges at its followers, and the followers' reports.
+"""Orders from the leader of a worker to the endpoints of edges at its followers, and the followers' reports.
 
-An end is identified by `edge`, a number that is never reused. Every order except AbortEdge and DropEdge carries the
-number `order` and is answered by one EdgeDone with it; for FillEdge and TakeEdge one EdgeBegun may come before. Orders
-for one end are sequential: the leader waits for the answer to an order before it sends the next, but it may send
-SendEdge once FillEdge has begun, and AbortEdge and DropEdge at any time.
+An endpoint is identified by `edge`, a number that is never reused. Every order except AbortEdge and DropEdge carries
+the number `order` and is answered by one EdgeDone with it; for FillEdge and TakeEdge one EdgeBegun may come before.
+Orders for one endpoint are sequential: the leader waits for the answer to an order before it sends the next, but it may
+send SendEdge once FillEdge has begun, and AbortEdge and DropEdge at any time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def part_of(chunk: Chunk, plan: EdgePlan, block_ids: tuple[int, ...]) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class OpenEdge:
-    """Create one end of an edge and connect it to the peer at the decode worker's store; fields as in `EdgeSpec`."""
+    """Create one endpoint of an edge and connect it to the peer at the decode worker's store; fields as in
+    `EdgeSpec`."""
 
     order: int
     edge: int
@@ -88,7 +89,7 @@ class TakeEdge:
 
 @dataclass(frozen=True, slots=True)
 class AbortEdge:
-    """Abort the end; its outstanding orders fail soon. Has no answer of its own."""
+    """Abort the endpoint; its outstanding orders fail soon. Has no answer of its own."""
 
     edge: int
     reason: str
@@ -96,7 +97,7 @@ class AbortEdge:
 
 @dataclass(frozen=True, slots=True)
 class CloseEdge:
-    """Close the end in order; the answer's value is 1 when its thread has ended."""
+    """Close the endpoint in order; the answer's value is 1 when its thread has ended."""
 
     order: int
     edge: int
@@ -112,7 +113,7 @@ class EdgeBegun:
 
 @dataclass(frozen=True, slots=True)
 class EdgeDone:
-    """`error` is empty on success; `dead` says whether the end can no longer be used."""
+    """`error` is empty on success; `dead` says whether the endpoint can no longer be used."""
 
     order: int
     value: int = 0

@@ -1,8 +1,9 @@
-"""Ends of edges at every rank of a worker, controlled by its leader.
+"""Endpoints of edges at every rank of a worker, controlled by its leader.
 
-Only the leader communicates with other workers and decides. An end at its own rank is a `LocalEnd`; for an end at a
-follower it holds a `RemoteEnd`, which sends orders (baton.core.edge_orders) over the lockstep channel and waits for
-reports. The follower executes them on its own `LocalEnd`s, in an event loop on a separate thread beside its steps.
+Only the leader communicates with other workers and decides. An endpoint at its own rank is a `LocalEndpoint`; for one
+at a follower it holds a `RemoteEndpoint`, which sends orders (baton.core.edge_orders) over the lockstep channel and
+waits for reports. The follower executes them on its own `LocalEndpoint`s, in an event loop on a separate thread beside
+its steps.
 
 An edge that fails at a follower costs only that edge. Every wait for an answer has a time limit. A follower that does
 not confirm that it has stopped writing into blocks counts as a lost rank: these blocks could never be reused.
@@ -36,7 +37,7 @@ from baton.core.errors import BatonError, HandoffError, InvariantError, RankLost
 from baton.core.reshard import EdgePlan
 from baton.engine.lockstep import LeaderChannel
 from baton.transfer.edge import EdgeSpec, Side
-from baton.transfer.edge_end import EdgeEnd, LocalEnd, LocalEnds
+from baton.transfer.edge_endpoint import EdgeEndpoint, LocalEndpoint, LocalEndpoints
 
 log = logging.getLogger("baton.edges")
 
@@ -50,10 +51,10 @@ class _Order:
     on_begun: Callable[[], None] | None
 
 
-class WorkerEnds:
-    """Makes ends at all ranks, for the leader."""
+class WorkerEndpoints:
+    """Makes endpoints at all ranks, for the leader."""
 
-    def __init__(self, local: LocalEnds, channel: LeaderChannel) -> None:
+    def __init__(self, local: LocalEndpoints, channel: LeaderChannel) -> None:
         self._local = local
         self._channel = channel
         # Not answered yet, by number.
@@ -63,12 +64,12 @@ class WorkerEnds:
         self.kind, self.section_bytes, self.gpus = local.kind, local.section_bytes, local.gpus
         channel.on_report = self._receive
 
-    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd:
+    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEndpoint:
         rank = plan.prefill_rank if spec.side == "prefill" else plan.decode_rank
         if rank == 0:
             return self._local(plan, spec)
         self._loop = asyncio.get_running_loop()
-        return RemoteEnd(self, rank, next(self._numbers), plan, spec)
+        return RemoteEndpoint(self, rank, next(self._numbers), plan, spec)
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -116,10 +117,10 @@ class WorkerEnds:
             order.on_begun()
 
 
-class RemoteEnd:
-    """The leader's proxy for the end of an edge at a follower; see `EdgeEnd`."""
+class RemoteEndpoint:
+    """The leader's proxy for an endpoint at a follower; see `EdgeEndpoint`."""
 
-    def __init__(self, ranks: WorkerEnds, rank: int, edge: int, plan: EdgePlan, spec: EdgeSpec) -> None:
+    def __init__(self, ranks: WorkerEndpoints, rank: int, edge: int, plan: EdgePlan, spec: EdgeSpec) -> None:
         self.dead: HandoffError | None = None
         self._ranks, self._rank, self._edge, self._plan, self._spec = ranks, rank, edge, plan, spec
         self.generation, self._opened = spec.generation, False
@@ -194,21 +195,21 @@ class RemoteEnd:
         return self._spec.error(f"rank {self._rank}: {what}")
 
     def __repr__(self) -> str:
-        return f"<RemoteEnd {self._spec.prefix} {self._spec.side} rank {self._rank}{' dead' if self.dead else ''}>"
+        return f"<RemoteEndpoint {self._spec.prefix} {self._spec.side} rank {self._rank}{' dead' if self.dead else ''}>"
 
 
-class FollowerEnds:
-    """A follower's ends, on an event loop with a thread of its own. `fail` ends the process after a violated
+class FollowerEndpoints:
+    """A follower's endpoints, on an event loop with a thread of its own. `fail` ends the process after a violated
     invariant."""
 
     def __init__(
-        self, local: LocalEnds, report: Callable[[object], None], fail: Callable[[InvariantError], None]
+        self, local: LocalEndpoints, report: Callable[[object], None], fail: Callable[[InvariantError], None]
     ) -> None:
         self._local = local
         self._report = report
         self._fail = fail
-        # Open ends by number, and orders in progress: only the loop's thread uses them.
-        self._ends: dict[int, LocalEnd] = {}
+        # Open endpoints by number, and orders in progress: only the loop's thread uses them.
+        self._endpoints: dict[int, LocalEndpoint] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="follower edges", daemon=True)
@@ -219,10 +220,10 @@ class FollowerEnds:
         self._loop.call_soon_threadsafe(self._begin, order)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Closes all ends and stops the thread."""
+        """Closes all endpoints and stops the thread."""
 
         async def close_all() -> None:
-            await asyncio.gather(*(end.close(timeout_s) for end in self._ends.values()))
+            await asyncio.gather(*(endpoint.close(timeout_s) for endpoint in self._endpoints.values()))
 
         with contextlib.suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(close_all(), self._loop).result(2 * timeout_s)
@@ -234,56 +235,56 @@ class FollowerEnds:
     def _begin(self, order: Any) -> None:
         match order:
             case AbortEdge(edge, reason):
-                if edge in self._ends:
-                    self._ends.pop(edge).abort(reason)
+                if edge in self._endpoints:
+                    self._endpoints.pop(edge).abort(reason)
                 return
             case DropEdge(edge):
-                if edge in self._ends:
-                    self._ends[edge].drop()
+                if edge in self._endpoints:
+                    self._endpoints[edge].drop()
                 return
             case OpenEdge(_, edge, plan, side, host, port, prefix, generation, connect_s, operation_s):
                 here: Side = "prefill" if side == "prefill" else "decode"
                 spec = EdgeSpec(
                     host, port, prefix, generation, here, connect_timeout_s=connect_s, operation_timeout_s=operation_s
                 )
-                self._ends[edge] = self._local(plan, spec)
+                self._endpoints[edge] = self._local(plan, spec)
         task = self._loop.create_task(self._carry_out(order))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
     async def _carry_out(self, order: Any) -> None:
-        end = self._ends.get(order.edge)
-        if end is None:
+        endpoint = self._endpoints.get(order.edge)
+        if endpoint is None:
             self._send(EdgeDone(order.order, error="the edge has ended", dead=True))
             return
         try:
-            done = EdgeDone(order.order, await self._work(end, order))
+            done = EdgeDone(order.order, await self._work(endpoint, order))
         except BatonError as e:
-            done = EdgeDone(order.order, error=e.message, dead=end.dead is not None)
+            done = EdgeDone(order.order, error=e.message, dead=endpoint.dead is not None)
         except InvariantError as e:
             self._fail(e)
             raise
         except Exception as e:  # fails this edge, not the worker
             log.exception("%s", type(order).__name__)
-            end.abort(f"{type(e).__name__}: {e}")
+            endpoint.abort(f"{type(e).__name__}: {e}")
             done = EdgeDone(order.order, error=f"{type(e).__name__}: {e}", dead=True)
-        if end.dead is not None:
-            self._ends.pop(order.edge, None)
+        if endpoint.dead is not None:
+            self._endpoints.pop(order.edge, None)
         self._send(done)
 
-    async def _work(self, end: LocalEnd, order: Any) -> int:
+    async def _work(self, endpoint: LocalEndpoint, order: Any) -> int:
         begun = partial(self._send, EdgeBegun(order.order))
         match order:
             case OpenEdge():
-                await end.connect()
+                await endpoint.connect()
             case FillEdge():
-                await end.fill(order.part, order.after_step, begun)
+                await endpoint.fill(order.part, order.after_step, begun)
             case SendEdge():
-                await end.send()
+                await endpoint.send()
             case TakeEdge():
-                return int(await end.take(order.part, begun))
+                return int(await endpoint.take(order.part, begun))
             case CloseEdge():
-                return int(await end.close(order.timeout_s))
+                return int(await endpoint.close(order.timeout_s))
             case _:
                 raise HandoffError(f"unknown order {type(order).__name__}")
         return 0

@@ -57,7 +57,7 @@ class Worker(Protocol):
     async def run(self) -> None: ...
 
 
-# (config, runner, facts, pids, make_end) -> worker. `runner` and `make_end` are Any, so that `--help` needs no torch.
+# (config, runner, facts, pids, make_endpoint) -> worker. The second and the last are Any: `--help` needs no torch.
 MakeWorker = Callable[[WorkerConfig, Any, Compatibility, tuple[int, ...], Any], Worker]
 
 
@@ -163,7 +163,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as group:
         runner = group.runner
         runner.start_grammars()
-        worker = make(config, runner, runner.facts, group.pids, group.ends)
+        worker = make(config, runner, runner.facts, group.pids, group.endpoints)
         log.info(
             "%s: %s, kernels %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
             config.worker_id,

@@ -28,10 +28,10 @@ from baton.engine.options import EngineOptions
 from baton.engine.parallel import leave_exit_barrier, open_store
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
 from baton.engine.runner import Runner
-from baton.runtime.edge_ranks import FollowerEnds, WorkerEnds
+from baton.runtime.edge_ranks import FollowerEndpoints, WorkerEndpoints
 from baton.runtime.options import error_line
 from baton.runtime.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
-from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
+from baton.transfer.edge_endpoint import LocalEndpoints, MakeEndpoint, make_buffers
 from baton.transfer.nccl import configure_nccl, local_gpus
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.stream_pool import know_streams
@@ -52,8 +52,8 @@ class RankGroup:
     # The followers replay its steps.
     runner: Runner
     pids: tuple[int, ...]
-    # Makes ends of edges at all ranks.
-    ends: MakeEnd
+    # Makes endpoints of edges at all ranks.
+    endpoints: MakeEndpoint
     # Sets what is called, from any thread, with the rank of a follower that received SIGTERM.
     on_leave: Callable[[Callable[[int], object]], None] = lambda handler: None
 
@@ -65,7 +65,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
     if ranks.size == 1:
         _know_streams(options, ranks)
         runner = load_runner(options, on_stage)
-        yield RankGroup(runner, (os.getpid(),), _local_ends(runner, options, ranks))
+        yield RankGroup(runner, (os.getpid(),), _local_endpoints(runner, options, ranks))
         return
     store = open_store(os.environ)
     limit_s = CONNECT_TIMEOUT_S if _start_together(ranks) else MEET_TIMEOUT_S
@@ -75,8 +75,8 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
         runner.lead(channel.send)
-        ends = WorkerEnds(_local_ends(runner, options, ranks), channel)
-        yield RankGroup(runner, channel.pids, ends, channel.set_leave_handler)
+        endpoints = WorkerEndpoints(_local_endpoints(runner, options, ranks), channel)
+        yield RankGroup(runner, channel.pids, endpoints, channel.set_leave_handler)
     channel.stop("drained")
 
 
@@ -87,13 +87,15 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     with _reporting_errors(channel):
         _know_streams(options, ranks)
         runner = load_runner(options, ranks=ranks, store=store)
-        ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report, partial(_end_by_bug, channel))
-        channel.set_order_handler(ends.execute_order)
+        endpoints = FollowerEndpoints(
+            _local_endpoints(runner, options, ranks), channel.report, partial(_end_by_bug, channel)
+        )
+        channel.set_order_handler(endpoints.execute_order)
         channel.serving()
         signalled = _ask_leader_to_drain(channel)
         log.info("rank %d of %d: following the leader", ranks.rank, ranks.size)
         reason = channel.follow(runner.step)
-        ends.close()
+        endpoints.close()
     channel.close()
     if signalled:
         leave_torchrun(ranks)
@@ -151,14 +153,14 @@ def _know_streams(options: EngineOptions, ranks: Ranks) -> None:
     know_streams(choose_device(options.device, ranks.local_rank))
 
 
-def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:
+def _local_endpoints(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEndpoints:
     layers, device = runner.kv.layers, runner.kv.device
     kind = runner.facts.edge_kind
     buffers = make_buffers(kind, device, kept_limit(options.staging_bytes, ranks.size))
     expect = partial(runner.kv.expect, ahead=False)
     behind = runner.marks.order_behind
     gpus = local_gpus(ranks.local_size) if kind == "nccl" else ()
-    return LocalEnds(
+    return LocalEndpoints(
         layers, runner.layout.block_size, options.host, kind, expect, buffers, order_behind=behind, gpus=gpus
     )
 

@@ -26,7 +26,7 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.sections import SECTION_BYTES, cut_sections
 from baton.transfer.edge import EdgeSpec, edge_prefix
-from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
+from baton.transfer.edge_endpoint import LocalEndpoint, LocalEndpoints, make_buffers
 from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.rendezvous import EdgeStore
@@ -201,7 +201,7 @@ async def piece(pair: Started, kind: str) -> None:
     torch.manual_seed(1)
     source, whole = layers(), part()
     kept = make_buffers(kind, source[0][0].device, 4 * whole.num_bytes)
-    end = LocalEnd(spec, source, LocalEnds(source, BLOCK, spec.bind_host, kind, buffers=kept))
+    end = LocalEndpoint(spec, source, LocalEndpoints(source, BLOCK, spec.bind_host, kind, buffers=kept))
     peer.tell(op="connect")
     await end.connect()
     peer.answer()
@@ -289,7 +289,7 @@ async def _peer(answers: int, kind: str, host: str, port: int, prefix: str) -> i
     synchronize()
     generation = int(prefix.rpartition("/g")[2])
     spec = EdgeSpec(host, port, prefix, generation, "decode", connect_timeout_s=LIMIT_S, device=str(device))
-    end = LocalEnd(spec, target, LocalEnds(target, BLOCK, spec.bind_host, kind, buffers=kept))  # type: ignore[arg-type]
+    end = LocalEndpoint(spec, target, LocalEndpoints(target, BLOCK, spec.bind_host, kind, buffers=kept))  # type: ignore[arg-type]
     say()
     for line in iter(sys.stdin.readline, ""):
         command = json.loads(line)

@@ -9,7 +9,7 @@ import torch
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.transfer.edge_end import LocalEnds
+from baton.transfer.edge_endpoint import LocalEndpoints
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import FakeRanks, FakeRunner, oracle
 from tests.support.link_gate import Gate
@@ -23,13 +23,13 @@ LAYOUT = make_layout(4, layers=LAYERS)
 
 def prefill(step_tokens: int = 8, section_bytes: int = 1) -> PrefillNode:
     runner = FakeRunner(layout=LAYOUT)
-    runner.make_end = LocalEnds(runner.kv.layers, LAYOUT.block_size, "127.0.0.1", section_bytes=section_bytes)
+    runner.make_endpoint = LocalEndpoints(runner.kv.layers, LAYOUT.block_size, "127.0.0.1", section_bytes=section_bytes)
     return PrefillNode(runner=runner, step_tokens=step_tokens)
 
 
 def decode(section_bytes: int = 1, name: str = "d0") -> DecodeNode:
     runner = FakeRunner(layout=LAYOUT)
-    runner.make_end = LocalEnds(runner.kv.layers, LAYOUT.block_size, "127.0.0.1", section_bytes=section_bytes)
+    runner.make_endpoint = LocalEndpoints(runner.kv.layers, LAYOUT.block_size, "127.0.0.1", section_bytes=section_bytes)
     return DecodeNode(name, runner=runner)
 
 
@@ -167,7 +167,7 @@ async def test_abort_between_the_two_parts_leaks_nothing_and_the_link_stays_usab
             await until(lambda: source.posted.parked, timeout_s=3, what="parked KV")
             source.abort(R)
         await until(lambda: source.idle and target.idle, timeout_s=3, what="idle pools")
-        assert all(end.dead is None for link in links(source) for end in link.ends.values())
+        assert all(end.dead is None for link in links(source) for end in link.endpoints.values())
         await serve(source, target, "behind")
 
 

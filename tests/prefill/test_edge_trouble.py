@@ -14,9 +14,9 @@ import torch
 from baton.core.edge_orders import Part
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from baton.runtime.edge_ranks import FollowerEnds, RemoteEnd, WorkerEnds
-from baton.transfer import edge_end, sections
-from baton.transfer.edge_end import LocalEnd, LocalEnds
+from baton.runtime.edge_ranks import FollowerEndpoints, RemoteEndpoint, WorkerEndpoints
+from baton.transfer import edge_endpoint, sections
+from baton.transfer.edge_endpoint import LocalEndpoint, LocalEndpoints
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import oracle
 from tests.support.limits import HANG_S
@@ -37,11 +37,11 @@ async def test_edge_that_breaks_at_any_rank_is_rebuilt_alone(side: str, rank: in
         made = latest_generation(link)
         if rank == 0:
             (incoming,) = decode.worker.incoming._links.values()
-            ends = link.ends if side == "prefill" else incoming._edges
+            ends = link.endpoints if side == "prefill" else incoming._edges
             ends[0, 0].abort("killed by the test")
         else:
-            (follower,) = (source if side == "prefill" else decode).runner.follower_ends  # type: ignore[attr-defined]
-            for end in follower._ends.values():
+            (follower,) = (source if side == "prefill" else decode).runner.follower_endpoints  # type: ignore[attr-defined]
+            for end in follower._endpoints.values():
                 end.abort("killed by the test")
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
@@ -61,15 +61,15 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, frame: str, side: str) -> None:
         self.reached, self.go = threading.Event(), threading.Event()
-        original = FollowerEnds._work
+        original = FollowerEndpoints._work
 
-        async def work(ends: FollowerEnds, end: LocalEnd, order: Any) -> int:
+        async def work(ends: FollowerEndpoints, end: LocalEndpoint, order: Any) -> int:
             if type(order).__name__ == frame and end.worker.spec.side == side and not self.reached.is_set():
                 self.reached.set()
                 await asyncio.to_thread(self.go.wait, 5.0)
             return await original(ends, end, order)
 
-        monkeypatch.setattr(FollowerEnds, "_work", work)
+        monkeypatch.setattr(FollowerEndpoints, "_work", work)
 
 
 @pytest.mark.parametrize(("frame", "side"), ORDERS)
@@ -102,7 +102,7 @@ async def test_rank_that_fails_to_pack_an_announced_chunk_closes_its_edge(
                 while hand_overs.writing[R] < 2:  # both are announced
                     time.sleep(0.001)
                 failed.set()
-                raise edge_end.HandoffError("the test")
+                raise edge_endpoint.HandoffError("the test")
             failed.wait(10.0)  # else the other rank ends before this one is announced
             return packed(layers, *where)
 
@@ -158,16 +158,16 @@ async def test_follower_that_does_not_answer_an_order_is_lost(monkeypatch: pytes
         def lose(self, error: Exception) -> None:
             lost.append(str(error))
 
-    ends = WorkerEnds(LocalEnds([], 4, "h"), SilentRanks())  # type: ignore[arg-type]
-    spec = edge_end.EdgeSpec("h", 1, "x", 1, "decode", connect_timeout_s=0.1, operation_timeout_s=0.1)
+    ends = WorkerEndpoints(LocalEndpoints([], 4, "h"), SilentRanks())  # type: ignore[arg-type]
+    spec = edge_endpoint.EdgeSpec("h", 1, "x", 1, "decode", connect_timeout_s=0.1, operation_timeout_s=0.1)
     plan = reshard_layout(make_layout(), 1, 2)[1]
     end = ends(plan, spec)
-    assert isinstance(end, RemoteEnd)
+    assert isinstance(end, RemoteEndpoint)
     part = Part((1,), 0, 4, 8, b"")
-    with pytest.raises(edge_end.HandoffError, match="rank 1 did not reply to an order to store KV within"):
+    with pytest.raises(edge_endpoint.HandoffError, match="rank 1 did not reply to an order to store KV within"):
         await end.take(part, lambda: None)
     assert lost == ["rank 1 did not reply to an order to store KV within 0.2 s"] and end.dead is not None
     other = ends(plan, spec)
-    with pytest.raises(edge_end.HandoffError, match="to pack KV within"):
+    with pytest.raises(edge_endpoint.HandoffError, match="to pack KV within"):
         await other.fill(part, -1)
     assert len(lost) == 1 and len(ends) == 0

@@ -12,9 +12,9 @@ import torch
 
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
-from baton.runtime.edge_ranks import FollowerEnds
+from baton.runtime.edge_ranks import FollowerEndpoints
 from baton.transfer import sections
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_endpoint import LocalEndpoint
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from tests.support.builders import make_request
@@ -66,7 +66,7 @@ async def test_each_head_is_sent_once_per_destination_rank_for_all_rank_counts(
             == decode.worker.hand_overs.counters.bytes_received
             == sum(counted.values())
         )
-        assert sorted(only_link(source).ends) == sorted(p.key for p in plans)
+        assert sorted(only_link(source).endpoints) == sorted(p.key for p in plans)
 
 
 async def test_edges_are_built_once_and_shared_by_requests() -> None:
@@ -75,7 +75,7 @@ async def test_edges_are_built_once_and_shared_by_requests() -> None:
         made = latest_generation(only_link(source))
         for index in range(1, 5):
             await hand_over(source, decode, f"r{index}", 3 + 4 * index)
-        assert len(only_link(source).ends) == 4 and latest_generation(only_link(source)) == made
+        assert len(only_link(source).endpoints) == 4 and latest_generation(only_link(source)) == made
 
 
 async def test_follower_packs_a_chunk_only_after_computing_it() -> None:
@@ -96,8 +96,8 @@ async def test_all_ranks_send_while_packing_and_the_bytes_are_correct(monkeypatc
     monkeypatch.setattr(sections, "AHEAD_BYTES", 1)
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "r", 8)
-        (follower,) = source.runner.follower_ends  # type: ignore[attr-defined]
-        ends: list[Any] = [only_link(source).ends[0, 0], *follower._ends.values()]
+        (follower,) = source.runner.follower_endpoints  # type: ignore[attr-defined]
+        ends: list[Any] = [only_link(source).endpoints[0, 0], *follower._endpoints.values()]
         assert [end.packed_while_sending for end in ends] == [1, 1]
         assert decode.worker.hand_overs.counters.chunks_damaged == 0
 
@@ -160,9 +160,9 @@ async def test_next_chunk_is_announced_while_a_follower_stores_the_previous_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An edge is free for another sequence once its bytes are transferred, so two receives overlap at one end."""
-    under_way, most, work, written = [0], [0], FollowerEnds._work, sections.unpack
+    under_way, most, work, written = [0], [0], FollowerEndpoints._work, sections.unpack
 
-    async def counted(ends: FollowerEnds, end: LocalEnd, order: Any) -> int:
+    async def counted(ends: FollowerEndpoints, end: LocalEndpoint, order: Any) -> int:
         under_way[0] += type(order).__name__ == "TakeEdge"
         most[0] = max(most[0], under_way[0])
         try:
@@ -174,7 +174,7 @@ async def test_next_chunk_is_announced_while_a_follower_stores_the_previous_one(
         time.sleep(0.1)
         written(*where)
 
-    monkeypatch.setattr(FollowerEnds, "_work", counted)
+    monkeypatch.setattr(FollowerEndpoints, "_work", counted)
     monkeypatch.setattr(sections, "unpack", slowly)
     async with ranks(1, 2) as (source, decode):
         for index in range(3):

@@ -10,7 +10,7 @@ import pytest
 
 from baton.core.handover import Offer
 from baton.core.request import SequenceId
-from baton.transfer.edge_end import LocalEnds
+from baton.transfer.edge_endpoint import LocalEndpoints
 from prefill.link import Link
 from tests.support.builders import make_request
 from tests.support.fake_runner import FakeRunner, oracle
@@ -23,7 +23,7 @@ async def test_first_chunk_announces_all_blocks_of_its_sequence_to_the_pool() ->
     named: list[tuple[int, ...]] = []
     runner = FakeRunner(num_blocks=32)
     where = (runner.kv.layers, runner.layout.block_size, "127.0.0.1")
-    runner.make_end = LocalEnds(*where, expect=named.append, section_bytes=1)
+    runner.make_endpoint = LocalEndpoints(*where, expect=named.append, section_bytes=1)
     async with pair(DecodeNode(runner=runner)) as (source, [decode]):
         source.submit(make_request("r", 19, max_tokens=6), decode)
         while source.step():

@@ -31,7 +31,7 @@ async def test_abort_in_any_phase_leaks_nothing_and_the_link_stays_usable(
         await abort_at(source, decode, R, who)
         gate.opened.set()
         await check_aborted(source, decode, R, who)
-        assert all(end.dead is None for link in links(source) for end in link.ends.values())  # edges stay open
+        assert all(end.dead is None for link in links(source) for end in link.endpoints.values())  # edges stay open
         assert not [k for link in links(source) for k in link._waiting if k[0] != "ping"]
         await asyncio.wait_for(serve(source, decode), 1.5)
 

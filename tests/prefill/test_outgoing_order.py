@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.request import SequenceId
 from baton.runtime.streams import MessageStream
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_endpoint import LocalEndpoint
 from baton.transfer.sections import Packing
 from prefill.link import Link
 from tests.support.builders import make_request
@@ -81,16 +81,16 @@ async def test_error_while_packing_ends_the_receive_that_was_posted_for_the_chun
 ) -> None:
     """Otherwise the next chunk on the edge would be received in place of this one."""
     async with pair(timeout_s=30.0) as (source, [decode]):
-        fill, failed = LocalEnd.fill, []
+        fill, failed = LocalEndpoint.fill, []
 
-        async def failing(end: LocalEnd, *what: Any) -> None:
+        async def failing(end: LocalEndpoint, *what: Any) -> None:
             if not failed:
                 await until(lambda: decode.worker.hand_overs.writing[R] == 1, what="an open receive")
                 failed.append(end)
                 raise RuntimeError("a bug")
             await fill(end, *what)
 
-        monkeypatch.setattr(LocalEnd, "fill", failing)
+        monkeypatch.setattr(LocalEndpoint, "fill", failing)
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         await until(lambda: failed and decode.idle and source.idle, what="idle pools")

@@ -10,7 +10,7 @@ import torch
 
 from baton.core.edge_orders import Part
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd, LocalEnds
+from baton.transfer.edge_endpoint import LocalEndpoint, LocalEndpoints
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.limits import HANG_S
 
@@ -43,10 +43,10 @@ class Pair:
         self.kept = kept or (StagingBuffers(1 << 16),) * 2
         self.source, self.target = pool(1.0), pool(0.0)
         self.prefill, self.decode = (
-            LocalEnd(
+            LocalEndpoint(
                 spec(side, generation),
                 layers,
-                LocalEnds(layers, BLOCK, "127.0.0.1", kind, buffers=buffers, section_bytes=LAYER_BYTES),
+                LocalEndpoints(layers, BLOCK, "127.0.0.1", kind, buffers=buffers, section_bytes=LAYER_BYTES),
             )
             for side, layers, buffers in zip(("prefill", "decode"), (self.source, self.target), self.kept, strict=True)
         )

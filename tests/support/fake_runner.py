@@ -19,8 +19,8 @@ from baton.core.kv_layout import KVLayout
 from baton.core.reshard import local_heads
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
-from baton.runtime.edge_ranks import FollowerEnds, WorkerEnds
-from baton.transfer.edge_end import LocalEnds, MakeEnd
+from baton.runtime.edge_ranks import FollowerEndpoints, WorkerEndpoints
+from baton.transfer.edge_endpoint import LocalEndpoints, MakeEndpoint
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.builders import make_layout
 from tests.support.dict_store import DictStore
@@ -48,10 +48,10 @@ def oracle(prompt: Sequence[int], count: int) -> list[int]:
     return out
 
 
-def local_ends(runner: FakeRunner) -> LocalEnds:
+def local_ends(runner: FakeRunner) -> LocalEndpoints:
     """Returns the ends of edges at one rank, with reused staging buffers; every layer is a section."""
     kept = StagingBuffers(1 << 20)
-    return LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1", buffers=kept, section_bytes=1)
+    return LocalEndpoints(runner.kv.layers, runner.layout.block_size, "127.0.0.1", buffers=kept, section_bytes=1)
 
 
 class FakeRunner:
@@ -67,7 +67,7 @@ class FakeRunner:
         heads = local_heads(first.num_kv_heads, size, rank)
         shape = (num_blocks, self.layout.block_size, len(heads), first.head_dim)
         self.kv = SimpleNamespace(layers=[(torch.zeros(shape), torch.zeros(shape)) for _ in self.layout.layers])
-        self.make_end: MakeEnd = local_ends(self)
+        self.make_endpoint: MakeEndpoint = local_ends(self)
         whole = torch.arange(first.num_kv_heads * first.head_dim).view(first.num_kv_heads, first.head_dim).float()
         self._pattern = whole[heads.start : heads.stop]
 
@@ -105,7 +105,7 @@ class FakeRanks(FakeRunner):
         super().__init__(num_blocks, layout, 0, size)
         self.lost: list[str] = []
         self.ranks: list[FakeRunner] = [self]
-        self.follower_ends: list[FollowerEnds] = []
+        self.follower_endpoints: list[FollowerEndpoints] = []
         self.followers: list[FollowerChannel] = []
         self.threads: list[threading.Thread] = []
         store = DictStore()
@@ -114,7 +114,7 @@ class FakeRanks(FakeRunner):
             self.threads.append(threading.Thread(target=self._follow, args=(store, rank, pause_s)))
             self.threads[-1].start()
         self.channel = LeaderChannel.open(store, size, "127.0.0.1", lambda error: self.lost.append(error.message))
-        self.make_end = WorkerEnds(local_ends(self), self.channel)
+        self.make_endpoint = WorkerEndpoints(local_ends(self), self.channel)
 
     def step(self, plan: StepPlan) -> StepOutcome:
         self.channel.send(plan)
@@ -129,9 +129,9 @@ class FakeRanks(FakeRunner):
     def _follow(self, store: DictStore, rank: int, pause_s: float) -> None:
         channel = FollowerChannel.open(store, rank)
         runner = self.ranks[rank]
-        ends = FollowerEnds(local_ends(runner), channel.report, lambda error: self.lost.append(str(error)))
+        ends = FollowerEndpoints(local_ends(runner), channel.report, lambda error: self.lost.append(str(error)))
         channel.set_order_handler(ends.execute_order)
-        self.follower_ends.append(ends)
+        self.follower_endpoints.append(ends)
         self.followers.append(channel)
 
         def step(plan: StepPlan) -> StepOutcome:

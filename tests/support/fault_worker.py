@@ -103,7 +103,7 @@ def _install(faults: Faults) -> None:
     from baton.engine.runner import Runner
     from baton.runtime import worker_ranks
     from baton.runtime.streams import MessageStream
-    from baton.transfer.edge_end import LocalEnds
+    from baton.transfer.edge_endpoint import LocalEndpoints
     from baton.transfer.gloo import GlooEdge
 
     step, tell_first = Runner.step, Runner.set_first_layers_callback
@@ -154,7 +154,7 @@ def _install(faults: Faults) -> None:
     Runner.set_first_layers_callback = held_first_layers  # type: ignore[method-assign]
     GlooEdge.send = faulty_send  # type: ignore[method-assign]
     MessageStream.send_unshielded = faulty_stream_send  # type: ignore[method-assign]
-    worker_ranks.LocalEnds = partial(LocalEnds, section_bytes=1)  # type: ignore[attr-defined]
+    worker_ranks.LocalEndpoints = partial(LocalEndpoints, section_bytes=1)  # type: ignore[attr-defined]
 
 
 def _refuse(faults: Faults, worker: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_endpoint import LocalEndpoint
 from prefill.link import Link
 
 
@@ -16,7 +16,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, when: str) -> None:
         self.reached, self.opened = asyncio.Event(), asyncio.Event()
-        owner = Link if hasattr(Link, method) else LocalEnd
+        owner = Link if hasattr(Link, method) else LocalEndpoint
         original = getattr(owner, method)
 
         async def held(link: Any, *args: Any, **kwargs: Any) -> Any:

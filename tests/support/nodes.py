@@ -86,7 +86,7 @@ class PrefillNode:
             self.runner,
             _facts(self.runner),
             _pids(self.runner),
-            self.runner.make_end,  # type: ignore[arg-type]
+            self.runner.make_endpoint,  # type: ignore[arg-type]
         )
         _join(self.worker, self.posted)
 
@@ -140,7 +140,7 @@ class DecodeNode:
             self.runner,
             _facts(self.runner),
             _pids(self.runner),
-            self.runner.make_end,  # type: ignore[arg-type]
+            self.runner.make_endpoint,  # type: ignore[arg-type]
         )
         _join(self.worker, self.posted)
         self.server: Any = None

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from baton.runtime.edge_ranks import WorkerEnds
+from baton.runtime.edge_ranks import WorkerEndpoints
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import FakeRanks, FakeRunner, oracle
@@ -28,7 +28,7 @@ async def ranks(
             await until(lambda: not orders(source) and not orders(decode), what="answered orders")
         for runner in made:
             assert not getattr(runner, "lost", ())
-            await until(lambda runner=runner: not any(e._ends for e in getattr(runner, "follower_ends", ())))
+            await until(lambda runner=runner: not any(e._endpoints for e in getattr(runner, "follower_endpoints", ())))
     finally:
         for runner in made:
             if isinstance(runner, FakeRanks):
@@ -36,8 +36,8 @@ async def ranks(
 
 
 def orders(node: PrefillNode | DecodeNode) -> int:
-    ends = node.runner.make_end
-    return len(ends) if isinstance(ends, WorkerEnds) else 0
+    ends = node.runner.make_endpoint
+    return len(ends) if isinstance(ends, WorkerEndpoints) else 0
 
 
 def only_link(source: PrefillNode) -> Link:
@@ -47,7 +47,7 @@ def only_link(source: PrefillNode) -> Link:
 
 def latest_generation(link: Link) -> int:
     """Returns the latest generation of the link's edges, which rises with each edge made on any link."""
-    return max(end.generation for end in link.ends.values())
+    return max(end.generation for end in link.endpoints.values())
 
 
 async def hand_over(source: PrefillNode, decode: DecodeNode, name: str, prompt: int) -> None:

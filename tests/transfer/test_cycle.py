@@ -107,7 +107,7 @@ async def cycle(
             )
             assert all((s.worker.outgoing.counters.chunks_early > 0) == early for s in sources)
             links = [task.result() for s in sources for task in s.worker.outgoing._links.values()]
-            assert [len(link.ends) for link in links] == [edges] * 4
+            assert [len(link.endpoints) for link in links] == [edges] * 4
         assert not [runner.lost for runner in runners if isinstance(runner, FakeRanks) and runner.lost]
     finally:
         for runner in runners:

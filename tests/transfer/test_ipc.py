@@ -19,7 +19,7 @@ import torch
 from baton.core.errors import HandoffError
 from baton.transfer import ipc, shared_buffers, streams
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import make_buffers
+from baton.transfer.edge_endpoint import make_buffers
 from baton.transfer.ipc import IpcEdge
 from baton.transfer.shared_buffers import allocate_shared, export, map_exported
 from tests.support.end_pair import LAYER_BYTES, LAYERS, Pair, equal

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.reshard import local_heads, reshard_layout
-from baton.transfer.edge_end import edge_layers
+from baton.transfer.edge_endpoint import edge_layers
 from baton.transfer.staging import Layers
 from tests.support.paged import pack_tokens, unpack_tokens
 

@@ -15,7 +15,7 @@ from baton.core.errors import HandoffError
 from baton.transfer import sections
 from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_endpoint import LocalEndpoint
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import PagedLayers
@@ -72,7 +72,7 @@ async def test_some_sections_are_packed_before_the_first_is_sent(
     await ends.close()
 
 
-def run_with_sections_requested(end: LocalEnd) -> Any:
+def run_with_sections_requested(end: LocalEndpoint) -> Any:
     """The end's `run`, with the sections requested before any is packed."""
     run = end.worker.run
 

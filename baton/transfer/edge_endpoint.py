@@ -1,9 +1,9 @@
-"""One end of an edge together with the KV behind it: the interface that a hand-over uses, whichever rank has the end.
+"""One endpoint of an edge together with the KV behind it: the interface that a hand-over uses, whichever rank has it.
 
-`LocalEnd` is an end in this process; baton.runtime.edge_ranks has a class for an end at another rank of the worker.
-The prefill side calls `fill` and, once that has begun, `send`; the decode side calls `take`. Bytes are sent in sections
-(baton.transfer.sections), so that packing, sending, checking and storing overlap. An end that has failed once is dead;
-both sides create a new one under the next generation.
+`LocalEndpoint` is one in this process; baton.runtime.edge_ranks has a class for one at another rank of the worker. The
+prefill side calls `fill` and, once that has begun, `send`; the decode side calls `take`. Bytes are sent in sections
+(baton.transfer.sections), so that packing, sending, checking and storing overlap. An endpoint that has failed once is
+dead; both sides create a new one under the next generation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OrderBehind = Callable[[int], None]
 _WARM_UP_S = 60.0
 
 
-class EdgeEnd(Protocol):
+class EdgeEndpoint(Protocol):
     """All coroutines run in one event loop and raise HandoffError."""
 
     @property
@@ -46,8 +46,9 @@ class EdgeEnd(Protocol):
         """Connects to the peer within the spec's `connect_timeout_s`."""
 
     async def fill(self, part: Part, after_step: int, on_begun: Callable[[], None] | None = None) -> None:
-        """Packs a part, whose KV is complete once `after_step` is computed, into this end's staging buffer. `on_begun`
-        is called in the event loop as soon as `send` may be called; `send` packs what `fill` has not packed yet."""
+        """Packs a part, whose KV is complete once `after_step` is computed, into this endpoint's staging buffer.
+        `on_begun` is called in the event loop as soon as `send` may be called; `send` packs what `fill` has not packed
+        yet."""
 
     async def send(self) -> None:
         """Sends the part of the last `fill`, with a checksum after each section, and packs the rest of it meanwhile."""
@@ -66,16 +67,17 @@ class EdgeEnd(Protocol):
         """Closes the edge in order. Returns True when its thread has ended."""
 
 
-class MakeEnd(Protocol):
-    """Makes the end of an edge at the rank that the plan names for `spec.side`. That rank itself sets `bind_host` and
-    `device` of the spec. `kind` is the backend that moves the bytes; both sides of a link must use the same one. For a
-    kind that refuses two ranks on one GPU, `gpus` are those of the worker's ranks, by rank; empty where not known."""
+class MakeEndpoint(Protocol):
+    """Makes the endpoint of an edge at the rank that the plan names for `spec.side`. That rank itself sets `bind_host`
+    and `device` of the spec. `kind` is the backend that moves the bytes; both sides of a link must use the same one.
+    For a kind that refuses two ranks on one GPU, `gpus` are those of the worker's ranks, by rank; empty where not
+    known."""
 
     kind: str
     section_bytes: int
     gpus: tuple[str, ...]
 
-    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd: ...
+    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEndpoint: ...
 
 
 def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
@@ -88,12 +90,12 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
     return views
 
 
-class LocalEnds:
-    """Makes ends in this process: over its rank's `layers` in blocks of `block_size`, bound to its own address `host`.
-    `expect` is called with the blocks of a sequence that is being received. All ends share `buffers`; with None no
-    buffer is kept between transfers. Both sides of an edge must have the same `section_bytes`, or the first transfer
-    fails. `order_behind(step)` is called on an edge's thread before it reads KV and orders the thread's later work
-    after that step. `gpus`: see `MakeEnd`."""
+class LocalEndpoints:
+    """Makes endpoints in this process: over its rank's `layers` in blocks of `block_size`, bound to its own address
+    `host`. `expect` is called with the blocks of a sequence that is being received. All endpoints share `buffers`; with
+    None no buffer is kept between transfers. Both sides of an edge must have the same `section_bytes`, or the first
+    transfer fails. `order_behind(step)` is called on an edge's thread before it reads KV and orders the thread's later
+    work after that step. `gpus`: see `MakeEndpoint`."""
 
     def __init__(
         self,
@@ -127,10 +129,10 @@ class LocalEnds:
             unpack(buf, layers, slots)
             finish(device, _WARM_UP_S)
 
-    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
+    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEndpoint:
         device = buffer_device(self.kind, self._layers[0][0].device)
         mine = replace(spec, bind_host=self._host, device=str(device))
-        return LocalEnd(mine, edge_layers(self._layers, plan, spec.side), self)
+        return LocalEndpoint(mine, edge_layers(self._layers, plan, spec.side), self)
 
 
 def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBuffers:
@@ -142,11 +144,11 @@ def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBu
     return StagingBuffers(limit_bytes, where, allocate)
 
 
-class LocalEnd:
-    """A rank's own end of an edge. A buffer is reused only when its transfer has ended in order; otherwise a late byte
-    may still be written."""
+class LocalEndpoint:
+    """A rank's own endpoint of an edge. A buffer is reused only when its transfer has ended in order; otherwise a late
+    byte may still be written."""
 
-    def __init__(self, spec: EdgeSpec, layers: Layers, rank: LocalEnds) -> None:
+    def __init__(self, spec: EdgeSpec, layers: Layers, rank: LocalEndpoints) -> None:
         """`layers` are those that the edge carries; `rank` has the settings and buffers of this rank."""
         self.generation = spec.generation
         self.packed_while_sending = 0  # sections
@@ -229,4 +231,4 @@ class LocalEnd:
             raise
 
     def __repr__(self) -> str:
-        return f"<LocalEnd {self.worker!r}>"
+        return f"<LocalEndpoint {self.worker!r}>"
