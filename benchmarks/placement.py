@@ -45,7 +45,7 @@ def measure(workers: int, shared: bool) -> dict[str, float]:
         decodes.append(made[1])
         for worker in made if shared else ():
             events = KVCacheEvents(stored=hints[: dice.choice((64, 64, 64, 32, 5))])
-            getattr(worker, "update_held", worker.held.update)(events)
+            worker.update_cached(events)
     placing = Placing(table)
     prefix = {BLOCK: hints} if shared else {}
     active = workers * ACTIVE_PER_WORKER

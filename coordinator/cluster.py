@@ -121,7 +121,7 @@ class Cluster:
     def end(self, choice: Choice, reason: str) -> None:
         """Ends a choice of which the front needs no more output, and notifies both pools immediately."""
         self._execute(self.requests.end(choice, reason, time.monotonic()))
-        self._execute([choice.notify])  # the other choices of its request may wait for its end
+        self._execute([choice.notification])  # the other choices of its request may wait for its end
 
     def forget(self, choice: Choice) -> None:
         """Ends a choice and removes it, so that its id can be reused."""

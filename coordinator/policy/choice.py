@@ -138,7 +138,7 @@ class Choice:
     error: BatonError | None = None
 
     # In the queue.
-    place: tuple[int, int, int] | None = None  # priority, age and number of submission; None outside the queue
+    queue_position: tuple[int, int, int] | None = None  # priority, age and number of submission; None outside the queue
     prefix: Prefix = field(default_factory=dict)  # hints of its full blocks, which workers may hold
     unservable: tuple[str, str] | None = None  # why no present worker can serve it, and the error code
     unservable_since: float = 0.0
@@ -171,11 +171,13 @@ class Choice:
     earlier_speculation: SpeculationCounters | None = None
 
     name: ChoiceId = field(init=False)
-    notify: Notify = field(init=False)  # built once: it is returned for every token
+    notification: Notify = field(
+        init=False
+    )  # the action that reports a change of it: built once, returned for every token
 
     def __post_init__(self) -> None:
         self.name = self.request.choice_id
-        self.notify = Notify(self.name)
+        self.notification = Notify(self.name)
         self.attempt = self.request.attempt
         self.journal = Journal(self.request.output)
         self.queued_at = self.started_at

@@ -32,7 +32,7 @@ from coordinator.policy.workers import WorkerTable
 PREFIX_SLACK = 4
 START_TOKENS = 128.0  # expected output length before any output has ended
 _WEIGHT = 0.05  # of each new output in the moving average
-_Place = tuple[int, int, int]
+_QueuePosition = tuple[int, int, int]
 """Position in the queue: priority, age, and submission number."""
 
 
@@ -68,7 +68,7 @@ class Dispatcher:
         self._workers = workers  # whose counters are the sums of what choices hold
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
-        self._queue: list[tuple[_Place, Choice]] = []  # sorted
+        self._queue: list[tuple[_QueuePosition, Choice]] = []  # sorted
         self._queued_tokens = 0
         self._to_come: Counter[ChoiceId] = Counter()  # choices still to be queued, by the name of the first one
         self._submitted = 0
@@ -89,7 +89,7 @@ class Dispatcher:
         return next((pool.role for pool in pools if not any(w.ready for w in pool.workers)), None)
 
     @property
-    def held_block_sizes(self) -> set[int]:
+    def cached_block_sizes(self) -> set[int]:
         """Block sizes in pools with cached blocks: for these a request's prefix is worth computing."""
         pools = self._workers.prefill, self._workers.decode
         return {size for pool in pools if pool.index for size in pool.block_sizes}
@@ -145,15 +145,15 @@ class Dispatcher:
     def enqueue(self, choice: Choice) -> None:
         """Queues an accepted choice by its priority and age, regardless of the limits."""
         self._submitted += 1
-        choice.place = (choice.request.priority, choice.age, self._submitted)
-        insort(self._queue, (choice.place, choice))
+        choice.queue_position = (choice.request.priority, choice.age, self._submitted)
+        insort(self._queue, (choice.queue_position, choice))
         self._queued_tokens += choice.request.num_prefill_tokens
 
     def _dequeue(self, choice: Choice) -> None:
-        if choice.place is not None:
-            del self._queue[bisect_left(self._queue, (choice.place,))]
+        if choice.queue_position is not None:
+            del self._queue[bisect_left(self._queue, (choice.queue_position,))]
             self._queued_tokens -= choice.request.num_prefill_tokens
-            choice.place = None
+            choice.queue_position = None
 
     # Placement.
 
@@ -187,7 +187,7 @@ class Dispatcher:
 
     def _needs(self, choice: Choice) -> object:
         """Returns its submission and everything that decides about its placement except the room of workers."""
-        return choice.place, round(self.expectation.mean_tokens), self.capacity()
+        return choice.queue_position, round(self.expectation.mean_tokens), self.capacity()
 
     def reassign(self, choice: Choice) -> bool:
         """Names new decode workers for parked KV; returns False if none has room now."""
@@ -215,7 +215,7 @@ class Dispatcher:
             held = held._replace(growth=self.expectation.growth(tokens, request.max_kv_tokens, choice.produced, size))
         self._count(choice, held)
 
-    def move(self, choice: Choice, decode: Worker | None) -> None:
+    def set_decode(self, choice: Choice, decode: Worker | None) -> None:
         """Counts a choice at another decode worker than the preferred one: that worker has accepted its KV."""
         if choice.decode is not decode:
             self.release(choice)
@@ -254,11 +254,11 @@ class Dispatcher:
 
     def check(self, choices: Iterable[Choice]) -> None:
         """Raises InvariantError if the queue or the counters of workers do not match these choices, which are all."""
-        queued: list[tuple[_Place | None, Choice]] = []
+        queued: list[tuple[_QueuePosition | None, Choice]] = []
         sums: Counter[tuple[Worker | None, str]] = Counter()
         for choice in choices:
             if choice.stage is Stage.QUEUED:
-                queued.append((choice.place, choice))
+                queued.append((choice.queue_position, choice))
             if choice.held._replace(growth=0) != self._occupied(choice):
                 raise InvariantError(f"{choice!r} holds {choice.held}, not {self._occupied(choice)}")
             for counter, count in choice.held._asdict().items():
@@ -301,7 +301,7 @@ class Dispatcher:
 
     def _to_compute(self, worker: Worker, choice: Choice) -> int:
         """Returns how many tokens the worker has to compute: at least the last one."""
-        held = worker.held.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
+        held = worker.cached.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
         return max(1, choice.request.num_prefill_tokens - held)
 
     def _pick_prefill(self, choice: Choice) -> Worker | None:

@@ -28,7 +28,7 @@ _BITS = bytes.maketrans(b"01", b"\0\1")
 Prefix = Mapping[int, tuple[bytes, ...]]
 
 
-class HeldIndex:
+class CachedIndex:
     """Finds the workers that hold a block, by its hint."""
 
     def __init__(self) -> None:
@@ -63,13 +63,13 @@ class HeldIndex:
         return found[::-1]
 
 
-class HeldBlocks:
+class CachedBlocks:
     """The blocks that one worker can reuse. Events take time to arrive and a block may be evicted before a request
     arrives, so routing uses this only as a hint."""
 
-    def __init__(self, limit: int, index: HeldIndex | None = None, bit: int = 1) -> None:
+    def __init__(self, limit: int, index: CachedIndex | None = None, bit: int = 1) -> None:
         self._limit, self._bit = limit, bit  # the size of the worker's pool, and its bit in the index
-        self._index = HeldIndex() if index is None else index
+        self._index = CachedIndex() if index is None else index
         self._hints: set[bytes] = set()  # in the index too
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class Worker:
         self.gpu: GpuUsage | None = None
         self._join, self._pool = join, pool
         self.slot, self._order = pool.add(self), 0
-        self.held = HeldBlocks(join.blocks_total, pool.index, 1 << self.slot)
+        self.cached = CachedBlocks(join.blocks_total, pool.index, 1 << self.slot)
         self.room = self.rank = 0
         self.join = join
         pool.sort()
@@ -201,8 +201,8 @@ class Worker:
             self._order = order
             self._recount()
 
-    def update_held(self, events: KVCacheEvents) -> None:
-        self.held.update(events)
+    def update_cached(self, events: KVCacheEvents) -> None:
+        self.cached.update(events)
         if self.role == "prefill":  # a request that found no room may now have less to compute
             self._pool.grown = True
 
@@ -266,7 +266,7 @@ class Pool:
     def __init__(self, role: Role) -> None:
         self.role = role
         self.workers: list[Worker] = []  # sorted by name
-        self.index = HeldIndex()
+        self.index = CachedIndex()
         self.grown = True  # a worker gained room or blocks, joined, left or changed state since `place` had no room
         self.block_sizes: set[int] = set()
         # The least and greatest `max_model_len` of the workers that do not drain, or of the last ones that did not.
@@ -285,7 +285,7 @@ class Pool:
     def remove(self, worker: Worker) -> None:
         if worker in self.workers:
             self.workers.remove(worker)
-            worker.held.clear()
+            worker.cached.clear()
             self._slots[worker.slot] = None
             self.sort()
             self.block_sizes = {w.block_size for w in self.workers}

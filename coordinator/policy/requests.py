@@ -198,7 +198,7 @@ class Requests:
         for ended in events.ended:
             actions += self._on_event(EndedBy(worker, ended), now)
         if events.kv_cache_events is not None and sender is not None:
-            sender.update_held(events.kv_cache_events)
+            sender.update_cached(events.kv_cache_events)
         # Tokens from decode free no room; blocks that are free there nevertheless are found at the next tick.
         prefilled = events.tokens and sender is not None and sender.role == "prefill"
         rescheduled = self.dispatcher.num_queued > queued
@@ -312,7 +312,7 @@ class Requests:
             if appended:
                 choice.first_token_at = choice.first_token_at or now
             if appended or event.prompt_logprobs:
-                actions.append(choice.notify)
+                actions.append(choice.notification)
             if len(journal.tokens) > choice.grows_at:
                 self.dispatcher.hold(choice)
             if stage is DECODE and choice.decode is sender and journal.finish is None:
@@ -331,12 +331,12 @@ class Requests:
         return self._stale(event.worker, sequence)  # not aborted if parked: the current attempt may offer its KV
 
     def _on_placed(self, choice: Choice, event: Placed, now: float) -> list[Action]:
-        self._move(choice, PREFILL, now)
+        self._enter(choice, PREFILL, now)
         choice.queued_s += now - choice.queued_at
         return [self._start(choice, now)]
 
     def _on_first_token(self, choice: Choice, event: PrefillTokens, now: float) -> list[Action]:
-        self._move(choice, PARKED if choice.kv_parked else HANDOVER, now)
+        self._enter(choice, PARKED if choice.kv_parked else HANDOVER, now)
         if choice.journal.finish is None and choice.kv_parked:
             return self._offer(choice, event, now)
         return self._end_if_complete(choice, event, now)
@@ -358,7 +358,7 @@ class Requests:
             return self._reschedule(choice, f"{worker} was lost during the hand-over", now)
         choice.kv_parked = False
         self._start_decode(choice, worker, now)
-        return [choice.notify]
+        return [choice.notification]
 
     def _on_parked_early(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
         """All targets refused before the first token is known, which is still to arrive under this attempt."""
@@ -368,7 +368,7 @@ class Requests:
         actions = self._park(choice, event, now)
         if choice.ended:
             return actions
-        self._move(choice, PARKED, now)
+        self._enter(choice, PARKED, now)
         if choice.attempt == choice.request.attempt:  # later offers wait, since the workers have just refused
             actions += self._offer(choice, event, now)
         return actions
@@ -444,9 +444,9 @@ class Requests:
 
     def _start_decode(self, choice: Choice, worker: str, now: float) -> None:
         """Records that a decode worker has all KV; either worker may report it first."""
-        self.dispatcher.move(choice, self.workers.get(worker))
+        self.dispatcher.set_decode(choice, self.workers.get(worker))
         if choice.stage is not DECODE:
-            self._move(choice, DECODE, now)
+            self._enter(choice, DECODE, now)
 
     def _park(self, choice: Choice, event: ParkedBy, now: float) -> list[Action]:
         """Records that the KV stays at its prefill worker. Fails the choice if that happens too often."""
@@ -474,7 +474,7 @@ class Requests:
         ]
         actions += [Send(worker, ReleaseRecords((old,))) for worker in workers]
         choice.begin_attempt(self._next_attempt(choice))
-        self._move(choice, HANDOVER, now)
+        self._enter(choice, HANDOVER, now)
         self.reassigned += 1
         names = tuple(target.worker_id for target in choice.targets)
         return [*actions, AssignTargets(choice.prefill_worker, old, names, choice.attempt, choice.deadline_at)]
@@ -499,7 +499,7 @@ class Requests:
         actions = [rescheduled, *self._withdraw(choice, why, now)]
         self.dispatcher.release(choice)
         choice.resume(self._next_attempt(choice), now)
-        self._move(choice, QUEUED, now)
+        self._enter(choice, QUEUED, now)
         choice.prefix = self._prefix(choice)
         self.dispatcher.enqueue(choice)
         self.rescheduled += 1
@@ -514,14 +514,14 @@ class Requests:
 
     def _fail(self, choice: Choice, error: BatonError, now: float) -> list[Action]:
         choice.error = error
-        return [*self._end(choice, error.code, now), choice.notify]
+        return [*self._end(choice, error.code, now), choice.notification]
 
     def _end(self, choice: Choice, reason: str, now: float) -> list[Action]:
         """Notifies both pools and frees what the choice held, without waiting for a slow client. An empty `reason`
         means that the workers already know that it has ended."""
         actions = self._withdraw(choice, reason, now)
         self.dispatcher.finish(choice)
-        self._move(choice, ENDED, now)
+        self._enter(choice, ENDED, now)
         return actions
 
     def _withdraw(self, choice: Choice, reason: str, now: float) -> list[Action]:
@@ -544,7 +544,7 @@ class Requests:
         self.stale_events += 1
         return [Send(worker, ReleaseRecords((sequence,)))]
 
-    def _move(self, choice: Choice, stage: Stage, now: float) -> None:
+    def _enter(self, choice: Choice, stage: Stage, now: float) -> None:
         choice.enter(stage, now)
         if stage in WAITING:
             self._waiting[choice.name] = choice
@@ -571,7 +571,7 @@ class Requests:
         same = request.prompt is first.request.prompt and not request.output and not first.request.output
         if facts is None:
             return prefix
-        for size in self.dispatcher.held_block_sizes:
+        for size in self.dispatcher.cached_block_sizes:
             if same and size in first.prefix:
                 prefix[size] = first.prefix[size]
                 continue

@@ -263,7 +263,7 @@ class Replay:
         self._end(job)
 
     def cached(self, name: str, events: KVCacheEvents) -> None:
-        _present(self.table.get(name)).update_held(events)
+        _present(self.table.get(name)).update_cached(events)
 
     # Hand-overs.
 
@@ -275,7 +275,7 @@ class Replay:
                 cached = worker.reserve(job.request)
             except Unavailable:
                 continue
-            self.dispatcher.move(job.choice, target)
+            self.dispatcher.set_decode(job.choice, target)
             job.decode, job.sent = worker, cached
             self._report_load(worker)
             if job.times.prefilled_at:

@@ -143,7 +143,7 @@ async def test_a_request_goes_to_the_workers_that_reported_its_prefix_as_cached(
         for name in ("p1", "d1"):
             b.worker(name).session.post(StepEvents(kv_cache_events=KVCacheEvents(stored=hints)))
         await until(
-            lambda: len(b.cluster.workers.get("p1").held) and len(b.cluster.workers.get("d1").held),
+            lambda: len(b.cluster.workers.get("p1").cached) and len(b.cluster.workers.get("d1").cached),
             what="the news",
         )
         reader = b.submit("a", prompt=prompt)

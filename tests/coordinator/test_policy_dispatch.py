@@ -9,7 +9,7 @@ from baton.core.events import KVCacheEvents, Load
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import Choice
 from coordinator.policy.dispatch import PREFIX_SLACK
-from coordinator.policy.pool import BACKLOG_STEPS, HeldBlocks, Worker
+from coordinator.policy.pool import BACKLOG_STEPS, CachedBlocks, Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker
 from tests.support.placing import Placement, Placing, make_choice
@@ -349,7 +349,7 @@ def placed(d: Placing, name: str, tokens: int = 41, prefix: tuple[bytes, ...] = 
 
 def test_prefill_goes_to_the_worker_that_holds_the_prefix() -> None:
     d = wide(2, 1)
-    worker(d, "p1").update_held(KVCacheEvents(stored=HINTS))
+    worker(d, "p1").update_cached(KVCacheEvents(stored=HINTS))
     assert placed(d, "a")[0] == "p1"
     assert worker(d, "p1").backlog_tokens == 1
     d.prefilled("a")
@@ -358,7 +358,7 @@ def test_prefill_goes_to_the_worker_that_holds_the_prefix() -> None:
 
 def test_a_long_backlog_outweighs_a_short_prefix() -> None:
     d = wide(2, 1)
-    worker(d, "p1").update_held(KVCacheEvents(stored=HINTS[:2]))
+    worker(d, "p1").update_cached(KVCacheEvents(stored=HINTS[:2]))
     assert placed(d, "a", prefix=HINTS[:2])[0] == "p1"
     assert placed(d, "b", prefix=HINTS[:2])[0] == "p0"
 
@@ -368,13 +368,13 @@ def test_request_with_a_cached_prefix_fits_under_the_backlog_cap() -> None:
     assert placed(d, "a", tokens=60, prefix=())[0] == "p0"
     d.submit(make_choice("b", 41, 45, prefix={4: HINTS}))
     assert d.place() == []
-    worker(d, "p0").update_held(KVCacheEvents(stored=HINTS))
+    worker(d, "p0").update_cached(KVCacheEvents(stored=HINTS))
     assert d.names() == ["b"]
     d.check()
 
 
 def test_only_a_contiguous_cached_prefix_counts() -> None:
-    held = HeldBlocks(100)
+    held = CachedBlocks(100)
     held.update(KVCacheEvents(stored=HINTS[:3] + HINTS[4:6]))
     assert held.count(HINTS) == 3
     held.update(KVCacheEvents(evicted=HINTS[1:2]))
@@ -384,7 +384,7 @@ def test_only_a_contiguous_cached_prefix_counts() -> None:
 
 
 def test_reported_cached_blocks_are_bounded_by_the_pool_size() -> None:
-    held = HeldBlocks(4)
+    held = CachedBlocks(4)
     for _ in range(3):
         held.update(KVCacheEvents(stored=HINTS))
     assert len(held) <= 4
@@ -392,15 +392,15 @@ def test_reported_cached_blocks_are_bounded_by_the_pool_size() -> None:
 
 def test_decode_prefers_the_worker_with_the_prefix_until_it_is_much_fuller() -> None:
     d = wide(1, 2, step_tokens=10_000)
-    worker(d, "d1").update_held(KVCacheEvents(stored=HINTS))
+    worker(d, "d1").update_cached(KVCacheEvents(stored=HINTS))
     went = [placed(d, f"r{n}")[1] for n in range(PREFIX_SLACK + 3)]
     assert went == ["d1"] * (PREFIX_SLACK + 1) + ["d0", "d1"]
 
 
 def test_prefix_block_sizes_are_those_of_present_workers_with_cached_blocks() -> None:
     d = wide(1, 1)
-    assert not d.dispatcher.held_block_sizes
-    worker(d, "p0").update_held(KVCacheEvents(stored=HINTS))
-    assert d.dispatcher.held_block_sizes == {4}
+    assert not d.dispatcher.cached_block_sizes
+    worker(d, "p0").update_cached(KVCacheEvents(stored=HINTS))
+    assert d.dispatcher.cached_block_sizes == {4}
     worker(d, "p0").state = "lost"
-    assert not d.dispatcher.held_block_sizes
+    assert not d.dispatcher.cached_block_sizes

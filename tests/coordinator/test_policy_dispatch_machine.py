@@ -220,7 +220,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     )
     def post_events(self, worker: str, stored: set[bytes], evicted: set[bytes], cleared: bool) -> None:
         if worker in self.m.workers:
-            self.m.workers[worker].update_held(KVCacheEvents(tuple(stored - evicted), tuple(evicted), cleared))
+            self.m.workers[worker].update_cached(KVCacheEvents(tuple(stored - evicted), tuple(evicted), cleared))
             before = set() if cleared else self.m.held[worker]
             self.m.held[worker] = before - evicted | (stored - evicted)
 

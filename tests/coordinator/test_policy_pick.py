@@ -19,7 +19,7 @@ HINTS = {size: tuple(bytes([size, n]) for n in range(12)) for size in SIZES}
 
 
 def held_tokens(worker: Worker, choice: Choice) -> int:
-    return worker.held.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
+    return worker.cached.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
 
 
 def plain_prefill(table: WorkerTable, choice: Choice) -> str | None:
@@ -76,7 +76,7 @@ def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int
         worker.load = Load(blocks_free=dice.randrange(worker.join.blocks_total), preempted=dice.random() < 0.2)
     elif what == 2:
         evicted = tuple(dice.sample(HINTS[size], 3))
-        worker.update_held(KVCacheEvents(HINTS[size][: dice.randrange(12)], evicted, dice.random() < 0.1))
+        worker.update_cached(KVCacheEvents(HINTS[size][: dice.randrange(12)], evicted, dice.random() < 0.1))
     else:
         change = {"backlog": dice.randrange(40), "running": dice.randrange(4), "reserved": dice.randrange(6)}
         worker.count(**change, growth=dice.randrange(4))

@@ -226,7 +226,10 @@ FAULTS = (
     Fault("coordinator/policy/quotas.py", "        account.running -= choices\n", "", T_QUOTAS),
     Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
     Fault(
-        DISPATCH, "choice.place = (choice.request.priority, choice.age,", "choice.place = (0, choice.age,", T_DISPATCH
+        DISPATCH,
+        "choice.queue_position = (choice.request.priority, choice.age,",
+        "choice.queue_position = (0, choice.age,",
+        T_DISPATCH,
     ),
     Fault("coordinator/submission.py", "max(self.priority, client.priority)", "self.priority", T_KEYS),
     Fault(TIMELINE, "stamps[run]", "stamps[0]", T_TIMELINE),
@@ -289,8 +292,8 @@ FAULTS = (
     # Placement.
     Fault(
         DISPATCH,
-        "choice.place = (choice.request.priority, choice.age, self._submitted)",
-        "choice.place = (choice.request.priority, 0, self._submitted)",
+        "choice.queue_position = (choice.request.priority, choice.age, self._submitted)",
+        "choice.queue_position = (choice.request.priority, 0, self._submitted)",
         T_DISPATCH,
     ),
     Fault(

@@ -71,7 +71,7 @@ class Placing:
         """All KV is at the preferred decode worker, or at `to`."""
         choice = self.choices[name]
         if to and to != choice.decode_worker:
-            self.dispatcher.move(choice, self.table.get(to))
+            self.dispatcher.set_decode(choice, self.table.get(to))
         self._move(choice, Stage.DECODE)
 
     def produced(self, name: str, tokens: int) -> None:
