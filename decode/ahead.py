@@ -22,21 +22,21 @@ from baton.core.sequence import Sequence
 from baton.core.step import StepOutcome, StepPlan, check_outcome
 
 
-class StepsOut:
+class OutstandingSteps:
     def __init__(self) -> None:
         # The outstanding plans with their start times, oldest first.
-        self._out: deque[tuple[StepPlan, float]] = deque()
+        self._plans: deque[tuple[StepPlan, float]] = deque()
         self._ended_at = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._out)
+        return len(self._plans)
 
     @property
     def newest(self) -> StepPlan:
-        return self._out[-1][0]
+        return self._plans[-1][0]
 
     def begin(self, plan: StepPlan, now: float) -> None:
-        self._out.append((plan, now))
+        self._plans.append((plan, now))
 
     def end(self, outcome: StepOutcome, now: float) -> tuple[StepPlan, float]:
         """Removes the oldest plan; returns it with its draft tokens, and the seconds for which it was the oldest.
@@ -44,9 +44,9 @@ class StepsOut:
         Raises:
             InvariantError: the outcome is not that of the oldest step.
         """
-        plan, began_at = self._out[0] if self._out else (None, 0.0)
+        plan, began_at = self._plans[0] if self._plans else (None, 0.0)
         plan = check_outcome(plan and plan.with_draft_tokens(outcome.draft_tokens), outcome)
-        self._out.popleft()
+        self._plans.popleft()
         wall_s = now - max(began_at, self._ended_at)
         self._ended_at = now
         return plan, wall_s

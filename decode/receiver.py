@@ -58,7 +58,7 @@ from decode.handover import (
     Reply,
 )
 
-log = logging.getLogger("baton.incoming")
+log = logging.getLogger("baton.receiver")
 STAGING_WAIT_SHARE = 0.8  # of the peer's timeout for `posted`: the refusal arrives before the peer gives up its edge
 
 

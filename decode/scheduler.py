@@ -27,7 +27,7 @@ from baton.core.prefix_cache import PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Admitted, Finished, KVReceived, Preempted, Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
-from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
+from decode.ahead import OutstandingSteps, ahead_plan, next_rows, waits_for
 from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
 from decode.speculation.policy import Speculation
 
@@ -63,7 +63,7 @@ class DecodeScheduler:
         self.speculation = speculation or Speculation()
         self._anti_starvation = AntiStarvation()
         # Outstanding steps: one, or with `plan_ahead`, which excludes drafting, up to two.
-        self._out = StepsOut()
+        self._outstanding = OutstandingSteps()
         self.plan_ahead = plan_ahead and self.speculation.drafts is None
         self.steps_ahead = self.rows_discarded = 0
         self._last_was_alone = False
@@ -180,8 +180,8 @@ class DecodeScheduler:
     def begin_step(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to compute, or nothing before the tokens of the
         outstanding step are known."""
-        if self._out:
-            return self._begin_ahead(now) if self.plan_ahead and len(self._out) == 1 else None
+        if self._outstanding:
+            return self._begin_ahead(now) if self.plan_ahead and len(self._outstanding) == 1 else None
         waiting = self._in(State.PREEMPTED)
         self._anti_starvation.update(waiting, now, self.speculation.model.recompute_token_s() if waiting else 0.0)
         self._admit(now)
@@ -190,12 +190,12 @@ class DecodeScheduler:
             self._preempt(stuck[-1])
             self._admit(now)
             rows, sequences, _ = self._next_rows(now)
-        plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._room)
+        plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._extend_for_drafts)
         return self._register(plan, now) if plan.rows or plan.drafts else None
 
     def _begin_ahead(self, now: float) -> StepPlan | None:
         """Returns the step after the outstanding one, or None if it cannot be planned before that one is done."""
-        out = self._out.newest
+        out = self._outstanding.newest
         running = self._in(State.RUNNING)
         if self.num_preempted or any(s.request.alone for s in running) or waits_for(out, running):
             return None
@@ -221,7 +221,7 @@ class DecodeScheduler:
             sequence.step_id = plan.step_id
             known = row.end - max(row.num_sampled - 1, 0)
             self.prompt_tokens_computed += max(0, min(known, len(sequence.request.prompt)) - row.start)
-        self._out.begin(plan, now)
+        self._outstanding.begin(plan, now)
         self._next_step += 1
         return plan
 
@@ -231,7 +231,7 @@ class DecodeScheduler:
         Raises:
             InvariantError: the outcome is not that of the oldest step.
         """
-        plan, wall_s = self._out.end(outcome, now)
+        plan, wall_s = self._outstanding.end(outcome, now)
         self.speculation.model.observe(plan, outcome, wall_s)
         tokens: list[TokenEvent] = []
         ended: list[SequenceEnded] = []
@@ -355,7 +355,7 @@ class DecodeScheduler:
             if sequence.state is State.PREEMPTED:
                 room_tokens = BOOST_TOKENS if sequence.boosted else _ROOM_TOKENS
                 end = min(sequence.num_tokens + room_tokens, sequence.request.max_kv_tokens)
-                if blocked or not self._return(sequence, end):
+                if blocked or not self._resume(sequence, end):
                     blocked = True
                     continue
             elif sequence.state is not State.READY:
@@ -363,7 +363,7 @@ class DecodeScheduler:
             sequence.on(Admitted(), now)
             room -= 1
 
-    def _return(self, sequence: Sequence, end: int) -> bool:
+    def _resume(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for [0, end) of a preempted sequence, cached ones where possible. False if it cannot."""
         self.cache.reuse(sequence, Holder("sequence", sequence.id))
         if not self._grow(sequence, end):
@@ -388,7 +388,7 @@ class DecodeScheduler:
         self._extend(sequence, needed)
         return True
 
-    def _room(self, sequence: Sequence, count: int) -> int:
+    def _extend_for_drafts(self, sequence: Sequence, count: int) -> int:
         """Allocates free blocks for `count` positions after the last token; returns how many of them have blocks."""
         needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
         self._extend(sequence, min(needed, self.blocks.num_free))

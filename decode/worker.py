@@ -76,7 +76,7 @@ class DecodeWorker:
             self.main_loop.tombstones,
             Destination(config.worker_id, self.incarnation, runner.layout, facts.vocab_size),
         )
-        self.incoming = Receiver(
+        self.receiver = Receiver(
             self,
             self.hand_overs,
             runner.layout,
@@ -100,7 +100,7 @@ class DecodeWorker:
     async def run(self) -> None:
         """Serves until drained; raises what WorkerLoop.run raises."""
         self._server, self._link_port = await serve_links(
-            self.config.host, self.incoming.serve, self.config.link_port, self.tls
+            self.config.host, self.receiver.serve, self.config.link_port, self.tls
         )
         await self.main_loop.run()
 
@@ -154,7 +154,7 @@ class DecodeWorker:
         if plan is not None and self._arrived:
             for row in plan.rows:
                 if row.sequence_id in self._arrived:
-                    self.incoming.events.write("decode_begin", sequence=row.sequence_id)
+                    self.receiver.events.write("decode_begin", sequence=row.sequence_id)
             self._arrived.difference_update(row.sequence_id for row in plan.rows)
         return plan
 
@@ -178,7 +178,7 @@ class DecodeWorker:
         if not self.scheduler.has_sequence(sequence):
             return False
         self._arrived.discard(sequence)
-        self.incoming.end(sequence, reason)
+        self.receiver.end(sequence, reason)
         return True
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -194,7 +194,7 @@ class DecodeWorker:
         if self.scheduler.plan_ahead:
             ahead, discarded = self.scheduler.steps_ahead, self.scheduler.rows_discarded
             log.info("%d of %d steps were planned ahead, %d rows discarded", ahead, self.main_loop.steps, discarded)
-        await self.incoming.close()
+        await self.receiver.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)
         self.store.close()
@@ -215,7 +215,7 @@ class DecodeWorker:
             self.store.nonce,
             self.tensor_parallel,
             self.facts,
-            self.incoming.staging.limit_bytes,
+            self.receiver.staging.limit_bytes,
         )
 
     def _check_fits(self, hello: LinkHello) -> None:

@@ -90,7 +90,7 @@ class PrefillScheduler:
         # Steps that were planned while another was outstanding.
         self.steps_ahead = 0
         # Outstanding plans and the sequence of each row, oldest first: one, or with `plan_ahead` up to two.
-        self._out: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        self._outstanding: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self._next_step = 1
         self._done_step = 0
         self._submitted = 0
@@ -152,15 +152,17 @@ class PrefillScheduler:
     def begin_step(self, now: float) -> StepPlan | None:
         """Returns the next step, or None if there is nothing to compute, or nothing before an outstanding step is
         done."""
-        starts = {s: row.end for plan, sequences in self._out for row, s in zip(plan.rows, sequences, strict=True)}
+        starts = {
+            s: row.end for plan, sequences in self._outstanding for row, s in zip(plan.rows, sequences, strict=True)
+        }
         candidates = [
             sequence
             for sequence in (*self._running, *self._waiting)
             if sequence.ending is None and self._remainder(sequence, starts)
         ]
-        if self._out:
+        if self._outstanding:
             here = (*starts, *self._running, *self._waiting)
-            if not self.plan_ahead or len(self._out) > 1 or any(sequence.request.alone for sequence in here):
+            if not self.plan_ahead or len(self._outstanding) > 1 or any(sequence.request.alone for sequence in here):
                 return None
             candidates = self._ahead(candidates, starts)
         candidates.sort(key=lambda sequence: self._order(sequence, starts))
@@ -191,8 +193,8 @@ class PrefillScheduler:
         if not rows:
             return None
         plan = StepPlan(self._next_step, tuple(rows))
-        self.steps_ahead += bool(self._out)
-        self._out.append((plan, sequences))
+        self.steps_ahead += bool(self._outstanding)
+        self._outstanding.append((plan, sequences))
         self._next_step += 1
         return plan
 
@@ -200,7 +202,7 @@ class PrefillScheduler:
         """Returns the rows of an outstanding step with their sequences; none if the step is not outstanding."""
         return [
             (row, sequence)
-            for plan, sequences in self._out
+            for plan, sequences in self._outstanding
             if plan.step_id == step_id
             for row, sequence in zip(plan.rows, sequences, strict=True)
         ]
@@ -261,8 +263,8 @@ class PrefillScheduler:
         Raises:
             InvariantError: the outcome is not that of the oldest outstanding step.
         """
-        plan = check_outcome(self._out[0][0] if self._out else None, outcome)
-        _, sequences = self._out.popleft()
+        plan = check_outcome(self._outstanding[0][0] if self._outstanding else None, outcome)
+        _, sequences = self._outstanding.popleft()
         self._done_step = plan.step_id
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []

@@ -161,7 +161,7 @@ class Sender:
             run.over.on(LayersComputed(end, layers), time.monotonic())
             run.progress.set()
 
-    def parked(self, sequence: Sequence) -> bool:
+    def is_parked(self, sequence: Sequence) -> bool:
         """Whether the KV of a sequence waits for new targets."""
         run = self._runs.get(sequence)
         return run is not None and run.over.state is Stage.PARKED

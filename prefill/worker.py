@@ -68,7 +68,7 @@ class PrefillWorker:
         self.events = EventLog(config.worker_id)
         tls = read_cluster_tls(config.cluster_tls_dir, "prefill")
         staging_bytes = round(config.staging_mib * (1 << 20))
-        self.outgoing = Sender(
+        self.sender = Sender(
             self,
             runner.layout,
             make_endpoint,
@@ -106,7 +106,7 @@ class PrefillWorker:
         """Called when the first `layers` layers of an outstanding step have written their KV."""
         for row, sequence in self.scheduler.rows_of(step_id):
             if _sends_layers(row):
-                self.outgoing.layers_computed(sequence, row.end, layers)
+                self.sender.layers_computed(sequence, row.end, layers)
 
     # Called by the main loop.
 
@@ -136,14 +136,14 @@ class PrefillWorker:
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
             prompt_tokens_cached=scheduler.prompt_tokens_cached,
             tokens_generated=scheduler.tokens_generated,
-            kv_bytes_sent=self.outgoing.counters.bytes_sent,
+            kv_bytes_sent=self.sender.counters.bytes_sent,
             steps=self.main_loop.steps,
             step_s=self.main_loop.step_s,
             backlog_tokens=scheduler.backlog_tokens,
             sequences=scheduler.num_sequences,
-            hand_overs=len(self.outgoing),
-            chunks_resent=self.outgoing.counters.chunks_resent,
-            chunks_early=self.outgoing.counters.chunks_early,
+            hand_overs=len(self.sender),
+            chunks_resent=self.sender.counters.chunks_resent,
+            chunks_early=self.sender.counters.chunks_early,
             steps_ahead=scheduler.steps_ahead,
             handles_refused=self.handles_refused,
         )
@@ -153,7 +153,7 @@ class PrefillWorker:
         if plan is not None:
             for row, sequence in self.scheduler.rows_of(plan.step_id):
                 if sequence.send_pinned:
-                    self.outgoing.start(sequence)  # cached KV can be sent now
+                    self.sender.start(sequence)  # cached KV can be sent now
                 self.events.write("chunk_begin", sequence=sequence.id, start=row.start, end=row.end)
         return plan
 
@@ -174,10 +174,10 @@ class PrefillWorker:
                     stamps = replace(sequence.prefill_stamps(), reserve_s=reserve_s)
                 tokens.append(TokenEvent(p.sequence_id, *first, stamps=stamps))
             if sequence is not None and sequence.id not in ended:
-                self.outgoing.progressed(sequence)
+                self.sender.progressed(sequence)
         for e in result.ended:
             if (sequence := self.scheduler.sequences.get(e.sequence)) is not None:
-                self.outgoing.abort(sequence, "the sequence has ended")
+                self.sender.abort(sequence, "the sequence has ended")
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
         return StepEvents(outcome.step_id, tuple(tokens), result.ended, load=self.load(), kv_cache_events=cache_events)
 
@@ -193,7 +193,7 @@ class PrefillWorker:
 
     def end(self, sequence_id: SequenceId, reason: str) -> bool:
         if (sequence := self.scheduler.sequences.get(sequence_id)) is not None:
-            self.outgoing.abort(sequence, reason)
+            self.sender.abort(sequence, reason)
         return self.scheduler.abort(sequence_id)
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -206,7 +206,7 @@ class PrefillWorker:
         self.scheduler.check_idle()
 
     async def close(self) -> None:
-        await self.outgoing.close()
+        await self.sender.close()
 
     def _start(self, command: Prefill) -> None:
         request = command.request
@@ -227,17 +227,17 @@ class PrefillWorker:
             return
         self.main_loop.track_deadline(request)
         if hand_over:
-            self.outgoing.expect(sequence, command.targets)
+            self.sender.expect(sequence, command.targets)
 
     def _assign(self, command: Assign) -> None:
         sequence_id, sequence = command.sequence, self.scheduler.sequences.get(command.sequence)
         next_id = sequence_id._replace(attempt=command.attempt)
         if not self._may_hand_over(next_id, command.targets):
             self.end(sequence_id, "the new targets have no valid handles")
-        elif sequence is not None and self.outgoing.parked(sequence):
+        elif sequence is not None and self.sender.is_parked(sequence):
             self.scheduler.begin_attempt(sequence, command.attempt)
             self.main_loop.deadlines.rename(sequence_id, next_id)
-            self.outgoing.assign(sequence, command.targets)
+            self.sender.assign(sequence, command.targets)
         else:
             self.end(sequence_id, "new targets were assigned to KV that is not parked")
             self.main_loop.report_ended(next_id, ErrorCode.HANDOFF_FAILED, "the parked KV no longer exists")

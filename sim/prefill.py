@@ -181,7 +181,7 @@ class PrefillTier:
         next_id = sequence_id._replace(attempt=command.attempt)
         if not self._may_hand_over(next_id, command.targets):
             self.end(sequence_id, "the new targets have no valid handles")
-        elif sequence is not None and self.sender.parked(sequence):
+        elif sequence is not None and self.sender.is_parked(sequence):
             self.scheduler.begin_attempt(sequence, command.attempt)
             self.worker.deadlines.rename(sequence_id, next_id)
             self.sender.assign(sequence, command.targets)
@@ -351,7 +351,7 @@ class Sender:
             run.over.on(LayersComputed(end, layers), self.worker.now)
             self.progressed(sequence)
 
-    def parked(self, sequence: Sequence) -> bool:
+    def is_parked(self, sequence: Sequence) -> bool:
         run = self.runs.get(sequence)
         return run is not None and run.over.state is Stage.PARKED
 

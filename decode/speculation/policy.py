@@ -33,7 +33,7 @@ _USUAL_WEIGHT = 0.1  # weight of one answer in the moving average
 _MODULUS = 1 << 16  # of `forced_length`
 
 # Allocates blocks for up to this many positions after the last token of a sequence; returns how many have blocks.
-Room = Callable[[Sequence, int], int]
+Allocate = Callable[[Sequence, int], int]
 
 
 class Speculation:
@@ -83,7 +83,7 @@ class Speculation:
             self._to_fill.pop(sequence.id, None)
             self.trials.close(sequence.id)
 
-    def extend(self, plan: StepPlan, sequences: list[Sequence], room: Room) -> StepPlan:
+    def extend(self, plan: StepPlan, sequences: list[Sequence], allocate: Allocate) -> StepPlan:
         """Returns the plan with draft tokens, or draft rows that will make them. `sequences[i]` is that of row i."""
         if self.drafts is None:
             return plan
@@ -95,7 +95,7 @@ class Speculation:
                 continue
             sequence = sequences[index]
             possible = self.drafts.room(sequence, length)
-            count = room(sequence, possible) if possible else 0
+            count = allocate(sequence, possible) if possible else 0
             if count <= 0:
                 continue
             self.trials.drafted(sequence.id)

@@ -112,7 +112,7 @@ async def test_other_error_in_a_task_closes_the_link_and_is_logged(
         monkeypatch.setattr(p.decode.worker.scheduler, "tokens_received", broken)
         chunk, buffer = p.chunk(0, 3)
         assert isinstance(await p.request(chunk), Posted)
-        with caplog.at_level(logging.ERROR, "baton.incoming"):
+        with caplog.at_level(logging.ERROR, "baton.receiver"):
             await p.send_bytes(chunk, buffer)
             await until(lambda: p.decode.idle, what="the end of the link")
         assert "chunk 0 of r/0#1: KeyError('unheard of')" in caplog.text

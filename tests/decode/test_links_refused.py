@@ -50,7 +50,7 @@ async def test_prefill_worker_parks_kv_and_logs_the_refusal_in_one_line(
 ) -> None:
     async with pair() as (source, [decode]):
         decode.worker.main_loop.token = source.worker.main_loop.token = "secret"
-        hello, outgoing = source.worker._hello(), source.worker.outgoing
+        hello, outgoing = source.worker._hello(), source.worker.sender
         outgoing._make_hello = lambda: changed(hello, changes)
         with caplog.at_level(logging.WARNING):
             source.submit(make_request("r", 8, max_tokens=4), decode)

@@ -84,13 +84,13 @@ async def test_only_kv_of_finished_steps_is_sent() -> None:
     node = PrefillNode(runner=LaunchingRunner(), step_tokens=4)
     async with pair(prefill=node) as (source, [target]):
         claimed: list[tuple[int, int]] = []
-        progressed = source.worker.outgoing.progressed
+        progressed = source.worker.sender.progressed
 
         def seen(sequence: Sequence) -> None:
             claimed.append((sequence.num_computed, sequence.computed_step))
             progressed(sequence)
 
-        source.worker.outgoing.progressed = seen  # type: ignore[method-assign]
+        source.worker.sender.progressed = seen  # type: ignore[method-assign]
         source.submit(make_request("r", 12, max_tokens=4), target)
         worker, runner = source.worker, source.runner
         plans = [worker.begin_step(0.0), worker.begin_step(0.0)]

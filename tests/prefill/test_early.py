@@ -35,11 +35,11 @@ def decode(section_bytes: int = 1, name: str = "d0") -> DecodeNode:
 
 def arrived(source: PrefillNode, tokens: int, layers: int = LAYERS) -> bool:
     """Whether exactly the bytes of so many tokens and layers have been sent."""
-    return source.worker.outgoing.counters.bytes_sent == tokens * layers * LAYOUT.layers[0].bytes_per_token
+    return source.worker.sender.counters.bytes_sent == tokens * layers * LAYOUT.layers[0].bytes_per_token
 
 
 async def early(source: PrefillNode, count: int = 1) -> None:
-    await until(lambda: source.worker.outgoing.counters.chunks_early == count, what="the first layers")
+    await until(lambda: source.worker.sender.counters.chunks_early == count, what="the first layers")
 
 
 async def test_first_layers_arrive_before_the_step_ends() -> None:
@@ -52,8 +52,7 @@ async def test_first_layers_arrive_before_the_step_ends() -> None:
         async def sent() -> None:
             await early(source)
             assert (
-                source.worker.outgoing.counters.bytes_sent
-                == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
+                source.worker.sender.counters.bytes_sent == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
             )
             assert target.worker.scheduler.receiving(R) and not source.posted.tokens
 
@@ -148,7 +147,7 @@ async def test_abort_between_the_two_parts_leaks_nothing_and_the_link_stays_usab
         if posted:
             gate.opened.set()
         source.submit(make_request("r", range(50, 58), max_tokens=4), target)
-        before = source.worker.outgoing.counters.chunks_early
+        before = source.worker.sender.counters.chunks_early
 
         async def ended() -> None:
             if posted:
@@ -218,7 +217,7 @@ async def test_all_layers_are_sent_together_if_the_edge_is_busy() -> None:
 
             await source.step_by_layers(FIRST, offered)
         await until(lambda: len(source.posted.handed_over) == 2)
-        assert source.worker.outgoing.counters.chunks_early == 0
+        assert source.worker.sender.counters.chunks_early == 0
         target.compute()
         assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
@@ -234,7 +233,7 @@ async def test_first_layers_of_few_bytes_are_sent_with_the_other_layers() -> Non
 
         await source.step_by_layers(FIRST, offered)
         await until(lambda: source.posted.handed_over)
-        assert source.worker.outgoing.counters.chunks_early == 0
+        assert source.worker.sender.counters.chunks_early == 0
         target.compute()
 
 
@@ -271,7 +270,7 @@ async def test_layers_reported_for_a_step_that_is_not_running_are_not_sent() -> 
             source.worker.layers_computed(7, FIRST)
             await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
             await asyncio.sleep(0.1)  # they would be sent meanwhile
-            assert not target.worker.hand_overs.writing and not source.worker.outgoing.counters.bytes_sent
+            assert not target.worker.hand_overs.writing and not source.worker.sender.counters.bytes_sent
 
         await source.step_by_layers(FIRST, reported_of_another)
         await until(lambda: source.posted.handed_over)

@@ -36,7 +36,7 @@ async def test_edge_that_breaks_at_any_rank_is_rebuilt_alone(side: str, rank: in
         link = only_link(source)
         made = latest_generation(link)
         if rank == 0:
-            (incoming,) = decode.worker.incoming._links.values()
+            (incoming,) = decode.worker.receiver._links.values()
             ends = link.endpoints if side == "prefill" else incoming._edges
             ends[0, 0].abort("killed by the test")
         else:

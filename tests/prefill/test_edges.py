@@ -122,8 +122,8 @@ async def test_only_the_edge_with_a_damaged_chunk_resends_it(monkeypatch: pytest
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_small_staging_memory_makes_small_chunks_without_deadlock(side: str) -> None:
     async with ranks(2, 2) as (source, decode):
-        sender = source.worker.outgoing
-        node = sender.staging if side == "prefill" else decode.worker.incoming.staging
+        sender = source.worker.sender
+        node = sender.staging if side == "prefill" else decode.worker.receiver.staging
         token = source.runner.layout.bytes_per_token
         node.limit_bytes = 3 * token if side == "prefill" else 3 * token // 2
         sender._limits = replace(sender._limits, staging_bytes=sender.staging.limit_bytes)
@@ -145,7 +145,7 @@ async def test_small_staging_memory_makes_small_chunks_without_deadlock(side: st
 async def test_full_staging_memory_parks_the_kv_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill.sender.STAGING_WAIT_S", 0.1)
     async with ranks(1, 2) as (source, decode):
-        room = source.worker.outgoing.staging
+        room = source.worker.sender.staging
         async with room.hold(room.limit_bytes, 1.0):
             source.submit(make_request("r", 11, max_tokens=5), decode)
             source.compute()

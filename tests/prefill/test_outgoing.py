@@ -59,7 +59,7 @@ async def test_chunks_are_sent_before_the_last_one_is_computed() -> None:
         for computed in (8, 16, 24):
             assert source.step()
             expected = computed * source.runner.layout.bytes_per_token
-            await until(lambda sent=expected: source.worker.outgoing.counters.bytes_sent == sent)
+            await until(lambda sent=expected: source.worker.sender.counters.bytes_sent == sent)
         assert not source.posted.tokens
         source.step()
         stamps = source.posted.tokens[0].stamps
@@ -77,9 +77,7 @@ async def test_blocks_leave_the_receiving_state_as_they_become_full() -> None:
         for computed in (8, 16, 24):
             source.step()
             await until(
-                lambda n=computed: (
-                    source.worker.outgoing.counters.bytes_sent == n * source.runner.layout.bytes_per_token
-                )
+                lambda n=computed: source.worker.sender.counters.bytes_sent == n * source.runner.layout.bytes_per_token
             )
             await until(lambda: R not in decode.worker.hand_overs.writing)
             counts.append(decode.worker.scheduler.blocks.counts().receiving)

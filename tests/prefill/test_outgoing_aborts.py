@@ -55,7 +55,7 @@ async def test_abort_in_the_same_event_loop_turn_as_a_reply_is_not_lost(
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
         if answer is AbortTransfer:
-            await until(lambda: source.worker.outgoing.counters.bytes_sent, what="the first chunk")
+            await until(lambda: source.worker.sender.counters.bytes_sent, what="the first chunk")
             decode.abort(R)
         await asyncio.wait_for(aborted.wait(), 30)
         source.compute()
@@ -101,7 +101,7 @@ async def test_abort_while_edges_are_built_ends_the_hand_over_when_they_are_open
     """The hand-over then neither waits for staging memory nor announces anything."""
     async with pair() as (source, [decode]):
         gate = Gate(monkeypatch, "connect", "after")
-        room = source.worker.outgoing.staging
+        room = source.worker.sender.staging
         async with room.hold(room.limit_bytes, 1.0):
             source.submit(make_request("r", 20, max_tokens=4), decode)
             source.compute()
@@ -112,7 +112,7 @@ async def test_abort_while_edges_are_built_ends_the_hand_over_when_they_are_open
             (link,) = links(source)
             assert not link.edge_lock.locked()
         assert not room.taken_bytes, "it still waited for room"
-        assert not source.worker.outgoing.counters.bytes_sent
+        assert not source.worker.sender.counters.bytes_sent
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 
@@ -120,7 +120,7 @@ async def test_blocks_are_held_while_a_chunk_is_being_sent(monkeypatch: pytest.M
     """However long that takes: the send has its own timeouts, and the blocks may be read until it has ended."""
     async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
         await serve(source, decode, "before")
-        source.worker.outgoing._edge_timeout_s = 0.02
+        source.worker.sender._edge_timeout_s = 0.02
         gate = Gate(monkeypatch, "send", "before")
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()

@@ -34,7 +34,7 @@ async def test_invariant_error_in_a_hand_over_ends_the_worker(
         assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 30) is BUG
         assert not source.posted.parked
         monkeypatch.setattr(owner, name, real)
-        await until(lambda: not len(source.worker.outgoing), what="the end of the hand-over")
+        await until(lambda: not len(source.worker.sender), what="the end of the hand-over")
         if name == "release_send":
             source.worker.hand_over_ended(sequence)
         source.abort(request.sequence_id)

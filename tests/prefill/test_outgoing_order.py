@@ -64,8 +64,8 @@ async def test_chunk_with_none_ahead_of_it_is_announced_in_the_next_event_loop_t
         monkeypatch.setattr(Link, "announce", noted)
         source.submit(make_request("r", 16, max_tokens=4), decode)
         source.step()
-        await until(lambda: source.worker.outgoing.counters.bytes_sent and announced == [0])
-        over = source.worker.outgoing._runs[source.worker.scheduler.sequences[R]]
+        await until(lambda: source.worker.sender.counters.bytes_sent and announced == [0])
+        over = source.worker.sender._runs[source.worker.scheduler.sequences[R]]
         await until(lambda: over.sending is not None and over.sending.get_name() == "chunk 1")
         await asyncio.sleep(0)  # the first piece is acknowledged, and now the next one waits for the step
         source.step()

@@ -127,7 +127,7 @@ class PrefillNode:
     @property
     def idle(self) -> bool:
         blocks = self.worker.scheduler.blocks
-        return not self.worker.scheduler.num_sequences and not len(self.worker.outgoing) and _free(blocks)
+        return not self.worker.scheduler.num_sequences and not len(self.worker.sender) and _free(blocks)
 
 
 class DecodeNode:
@@ -147,7 +147,7 @@ class DecodeNode:
         self.address = ""
 
     async def start(self) -> None:
-        self.server, port = await serve_links("127.0.0.1", self.worker.incoming.serve)
+        self.server, port = await serve_links("127.0.0.1", self.worker.receiver.serve)
         self.address = f"127.0.0.1:{port}"
 
     def handle(self, sequence: SequenceId, source: PrefillWorker, **changes: Any) -> Handle:
@@ -195,7 +195,7 @@ def kv_bytes(node: PrefillNode | DecodeNode, blocks: tuple[int, ...], num_tokens
 
 
 def links(source: PrefillNode) -> list[Link]:
-    return [t.result() for t in source.worker.outgoing._links.values() if t.done() and t.exception() is None]
+    return [t.result() for t in source.worker.sender._links.values() if t.done() and t.exception() is None]
 
 
 async def abort_at(source: PrefillNode, decode: DecodeNode, sequence: SequenceId, who: str) -> None:

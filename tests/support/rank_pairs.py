@@ -41,7 +41,7 @@ def orders(node: PrefillNode | DecodeNode) -> int:
 
 
 def only_link(source: PrefillNode) -> Link:
-    (link,) = (t.result() for t in source.worker.outgoing._links.values())
+    (link,) = (t.result() for t in source.worker.sender._links.values())
     return link
 
 

@@ -52,7 +52,7 @@ async def round_trip(
     async def computes(source: PrefillNode) -> None:
         """Stands for the other layers: in the first round until a chunk of first layers was sent, later 2 ms."""
         if number == 0:
-            await until(lambda: source.worker.outgoing.counters.chunks_early, what="first layers")
+            await until(lambda: source.worker.sender.counters.chunks_early, what="first layers")
         else:
             await asyncio.sleep(0.002)
 
@@ -62,7 +62,7 @@ async def round_trip(
         pass
     deadline = time.monotonic() + ROUND_LIMIT_S
     while not all(len(s.posted.handed_over) + len(s.posted.parked) == 2 for s in sources):
-        assert time.monotonic() < deadline, f"round {number} stalls: {sources[0].worker.outgoing._links}"
+        assert time.monotonic() < deadline, f"round {number} stalls: {sources[0].worker.sender._links}"
         await asyncio.sleep(0.0005)
     for node in (*sources, *decodes):
         node.compute()
@@ -96,7 +96,7 @@ async def cycle(
             for number in range(rounds):
                 await round_trip(number, sources, decodes, tokens, early)
             sent = rounds * 2 * tokens * layout.bytes_per_token
-            assert [s.worker.outgoing.counters.bytes_sent for s in sources] == [sent, sent]
+            assert [s.worker.sender.counters.bytes_sent for s in sources] == [sent, sent]
             assert [d.worker.hand_overs.counters.bytes_received for d in decodes] == [sent, sent]
             assert (
                 sum(
@@ -105,8 +105,8 @@ async def cycle(
                 )
                 == 0
             )
-            assert all((s.worker.outgoing.counters.chunks_early > 0) == early for s in sources)
-            links = [task.result() for s in sources for task in s.worker.outgoing._links.values()]
+            assert all((s.worker.sender.counters.chunks_early > 0) == early for s in sources)
+            links = [task.result() for s in sources for task in s.worker.sender._links.values()]
             assert [len(link.endpoints) for link in links] == [edges] * 4
         assert not [runner.lost for runner in runners if isinstance(runner, FakeRanks) and runner.lost]
     finally:
