@@ -35,7 +35,7 @@ STAGE_COLORS = {
     "decode": "blue",
     "detokenise": "green",
 }
-_COLORS = {"ready": "green", "joining": "yellow", "draining": "yellow", "lost": "red"}
+_COLORS = {"ready": "green", "disconnected": "yellow", "draining": "yellow", "lost": "red"}
 _STEPS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 _TOKENS = {"prefill": "prompt_tokens_computed", "decode": "tokens_generated"}
 

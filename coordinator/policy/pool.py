@@ -16,7 +16,7 @@ from typing import Literal
 from baton.core.commands import Join, Role
 from baton.core.events import GpuUsage, KVCacheEvents, Load
 
-WorkerState = Literal["joining", "ready", "draining", "lost"]
+WorkerState = Literal["disconnected", "ready", "draining", "lost"]
 BACKLOG_STEPS = 2
 AHEAD_SHARE = 8
 _NO_LIMIT = 1 << 30

@@ -2,10 +2,10 @@
 
 States of a worker:
 
-    ready     its session is open and it takes new work
-    joining   its session broke; it keeps its sequences and may redial for REDIAL_S, or until its lease ends
-    draining  it takes no new work, finishes or gives back what it has, and leaves
-    lost      its lease ended, or a newer incarnation replaced it; its entry stays in `/workers` for KEEP_LOST_S
+    ready         its session is open and it takes new work
+    disconnected  its session broke; it keeps its sequences and may redial for REDIAL_S, or until its lease ends
+    draining      it takes no new work, finishes or gives back what it has, and leaves
+    lost          its lease ended, or a newer incarnation replaced it; its entry stays in `/workers` for KEEP_LOST_S
 
 A lease belongs to the session between worker and coordinator, renewed by each message. A worker whose lease has ended
 is fenced: its messages are refused until it joins again. While a worker holds its lease, an older incarnation of its
@@ -106,7 +106,7 @@ class WorkerTable:
             raise refused(join, f"worker_id: a live worker has this id ({at}); --replace takes its place")
         if known is not None and known.incarnation == join.incarnation:
             known.join, known.connected, known.lease_until = join, True, now + self.lease_s
-            if known.state == "joining":
+            if known.state == "disconnected":
                 known.state, known.since = "ready", now
             return Joined(known, replaced=None)  # it redialled and keeps its sequences
         return Joined(self.add(join, now, now + self.lease_s), replaced=known)
@@ -142,7 +142,7 @@ class WorkerTable:
         worker.connected = False
         worker.lease_until = min(worker.lease_until, now + REDIAL_S)
         if worker.state == "ready":
-            worker.state, worker.since = "joining", now
+            worker.state, worker.since = "disconnected", now
         return True
 
     def drain(self, worker_id: str, by: float, now: float) -> None:

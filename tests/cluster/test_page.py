@@ -62,8 +62,8 @@ async def test_the_page_shows_chat_pools_and_timelines() -> None:
             )
             assert wide, "text runs out of the picture"
             running.kill(running.pids("decode-1")[0])
-            await page.until("/lost|joining/.test($('picture').textContent)")
-            await page.until("!/lost|joining/.test($('picture').textContent)", timeout_s=40)
+            await page.until("/lost|disconnected/.test($('picture').textContent)")
+            await page.until("!/lost|disconnected/.test($('picture').textContent)", timeout_s=40)
             loading.cancel()
             assert not console_errors(page), page.console
 

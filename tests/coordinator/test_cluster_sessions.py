@@ -72,7 +72,7 @@ async def test_queued_requests_are_not_refused_during_a_short_session_break() ->
         p, d, s = await wait_for_dispatch(b)
         d.wire.refuses = True
         d.cut()
-        await until(lambda: b.state("d0") == "joining")
+        await until(lambda: b.state("d0") == "disconnected")
         with pytest.raises(Unavailable, match="no decode worker is ready"):
             await b.pipeline.generate(Submission("c", (1,), 4)).__anext__()
         await asyncio.sleep(0.25)

@@ -84,7 +84,7 @@ BEFORE: dict[str, Deliver] = {
     "p0 the last tokens": MESSAGES["p0 the last tokens"],
     "d0 the last tokens": MESSAGES["d0 the last tokens"],
     "d0 may be chosen": lambda d, c: _set_state(d, "d0", "ready"),
-    "d0 may not be chosen": lambda d, c: _set_state(d, "d0", "joining"),
+    "d0 may not be chosen": lambda d, c: _set_state(d, "d0", "disconnected"),
 }
 
 

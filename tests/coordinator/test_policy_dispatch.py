@@ -37,7 +37,7 @@ def lose(d: Placing, name: str) -> None:
 
 
 def set_ready(d: Placing, name: str, ready: bool) -> None:
-    worker(d, name).state = "ready" if ready else "joining"
+    worker(d, name).state = "ready" if ready else "disconnected"
 
 
 def refusal(d: Placing, choice: Choice) -> BatonError:

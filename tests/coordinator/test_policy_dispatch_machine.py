@@ -210,7 +210,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(worker=prefill_ids | decode_ids, ready=st.booleans())
     def set_ready(self, worker: str, ready: bool) -> None:
         if worker in self.m.workers:
-            self.m.workers[worker].state = "ready" if ready else "joining"
+            self.m.workers[worker].state = "ready" if ready else "disconnected"
 
     @rule(
         worker=prefill_ids | decode_ids,

@@ -71,7 +71,7 @@ def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int
         return
     size, what = worker.block_size, dice.randrange(5)
     if what == 0:
-        worker.state = dice.choice(("ready", "ready", "joining", "draining", "lost"))
+        worker.state = dice.choice(("ready", "ready", "disconnected", "draining", "lost"))
     elif what == 1:
         worker.load = Load(blocks_free=dice.randrange(worker.join.blocks_total), preempted=dice.random() < 0.2)
     elif what == 2:

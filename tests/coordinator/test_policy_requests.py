@@ -118,7 +118,7 @@ class Drive:
         if stage is Stage.PARKED:
             for decode in ("d0", "d1"):
                 if (worker := self.table.get(decode)) is not None:
-                    worker.state = "joining"
+                    worker.state = "disconnected"
             self.park("p0", s)
         if stage is Stage.DECODE:
             self.handed_over("p0", s, "d0")
@@ -463,7 +463,7 @@ def test_lost_last_acknowledgement_reschedules_a_request_that_decode_has_started
     if order == "parked first":
         worker = d.table.get("d0")
         assert worker is not None
-        worker.state = "joining"  # so that it cannot be a target
+        worker.state = "disconnected"  # so that it cannot be a target
         d.park("p0", s)
         assert r.stage is Stage.PARKED
         worker.state = "ready"
@@ -540,7 +540,7 @@ def test_parked_events_repeated_after_a_redial_count_once() -> None:
     s = r.sequence
     worker = d.table.get("d0")
     assert worker is not None
-    worker.state = "joining"
+    worker.state = "disconnected"
     d.park("p0", s)
     d.park("p0", s)
     assert (r.stage, r.times_parked) == (Stage.PARKED, 2)

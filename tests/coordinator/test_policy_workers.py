@@ -187,7 +187,7 @@ def test_disconnected_worker_may_redial_within_the_lease(workers: WorkerTable) -
     workers.join(join(), 0.0)
     workers.renew_lease("d0", 1, Load(blocks_total=8, blocks_free=3), 0.5)
     assert workers.disconnected("d0", 1, 1.0)
-    assert state(workers) == "joining"
+    assert state(workers) == "disconnected"
     known = workers.get("d0")
     assert known is not None and workers.join(join(), 2.0).worker is known
     assert state(workers) == "ready"

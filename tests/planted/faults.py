@@ -326,7 +326,7 @@ FAULTS = (
         T_WORKERS,
     ),
     Fault(WORKERS, "if known is not None and known.incarnation > join.incarnation:", "if False:", T_WORKERS),
-    Fault(WORKERS, '            if known.state == "joining":\n', "            if True:\n", T_WORKERS),
+    Fault(WORKERS, '            if known.state == "disconnected":\n', "            if True:\n", T_WORKERS),
     Fault(WORKERS, "min(worker.lease_until, now + REDIAL_S)", "worker.lease_until", T_WORKERS),
     Fault(
         WORKERS, "            self._left[worker_id] = incarnation\n", "", "tests/coordinator/test_cluster_membership.py"
