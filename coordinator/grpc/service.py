@@ -176,8 +176,8 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         self, request_id: str, request: serving_pb2.GenerateRequest, remaining_s: float | None
     ) -> Submission:
         if request.model and request.model != self._model:
-            name = request.model[:200]
-            raise NotFound(f"the model {name!r} does not exist", code="model_not_found", param="model")
+            message = f"the model {request.model[:200]!r} does not exist; {self._model!r} is served"
+            raise NotFound(message, code="model_not_found", param="model")
         _refuse_unserved(request)
         options = _options(request, self._translator.text.vocab_size)
         translate = self._translator

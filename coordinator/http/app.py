@@ -457,7 +457,8 @@ class _Front:
     def _check_model(self, name: str | None) -> None:
         """Raises NotFound for another model's name. A request need not name the model: only one is served."""
         if name is not None and name != self._settings.model_name:
-            raise NotFound(f"the model '{printable(name, 100)}' does not exist", code="model_not_found", param="model")
+            message = f"the model '{printable(name, 100)}' does not exist; '{self._settings.model_name}' is served"
+            raise NotFound(message, code="model_not_found", param="model")
 
     def _anthropic_model(self) -> dict[str, Any]:
         return model_object(self._settings.model_name, self._settings.created, self.translator.max_model_len())

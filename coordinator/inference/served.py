@@ -24,7 +24,8 @@ class ServedModel:
     def check(self, name: str, version: str = "") -> None:
         """Raises NotFound unless this is the model's name, and its only version or none."""
         if name != self.name:
-            raise NotFound(f"the model {name[:100]!r} does not exist", code="model_not_found", param="model_name")
+            message = f"the model {name[:100]!r} does not exist; {self.name!r} is served"
+            raise NotFound(message, code="model_not_found", param="model_name")
         if version not in ("", VERSION):
             what = f"version {version[:40]!r} of {self.name} does not exist: there is version {VERSION}"
             raise NotFound(what, code="model_not_found", param="model_version")
