@@ -15,6 +15,7 @@ help: ## list the targets
 
 # torch comes first and alone: its pinned version then satisfies every range that follows.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing torch and the other dependencies into $(VENV): minutes, and nothing is shown meanwhile"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'

@@ -97,7 +97,7 @@ class Pipeline:
             error = raised
             raise
         finally:
-            if first is not None:
+            if first is not None:  # `_choice` has ended it, unless it was closed before its first delta was requested
                 self._cluster.forget(first.choice)
             if counted:
                 self._quotas.charge(client, observed.tokens_used, time.monotonic())
@@ -165,7 +165,8 @@ class Pipeline:
                 delta = await reader.next()
                 if reader.done:
                     reason = "done"
-                    # Only a stop string still has to be reported to the workers: otherwise the journal has ended it.
+                    # Before the yield, which waits for the client. Only a stop string still has to be reported to the
+                    # workers: otherwise the journal has ended it.
                     self._cluster.end(choice, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
         except DeadlineExceeded:

@@ -117,7 +117,8 @@ class Requests:
         self.draining = False
         self.stale_events = self.rescheduled = self.reassigned = 0  # counters
         self._hold_s, self._max_deaths = hold_s, max_deaths
-        self._choices: dict[tuple[str, int], Choice] = {}  # by ChoiceId
+        # By ChoiceId, which `sequence[:2]` equals: a slice is cheaper than a new ChoiceId for every token.
+        self._choices: dict[tuple[str, int], Choice] = {}
         self._waiting: dict[ChoiceId, Choice] = {}  # those in a stage that waits for workers
         self._alone: dict[str, ChoiceId] = {}  # the choice that a worker computes alone now
         self._no_deadline_before = math.inf  # no choice has an earlier deadline
@@ -242,6 +243,7 @@ class Requests:
         for choice in list(self._waiting.values()):
             if choice.unservable is not None and now - choice.unservable_since >= self._hold_s:
                 message, code = choice.unservable
+                message += f"; no other joined within {self._hold_s:g} s (--hold-s)"
                 actions += handle(self.table, choice, Fail(Unavailable(message, code=code, retry_after_s=2)), now)
             elif choice.stage is PARKED and now >= choice.offer_at:
                 actions += handle(self.table, choice, OfferDue(), now)
@@ -354,6 +356,7 @@ class Requests:
         if self.workers.has_left(worker, taker):
             return self._reschedule(choice, f"{worker} received the KV and left", now)
         if taker is None or self.workers.incarnation(worker) != taker:
+            # It had all KV, so it may have died in a step with this choice.
             choice.deaths.append(f"{worker} (lost during the hand-over)")
             return self._reschedule(choice, f"{worker} was lost during the hand-over", now)
         choice.kv_parked = False
