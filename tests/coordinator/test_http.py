@@ -199,6 +199,7 @@ async def test_models(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/models/tiny")).json() == model
     missing = await client.get("/v1/models/org/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert missing.json()["error"]["message"] == "the model 'org/other' does not exist; 'tiny' is served"
 
 
 async def test_limits_are_what_the_pools_hold(client: httpx.AsyncClient, generator: FakeGenerator) -> None:

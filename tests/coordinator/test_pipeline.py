@@ -116,7 +116,7 @@ async def test_failure_frees_both_pools_even_if_the_client_does_not_read() -> No
             worker.cut()
         assert (await p.received(Abort)).sequence == s
         await until(lambda: b.num_active == b.dispatcher.num_queued == 0, what="nothing held")
-        with pytest.raises(Unavailable, match="no decode worker is left"):
+        with pytest.raises(Unavailable, match=r"no decode worker is left; no other joined within .* s \(--hold-s\)"):
             await slow.__anext__()
 
 
