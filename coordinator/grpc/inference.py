@@ -65,15 +65,15 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def __init__(
         self,
-        generator: Pipeline,
+        pipeline: Pipeline,
         translator: Translator,
         served: ServedModel,
         keys: ApiKeys,
         strict_fields: bool = False,
     ) -> None:
-        self._generator, self._translator, self._served = generator, translator, served
+        self._pipeline, self._translator, self._served = pipeline, translator, served
         self._keys, self._strict = keys, strict_fields
-        self._measured = Measured(generator, served.statistics)
+        self._measured = Measured(pipeline, served.statistics)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Returns the handler of one call; None for other services and for extensions that are not served."""
@@ -204,7 +204,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         )
         names = ignored | unknown_fields(request)
         if names:
-            self._generator.ignored(f"/{SERVICE}", names)
+            self._pipeline.ignored(f"/{SERVICE}", names)
             names |= set(filter(None, sent_value(context.trailing_metadata(), "x-ignored-fields").split(", ")))
             with contextlib.suppress(grpc.aio.UsageError):  # a stream has sent its metadata
                 context.set_trailing_metadata((("x-ignored-fields", as_header(names)),))
@@ -232,11 +232,11 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         return pb.ServerLiveResponse(live=True)
 
     def _ready(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._generator.ready()[0])
+        return pb.ServerReadyResponse(ready=self._pipeline.ready()[0])
 
     def _model_ready(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         self._served.check(request.name, request.version)
-        return pb.ModelReadyResponse(ready=self._generator.ready()[0])
+        return pb.ModelReadyResponse(ready=self._pipeline.ready()[0])
 
     def _server(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         return ParseDict(self._served.server(), pb.ServerMetadataResponse())
@@ -255,7 +255,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         return ParseDict(self._served.model_stats(), pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
 
     def _index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
-        models = self._served.repository_index(*self._generator.ready())
+        models = self._served.repository_index(*self._pipeline.ready())
         return ParseDict({"models": models}, pb.RepositoryIndexResponse())
 
 

@@ -81,9 +81,9 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     bytes grpc would reply UNKNOWN and log a traceback. Its own state: tenant and id of the calls that generate."""
 
     def __init__(
-        self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys, strict_fields: bool = False
+        self, pipeline: Pipeline, translator: Translator, model: str, keys: ApiKeys, strict_fields: bool = False
     ) -> None:
-        self._generator = generator
+        self._pipeline = pipeline
         self._strict = strict_fields
         self._running: set[tuple[str, str]] = set()
         self._keys = keys
@@ -138,7 +138,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         submission = (await self._submission(inner, request, context.time_remaining())).of(client)
         if traceparent := sent_value(context.invocation_metadata(), "traceparent"):
             submission = replace(submission, traceparent=traceparent[:64])
-        async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
+        async with contextlib.aclosing(self._pipeline.generate(submission)) as deltas:
             index: Counter[int] = Counter()
             async for delta in deltas:
                 large = off_loop.is_large([delta])
@@ -169,7 +169,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             shown = as_header(names)
             if self._strict:
                 raise InvalidRequest(f"unknown field numbers: {shown}", code="unknown_parameter", param=shown)
-            self._generator.ignored(f"/{SERVICE}/{method}", names)
+            self._pipeline.ignored(f"/{SERVICE}/{method}", names)
             context.set_trailing_metadata(((IGNORED, shown),))
 
     async def _submission(
@@ -305,7 +305,7 @@ class PublicServer:
 
     def __init__(
         self,
-        generator: Pipeline,
+        pipeline: Pipeline,
         translator: Translator,
         model: str,
         max_body_bytes: int,
@@ -325,10 +325,10 @@ class PublicServer:
         ]
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
         self._server = grpc.aio.server(interceptors=(FirstMessage(),), options=options)
-        serving = Serving(generator, translator, model, keys or ApiKeys(), strict_fields)
-        inference = Inference(generator, translator, served or ServedModel(model), keys or ApiKeys(), strict_fields)
+        serving = Serving(pipeline, translator, model, keys or ApiKeys(), strict_fields)
+        inference = Inference(pipeline, translator, served or ServedModel(model), keys or ApiKeys(), strict_fields)
         self._server.add_generic_rpc_handlers((serving, inference))
-        services = dict.fromkeys(("", SERVICE, INFERENCE), lambda: generator.ready()[0])
+        services = dict.fromkeys(("", SERVICE, INFERENCE), lambda: pipeline.ready()[0])
         health_pb2_grpc.add_HealthServicer_to_server(health.Health(services), self._server)
         names = (SERVICE, INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

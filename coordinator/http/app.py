@@ -100,17 +100,17 @@ class HttpSettings:
 
 
 def create_app(
-    generator: Pipeline,
+    pipeline: Pipeline,
     text_model: TextModel,
     settings: HttpSettings,
     inference: ServedModel | None = None,
     responses: Responses | None = None,
 ) -> Starlette:
     """Builds the application. It owns only the process that parses large bodies, and the connections to the batches
-    process, which `app.state.close()` ends: generator and text model outlive it."""
+    process, which `app.state.close()` ends: pipeline and text model outlive it."""
     app = Starlette()
     app.router.redirect_slashes = False
-    front = _Front(generator, text_model, settings, responses)
+    front = _Front(pipeline, text_model, settings, responses)
     for_all = (
         ("GET", "/", front.page, "text/html"),
         ("GET", "/live", front.live, "Live"),
@@ -145,7 +145,7 @@ def create_app(
     inference = inference or ServedModel(settings.model_name, settings.version)
     if settings.routes != "admin":
         parts = front.reader, front.parser, settings.strict_fields
-        InferenceRoutes(generator, front.translator, inference, *parts).add_to(app)
+        InferenceRoutes(pipeline, front.translator, inference, *parts).add_to(app)
     batches: BatchRoutes | None = None
     if settings.batches_address and settings.routes != "admin":
         batches = BatchRoutes(
@@ -155,7 +155,7 @@ def create_app(
             settings.api_keys,
             front.reader,
             settings.allowed_origins,
-            generator.ignored,
+            pipeline.ignored,
             settings.strict_fields,
         )
     elif settings.routes != "admin":
@@ -175,7 +175,7 @@ def create_app(
         app.add_exception_handler(error, _answer_error)
     names = Names(settings.allowed_origins) if settings.local_names_only else None
     app.add_middleware(
-        Guard, answered=generator.answered, keys=settings.api_keys, names=names, batches_key=settings.batches_key
+        Guard, answered=pipeline.answered, keys=settings.api_keys, names=names, batches_key=settings.batches_key
     )
     if settings.allowed_origins:
         app.add_middleware(
@@ -213,15 +213,15 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 class _Front:
     def __init__(
-        self, generator: Pipeline, text: TextModel, settings: HttpSettings, responses: Responses | None
+        self, pipeline: Pipeline, text: TextModel, settings: HttpSettings, responses: Responses | None
     ) -> None:
         self.kept = KeptResponses(responses or MemoryResponses(MAX_RESPONSES_BYTES))
-        self._generator = generator
+        self._pipeline = pipeline
         self._text = text
         self._settings = settings
         self.reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
         self.parser = BodyParser()
-        self.translator = Translator(text, deadline_s=settings.request_timeout_s, pools_hold=generator.max_model_len)
+        self.translator = Translator(text, deadline_s=settings.request_timeout_s, pools_hold=pipeline.max_model_len)
         self._fingerprint = f"baton-{settings.version}"
         granted = dict.fromkeys(_PERMISSIONS, True) | dict.fromkeys(_NOT_PERMITTED, False)
         self._permission = {"id": f"modelperm-{settings.created}", "object": "model_permission", **granted}
@@ -257,17 +257,17 @@ class _Front:
         head = self._head(request, [submission], logprobs=body.shows_logprobs, **more)
         keep = None if body.store is False else self.kept.keeper(request.scope[CLIENT], before, body.input)
         render = ResponsesRender(head, body, keep)
-        return GenerationResponse(self._generator, [submission], render, stream=bool(body.stream))
+        return GenerationResponse(self._pipeline, [submission], render, stream=bool(body.stream))
 
     async def messages(self, request: Request) -> Response:
         body = await self._body(request, MessagesBody)
         submission, more = await self._conversation(request, body)
         render = MessagesRender(self._head(request, [submission], **more), body, submission.max_tokens)
-        generator = self._generator if body.max_tokens else EchoOnly(self._generator)
+        generator = self._pipeline if body.max_tokens else EchoOnly(self._pipeline)
         return GenerationResponse(generator, [submission], render, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:
-        with self._generator.admitted(request.scope[CLIENT]):
+        with self._pipeline.admitted(request.scope[CLIENT]):
             body = await self._body(request, CountTokensBody)
             messages = body.chat()
             check_messages(messages)
@@ -315,7 +315,7 @@ class _Front:
         return json_response(self._anthropic_model() if is_for_anthropic(request.scope) else self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        with self._generator.admitted(request.scope[CLIENT]):
+        with self._pipeline.admitted(request.scope[CLIENT]):
             return await self._tokens(await self._body(request, schema.TokenizeBody))
 
     async def _tokens(self, body: schema.TokenizeBody) -> Response:
@@ -330,7 +330,7 @@ class _Front:
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        with self._generator.admitted(request.scope[CLIENT]):
+        with self._pipeline.admitted(request.scope[CLIENT]):
             return await self._text_of(await self._body(request, schema.DetokenizeBody))
 
     async def _text_of(self, body: schema.DetokenizeBody) -> Response:
@@ -353,16 +353,16 @@ class _Front:
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        ready, reason = self._generator.ready()
+        ready, reason = self._pipeline.ready()
         if ready:
             return json_response({"ready": True})
         return json_response({"ready": False, "reason": reason}, http=503, headers={"retry-after": "1"})
 
     async def workers(self) -> Response:
-        return json_response(self._generator.workers())
+        return json_response(self._pipeline.workers())
 
     async def server_info(self) -> Response:
-        workers = [w for w in self._generator.workers()["workers"] if w["state"] != "lost"]
+        workers = [w for w in self._pipeline.workers()["workers"] if w["state"] != "lost"]
         return json_response(
             {
                 "version": self._settings.version,
@@ -389,7 +389,7 @@ class _Front:
 
     async def loads(self) -> Response:
         # As in SGLang: one entry, because the caller has one address to send requests to.
-        cluster = self._generator.workers()
+        cluster = self._pipeline.workers()
         own = cluster["coordinator"]
         decode = [w for w in cluster["workers"] if w["role"] == "decode" and w["state"] != "lost"]
         used = sum(w["blocks_total"] - w["blocks_free"] for w in decode)
@@ -420,17 +420,17 @@ class _Front:
 
     async def requests(self, request: Request) -> Response:
         limit = limit_of(request, KEPT)
-        return json_response(await off_loop.make(limit > 50, _as_json, self._generator.requests(limit)))
+        return json_response(await off_loop.make(limit > 50, _as_json, self._pipeline.requests(limit)))
 
     async def request(self, request_id: str) -> Response:
-        timelines = self._generator.request(request_id)
+        timelines = self._pipeline.request(request_id)
         if not timelines:
             message = f"request {printable(request_id, 100)!r} is not among the running ones and the last {KEPT}"
             raise NotFound(message, code="request_not_found", param="request_id")
         return json_response(await off_loop.make(len(timelines) > 50, _as_json, timelines))
 
     async def metrics(self) -> Response:
-        return Response(await self._generator.metrics(), headers={"content-type": CONTENT_TYPE})
+        return Response(await self._pipeline.metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})
@@ -444,7 +444,7 @@ class _Front:
         else:
             self._check_model(body.model)
         request.scope[IGNORED] = named
-        self._generator.ignored(request.url.path, named)
+        self._pipeline.ignored(request.url.path, named)
         return body
 
     def _tool_format(self) -> str:
@@ -486,7 +486,7 @@ class _Front:
         """Builds the answer; `more` holds further arguments of `Head`."""
         stream_options = body.stream_options
         echo_only = isinstance(body, schema.CompletionBody) and body.echo_only
-        generator = EchoOnly(self._generator) if echo_only else self._generator
+        generator = EchoOnly(self._pipeline) if echo_only else self._pipeline
         head = self._head(
             request,
             submissions,

@@ -37,7 +37,7 @@ _DIGITS = re.compile(r"[0-9]{1,12}", re.ASCII)
 class InferenceRoutes:
     """`reader` and `parser` are those of the other bodies."""
 
-    generator: Pipeline
+    pipeline: Pipeline
     translator: Translator
     served: ServedModel
     reader: BodyReader
@@ -68,7 +68,7 @@ class InferenceRoutes:
         return Response(media_type="text/plain")
 
     async def ready(self) -> Response:
-        ready, reason = self.generator.ready()
+        ready, reason = self.pipeline.ready()
         return Response(media_type="text/plain") if ready else json_response({"error": reason}, http=503)
 
     async def model_ready(self, name: str, version: str = "") -> Response:
@@ -89,7 +89,7 @@ class InferenceRoutes:
         return json_response(self.served.model_stats())
 
     async def repository_index(self) -> Response:
-        return json_response(self.served.repository_index(*self.generator.ready()))
+        return json_response(self.served.repository_index(*self.pipeline.ready()))
 
     async def infer(self, request: Request, name: str, version: str = "") -> Response:
         self.served.check(name, version)
@@ -134,8 +134,8 @@ class InferenceRoutes:
         internal_id = f"infer-{secrets.token_hex(16)}"
         submissions, more = await submissions_of(self.translator, made, internal_id, strict=self.strict_fields)
         request.scope[IGNORED] = names = more.union(ignored)
-        self.generator.ignored(request.scope[ROUTE], names)
+        self.pipeline.ignored(request.scope[ROUTE], names)
         submissions = [owned(each, request) for each in submissions]
         render = InferRender(self.served.name, request_id, made, submissions[0].n, answer)
-        measured = Measured(self.generator, self.served.statistics)
+        measured = Measured(self.pipeline, self.served.statistics)
         return GenerationResponse(measured, submissions, render, stream=events)

@@ -69,18 +69,18 @@ class Statistics:
 
 
 class Measured:
-    """A generator that counts what it generates."""
+    """A pipeline that counts what it generates."""
 
-    def __init__(self, generator: Pipeline, statistics: Statistics) -> None:
-        self._generator, self._statistics = generator, statistics
+    def __init__(self, pipeline: Pipeline, statistics: Statistics) -> None:
+        self._pipeline, self._statistics = pipeline, statistics
 
     def admitted(self, client: Client, choices: int = 1) -> AbstractContextManager[None]:
-        return self._generator.admitted(client, choices)
+        return self._pipeline.admitted(client, choices)
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         started, ended = time.monotonic(), list[Delta]()
         try:
-            async with aclosing(self._generator.generate(submission, sink)) as deltas:
+            async with aclosing(self._pipeline.generate(submission, sink)) as deltas:
                 async for delta in deltas:
                     if delta.finish_reason is not None:
                         ended.append(delta)
