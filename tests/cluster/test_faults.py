@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 
+import httpx
 import pytest
 
 from baton.engine.kernels.build import processor_levels
@@ -233,3 +234,24 @@ async def test_kv_parked_while_both_decode_workers_refuse_is_handed_over_later(
     after = await running.wait_until_idle()
     computed = [s["prefill-0"]["load"]["prompt_tokens_computed"] for s in (before, after)]
     assert computed[1] - computed[0] == times * len(PROMPT)  # the same KV, and no second prefill
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_kill_9_of_a_prefill_worker_with_parked_kv_recomputes_the_prompt_elsewhere(
+    running: FaultCluster, client: Client, times: int
+) -> None:
+    def rescheduled() -> int:
+        return int(httpx.get(running.cluster.url + "/workers").json()["coordinator"]["rescheduled"])
+
+    answer, before = await expected(client), rescheduled()
+    for _ in range(times):
+        for worker in ("decode-0", "decode-1"):
+            running.ask(worker, "refuse")
+        request, asked = start(client), time.monotonic()
+        await running.first("prefill-0", "parked", since=asked)
+        running.signal("prefill-0")
+        for worker in ("decode-0", "decode-1"):
+            running.release(worker, "refuse")
+        assert (await request.end()).error == "" and request.tokens == answer, running.cluster.logs()
+    await running.wait_until_idle()
+    assert rescheduled() >= before + times  # a dead worker's KV is not offered again
