@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import xml.etree.ElementTree as ET
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ PAGES = sorted(
 IMAGES = sorted((ROOT / "docs/images").glob("*.svg"))
 TEXT = {".py", ".md", ".h", ".cpp", ".proto", ".toml", ".sh", ".html", ".in", ".yaml"}
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_NAME_LINK = re.compile(r"\[`(\w+(?:\.\w+)?)`\]\((\S+\.py)\)")
 _CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 _MACHINE = re.compile(r"/(?:work|root|home/\w+|tmp)/|/tmp\b(?!/)")
 
@@ -45,6 +48,30 @@ def test_links_resolve(page: Path) -> None:
         assert file.is_relative_to(ROOT), f"{target} leaves the repository"
         if anchor:
             assert anchor in anchors(file), f"{target}: no such heading"
+
+
+def test_linked_functions_and_classes_are_in_the_files_that_the_links_name() -> None:
+    links = [
+        (page, text, (page.parent / target).resolve())
+        for page in PAGES
+        for text, target in _NAME_LINK.findall(_CODE.sub("", page.read_text(encoding="utf-8")))
+    ]
+    assert len(links) > 60
+    missing = [f"{name_of(page)}: {text}" for page, text, file in links if text not in defined_in(file)]
+    assert not missing, "\n".join(missing)
+
+
+@cache
+def defined_in(file: Path) -> frozenset[str]:
+    """Functions and classes of a module, and the methods of its classes as Class.method."""
+    defined: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+            defined.update(f"{node.name}.{each.name}" for each in methods)
+    return frozenset(defined)
 
 
 @pytest.mark.parametrize("file", [*PAGES, *IMAGES], ids=name_of)
