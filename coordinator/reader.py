@@ -32,7 +32,7 @@ class Reader:
         self.done = False  # the last delta has been built
         self._text, self._sink, self._observe = text, sink, observe
         self._read = 0  # tokens
-        self._left: Delta | Exception | None = None  # of a push, for the reader's task to pass on
+        self._undelivered: Delta | Exception | None = None  # what `_push` could not deliver: for the reader's task
         self._changed = asyncio.Event()
         self._waits = False  # the reader's task, in `next`
         self._expired = False  # the deadline has passed
@@ -59,7 +59,7 @@ class Reader:
             BatonError: the error that ended the request.
         """
         choice = self.choice
-        while self._left is None and choice.error is None and not self._has_more():
+        while self._undelivered is None and choice.error is None and not self._has_more():
             if self._expired:
                 raise choice.late()
             self._waits = True
@@ -67,11 +67,11 @@ class Reader:
                 await self.changed()
             finally:
                 self._waits = False
-        left, self._left = self._left, None
-        if isinstance(left, Exception):
-            raise left
-        if left is not None:
-            return left
+        undelivered, self._undelivered = self._undelivered, None
+        if isinstance(undelivered, Exception):
+            raise undelivered
+        if undelivered is not None:
+            return undelivered
         if choice.error is not None and not self._has_more():
             raise choice.error
         return self._take()
@@ -87,18 +87,18 @@ class Reader:
         """Passes new tokens to the sink. Returns False if the reader's task has to handle them."""
         choice, journal = self.choice, self.choice.journal
         fresh = len(journal.tokens) - self._read
-        middle = self._read and journal.finish is None and choice.error is None and self._left is None
+        middle = self._read and journal.finish is None and choice.error is None and self._undelivered is None
         if not middle or not 0 < fresh <= MAX_PUSHED_TOKENS or not sink.ready:
             return False
         try:
             delta = self._take()
             if self.done:
-                self._left = delta
+                self._undelivered = delta
                 return False
             self._observe(delta)
             sink.take(delta)
         except Exception as error:  # an error of this reader, not of the worker whose message arrived
-            self._left = error
+            self._undelivered = error
             return False
         return True
 

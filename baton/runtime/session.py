@@ -94,12 +94,12 @@ class WorkerSession:
         self._last_received_at = clock()
         self._lease_s = 3.0
         self.run_id = ""
-        self.log = OutputLog()
+        self.output_log = OutputLog()
         self._gpu: GpuUsage | None = None
 
     def post(self, events: StepEvents) -> None:
         """Sends events to the coordinator. Safe at any time: while no stream is open, the log keeps them."""
-        self.log.record(events)
+        self.output_log.record(events)
         if self.connected:
             self._outgoing.put_nowait(events)
 
@@ -199,7 +199,7 @@ class WorkerSession:
         return stream.ended or ""
 
     def _known(self) -> set[SequenceId]:
-        return {*self._owner.sequence_ids(), *self.log.sequences()}
+        return {*self._owner.sequence_ids(), *self.output_log.sequences()}
 
     def _begin(self, welcome: Welcome, known: Collection[SequenceId]) -> None:
         """`known` are the sequences from before the join."""
@@ -207,12 +207,12 @@ class WorkerSession:
         self._lease_s = welcome.lease_s
         if self.run_id and self.run_id != welcome.run_id:
             self._owner.abandon("a different coordinator run replied")
-            self.log.clear()
+            self.output_log.clear()
         self.run_id = welcome.run_id
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
             self._outgoing.task_done()
-        found = reconcile(welcome.tracked, known, self._owner.sequence_ids(), self.log)
+        found = reconcile(welcome.tracked, known, self._owner.sequence_ids(), self.output_log)
         self._owner.welcome(welcome)
         self._owner.abandon("the coordinator no longer tracks them", found.keep)
         self.connected = True
@@ -250,7 +250,7 @@ class WorkerSession:
             if isinstance(message, HeartbeatAck):
                 continue
             if isinstance(message, ReleaseRecords):
-                self.log.release(message.sequences)
+                self.output_log.release(message.sequences)
             elif isinstance(message, Prefill | Assign | Abort | Drain):
                 self._owner.command(message)
             else:

@@ -43,7 +43,7 @@ async def test_a_request_is_prefilled_handed_over_and_decoded() -> None:
         assert last.timeline is not None
         assert (last.timeline.prefill_worker, last.timeline.decode_worker) == ("p0", "d0")
         assert not p.all(Abort) and not d.all(Abort)
-        await until(lambda: len(p.session.log) == len(d.session.log) == 0)
+        await until(lambda: len(p.session.output_log) == len(d.session.output_log) == 0)
 
 
 async def test_invariants_are_checked_when_the_last_request_has_ended() -> None:

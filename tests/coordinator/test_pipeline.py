@@ -96,7 +96,7 @@ async def test_slow_reader_does_not_delay_workers_or_other_requests() -> None:
         d.report(s2, 0, 5, 6, 7, 8, ended="length")
         assert len(await other.done()) == 4
         assert b.num_active == 0 and len(b.requests) == 1
-        await until(lambda: len(d.session.log) == len(p.session.log) == 0)
+        await until(lambda: len(d.session.output_log) == len(p.session.output_log) == 0)
         deltas = [delta async for delta in slow]
         assert [t for x in deltas for t in x.token_ids] == [6, 7, 8, 9, 10]
         assert deltas[-1].finish_reason == "length"
