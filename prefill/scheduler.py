@@ -12,6 +12,9 @@ From its start a request with a hand-over also holds a send pin on its blocks, w
 hand-over has ended (all of it acknowledged, or given up). So the KV outlives the computation for as long as it may
 still be read. After that its full blocks stay cached until they are evicted.
 
+A request with `pooling` samples nothing: its rows report vectors, whose sum is its result. The mean of all tokens needs
+the hidden states of all of them, so it uses no cached prefix.
+
 A request that is to be computed alone has each of its chunks in a step without others.
 
 With `plan_ahead` a step may be planned while the one before it computes, so that a GPU has it at once: all tokens of a
@@ -28,7 +31,7 @@ from dataclasses import dataclass
 from baton.core.blocks import BlockTable, Holder, HolderKind
 from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
-from baton.core.events import SequenceEnded, grammar_failed
+from baton.core.events import SequenceEnded, StageStamps, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_cache import PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
@@ -45,7 +48,7 @@ AGEING_TOKENS_PER_S = 2048.0
 class Progress:
     """KV of positions [0, computed) of a sequence is complete; the first `cached` of them came from the prefix cache.
     `first_token`, the output `output_index`, is set with the last position, together with the log-probabilities that
-    the request asks for."""
+    the request asks for; or `pooled` is, its vector (`TokenEvent.pooled`)."""
 
     sequence_id: SequenceId
     computed: int
@@ -54,6 +57,17 @@ class Progress:
     cached: int = 0
     first_logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    pooled: bytes = b""
+
+    def event(self, stamps: StageStamps | None) -> TokenEvent | None:
+        """Returns what the coordinator receives of it, if anything."""
+        if self.pooled:
+            return TokenEvent(self.sequence_id, 0, (), cached_tokens=self.cached, pooled=self.pooled)
+        if self.first_token is None:
+            return None
+        logprobs = () if self.first_logprob is None else (self.first_logprob,)
+        first = self.output_index, (self.first_token,), logprobs, self.prompt_logprobs, self.cached
+        return TokenEvent(self.sequence_id, *first, stamps=stamps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +157,8 @@ class PrefillScheduler:
             )
         self._submitted += 1
         sequence = Sequence(request, State.WAITING, now, self._submitted, send_pinned=hand_over)
-        # Log-probabilities of the prompt need the logits of all its positions, so none may come from the cache.
-        sequence.reuses_prefix = request.sampling.prompt_logprobs is None
+        # Log-probabilities of the prompt and a mean need the result of all positions, so none may come from the cache.
+        sequence.reuses_prefix = request.sampling.prompt_logprobs is None and request.pooling != "mean"
         self.sequences[sequence.id] = sequence
         self._waiting.append(sequence)
         return sequence
@@ -186,7 +200,7 @@ class PrefillScheduler:
             start = starts.get(sequence, sequence.num_computed)
             end = start + count
             last = end == sequence.num_tokens
-            rows.append(sequence.row(start, end, num_sampled=int(last), score=True))
+            rows.append(sequence.row(start, end, num_sampled=int(last and not sequence.request.pooling), score=True))
             sequences.append(sequence)
             sequence.step_id = self._next_step
             budget -= count
@@ -280,11 +294,19 @@ class PrefillScheduler:
             if not sequence.kv_suspect:
                 self.cache.store_full_blocks(sequence)
             sequence.prompt_logprobs += outcome.scored_of(index)
+            if row.pooling:
+                sequence.add_pooled(outcome.pooled[index])
             if sequence.ending is not None:
                 if last:
                     self._leave(sequence)
                 continue
             cached = sequence.prefix_tokens
+            if sequence.request.pooling and row.end == sequence.num_tokens:
+                progress.append(Progress(sequence.id, row.end, cached=cached, pooled=sequence.pooled_vector()))
+                sequence.computed_at = now
+                ended.append(SequenceEnded(sequence.id, "stop", stamps=sequence.prefill_stamps()))
+                self._leave(sequence)
+                continue
             if not row.num_sampled:
                 progress.append(Progress(sequence.id, row.end, cached=cached))
                 continue

@@ -11,7 +11,7 @@ from baton.core.codes import ErrorCode
 from baton.core.commands import Assign, Command, Join, Prefill, Target
 from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError, InvariantError, StaleHandle
-from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
+from baton.core.events import HandedOver, Load, Parked, StepEvents
 from baton.core.handles import verify
 from baton.core.handover import LinkHello
 from baton.core.request import SequenceId
@@ -162,17 +162,15 @@ class PrefillWorker:
         ended = {e.sequence for e in result.ended}
         tokens = []
         for p in result.progress:
-            last = p.first_token is not None
             sequence = self.scheduler.sequences.get(p.sequence_id)
-            self.events.write("chunk_computed", sequence=p.sequence_id, end=p.computed, last=last)
-            if p.first_token is not None:
-                logprobs = () if p.first_logprob is None else (p.first_logprob,)
-                first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
-                stamps = None  # if it has ended, its SequenceEnded has them
-                if sequence is not None and sequence.id not in ended:
-                    reserve_s = 0.0 if sequence.hand_over is None else sequence.hand_over.reserve_s
-                    stamps = replace(sequence.prefill_stamps(), reserve_s=reserve_s)
-                tokens.append(TokenEvent(p.sequence_id, *first, stamps=stamps))
+            stamps = None  # if it has ended, its SequenceEnded has them
+            if sequence is not None and sequence.id not in ended:
+                reserve_s = 0.0 if sequence.hand_over is None else sequence.hand_over.reserve_s
+                stamps = replace(sequence.prefill_stamps(), reserve_s=reserve_s)
+            event = p.event(stamps)
+            self.events.write("chunk_computed", sequence=p.sequence_id, end=p.computed, last=event is not None)
+            if event is not None:
+                tokens.append(event)
             if sequence is not None and sequence.id not in ended:
                 self.sender.progressed(sequence)
         for e in result.ended:

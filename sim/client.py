@@ -14,7 +14,7 @@ from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.request import GenerateRequest
 from coordinator.policy.choice import Choice, Stage
 from sim.coordinator import Coordinator
-from sim.engine import expected, expected_prompt_logprobs
+from sim.engine import expected, expected_prompt_logprobs, expected_vector
 from sim.loop import Loop, Timer, cancel
 
 RETRY_S = 0.5
@@ -285,6 +285,9 @@ class _Choice:
         got = outcome.tokens
         if got != tokens[: len(got)]:
             raise InvariantError(f"{self.request.sequence} received {got}, not {tokens}")
+        request = self._client.request
+        if request.pooling and journal.finish is not None and self.request.pooled != expected_vector(request):
+            raise InvariantError(f"{self.request.sequence} received another vector")
         if journal.finish is not None and len(journal.tokens) != len(tokens):
             raise InvariantError(f"{self.request.sequence} finished with {journal.tokens}, not {tokens}")
         if sampling.logprobs is not None and journal.logprobs != scores[: len(journal.logprobs)]:

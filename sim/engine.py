@@ -11,6 +11,8 @@ Stands for baton/engine, and `pack` and `store` for baton/transfer.
 from __future__ import annotations
 
 import random
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -21,6 +23,7 @@ from baton.core.reshard import EdgePlan, local_heads
 from baton.core.step import Row, StepOutcome, StepPlan
 
 VOCABULARY = 40
+VECTOR_VALUES = 1 << 12
 EOS = 0
 _PRIME = (1 << 31) - 1
 Payload = list[list[int]]
@@ -73,6 +76,8 @@ def logprob(state: int, token: int) -> TokenLogprob:
 
 def expected(request: GenerateRequest) -> tuple[list[int], list[TokenLogprob]]:
     """Returns the output of a request, and its log-probabilities, as one undisturbed computation has them."""
+    if request.pooling:
+        return [], []
     state, sampling = root(request), request.sampling
     for token in request.prompt:
         state = _mix(state, token)
@@ -86,6 +91,15 @@ def expected(request: GenerateRequest) -> tuple[list[int], list[TokenLogprob]]:
         if finish_reason(request, len(output), token) is not None:
             return output, scores
         state = _mix(state, token)
+
+
+def expected_vector(request: GenerateRequest) -> bytes:
+    """Returns the vector of a request with `pooling`."""
+    state, values = root(request), []
+    for token in request.prompt:
+        state = _mix(state, token)
+        values.append(state % VECTOR_VALUES)
+    return struct.pack("<f", values[-1] if request.pooling == "last" else sum(values) / len(values))
 
 
 def expected_prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ...]:
@@ -126,6 +140,7 @@ class HashModel:
             sources = zip(rows, plan.token_sources, strict=True)
             rows = tuple(r if s < 0 else _with_token(r, self._sampled[s][0]) for r, s in sources)
         sampled, scores, scored = [], [], []
+        pooled = {index: self._pooled(row) for index, row in enumerate(rows) if row.pooling}
         for row in rows:
             tokens, found, prompt = self._row(row, self._width)
             sampled.append(tokens)
@@ -138,7 +153,23 @@ class HashModel:
             logprobs=tuple(scores) if any(scores) else (),
             scored=tuple(scored) if any(scored) else (),
             draft_tokens=draft_tokens,
+            pooled=pooled,
         )
+
+    def _pooled(self, row: Row) -> array[float]:
+        """Returns the vector of a row, from the KV before it and its tokens."""
+        state = self._before(row)
+        total, last = 0, 0
+        for token in row.tokens:
+            state = _mix(state, token)
+            last = state % VECTOR_VALUES
+            total += last
+        return array("d", [last if row.pooling == "last" else total])
+
+    def _before(self, row: Row) -> int:
+        """Returns the hash of the tokens before a row."""
+        request = self._request_of(row.sequence_id.request_id)
+        return root(request) if row.start == 0 else self._read(row.block_ids, row.start - 1)
 
     def first_layers(self, plan: StepPlan, layers: int) -> None:
         for row in plan.rows:
@@ -147,8 +178,7 @@ class HashModel:
     def _row(self, row: Row, width: int) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
         """Computes one row, and writes the first `width` values of each of its slots."""
         size, slots, blocks = self.layout.block_size, self._slots, row.block_ids
-        request = self._request_of(row.sequence_id.request_id)
-        state = root(request) if row.start == 0 else self._read(blocks, row.start - 1)
+        state = self._before(row)
         first_sample = row.end - row.num_sampled
         tokens, scores, scored = list[int](), list[TokenLogprob](), list[TokenLogprob]()
         sampling, history = row.sampling, row.history
@@ -182,8 +212,7 @@ class HashModel:
             if not draft.num_draft_tokens:
                 continue
             row = plan.rows[draft.row]
-            request = self._request_of(row.sequence_id.request_id)
-            state = root(request) if row.start == 0 else self._read(row.block_ids, row.start - 1)
+            state = self._before(row)
             for token in row.tokens:
                 state = _mix(state, token)
             history = row.history

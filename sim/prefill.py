@@ -17,7 +17,7 @@ from baton.core.commands import Assign, Command, Join, Prefill, Role, Target
 from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
-from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
+from baton.core.events import HandedOver, Load, Parked, StepEvents
 from baton.core.handles import verify
 from baton.core.handover import (
     AbortTransfer,
@@ -153,11 +153,9 @@ class PrefillTier:
         tokens = []
         for p in result.progress:
             sequence = self.scheduler.sequences.get(p.sequence_id)
-            if p.first_token is not None:
-                logprobs = () if p.first_logprob is None else (p.first_logprob,)
-                first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
-                stamps = None if sequence is None or sequence.id in ended else sequence.prefill_stamps()
-                tokens.append(TokenEvent(p.sequence_id, *first, stamps=stamps))
+            stamps = None if sequence is None or sequence.id in ended else sequence.prefill_stamps()
+            if (event := p.event(stamps)) is not None:
+                tokens.append(event)
             if sequence is not None and sequence.id not in ended:
                 self.sender.progressed(sequence)
         for e in result.ended:

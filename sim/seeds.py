@@ -13,11 +13,11 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from baton.core.errors import InvariantError
-from baton.core.request import GenerateRequest, SamplingParams
+from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParams
 from sim.client import Behaviour
 from sim.cluster import Cluster, ClusterOptions, PoolOptions
 from sim.coordinator import CoordinatorOptions
@@ -220,6 +220,9 @@ def make_cluster(draw: random.Random, trace: Trace, crowded: bool) -> Cluster:
     return cluster
 
 
+_POOLED: tuple[Pooling, ...] = ("", "", "", "", "", "", *POOLINGS)
+
+
 def make_requests(draw: random.Random, mode: Mode, crowded: bool) -> list[tuple[GenerateRequest, float, Behaviour]]:
     """Requests that share beginnings, of several tenants, with everything that sampling depends on."""
     shared = [tuple(draw.randrange(1, VOCABULARY) for _ in range(24)) for _ in range(2)]
@@ -258,6 +261,10 @@ def make_requests(draw: random.Random, mode: Mode, crowded: bool) -> list[tuple[
             leaves_after_s=draw.choice((None,) * 7 + (draw.random() * 2.0,)),
             stop_after=draw.choice((None,) * 7 + (draw.randint(1, 8),)),
         )
+        if pooling := random.Random(sampling.seed).choice(_POOLED):
+            plain = SamplingParams(seed=sampling.seed)
+            request = replace(request, max_tokens=1, sampling=plain, eos_token_ids=(), pooling=pooling)
+            behaviour = replace(behaviour, choices=1, stop_after=None)
         sends.append((request, draw.random() * arrival_s, behaviour))
     return sends
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field, replace
 from operator import add
 from typing import NamedTuple
 
 from baton.core.codes import ErrorCode
 from baton.core.request import SequenceId, TokenLogprob
 from baton.core.step import GrammarFailure
+
+MAX_VECTOR_BYTES = 4 << 20
+"""A step may end many short prompts, and a message of a worker has a limit (baton/runtime/streams.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,8 @@ class TokenEvent(NamedTuple):
     Three fields come with the first token that a prefill worker samples: `prompt_logprobs`, if requested (entry i is
     that of prompt token i + 1; the first has none), `stamps` of the stages so far (a short output may end before the
     hand-over is reported), and `cached_tokens`, how many tokens before it were not computed. The decode worker reports
-    `cached_tokens` too: its event may arrive first. `speculation` is the sequence's so far, if tokens were drafted."""
+    `cached_tokens` too: its event may arrive first. `speculation` is the sequence's so far, if tokens were drafted.
+    `pooled`, float32 in little-endian order, comes instead of tokens for a request with `pooling`."""
 
     sequence: SequenceId
     first_index: int
@@ -70,6 +75,7 @@ class TokenEvent(NamedTuple):
     cached_tokens: int = 0
     speculation: SpeculationCounters | None = None
     stamps: StageStamps | None = None
+    pooled: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,3 +181,15 @@ class StepEvents:
     load: Load | None = None
     kv_cache_events: KVCacheEvents | None = None
     alone: SequenceId | None = None
+
+
+def in_parts(events: StepEvents) -> Iterator[StepEvents]:
+    """Yields events as messages with at most MAX_VECTOR_BYTES of vectors each, if one vector has no more."""
+    part, size = list[TokenEvent](), 0
+    for token in events.tokens if any(token.pooled for token in events.tokens) else ():
+        if part and size + len(token.pooled) > MAX_VECTOR_BYTES:
+            yield StepEvents(tokens=tuple(part))
+            part, size = [], 0
+        part.append(token)
+        size += len(token.pooled)
+    yield replace(events, tokens=tuple(part)) if part else events

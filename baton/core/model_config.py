@@ -19,6 +19,8 @@ from baton.core.kv_layout import DTYPE_BYTES, KVLayout, LayerKV
 Architecture = Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 DType = Literal["float32", "bfloat16", "float16"]
 
+_HEADS = "ForCausalLM", "ForSequenceClassification", "Model"
+"""The ends of an architecture's name: with an LM head, with a classification head, without a head."""
 _BY_MODEL_TYPE: dict[str, Architecture] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -40,7 +42,8 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One dense decoder-only transformer. `windows[i]` is layer i's sliding window in positions, 0 for none."""
+    """One dense decoder-only transformer. `windows[i]` is layer i's sliding window in positions, 0 for none. A model
+    with `num_labels` has a classification head; one without an LM head counts as one whose embeddings are tied."""
 
     vocab_size: int
     hidden_size: int
@@ -61,6 +64,8 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     torch_dtype: DType | None
+    has_lm_head: bool = True
+    num_labels: int = 0
 
     def longest(self, wanted: int | None) -> int:
         """Returns the most tokens of a prompt and its output together: `wanted`, or the model's own limit (for 0 and
@@ -96,7 +101,9 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         raise StartupError("config.json: auto_map requires code from the model directory, which Baton never runs")
     if config.get("quantization_config") is not None:
         raise StartupError("config.json: quantization_config is not supported (give a bf16, fp16 or fp32 checkpoint)")
-    architecture = _architecture(config)
+    architecture, head = _architecture(config)
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        raise StartupError("config.json: bidirectional attention (is_causal false) is not supported")
     if config.get("hidden_act", "silu") != "silu":
         raise StartupError(f"config.json: hidden_act must be silu, not {config['hidden_act']!r:.60}")
     num_layers = _int(config, "num_hidden_layers", high=1_000)
@@ -128,14 +135,24 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         o_bias=llama_like and biased,
         mlp_bias=architecture == "LlamaForCausalLM" and _bool(config, "mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        tie_word_embeddings=_bool(config, "tie_word_embeddings"),
+        tie_word_embeddings=_bool(config, "tie_word_embeddings") or head != "ForCausalLM",
         max_position_embeddings=max_positions,
         eos_token_ids=_eos(config, vocab_size),
         torch_dtype=_dtype(config),
+        has_lm_head=head == "ForCausalLM",
+        num_labels=_num_labels(config) if head == "ForSequenceClassification" else 0,
     )
 
 
-def _architecture(config: Mapping[str, Any]) -> Architecture:
+def _num_labels(config: Mapping[str, Any]) -> int:
+    """Returns the number of labels; transformers writes them only if they are not the default two."""
+    labels = config.get("id2label")
+    default = len(labels) if isinstance(labels, dict) and labels else 2
+    return _int(config, "num_labels", high=1 << 16, default=default)
+
+
+def _architecture(config: Mapping[str, Any]) -> tuple[Architecture, str]:
+    """Returns the architecture under the name of its form with an LM head, and the head that the model has."""
     listed = config.get("architectures") or []
     model_type = config.get("model_type")
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
@@ -143,10 +160,12 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     known = _BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
     name = listed[0] if listed else known
     for architecture in _BY_MODEL_TYPE.values():
-        if name == architecture:
+        for head in _HEADS:
+            if name != architecture.replace(_HEADS[0], head):
+                continue
             if known is not None and known != architecture:
                 raise StartupError(f"config.json: architectures is {name} but model_type is {model_type}")
-            return architecture
+            return architecture, head
     supported = ", ".join(_BY_MODEL_TYPE.values())
     raise StartupError(f"config.json: architectures {name or model_type!r:.60} is not supported (only {supported})")
 

@@ -24,6 +24,7 @@ class _Record:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0
     speculation: SpeculationCounters | None = None
+    pooled: bytes = b""
     ended: SequenceEnded | None = None
     parked: Parked | None = None
     handed_over: HandedOver | None = None
@@ -62,6 +63,7 @@ class OutputLog:
             record.prompt_logprobs = record.prompt_logprobs or event.prompt_logprobs
             record.cached_tokens = max(record.cached_tokens, event.cached_tokens)
             record.speculation = event.speculation or record.speculation
+            record.pooled = event.pooled or record.pooled
         for ended in events.ended:
             record = self._records.setdefault(ended.sequence, _Record())
             record.ended, record.parked = ended, None
@@ -96,10 +98,18 @@ class OutputLog:
             first = record.first_index or 0
             start = max(item.next_index, first)
             rest = tuple(record.tokens[start - first :])
-            if rest or record.prompt_logprobs:
-                logprobs = tuple(record.logprobs[start - first :])
-                scores, cached = record.prompt_logprobs, record.cached_tokens
-                tokens.append(TokenEvent(item.sequence, start, rest, logprobs, scores, cached, record.speculation))
+            if rest or record.prompt_logprobs or record.pooled:
+                event = TokenEvent(
+                    item.sequence,
+                    start,
+                    rest,
+                    tuple(record.logprobs[start - first :]),
+                    record.prompt_logprobs,
+                    record.cached_tokens,
+                    record.speculation,
+                    pooled=record.pooled,
+                )
+                tokens.append(event)
         return StepEvents(
             tokens=tuple(tokens),
             ended=tuple(record.ended for record in records if record.ended is not None),

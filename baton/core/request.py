@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["", "last", "mean"]
+POOLINGS: tuple[Pooling, ...] = "last", "mean"
 
 
 class ChoiceId(NamedTuple):
@@ -121,6 +123,9 @@ class GenerateRequest:
     cache_salt: str = ""
     alone: bool = False
     """Compute it in steps without any other sequence: workers were lost while they ran it."""
+    pooling: Pooling = ""
+    """Generate nothing: return one vector, the final hidden state of the prompt's last token or the mean of those of
+    all tokens; of a model with a classification head, its scores of the last token."""
 
     @property
     def sequence_id(self) -> SequenceId:

@@ -10,8 +10,11 @@ Any state may change to FINISHED: clients disconnect, deadlines pass, peers fail
 
 from __future__ import annotations
 
+import struct
+from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from operator import add
 from typing import Any
 
 from baton.core.errors import InvariantError
@@ -104,6 +107,8 @@ class Sequence:
     # Its KV may be damaged and is kept out of the cache.
     kv_suspect: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    # The sum of the rows' vectors so far, if it is pooled.
+    pooled: array[float] | None = None
     started_at: float | None = None
     computed_at: float | None = None
 
@@ -172,6 +177,7 @@ class Sequence:
             len(self.output),
             self._history(len(self.output)) if num_sampled else None,
             self._scored(start, end) if score else (),
+            "" if self.request.pooling == "last" and end < self.num_tokens else self.request.pooling,
         )
 
     def row_behind(self, last: Row) -> Row:
@@ -210,6 +216,21 @@ class Sequence:
         if logprob is not None:
             self.logprobs.append(logprob)
         return finish_reason(self.request, len(self.output), token)
+
+    def add_pooled(self, part: array[float]) -> None:
+        """Adds the vector of one row."""
+        self.pooled = part if self.pooled is None else array("d", map(add, self.pooled, part))
+
+    def pooled_vector(self) -> bytes:
+        """Returns the pooled vector as float32 in little-endian order.
+
+        Raises:
+            InvariantError: no row had a vector.
+        """
+        if self.pooled is None:
+            raise InvariantError(f"{self.id} ends without its pooled vector")
+        count = self.num_tokens if self.request.pooling == "mean" else 1
+        return struct.pack(f"<{len(self.pooled)}f", *(value / count for value in self.pooled))
 
     def next_tokens_event(self) -> TokenEvent:
         """Returns the output that is still to be reported by a decode worker; it counts as reported then."""

@@ -6,6 +6,7 @@ runner serves both pools (docs/architecture.md).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +36,8 @@ class Row:
     samples is output index `output_index` of (sampling.seed, choice), and each later one is sampled as if the row's
     tokens before it (drafts) were output. `num_sampled` 0 computes KV only. `history` is set when sampling depends on
     earlier tokens (Sequence.row decides that). `scored[i]` is the known token after position start + i, whose
-    log-probability is requested.
+    log-probability is requested. `pooling` requests the final hidden state of the row's last token, or the sum of those
+    of all its tokens.
     """
 
     sequence_id: SequenceId
@@ -47,6 +49,7 @@ class Row:
     output_index: int = 0
     history: History | None = None
     scored: tuple[int, ...] = ()
+    pooling: str = ""
 
     @property
     def end(self) -> int:
@@ -130,11 +133,11 @@ class StepPlan:
         return StepPlan(self.step_id, rows, drafted=drafted)
 
     def to_compute(self) -> StepPlan:
-        """Returns the plan without what only sampling needs, for ranks that compute but do not sample."""
+        """Returns the plan without what only sampling and pooling need, for ranks that compute but do neither."""
         rows = tuple(
             row
-            if row.history is None and row.sampling is _COMPUTES_ONLY
-            else replace(row, history=None, sampling=_COMPUTES_ONLY)
+            if row.history is None and row.sampling is _COMPUTES_ONLY and not row.pooling
+            else replace(row, history=None, sampling=_COMPUTES_ONLY, pooling="")
             for row in self.rows
         )
         return replace(self, drafts=(), rows=rows)
@@ -156,7 +159,8 @@ class StepOutcome:
     nothing was drafted. `unsampled` maps each row that should have been sampled and was not to why its grammar cannot
     continue: None if its mask was only not ready, so that the row's last token must be computed again. `elapsed_s` is
     wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token differs from the one that an
-    already launched next step used as input: that step's results for these rows are invalid."""
+    already launched next step used as input: that step's results for these rows are invalid. `pooled` has what each row
+    with `pooling` requests, float64."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
@@ -167,6 +171,7 @@ class StepOutcome:
     draft_s: float = 0.0
     corrected: tuple[int, ...] = ()
     unsampled: Mapping[int, GrammarFailure | None] = field(default_factory=dict)
+    pooled: Mapping[int, array[float]] = field(default_factory=dict)
 
     def logprobs_of(self, row: int) -> tuple[TokenLogprob, ...]:
         return self.logprobs[row] if self.logprobs else ()
@@ -202,6 +207,8 @@ def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
     wanted = [0 if index in outcome.unsampled else row.num_sampled for index, row in enumerate(plan.rows)]
     if [len(tokens) for tokens in outcome.sampled] != wanted:
         raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
+    if outcome.pooled.keys() != {index for index, row in enumerate(plan.rows) if row.pooling}:
+        raise InvariantError(f"the outcome of step {plan.step_id} does not have the vectors that its rows pool")
     for index, row in enumerate(plan.rows):
         reported = wanted[index] if row.sampling.logprobs is not None else 0
         if len(outcome.logprobs_of(index)) != reported or len(outcome.scored_of(index)) != len(row.scored):

@@ -44,7 +44,8 @@ class Span:
 @dataclass(frozen=True)
 class Batch:
     """T tokens of R rows; logits are computed at packed indexes `sampled` [S]: first the `num_scored` that score a
-    known token, then those from which a token is sampled, one for each of `draws`.
+    known token, then those from which a token is sampled, one for each of `draws`. Rows with `pooling` need the final
+    hidden states at packed indexes `pooled` [N], row by row.
 
     `table` has four numbers for each row: its first packed index, its first position, its number of tokens, and the
     index in `block_ids` of its first block; `lines` are the lines of the `BlockTables` that `block_ids` is the flat
@@ -75,6 +76,15 @@ class Batch:
     def sampled(self) -> Tensor:
         """[S]"""
         return self._tensor(self.sampled_at)
+
+    @cached_property
+    def pooled(self) -> Tensor:
+        """[N]"""
+        at: list[int] = []
+        for row, end in zip(self.rows, (self.firsts + self.lengths).tolist(), strict=True):
+            if row.pooling:
+                at += range(end - (1 if row.pooling == "last" else len(row.tokens)), end)
+        return self._tensor(array("q", at))
 
     @cached_property
     def firsts(self) -> Ints:

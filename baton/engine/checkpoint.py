@@ -33,9 +33,12 @@ _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old exports carry the rotary frequen
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """`name`: in its file."""
+
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
+    name: str
 
 
 class Checkpoint:
@@ -49,7 +52,7 @@ class Checkpoint:
         if (index := read_index(model_dir)) is not None:
             self._files = files = GGUFFiles(index)
             stored = files.index.tensors.items()
-            self.tensors = {name: StoredTensor(files.files[t.file], torch.float32, t.shape) for name, t in stored}
+            self.tensors = {name: StoredTensor(files.files[t.file], torch.float32, t.shape, name) for name, t in stored}
         else:
             self._files = SafetensorsFiles(model_dir)
             self.tensors = self._files.tensors
@@ -92,7 +95,8 @@ class Checkpoint:
 
 
 class SafetensorsFiles:
-    """The tensors of all safetensors files of a directory, by name."""
+    """The tensors of all safetensors files of a directory, by name. Those of a model that was saved without its head
+    lack the prefix `model.` in their files."""
 
     def __init__(self, model_dir: Path) -> None:
         self.tensors = tensors = dict[str, StoredTensor]()
@@ -112,15 +116,19 @@ class SafetensorsFiles:
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
                     raise StartupError(f"{file.name}: tensor {name} has unsupported dtype {part.get_dtype()}")
-                tensors[name] = StoredTensor(file, dtype, tuple(part.get_shape()))
+                tensors[name] = StoredTensor(file, dtype, tuple(part.get_shape()), name)
         for name, file_name in (weight_map or {}).items():
             if name not in tensors and not name.endswith(_IGNORED_SUFFIX):
                 raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} maps it to this file")
+        if "embed_tokens.weight" in tensors:
+            bodies = "embed_tokens.", "layers.", "norm."
+            named = {f"model.{name}" if name.startswith(bodies) else name: t for name, t in tensors.items()}
+            self.tensors = named
 
     def read(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Returns rows and columns of a tensor, or rows of a vector, as stored."""
         stored = self.tensors[name]
-        part = self._handles[stored.file].get_slice(name)
+        part = self._handles[stored.file].get_slice(stored.name)
         try:
             tensor: Tensor = part[rows] if len(stored.shape) == 1 else part[rows, columns]
         except SafetensorError as error:

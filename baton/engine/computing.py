@@ -55,10 +55,17 @@ def how_to_compute(
     """Returns the `Computing` of a model that `build_model` built with the same arguments."""
     if isinstance(model, NativeModel):
         compute, mask = partial(model.forward, kv), masker(model.kernels)
-        choose = chooser(model.kernels, options.threads)
+        pooled, choose = partial(model.forward_pooled, kv), chooser(model.kernels, options.threads)
         if group.size > 1:
-            return Computing(compute, choose, mask=mask)
-        return Computing(compute, choose, mask=mask, propose=partial(model.propose, kv), compute_in_two=compute)
+            return Computing(compute, choose, mask=mask, compute_pooled=pooled)
+        return Computing(
+            compute,
+            choose,
+            mask=mask,
+            propose=partial(model.propose, kv),
+            compute_in_two=compute,
+            compute_pooled=pooled,
+        )
     if kv.device.type == "cuda":
         return _on_cuda(model, kv, config, group, longest, options)
     local, size = shard_config(config, group), kv.layout.block_size
@@ -69,8 +76,9 @@ def how_to_compute(
         attention = FastAttention(local, size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
     # Compiled kernels record no autograd graph: no_grad would only cost their steps time.
     compute = torch.no_grad()(partial(model.forward, kv=kv, attention=attention))
+    pooled = torch.no_grad()(partial(model.forward_pooled, kv=kv, attention=attention))
     # In exact mode torch never computes a single row: its kernels may treat a product of one row differently.
-    return Computing(compute, min_tokens=2 if options.exact else 1)
+    return Computing(compute, min_tokens=2 if options.exact else 1, compute_pooled=pooled)
 
 
 def _on_cuda(
@@ -98,6 +106,7 @@ def _on_cuda(
         propose = DeviceDraftTokens(compute, limits, kv.device, decide, tables)
     return Computing(
         torch.no_grad()(compute),
+        compute_pooled=torch.no_grad()(partial(model.forward_pooled, kv=kv, attention=attention)),
         decide=decide,
         mask=mask_rows,
         propose=propose,

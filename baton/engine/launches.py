@@ -34,6 +34,7 @@ from baton.engine.device_stream import Mark, NewMark, marks_of, to_device, to_ho
 from baton.engine.draft_tokens_device import Queued
 from baton.engine.logprobs import asked, most_listed, reported, reports, sampled_rows, scored_rows, token_logprob
 from baton.engine.parallel import TPGroup
+from baton.engine.pooling import pooled_arrays
 from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import Choose, Decide, choose_tokens
 
@@ -44,7 +45,7 @@ class Launched:
     the tokens (-1 - likeliest if undecided) followed by the draft tokens, and what logprobs.py reads log-probabilities
     of N scored and sampled tokens from: numbers of `reports`, or on CPU raw logits. `logits` [S, vocab], processed,
     `reported` [N, vocab], the raw ones, and `tokens` [S], which the next step may be fed, are on the device; the host
-    has the tokens already if `tokens` is None."""
+    has the tokens already if `tokens` is None. `pooled` are the vectors that rows pool, in host memory then, too."""
 
     plan: StepPlan
     batch: Batch
@@ -57,6 +58,7 @@ class Launched:
     began_at: float
     draft_tokens: Queued | None
     unsampled: Mapping[SequenceId, GrammarFailure | None]
+    pooled: Tensor | None
 
 
 class Launches:
@@ -127,9 +129,10 @@ class Launches:
         seen: SeenTables,
         began_at: float,
         draft_tokens: Queued | None = None,
+        pooled: Tensor | None = None,
     ) -> Launched:
-        """Enqueues the sampling of a step from its raw logits [scored + S, vocab], which may be modified, and the draft
-        tokens that it verifies. Does not wait for the device."""
+        """Enqueues the sampling of a step from its raw logits [scored + S, vocab], which may be modified, the draft
+        tokens that it verifies, and the vectors that its rows pool. Does not wait for the device."""
         scored, logprob_samples = batch.num_scored, asked(plan)
         reported = None
         if scored and not logprob_samples:
@@ -157,10 +160,23 @@ class Launches:
         lines, ready = reported, self._new_mark()
         if lines is not None and self._decide is not None:
             lines = to_host(self._report(plan, lines, logprob_samples, tokens))
+        if pooled is not None and self._decide is not None:
+            pooled = to_host(pooled)
         ready.record()
         unsampled = seen.grammars.take_unsampled()
         return Launched(
-            plan, batch, processed, tokens, host_token_ids, reported, lines, ready, began_at, draft_tokens, unsampled
+            plan=plan,
+            batch=batch,
+            logits=processed,
+            tokens=tokens,
+            host_token_ids=host_token_ids,
+            reported=reported,
+            lines=lines,
+            ready=ready,
+            began_at=began_at,
+            draft_tokens=draft_tokens,
+            unsampled=unsampled,
+            pooled=pooled,
         )
 
     def _report(self, plan: StepPlan, logits: Tensor, logprob_samples: list[int], tokens: Tensor | None) -> Tensor:
@@ -218,7 +234,17 @@ class Launches:
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
         draft_s = 0.0 if step.draft_tokens is None else step.draft_tokens.seconds
-        made = StepOutcome(step.plan.step_id, sampled, took_s, logprobs, scored, draft_tokens, draft_s, corrected)
+        made = StepOutcome(
+            step.plan.step_id,
+            sampled,
+            took_s,
+            logprobs,
+            scored,
+            draft_tokens,
+            draft_s,
+            corrected,
+            pooled=pooled_arrays(step.batch, step.pooled),
+        )
         return without_unsampled(step.plan, made, step.unsampled)
 
     def _before(self, plan: StepPlan) -> tuple[StepPlan, Tensor]:

@@ -97,6 +97,7 @@ def load_runner(
         group = connect(store, ranks, device, options.host)
     with _stage("load", on_stage), torch.no_grad():
         model = build_model(config, weights, group, kernels, longest, options)
+        classifier = weights.classifier() if config.num_labels and group.leads else None
     max_samples = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
     local = local_layout(facts.layout, ranks.size, ranks.rank)
 
@@ -113,6 +114,7 @@ def load_runner(
             group=group,
             parameter_bytes=weights.bytes_read,
             grammars=grammars,
+            classifier=classifier,
         )
         return runner, computing
 

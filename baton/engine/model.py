@@ -112,13 +112,33 @@ class Model:
     ) -> Tensor:
         """`forward` from tensors only: `prepared` is the result of `attention.prepare` for each of `windows`. With
         `out` float32 [S, vocab] the logits are written there."""
+        x, delta = self._layers_of(tokens, positions, slots, kv, attention, prepared)
+        return self._logits(x, delta, sampled, out)
+
+    def forward_pooled(self, batch: Batch, kv: KVPool, attention: Attention) -> tuple[Tensor, Tensor]:
+        """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
+        prepared = {window: attention.prepare(batch.spans, window) for window in self.windows}
+        x, delta = self._layers_of(batch.tokens, batch.positions, batch.slots, kv, attention, prepared)
+        states = self._normed(x, delta, batch.pooled)
+        return self._logits(x, delta, batch.sampled, None), states
+
+    def _layers_of(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        kv: KVPool,
+        attention: Attention,
+        prepared: Mapping[int, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the residual stream [T, hidden] after the last layer, and what is still to be added to it."""
         turn = self._turn(positions)
         x, delta = self._embedding(tokens), None
         for index, layer in enumerate(self._layers):
             x, queries = layer.queries(x, delta, turn, kv.storage[index], slots)
             attended = attention.attend(queries, *kv.storage[index], prepared[self._windows[index]])
             x, delta = layer.finish(x, attended)
-        return self._logits(x, delta, sampled, out)
+        return x, delta
 
     def _logits(self, x: Tensor, delta: Tensor | None, sampled: Tensor, out: Tensor | None) -> Tensor:
         none = torch.empty((0, self._vocab_size), dtype=torch.float32, device=x.device)
@@ -126,14 +146,17 @@ class Model:
             return none
         # A single row is computed twice: oneDNN may sum the product of one row in another order than that of several.
         twice = len(sampled) == 1 and x.device.type == "cpu"
-        rows = sampled.repeat(2) if twice else sampled
-        x = x.index_select(0, rows)
-        normed = self._norm(x) if delta is None else self._norm.add(x, delta.index_select(0, rows))[1]
+        normed = self._normed(x, delta, sampled.repeat(2) if twice else sampled)
         logits = self._group.gather(self._head(normed)[: len(sampled)])
         if logits is None:
             return none
         logits = logits[:, : self._vocab_size]
         return logits.float() if out is None else out.copy_(logits)
+
+    def _normed(self, x: Tensor, delta: Tensor | None, rows: Tensor) -> Tensor:
+        """Returns the final hidden states [len(rows), hidden]."""
+        x = x.index_select(0, rows)
+        return self._norm(x) if delta is None else self._norm.add(x, delta.index_select(0, rows))[1]
 
 
 def shard_config(config: ModelConfig, group: TPGroup) -> ModelConfig:

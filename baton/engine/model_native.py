@@ -20,7 +20,7 @@ from baton.engine.batch import Batch
 from baton.engine.kernels import native
 from baton.engine.kernels.native import Arena, Kernels
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import inverse_frequencies
+from baton.engine.layers import RMSNorm, inverse_frequencies
 from baton.engine.model import Embedding, shard_config
 from baton.engine.parallel import TPGroup
 from baton.engine.sampler_native import pack_draws
@@ -58,6 +58,8 @@ class NativeModel:
         )
         head = self._pack(weights.head())
         self._head_rows = head.n
+        final_norm = weights.final_norm()
+        self._norm = RMSNorm(final_norm, config.rms_norm_eps)
         self._few = torch.empty((_FEW_TOKENS, config.hidden_size), dtype=weights.dtype)
         self._few_logits = torch.empty((_FEW_DRAFTED, head.n), dtype=torch.float32)
         self._model = native.Model(
@@ -69,7 +71,7 @@ class NativeModel:
             cos=self._address(angles.cos()),
             sin=self._address(angles.sin()),
             embedding=self._address(table),
-            final_norm=self._address(weights.final_norm()),
+            final_norm=self._address(final_norm),
             layers=self._layers,
             head=head,
             eps=config.rms_norm_eps,
@@ -83,6 +85,24 @@ class NativeModel:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]. On one rank `on_first` is called when `first_layers` have written theirs."""
         x, logits = self._room(len(batch.token_ids), len(batch.sampled_at))
+        return self._forward(kv, batch, x, logits, first_layers, on_first)
+
+    def forward_pooled(self, kv: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
+        x, logits = self._room(len(batch.token_ids), len(batch.sampled_at))
+        logits = self._forward(kv, batch, x, logits)
+        return logits, self._norm(x.index_select(0, batch.pooled))
+
+    def _forward(
+        self,
+        kv: KVPool,
+        batch: Batch,
+        x: Tensor,
+        logits: Tensor,
+        first_layers: int = 0,
+        on_first: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """`forward` in the memory that `_room` returned."""
         rows = _rows(batch)
         step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)

@@ -28,6 +28,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.launches import Launched, Launches
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
+from baton.engine.pooling import pool_rows
 from baton.engine.processors import ApplyMasks, SeenTables, apply_masks
 from baton.engine.sampler import Choose, Decide
 
@@ -37,7 +38,8 @@ ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """The functions that compute a model's steps (computing.py). `compute` returns the logits [S, vocab] of a batch;
+    """The functions that compute a model's steps (computing.py). `compute` returns the logits [S, vocab] of a batch,
+    `compute_pooled` also the final hidden states [N, hidden] of its pooled tokens;
     `choose` samples tokens from them, `decide` does so on their device; `mask` masks the tokens that grammars do not
     allow; `propose` drafts a draft model's tokens in one call; `compute_in_two` is `compute` with a callback when the
     given number of layers have written their KV. None means that only the plain way is available. `prepare` is called
@@ -55,6 +57,7 @@ class Computing:
     row_lengths: tuple[int, ...] = (1,)
     tables: BlockTables | None = None
     min_tokens: int = 1
+    compute_pooled: Callable[[Batch], tuple[Tensor, Tensor]] | None = None
 
 
 class Runner:
@@ -77,7 +80,9 @@ class Runner:
         group: TPGroup,
         parameter_bytes: int,
         grammars: Grammars | None = None,
+        classifier: Tensor | None = None,
     ) -> None:
+        """`classifier` float64 [labels, hidden]: the classification head, if the model has one."""
         self.model_config = model_config
         self.dtype_name: str = kv.layout.layers[0].dtype
         self.layout = model_config.kv_layout(kv.layout.block_size, kv.layout.layers[0].dtype)
@@ -95,7 +100,8 @@ class Runner:
         self.propose_calls = 0  # number of calls
         self._seen = SeenTables(grammars=grammars, apply_masks=computing.mask or apply_masks)
         self._announce: Callable[[StepPlan], None] | None = None
-        self._compute = computing.compute
+        self._compute, self._compute_pooled = computing.compute, computing.compute_pooled
+        self._classifier = classifier
         self._propose = computing.propose
         self._compute_in_two = computing.compute_in_two
         self._first_layers: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
@@ -113,7 +119,8 @@ class Runner:
     ) -> None:
         """Sets `notify(step_id, layers)`, which is called on the compute thread when the first `count_layers(plan)`
         layers of a step (0: none) have written their KV, before the rest of the step is computed. It is never called
-        where a step cannot be computed in two parts: with torch's kernels, on a GPU, on several ranks."""
+        where a step cannot be computed in two parts: with torch's kernels, on a GPU, on several ranks, or with a row
+        that is pooled."""
         self._first_layers = count_layers, notify
 
     def start_grammars(self) -> None:
@@ -139,8 +146,8 @@ class Runner:
         started = time.perf_counter()
         batch = self._batch(plan)
         self._seen.grammars.begin(batch.draws)
-        logits = self._forward(batch, plan, draft_tokens)
-        return self.launches.queue(plan, batch, logits, self._seen, started, draft_tokens)
+        logits, pooled = self._forward(batch, plan, draft_tokens)
+        return self.launches.queue(plan, batch, logits, self._seen, started, draft_tokens, pooled)
 
     def collect(self) -> StepOutcome:
         """The second half of `step`, for the oldest launched step: waits until it is computed."""
@@ -193,7 +200,7 @@ class Runner:
         """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; followers
         have none."""
         batch = self._batch(plan)
-        logits = self._forward(batch, plan)[batch.num_scored if self.group.leads else 0 :].cpu()
+        logits = self._forward(batch, plan)[0][batch.num_scored if self.group.leads else 0 :].cpu()
         return list(torch.split(logits, [row.num_sampled if self.group.leads else 0 for row in plan.rows]))
 
     def _batch(self, plan: StepPlan) -> Batch:
@@ -201,20 +208,29 @@ class Runner:
             raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self.max_num_tokens}")
         return make_batch(plan, self._limits, self.kv.device, self._min_tokens, self._tables)
 
-    def _forward(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Tensor:
+    def _forward(
+        self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the logits, and the vectors that rows pool, if any do."""
         self.launches.check(plan, draft_tokens)  # before followers receive a plan and would wait for its tokens
         if self._announce is not None:
             self._announce(plan.to_compute())
         # The last block of a row is its newest, so it may have the highest id so far.
         self.kv.expect([row.block_ids[-1] for row in plan.rows])
         if not batch.rows:
-            return torch.empty((0, self.model_config.vocab_size))
+            return torch.empty((0, self.model_config.vocab_size)), None
+        if any(row.pooling for row in batch.rows):
+            if self._compute_pooled is None:
+                raise InvariantError(f"step {plan.step_id}: {self.kernels} do not support pooling")
+            logits, states = self._compute_pooled(batch)
+            self.marks.record(plan.step_id)
+            return logits, pool_rows(batch, states, self._classifier)
         if self._first_layers is not None and self._compute_in_two is not None:
             count_layers, notify = self._first_layers
             if layers := count_layers(plan):
-                return self._compute_in_two(batch, layers, partial(notify, plan.step_id, layers))
+                return self._compute_in_two(batch, layers, partial(notify, plan.step_id, layers)), None
         logits = self._compute(
             self.launches.feed(batch, plan, draft_tokens) if plan.token_sources or plan.drafted else batch
         )
         self.marks.record(plan.step_id)
-        return logits
+        return logits, None

@@ -25,6 +25,7 @@ from baton.engine.parallel import TPGroup
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 NORM = "model.norm.weight"
+CLASSIFIER = "score.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
     if not config.tie_word_embeddings:
         tensors[HEAD] = (config.vocab_size, hidden)
+    if config.num_labels:
+        tensors[CLASSIFIER] = (config.num_labels, hidden)
     linears = (
         ("self_attn.q_proj", queries, hidden, config.qkv_bias),
         ("self_attn.k_proj", keys, hidden, config.qkv_bias),
@@ -166,6 +169,10 @@ class WeightReader:
         if self._int8 and quantize.QUANTIZE_HEAD:
             return self._quantized(weight)
         return Projection(self._counted(weight.to(self.dtype)), None)
+
+    def classifier(self) -> Tensor:
+        """float64 [labels, hidden]: the classification head. Every rank could compute with it; only the leader does."""
+        return self._counted(self._checkpoint.read(CLASSIFIER).to(device=self.device, dtype=torch.float64))
 
     def final_norm(self) -> Tensor:
         return self._read(NORM)

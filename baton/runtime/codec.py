@@ -238,6 +238,8 @@ def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateReques
         raise InvalidRequest("SequenceRequest has no sequence", param="sequence")
     if not message.prompt or message.max_tokens < 1:
         raise InvalidRequest("a sequence needs a prompt and at least one token to generate", param="prompt")
+    if message.pooling and message.pooling not in request.POOLINGS:
+        raise InvalidRequest(f"pooling {message.pooling[:40]!r} is not supported by this version", param="pooling")
     named = {name: read(message) for name, read in _field_readers(request.GenerateRequest)}
     return request.GenerateRequest(**from_message(message.sequence)._asdict(), **named)
 
@@ -257,6 +259,7 @@ def _token_event_value(message: worker_pb2.TokenEvent) -> events.TokenEvent:
         message.cached_tokens,
         _reader(events.SpeculationCounters)(message.speculation) if has("speculation") else None,
         _reader(events.StageStamps)(message.stamps) if has("stamps") else None,
+        message.pooled,
     )
     return _new_tuple(events.TokenEvent, values)
 

@@ -35,7 +35,7 @@ from baton.core.commands import (
     Welcome,
 )
 from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
-from baton.core.events import GpuUsage, Load, StepEvents
+from baton.core.events import GpuUsage, Load, StepEvents, in_parts
 from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
 from baton.core.output_log import OutputLog
 from baton.core.reconcile import reconcile
@@ -101,7 +101,8 @@ class WorkerSession:
         """Sends events to the coordinator. Safe at any time: while no stream is open, the log keeps them."""
         self.output_log.record(events)
         if self.connected:
-            self._outgoing.put_nowait(events)
+            for part in in_parts(events):
+                self._outgoing.put_nowait(part)
 
     async def sent(self, timeout_s: float) -> None:
         """Waits until what was posted is on its way to the coordinator, or `timeout_s` have passed."""
@@ -218,7 +219,8 @@ class WorkerSession:
         self.connected = True
         if self._leaves_by is not None:
             self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))
-        self._outgoing.put_nowait(found.resend)
+        for part in in_parts(found.resend):
+            self._outgoing.put_nowait(part)
         if found.unknown:
             self._outgoing.put_nowait(StepEvents(ended=found.unknown))
         if self._empty:

@@ -284,7 +284,7 @@ class StepEvents(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnded, _Mapping]]] = ..., parked: _Optional[_Iterable[_Union[Parked, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[HandedOver, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., kv_cache_events: _Optional[_Union[KVCacheEvents, _Mapping]] = ..., alone: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation", "prompt_logprobs", "cached_tokens")
+    __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation", "prompt_logprobs", "cached_tokens", "pooled")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +293,7 @@ class TokenEvent(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     first_index: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -301,7 +302,8 @@ class TokenEvent(_message.Message):
     speculation: _types_pb2.SpeculationCounters
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
     cached_tokens: int
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    pooled: bytes
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., pooled: _Optional[bytes] = ...) -> None: ...
 
 class SequenceEnded(_message.Message):
     __slots__ = ("sequence", "reason", "message", "stamps", "speculation", "code")

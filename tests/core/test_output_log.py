@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.commands import TrackedSequence
 from baton.core.errors import InvariantError
-from baton.core.events import HandedOver, Parked, StepEvents, TokenEvent
+from baton.core.events import MAX_VECTOR_BYTES, HandedOver, Parked, StepEvents, TokenEvent, in_parts
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId, TokenLogprob
 from tests.support.builders import step_events
@@ -150,3 +150,22 @@ def test_number_of_cached_tokens_is_resent_with_the_first_token() -> None:
     log.record(StepEvents(tokens=(TokenEvent(A, 0, (5,), cached_tokens=32),)))
     log.record(StepEvents(tokens=(TokenEvent(A, 1, (6,)),)))
     assert log.since([TrackedSequence(A, 0)]).tokens == (TokenEvent(A, 0, (5, 6), cached_tokens=32),)
+
+
+def test_a_vector_is_sent_again() -> None:
+    log, event = OutputLog(), TokenEvent(A, 0, (), cached_tokens=2, pooled=b"abcd")
+    log.record(StepEvents(tokens=(event,)))
+    assert log.since([TrackedSequence(A, 0)]).tokens == (event,)
+
+
+def test_many_vectors_are_sent_in_several_messages() -> None:
+    """The ends of sequences come with the last one."""
+    vector = b"x" * (MAX_VECTOR_BYTES // 3)
+    tokens = tuple(TokenEvent(SequenceId(str(number)), 0, (), pooled=vector) for number in range(7))
+    ended = step_events(A, 0, ended="stop").ended
+    parts = list(in_parts(StepEvents(5, tokens, ended)))
+    assert [len(part.tokens) for part in parts] == [3, 3, 1]
+    assert sum((part.tokens for part in parts), ()) == tokens
+    assert [part.ended for part in parts] == [(), (), ended] and parts[-1].step_id == 5
+    plain = step_events(A, 0, 1, 2)
+    assert [*in_parts(plain)] == [plain]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -399,3 +400,65 @@ def test_grammar_that_fails_to_start_ends_its_request_with_the_reason() -> None:
     scheduler.release_send(a)
     scheduler.check()
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def vectors(scheduler: PrefillScheduler) -> dict[str, list[float]]:
+    """Runs all steps; returns what the requests that ended were pooled to."""
+    found: dict[str, list[float]] = {}
+    while (plan := scheduler.begin_step(0.0)) is not None:
+        result = scheduler.finish_step(make_outcome(plan), 0.0)
+        for progress in result.progress:
+            if progress.pooled:
+                found[progress.sequence_id.request_id] = array("f", progress.pooled).tolist()
+        assert {ended.sequence.request_id for ended in result.ended} == {
+            progress.sequence_id.request_id for progress in result.progress if progress.pooled
+        }
+        scheduler.check()
+    return found
+
+
+def test_pooled_prompts_share_steps_with_others_and_end_without_a_token() -> None:
+    """The vector of a row is (its end, its number of tokens): the last row's, or the mean over all tokens."""
+    scheduler = make_prefill(step_tokens=5)
+    scheduler.submit(make_request("last", range(8), pooling="last"), 0.0, hand_over=False)
+    scheduler.submit(make_request("mean", range(20, 28), pooling="mean"), 0.0, hand_over=False)
+    scheduler.submit(make_request("other", range(40, 43), 1), 0.0, hand_over=False)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None  # the shortest comes first
+    assert [(row.sequence_id.request_id, row.num_sampled, row.pooling) for row in plan.rows] == [
+        ("other", 1, ""),
+        ("last", 0, ""),  # only its last row
+    ]
+    scheduler.finish_step(make_outcome(plan), 0.0)
+    # "last" has rows 0..2, 2..7, 7..8; "mean" has rows 0..4, 4..8
+    assert vectors(scheduler) == {"last": [8, 1], "mean": [(4 + 8) / 8, (4 + 4) / 8]}
+    assert scheduler.tokens_generated == 1 and not scheduler.sequences
+
+
+def test_a_mean_reuses_no_cached_prefix_and_a_last_token_does() -> None:
+    scheduler = make_prefill(step_tokens=16)
+    for number, (pooling, computed) in enumerate([("last", 10), ("last", 2), ("mean", 10), ("last", 2)]):
+        before = scheduler.prompt_tokens_computed
+        scheduler.submit(make_request(str(number), 10, pooling=pooling), 0.0, hand_over=False)  # type: ignore[arg-type]
+        assert len(vectors(scheduler)) == 1
+        assert scheduler.prompt_tokens_computed - before == computed
+
+
+def test_an_aborted_pooled_prompt_reports_no_vector() -> None:
+    scheduler = make_prefill(step_tokens=4)
+    request = make_request("a", 8, pooling="mean")
+    scheduler.submit(request, 0.0, hand_over=False)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None and scheduler.abort(request.sequence_id)
+    assert scheduler.finish_step(make_outcome(plan), 0.0) == PrefillResult()
+    scheduler.check()
+    assert vectors(scheduler) == {}
+
+
+def test_an_outcome_without_the_vectors_of_its_rows_is_refused() -> None:
+    scheduler = make_prefill(step_tokens=16)
+    scheduler.submit(make_request("a", 8, pooling="last"), 0.0, hand_over=False)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    with pytest.raises(InvariantError, match="vectors"):
+        scheduler.finish_step(StepOutcome(plan.step_id, ((),)), 0.0)

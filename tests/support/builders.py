@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from baton.core.events import SequenceEnded, StepEvents, TokenEvent
 from baton.core.handles import Handle
 from baton.core.handover import Chunk
 from baton.core.kv_layout import KVLayout, LayerKV
-from baton.core.request import GenerateRequest, SamplingParams, SequenceId
+from baton.core.request import GenerateRequest, Pooling, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
@@ -36,6 +37,7 @@ def make_request(
     seed: int = 0,
     cache_salt: str = "",
     priority: int = 0,
+    pooling: Pooling = "",
 ) -> GenerateRequest:
     """A request. A `prompt` given as a length consists of the ids 1000, 1001, and so on."""
     return GenerateRequest(
@@ -49,6 +51,7 @@ def make_request(
         attempt=attempt,
         cache_salt=cache_salt,
         priority=priority,
+        pooling=pooling,
     )
 
 
@@ -89,9 +92,12 @@ def fill_cache(scheduler: PrefillScheduler | DecodeScheduler, share: float) -> N
 
 
 def make_outcome(plan: StepPlan, token: int | Callable[[SequenceId], int] = 7) -> StepOutcome:
-    """The outcome of `plan`: `token` for every position that is sampled."""
+    """The outcome of `plan`: `token` for every position that is sampled. A pooled row has a vector of its end, and of
+    its number of tokens."""
     draw = token if callable(token) else lambda _: token
-    return StepOutcome(plan.step_id, tuple((draw(row.sequence_id),) * row.num_sampled for row in plan.rows))
+    sampled = tuple((draw(row.sequence_id),) * row.num_sampled for row in plan.rows)
+    pooled = {i: array("d", [row.end, len(row.tokens)]) for i, row in enumerate(plan.rows) if row.pooling}
+    return StepOutcome(plan.step_id, sampled, pooled=pooled)
 
 
 def make_facts(**changes: object) -> Compatibility:

@@ -41,6 +41,7 @@ _CLASS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_CLASS_ENDS = {"lm": "ForCausalLM", "score": "ForSequenceClassification", "none": "Model"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,8 @@ class Shape:
 
     `llama3_scaling` None selects the architecture's usual setting (on only for "llama"). `sliding_window` None means
     off, except for mistral, where it is 24. For qwen the window applies from layer `max_window_layers` up. `old_config`
-    writes the config in the form used before transformers 5. `logit_std` is about the spread of the logits.
+    writes the config in the form used before transformers 5. `logit_std` is about the spread of the logits. `head`
+    "score" has a classification head with `num_labels`; "none" is saved without a head, so that names lack `model.`.
     """
 
     hidden_size: int = 64
@@ -71,6 +73,8 @@ class Shape:
     reachable_eos: bool = False
     logit_std: float = 3.0
     seed: int = 0
+    head: Literal["lm", "score", "none"] = "lm"
+    num_labels: int = 1
 
 
 def make_checkpoint(path: Path | str, arch: Arch = "llama", **options: Any) -> Path:
@@ -99,7 +103,7 @@ def make_config(arch: Arch, shape: Shape) -> dict[str, Any]:
             "original_max_position_embeddings": 64,
         }
     config: dict[str, Any] = {
-        "architectures": [_CLASS[model_type]],
+        "architectures": [_CLASS[model_type].replace("ForCausalLM", _CLASS_ENDS[shape.head])],
         "model_type": model_type,
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
@@ -129,6 +133,9 @@ def make_config(arch: Arch, shape: Shape) -> dict[str, Any]:
         }
     if model_type != "qwen2" and shape.bias:
         config["attention_bias"] = True
+    if shape.head == "score":
+        labels = {str(index): f"LABEL_{index}" for index in range(shape.num_labels)}
+        config |= {"id2label": labels, "label2id": {name: int(index) for index, name in labels.items()}}
     return config
 
 
@@ -167,6 +174,11 @@ def make_tensors(arch: Arch, shape: Shape) -> dict[str, torch.Tensor]:
         linear(f"{layer}.mlp.up_proj", shape.intermediate_size, hidden)
         linear(f"{layer}.mlp.down_proj", hidden, shape.intermediate_size, 3.0)
     tensors["model.norm.weight"] = norm(hidden)
+    if shape.head == "score":
+        linear("score", shape.num_labels, hidden, 2.0)
+        return tensors
+    if shape.head == "none":
+        return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     if not shape.tied:
         tensors["lm_head.weight"] = normal(shape.vocab_size, hidden, std=vocabulary_std)
     if not shape.reachable_eos:
