@@ -173,6 +173,9 @@ class Observed:
 
     def delta(self, delta: Delta) -> None:
         now, metrics, choice = time.monotonic(), self._metrics, delta.choice
+        if delta.pooled:
+            self._first = now
+            metrics.prompt_tokens.inc(len(self._submission.prompt))
         if count := len(delta.token_ids):
             self._tokens += count
             tokens = metrics.tokens
@@ -203,8 +206,8 @@ class Observed:
 
     @property
     def tokens_used(self) -> int:
-        """The tokens charged to the client's quota: uncached prompt tokens, once the first token is sent, and
-        generated ones."""
+        """The tokens charged to the client's quota: uncached prompt tokens, once the first token or the vector is sent,
+        and generated ones."""
         cached = max((usage.cached_tokens for usage in self._usages), default=0)
         return self._tokens + (len(self._submission.prompt) - cached if self._first else 0)
 
@@ -224,7 +227,7 @@ class Observed:
         if self._tokens > len(self._last) and self._first:
             per_choice = (self._tokens - len(self._last)) / len(self._last)
             metrics.per_token.observe((max(self._last.values()) - self._first) / per_choice)
-        refused = error is not None and not self._tokens  # a client can cause any number of them: logged at DEBUG
+        refused = error is not None and not self._first  # a client can cause any number of them: logged at DEBUG
         of = f" of {self._submission.client.key}" if self._submission.client.key else ""
         metrics.ended(f"{self._submission.request_id}{of} {outcome}; {self._described(seconds)}", seconds, refused)
 

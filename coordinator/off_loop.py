@@ -18,7 +18,7 @@ LARGE_ENTRIES = 4096
 def is_large(deltas: Sequence[Delta]) -> bool:
     entries = 0
     for delta in deltas:
-        entries += len(delta.token_ids) + len(delta.text) // 8 + len(delta.events or ())
+        entries += len(delta.token_ids) + len(delta.text) // 8 + len(delta.events or ()) + len(delta.pooled) // 16
         for scored in (delta.logprobs, delta.prompt_logprobs):
             if scored:
                 entries += len(scored) * (len(scored[0].top_ids) + 1)

@@ -52,8 +52,12 @@ class Pipeline:
         metrics: Metrics | None = None,
         tracing: Tracing | None = None,
         grammars: GrammarCompiler | None = None,
+        *,
+        generates: bool = True,
     ) -> None:
+        """`generates`: whether the model is served for generation, so that decode workers are needed."""
         self._grammars = grammars
+        self._generates = generates
         self._tracing = tracing
         self._loop_watch = loop_watch or LoopWatch()
         self._cluster = cluster
@@ -195,10 +199,11 @@ class Pipeline:
         return self._cluster.workers.max_model_len(prompt_tokens)
 
     def ready(self) -> tuple[bool, str]:
-        """Returns whether both pools can serve a request, and one line with the reason if not."""
+        """Returns whether the pools can serve a request, and one line with the reason if not. A model that does not
+        generate needs no decode worker."""
         if self._cluster.requests.draining:
             return False, "draining"
-        missing = self._cluster.requests.dispatcher.missing_role()
+        missing = self._cluster.requests.dispatcher.missing_role(decode=self._generates)
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
     def _num_tasks(self) -> int:
@@ -265,6 +270,7 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
         tenant=submission.client.tenant,
         priority=submission.priority,
         cache_salt=submission.cache_salt,
+        pooling=submission.pooling,
     )
 
 

@@ -79,6 +79,8 @@ class Reader:
     def _has_more(self) -> bool:
         """Returns whether there is a new delta. The first one needs the prompt's log-probabilities too, if requested:
         they come from prefill, possibly after tokens from decode."""
+        if self.choice.pooled:
+            return not self.done
         if self.choice.journal.next_index == self._read:
             return False
         return bool(self._read) or not self.choice.awaits_prompt_logprobs
@@ -105,6 +107,11 @@ class Reader:
     def _take(self) -> Delta:
         """Returns the new tokens as a delta."""
         choice, journal, text, read = self.choice, self.choice.journal, self._text, self._read
+        if choice.pooled:
+            self.done = True
+            usage = Usage(len(choice.request.prompt), 0, _cached_tokens(choice))
+            times = timeline(choice, time.monotonic())
+            return Delta("", finish_reason="stop", usage=usage, timeline=times, pooled=choice.pooled)
         fresh = tuple(journal.tokens[read:])
         ends = journal.finish == "stop"
         piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is not part of its text

@@ -67,7 +67,14 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     name = config.served_model_name or served_name(config.model)
     own_model = read_own_model(model_dir)
     longest = config.max_model_len or None
-    text = TextModel.load(model_dir, max_model_len=longest, tool_parser=config.tool_parser)
+    text = TextModel.load(
+        model_dir,
+        max_model_len=longest,
+        tool_parser=config.tool_parser,
+        runner=config.runner,
+        pooling=config.pooling,
+        matryoshka=config.matryoshka,
+    )
     text.start()
     _warn_of(text, config)
     for noisy in ("uvicorn.error", "python_multipart"):
@@ -85,7 +92,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
     grammars = GrammarCompiler(model_dir, text.vocab_size)
-    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars)
+    generates = text.pooling.generates
+    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars, generates=generates)
     translator = Translator(text, deadline_s=config.request_timeout_s, pools_hold=pipeline.max_model_len)
     await asyncio.to_thread(text.check)
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
@@ -132,6 +140,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             addresses["scheme"] = "https"
         if apart:
             addresses["admin"] = host_port(config.control_host, servers["admin server"].address[1])
+        if not generates:
+            log.info("%s is served for pooling only, and needs no decode worker (see --runner)", name)
         log.info("serving %s: %s", name, addresses)
         write_ready_file(config.ready_file, addresses)
 

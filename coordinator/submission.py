@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from baton.core.events import SpeculationCounters
-from baton.core.request import FinishReason, SamplingParams, TokenLogprob
+from baton.core.request import FinishReason, Pooling, SamplingParams, TokenLogprob
 from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.timeline import Timeline
 from coordinator.structured_output import Constraint
 from coordinator.text.parser import Event, Parser
+
+MAX_TRACEPARENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Submission:
     `traceparent` is the client's span (W3C Trace Context), if it sent one. The output has to match `constraint`; until
     that is compiled, `sampling` has no grammar. `admitted`: it is one of several prompts of a request that counts
     against its client's quota as a whole. `new_parser` makes a parser of tool calls and reasoning for the text of one
-    choice.
+    choice. With `pooling` nothing is generated: the only delta has a vector.
     """
 
     request_id: str
@@ -45,10 +47,13 @@ class Submission:
     constraint: Constraint | None = None
     admitted: bool = False
     new_parser: Callable[[], Parser | None] = field(default=lambda: None, compare=False)
+    pooling: Pooling = ""
 
-    def of(self, client: Client) -> Submission:
-        """Returns the submission as this client's, with a priority no more urgent than the client's own."""
-        return replace(self, client=client, priority=max(self.priority, client.priority))
+    def of(self, client: Client, traceparent: str = "") -> Submission:
+        """Returns the submission as this client's, with the traceparent that it sent and a priority no more urgent than
+        the client's own."""
+        priority = max(self.priority, client.priority)
+        return replace(self, client=client, priority=priority, traceparent=traceparent[:MAX_TRACEPARENT])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Delta(NamedTuple):
     for; `prompt_logprobs` comes with the first delta, one entry per prompt token after the first, as does
     `cached_tokens`, how many of the prompt's tokens were cached. `stop_reason` is the stop string or the stop token
     that ended the text. The last delta of a choice, and only it, has `finish_reason`, `usage` (of this choice) and
-    `timeline`."""
+    `timeline`. `pooled` is the vector of a submission with `pooling` (`TokenEvent.pooled`)."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -79,6 +84,7 @@ class Delta(NamedTuple):
     choice: int = 0
     events: tuple[Event, ...] | None = None
     cached_tokens: int = 0
+    pooled: bytes = b""
 
 
 class Sink(Protocol):

@@ -166,6 +166,57 @@ class Translator:
         ids = await self.text.encode_chat_async(messages, how)
         return self._submission(request_id, ids, options, params, self.text.max_model_len, param, deadline_s)
 
+    async def to_pool(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        *,
+        param: str,
+        truncate: int | None = None,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        deadline_s: float | None = None,
+    ) -> Submission:
+        """Builds the submission of one text or its token ids, in the field `param` of the request, to be pooled. With
+        `truncate` only that many of its last tokens count, with -1 as many as the model's context holds. The whole
+        context may be used: no token follows."""
+        check_range("truncate_prompt_tokens", truncate, -1, (1 << 31) - 1)
+        if truncate == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be positive, or -1", param="truncate_prompt_tokens")
+        check_range("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_salt(cache_salt)
+        ids: Sequence[int]
+        if isinstance(prompt, str):
+            check_text(prompt, param)
+            cut = truncate is not None
+            ids = await self.text.encode_async(
+                prompt, add_special_tokens=add_special_tokens, param=param, truncates=cut
+            )
+        else:
+            ids = prompt
+        longest = self.max_model_len(len(ids))
+        if truncate is not None:
+            ids = ids[-(longest if truncate < 0 else truncate) :]
+        if len(ids) > longest:
+            raise ContextLengthExceeded(
+                f"this model's context is {longest} tokens; this text has {len(ids)}",
+                param=param,
+                prompt_tokens=len(ids),
+                max_prompt_tokens=longest,
+            )
+        ids = tuple(ids)
+        self.check_token_ids(ids, param=param)
+        return Submission(
+            request_id=request_id,
+            prompt=ids,
+            max_tokens=1,
+            cache_salt=cache_salt or "",
+            priority=priority,
+            deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
+            pooling=self.text.pooling.pooling,
+        )
+
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
         """Checks that the model has an embedding for each id; the tokenizer may have fewer ids."""
         if not ids:
@@ -245,6 +296,7 @@ class Translator:
     def checked(self, options: Options) -> SamplingParams:
         """Returns the sampling parameters without the seed, the same for every prompt of a request. Raises
         InvalidRequest for values out of range, before anything else is done for the request."""
+        self.text.pooling.check_generates()
         check_options(options)
         check_count("allowed_token_ids", len(options.allowed_token_ids or ()), self.text.vocab_size)
         given = {name: value for name in _AS_GIVEN if (value := getattr(options, name)) is not None}
@@ -288,13 +340,17 @@ def check_options(options: Options) -> None:
         what = f"stop strings have at most {MAX_STOP_CHARS_IN_ALL} characters together, not {found}"
         raise InvalidRequest(what, param=options.stop_param)
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
-    if options.cache_salt is not None:
-        if not 1 <= len(options.cache_salt) <= MAX_SALT_CHARS:
-            what = f"cache_salt has 1 to {MAX_SALT_CHARS} characters, not {len(options.cache_salt)}"
-            raise InvalidRequest(what, param="cache_salt")
-        check_text(options.cache_salt, "cache_salt")
+    check_salt(options.cache_salt)
     if options.allowed_token_ids == ():
         raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", param="allowed_token_ids")
+
+
+def check_salt(salt: str | None) -> None:
+    if salt is None:
+        return
+    if not 1 <= len(salt) <= MAX_SALT_CHARS:
+        raise InvalidRequest(f"cache_salt has 1 to {MAX_SALT_CHARS} characters, not {len(salt)}", param="cache_salt")
+    check_text(salt, "cache_salt")
 
 
 def _choices(options: Options) -> int:

@@ -187,6 +187,21 @@ class CoordinatorOptions:
         "format of the model's tool calls; auto: detected from its chat template",
         choices=("auto", *TOOL_FORMATS),
     )
+    runner: str = option(
+        "auto",
+        "what the model is served for: generation (and embeddings), or only pooling, without decode workers; auto: "
+        "pooling for a model without an LM head or with sentence-transformers' modules.json",
+        choices=("auto", "generate", "pooling"),
+    )
+    pooling: str = option(
+        "auto",
+        "hidden states of a prompt that are its embedding: of the last token, or the mean; auto: the model "
+        "directory's 1_Pooling/config.json, else last",
+        choices=("auto", "last", "mean"),
+    )
+    matryoshka: bool = option(
+        False, "allow `dimensions` in embeddings of a model whose config.json does not declare is_matryoshka"
+    )
     otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that receives a span per request")
     data_dir: str = option("", "directory for stored responses, with --store")
     store: bool = option(False, "stored /v1/responses are kept in --data-dir, over restarts")

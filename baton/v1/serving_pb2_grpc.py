@@ -44,6 +44,16 @@ class ServingStub:
                 request_serializer=baton_dot_v1_dot_serving__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_serving__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/baton.v1.Serving/Embed',
+                request_serializer=baton_dot_v1_dot_serving__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_serving__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/baton.v1.Serving/Score',
+                request_serializer=baton_dot_v1_dot_serving__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_serving__pb2.ScoreResponse.FromString,
+                _registered_method=True)
 
 
 class ServingServicer:
@@ -62,6 +72,19 @@ class ServingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embeddings, and scores of pairs of texts: these generate nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServingServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +97,16 @@ def add_ServingServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=baton_dot_v1_dot_serving__pb2.GetModelInfoRequest.FromString,
                     response_serializer=baton_dot_v1_dot_serving__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=baton_dot_v1_dot_serving__pb2.EmbedRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_serving__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=baton_dot_v1_dot_serving__pb2.ScoreRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_serving__pb2.ScoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -130,6 +163,60 @@ class Serving:
             '/baton.v1.Serving/GetModelInfo',
             baton_dot_v1_dot_serving__pb2.GetModelInfoRequest.SerializeToString,
             baton_dot_v1_dot_serving__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Serving/Embed',
+            baton_dot_v1_dot_serving__pb2.EmbedRequest.SerializeToString,
+            baton_dot_v1_dot_serving__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Serving/Score',
+            baton_dot_v1_dot_serving__pb2.ScoreRequest.SerializeToString,
+            baton_dot_v1_dot_serving__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -208,7 +208,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
             names |= set(filter(None, sent_value(context.trailing_metadata(), "x-ignored-fields").split(", ")))
             with contextlib.suppress(grpc.aio.UsageError):  # a stream has sent its metadata
                 context.set_trailing_metadata((("x-ignored-fields", as_header(names)),))
-        return [replace(each.of(client), traceparent=traceparent[:64]) for each in submissions]
+        return [each.of(client, traceparent) for each in submissions]
 
     def _deltas(self, submissions: list[Submission]) -> AsyncGenerator[Delta, None]:
         if len(submissions) == 1:

@@ -8,9 +8,10 @@ import logging
 import operator
 import secrets
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -41,6 +42,7 @@ from coordinator.connections import GRPC, connection_limit
 from coordinator.grpc.calls import abort, refuse, sent_value, write
 from coordinator.grpc.inference import SERVICE as INFERENCE
 from coordinator.grpc.inference import Inference
+from coordinator.grpc.pooling import embed, score
 from coordinator.inference.served import ServedModel
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
@@ -105,23 +107,46 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
                 return grpc.unary_stream_rpc_method_handler(partial(self._generate, client), **serialize)
             case "GetModelInfo":
                 return grpc.unary_unary_rpc_method_handler(self._model_info, **serialize)
+            case "Embed":
+                answer = partial(self._pooled, serving_pb2.EmbedRequest, embed, client)
+                return grpc.unary_unary_rpc_method_handler(answer, **serialize)
+            case "Score":
+                answer = partial(self._pooled, serving_pb2.ScoreRequest, score, client)
+                return grpc.unary_unary_rpc_method_handler(answer, **serialize)
         return None
 
     async def _generate(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
             await self._answer(client, content, context)
-        except Exception as e:  # errors other than BatonError have a row in the table too: our bug
-            if status.row(e).hide:
-                log.error("internal error: %s", type(e).__name__, exc_info=e)
+        except Exception as e:
             del content
-            with contextlib.suppress(TimeoutError):  # it waits behind messages that the client does not read
-                async with asyncio.timeout(ABORT_S):
-                    await abort(e, context)
+            await _fail(e, context)
+
+    async def _pooled(
+        self,
+        kind: type[Any],
+        answer: Callable[..., Awaitable[Any]],
+        client: Client,
+        content: bytes,
+        context: grpc.aio.ServicerContext,
+    ) -> Any:
+        """Answers a call of Embed or Score with `answer`; `kind` is its message."""
+        try:
+            request = parsed(kind, content)
+            self._name_unknown(request, kind.DESCRIPTOR.name.removesuffix("Request"), context)
+            self._check_model(request.model)
+            _, name = _request_id(request.request_id, client)
+            response = await answer(self._pipeline, self._translator, client, name, request, context)
+            response.request_id, response.model = name, self._model
+            return response
+        except Exception as e:
+            del content
+            await _fail(e, context)
 
     async def _answer(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         request = parsed(serving_pb2.GenerateRequest, content)
         self._name_unknown(request, "Generate", context)
-        name = _request_id(request, client)
+        name = _request_id(request.request_id, client)
         if name in self._running:
             raise DuplicateRequest(f"request {name[1]!r} is already in flight", param="request_id")
         self._running.add(name)
@@ -135,9 +160,8 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         """Generates under the client's own id. Internally a suffix makes it unique over all clients, as over HTTP."""
         inner = f"{name.replace(' ', SPACE)}-{secrets.token_hex(4)}" if request.request_id else name
-        submission = (await self._submission(inner, request, context.time_remaining())).of(client)
-        if traceparent := sent_value(context.invocation_metadata(), "traceparent"):
-            submission = replace(submission, traceparent=traceparent[:64])
+        traceparent = sent_value(context.invocation_metadata(), "traceparent")
+        submission = (await self._submission(inner, request, context.time_remaining())).of(client, traceparent)
         async with contextlib.aclosing(self._pipeline.generate(submission)) as deltas:
             index: Counter[int] = Counter()
             async for delta in deltas:
@@ -175,9 +199,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _submission(
         self, request_id: str, request: serving_pb2.GenerateRequest, remaining_s: float | None
     ) -> Submission:
-        if request.model and request.model != self._model:
-            message = f"the model {request.model[:200]!r} does not exist; {self._model!r} is served"
-            raise NotFound(message, code="model_not_found", param="model")
+        self._check_model(request.model)
         _refuse_unserved(request)
         options = _options(request, self._translator.text.vocab_size)
         translate = self._translator
@@ -194,6 +216,12 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             case _:
                 raise InvalidRequest("one of text, token_ids and messages is required", param="prompt")
 
+    def _check_model(self, name: str) -> None:
+        """Raises NotFound for another model's name. A request need not name the model."""
+        if name and name != self._model:
+            message = f"the model {name[:200]!r} does not exist; {self._model!r} is served"
+            raise NotFound(message, code="model_not_found", param="model")
+
     def _started(self, name: str, submission: Submission, first: Delta) -> serving_pb2.GenerateResponse:
         started = serving_pb2.Started(
             request_id=name,
@@ -204,13 +232,22 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         return serving_pb2.GenerateResponse(started=started)
 
 
-def _request_id(request: serving_pb2.GenerateRequest, client: Client) -> tuple[str, str]:
+async def _fail(error: Exception, context: grpc.aio.ServicerContext) -> None:
+    """Ends a call with an error. Errors other than BatonError have a row in the table too: they are bugs of ours."""
+    if status.row(error).hide:
+        log.error("internal error: %s", type(error).__name__, exc_info=error)
+    with contextlib.suppress(TimeoutError):  # it waits behind messages that the client does not read
+        async with asyncio.timeout(ABORT_S):
+            await abort(error, context)
+
+
+def _request_id(given: str, client: Client) -> tuple[str, str]:
     """Returns the tenant and the request's id, which is unique among the running requests of the tenant.
 
     Raises:
         InvalidRequest: it is too long, or not printable ASCII.
     """
-    request_id = request.request_id or secrets.token_hex(16)
+    request_id = given or secrets.token_hex(16)
     if len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
         raise InvalidRequest("request_id must be at most 128 printable ASCII characters", param="request_id")
     return client.tenant, request_id

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -41,10 +40,11 @@ from coordinator.http.errors import (
     is_for_anthropic,
     json_response,
 )
-from coordinator.http.generation import EchoOnly, GenerationResponse, owned
+from coordinator.http.generation import EchoOnly, GenerationResponse, owned, unique_id
 from coordinator.http.guard import CLIENT, IGNORED, Guard, Names
 from coordinator.http.inference import InferenceRoutes
 from coordinator.http.openapi import add_route, describe
+from coordinator.http.pooling import PoolingRoutes
 from coordinator.http.responses import KeptResponses
 from coordinator.inference.served import ServedModel
 from coordinator.metrics import CONTENT_TYPE
@@ -146,6 +146,7 @@ def create_app(
     if settings.routes != "admin":
         parts = front.reader, front.parser, settings.strict_fields
         InferenceRoutes(pipeline, front.translator, inference, *parts).add_to(app)
+        PoolingRoutes(pipeline, front.translator, front.read_body, front.make_head).add_to(app)
     batches: BatchRoutes | None = None
     if settings.batches_address and settings.routes != "admin":
         batches = BatchRoutes(
@@ -228,8 +229,8 @@ class _Front:
         self._permission |= {"created": settings.created, "organization": "*", "group": None}
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request, schema.CompletionBody)
-        options, request_id = body.options(), _unique_id(request)
+        body = await self.read_body(request, schema.CompletionBody)
+        options, request_id = body.options(), unique_id(request)
         params, submissions = self.translator.checked(options), []
         for number, prompt in enumerate(body.prompt):
             name = request_id if len(body.prompt) == 1 else f"{request_id}-{number}"
@@ -244,31 +245,31 @@ class _Front:
         return self._generate(request, submissions, body, CompletionRender, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._body(request, schema.ChatBody)
+        body = await self.read_body(request, schema.ChatBody)
         submission, more = await self._conversation(request, body)
         return self._generate(request, [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
-        body = await self._body(request, ResponsesBody)
+        body = await self.read_body(request, ResponsesBody)
         before: list[Item] = []
         if body.previous_response_id is not None:
             before = await self.kept.conversation(request.scope[CLIENT], body.previous_response_id)
         submission, more = await self._conversation(request, body, body.chat(before))
-        head = self._head(request, [submission], logprobs=body.shows_logprobs, **more)
+        head = self.make_head(request, [submission], logprobs=body.shows_logprobs, **more)
         keep = None if body.store is False else self.kept.keeper(request.scope[CLIENT], before, body.input)
         render = ResponsesRender(head, body, keep)
         return GenerationResponse(self._pipeline, [submission], render, stream=bool(body.stream))
 
     async def messages(self, request: Request) -> Response:
-        body = await self._body(request, MessagesBody)
+        body = await self.read_body(request, MessagesBody)
         submission, more = await self._conversation(request, body)
-        render = MessagesRender(self._head(request, [submission], **more), body, submission.max_tokens)
+        render = MessagesRender(self.make_head(request, [submission], **more), body, submission.max_tokens)
         generator = self._pipeline if body.max_tokens else EchoOnly(self._pipeline)
         return GenerationResponse(generator, [submission], render, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:
         with self._pipeline.admitted(request.scope[CLIENT]):
-            body = await self._body(request, CountTokensBody)
+            body = await self.read_body(request, CountTokensBody)
             messages = body.chat()
             check_messages(messages)
             ids = await self._text.encode_chat_async(messages, body.rendering())
@@ -287,7 +288,7 @@ class _Front:
                 self._tool_format(), text.marker_ids, options.constraint, options.json_whitespace
             )
             options = replace(options, constraint=constraint)
-        request_id, how = _unique_id(request), body.rendering()
+        request_id, how = unique_id(request), body.rendering()
         messages = messages or body.chat()
         param = "input" if isinstance(body, ResponsesBody) else "messages"
         submission = await self.translator.from_messages(request_id, messages, options, how=how, param=param)
@@ -316,7 +317,7 @@ class _Front:
 
     async def tokenize(self, request: Request) -> Response:
         with self._pipeline.admitted(request.scope[CLIENT]):
-            return await self._tokens(await self._body(request, schema.TokenizeBody))
+            return await self._tokens(await self.read_body(request, schema.TokenizeBody))
 
     async def _tokens(self, body: schema.TokenizeBody) -> Response:
         if body.prompt is not None:
@@ -331,7 +332,7 @@ class _Front:
 
     async def detokenize(self, request: Request) -> Response:
         with self._pipeline.admitted(request.scope[CLIENT]):
-            return await self._text_of(await self._body(request, schema.DetokenizeBody))
+            return await self._text_of(await self.read_body(request, schema.DetokenizeBody))
 
     async def _text_of(self, body: schema.DetokenizeBody) -> Response:
         if len(body.tokens) > self._text.max_model_len:
@@ -380,7 +381,7 @@ class _Front:
             {
                 "model_path": self._settings.model_name,
                 "tokenizer_path": self._settings.model_name,
-                "is_generation": True,
+                "is_generation": self._text.pooling.generates,
                 "has_chat_template": self._text.has_chat,
                 "max_model_len": self.translator.max_model_len(),
                 "vocab_size": self._text.vocab_size,
@@ -435,7 +436,7 @@ class _Front:
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})
 
-    async def _body(self, request: Request, model: type[_T]) -> _T:
+    async def read_body(self, request: Request, model: type[_T]) -> _T:
         read = partial(parse, model, strict=self._settings.strict_fields)
         body = await self.parser.parse(read, await self.reader.read(request))
         named = body.ignored
@@ -487,7 +488,7 @@ class _Front:
         stream_options = body.stream_options
         echo_only = isinstance(body, schema.CompletionBody) and body.echo_only
         generator = EchoOnly(self._pipeline) if echo_only else self._pipeline
-        head = self._head(
+        head = self.make_head(
             request,
             submissions,
             include_usage=bool(stream_options and stream_options.include_usage),
@@ -500,7 +501,7 @@ class _Front:
         )
         return GenerationResponse(generator, submissions, render(head), stream=bool(body.stream))
 
-    def _head(self, request: Request, submissions: Sequence[Submission], **more: Any) -> Head:
+    def make_head(self, request: Request, submissions: Sequence[Submission], **more: Any) -> Head:
         return Head(
             request_id=request.scope[REQUEST_ID],
             unique_id=submissions[0].request_id,
@@ -517,13 +518,6 @@ class _Front:
 
 def _as_json(records: Sequence[Record]) -> dict[str, Any]:
     return {"requests": [record.as_json() for record in records]}
-
-
-def _unique_id(request: Request) -> str:
-    """Returns the internal id of the request. A client's own id may not be unique: gateways reuse it for a retry while
-    the first try is still ending."""
-    name: str = request.scope[REQUEST_ID]
-    return f"{name}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else name
 
 
 def _continues_reasoning(messages: Sequence[ChatMessage], how: Rendering) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
@@ -27,7 +28,7 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import TokenLogprob
 from coordinator import off_loop
 from coordinator.anthropic.render import MessagesRender
-from coordinator.http.errors import error_response, note
+from coordinator.http.errors import REQUEST_ID, error_response, note
 from coordinator.http.guard import CLIENT
 from coordinator.http.server import SEND, WRITER, ChunkWriter
 from coordinator.inference.render import InferRender
@@ -41,7 +42,6 @@ from coordinator.submission import Delta, Sink, Submission, Usage
 from coordinator.text.parser import Event
 
 Renderer = Render | ResponsesRender | MessagesRender | InferRender
-MAX_TRACEPARENT = 64
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
@@ -302,8 +302,14 @@ class GenerationResponse(Response):
 
 def owned(submission: Submission, request: Request) -> Submission:
     """Returns the submission with the client and the traceparent of the request."""
-    traceparent = request.headers.get("traceparent", "")[:MAX_TRACEPARENT]
-    return replace(submission.of(request.scope[CLIENT]), traceparent=traceparent)
+    return submission.of(request.scope[CLIENT], request.headers.get("traceparent", ""))
+
+
+def unique_id(request: Request) -> str:
+    """Returns the internal id of the request. A client's own id may not be unique: gateways reuse it for a retry while
+    the first try is still ending."""
+    name: str = request.scope[REQUEST_ID]
+    return f"{name}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else name
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -173,6 +173,19 @@ SCHEMAS: dict[str, Schema] = {
             **_each(WHOLE, "input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
         ),
     ),
+    "Embeddings": _object(
+        object=_const("list"),
+        data=_list(_object(object=_const("embedding"), index=WHOLE, embedding={"anyOf": [_list(NUMBER), TEXT]})),
+        **_HEAD,
+    ),
+    "Scores": _object(
+        object=_const("list"), data=_list(_object(index=WHOLE, object=_const("score"), score=NUMBER)), **_HEAD
+    ),
+    "Ranking": _object(
+        **_each(TEXT, "id", "model"),
+        results=_list(_object(index=WHOLE, relevance_score=NUMBER, document_=_object(text=TEXT))),
+        usage=_USAGE,
+    ),
     "TokenCount": _object(input_tokens=WHOLE),
     "ResponseDeleted": _object(id=TEXT, object=_const("response"), deleted=FLAG),
     "ItemList": _object(object=_const("list"), data=_list(ANY), **_each(TEXT, "first_id", "last_id"), has_more=FLAG),

@@ -46,6 +46,10 @@ CHAT: Neutral = _BOTH | {
     "moderation": (),
     "web_search_options": (),
 }
+POOLING: dict[str, tuple[Any, ...]] = {"lora_request": (), "mm_processor_kwargs": (), "truncation_side": ("left",)}
+EMBEDDINGS: Neutral = POOLING | {"embed_dtype": ("float32",), "endianness": ("native", "little")}
+RERANK: Neutral = POOLING | {"max_chunks_per_doc": (), "max_tokens_per_doc": (), "rank_fields": (["text"],)}
+NOT_OF_EMBEDDINGS = {"messages": "'input'", "prompt": "'input'"}
 NOT_OF_COMPLETIONS = {
     "max_completion_tokens": "'max_tokens'",
     "messages": "/v1/chat/completions",

@@ -56,21 +56,25 @@ def _ids(value: list[int]) -> array[int]:
         raise PydanticCustomError("token_id", "a token id has more than 63 bits") from None
 
 
-def _prompt(value: Any) -> list[str | array[int]]:
-    """Returns the prompts, from a text or token ids, or a list of these."""
+def prompts(value: Any, field: str, limit: int) -> list[str | Sequence[int]]:
+    """Returns the prompts in a field, at most `limit`, from a text or token ids, or a list of these."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise PydanticCustomError("prompt", "must be a string, an array of token ids, or an array of these")
+        raise PydanticCustomError(field, "must be a string, an array of token ids, or an array of these")
     kinds = set(map(type, value))
     if kinds <= {int}:
         return [_ids(value)]
-    counted(MAX_CHOICES, value)
+    counted(limit, value)
     if kinds == {str}:
         return value
     if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
         return [_ids(ids) for ids in value]
-    raise PydanticCustomError("prompt", "must be a string, an array of token ids, or an array of these, not mixed")
+    raise PydanticCustomError(field, "must be a string, an array of token ids, or an array of these, not mixed")
+
+
+def _prompt(value: Any) -> list[str | Sequence[int]]:
+    return prompts(value, "prompt", MAX_CHOICES)
 
 
 def _content(value: Any, info: ValidationInfo[IgnoredFields | None]) -> str:
@@ -113,7 +117,7 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
 
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
-_Label = Annotated[str, StringConstraints(max_length=512)]
+Label = Annotated[str, StringConstraints(max_length=512)]
 _Name = Annotated[str, StringConstraints(pattern=r"^[^\s<|\\/>]{1,64}$")]  # as OpenAI has it
 
 
@@ -201,9 +205,9 @@ class GenerationBody(ModelBody):
     guided_grammar: str | None = None
     guided_whitespace_pattern: Whitespace | None = None
 
-    user: _Label | None = None
-    safety_identifier: _Label | None = None
-    prompt_cache_key: _Label | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
     metadata: Metadata | None = None
 
     def options(self) -> Options:
@@ -286,7 +290,7 @@ class MessageBody(RequestObject):
     role: str
     content: _Content
     name: _Name | None = None
-    tool_call_id: _Label | None = None
+    tool_call_id: Label | None = None
     tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
     reasoning: _Reasoning | None = None
     reasoning_content: _Reasoning | None = None
@@ -407,6 +411,8 @@ class DetokenizeBody(ModelBody):
 
 class BatchBody(RequestObject):
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank"
+    ]
     completion_window: Literal["24h"]
     metadata: Metadata | None = None

@@ -135,6 +135,7 @@ class Choice:
     attempt: int = field(init=False)  # the one that counts; KV offered again has a later one than `request`
     journal: Journal = field(init=False)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # once received
+    pooled: bytes = b""  # the vector of a request with `pooling`, once received
     error: BatonError | None = None
 
     # In the queue.
@@ -208,7 +209,7 @@ class Choice:
     @property
     def needs_decode(self) -> bool:
         """Whether tokens remain for a decode worker after the one that prefill samples."""
-        return self.request.max_tokens - len(self.request.output) > 1
+        return not self.request.pooling and self.request.max_tokens - len(self.request.output) > 1
 
     @property
     def produced(self) -> int:
@@ -240,13 +241,16 @@ class Choice:
         """Records what a worker sent about tokens of the current attempt.
 
         Raises:
-            ProtocolError: see `Journal.add`; or tokens without the log-probabilities asked for.
+            ProtocolError: see `Journal.add`; or tokens without the log-probabilities asked for, or for a request with
+                `pooling`, or a vector for another one.
         """
         request = self.request
         sampling, logprobs, scores = request.sampling, event.logprobs, event.prompt_logprobs
         if len(logprobs) != (0 if sampling.logprobs is None else len(event.tokens)):
             mismatch = f"{len(logprobs)} log-probabilities received with {len(event.tokens)} tokens"
             raise ProtocolError(f"{request.request_id}: {mismatch}")
+        if bool(event.pooled) != bool(request.pooling) or len(event.pooled) % 4:
+            raise ProtocolError(f"{request.request_id}: a vector of {len(event.pooled)} bytes for '{request.pooling}'")
         if event.stamps is not None:
             self.add_stamps(event.stamps)
         if event.cached_tokens and not request.output:
@@ -256,6 +260,10 @@ class Choice:
         if event.speculation is not None:
             before = self.earlier_speculation
             self.speculation = event.speculation if before is None else before + event.speculation
+        if event.pooled:
+            verdict: Verdict = "repeat" if self.pooled else "appended"
+            self.pooled, self.journal.finish = event.pooled, "stop"
+            return verdict
         return self.journal.add(request, event.first_index, event.tokens, logprobs)
 
     def add_stamps(self, stamps: StageStamps) -> None:

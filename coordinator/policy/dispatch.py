@@ -83,9 +83,9 @@ class Dispatcher:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def missing_role(self) -> Role | None:
-        """Returns a role that has no ready worker, if any."""
-        pools = self._workers.prefill, self._workers.decode
+    def missing_role(self, *, decode: bool = True) -> Role | None:
+        """Returns a role that has no ready worker, if any; without `decode` only prefill is needed."""
+        pools = (self._workers.prefill, self._workers.decode)[: 1 + decode]
         return next((pool.role for pool in pools if not any(w.ready for w in pool.workers)), None)
 
     @property
@@ -104,7 +104,8 @@ class Dispatcher:
             ContextLengthExceeded: no pair of workers could ever hold it.
             Unavailable: no worker of a role is ready, or the queue is full.
         """
-        missing, prompt_tokens = self.missing_role(), choice.request.num_prefill_tokens
+        missing = self.missing_role(decode=not choice.request.pooling)
+        prompt_tokens = choice.request.num_prefill_tokens
         if missing is not None:
             raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
         if prompt_tokens > self._max_tokens:  # a retry cannot succeed

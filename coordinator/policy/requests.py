@@ -572,7 +572,7 @@ class Requests:
         tokens, prefix = request.prompt + request.output, dict[int, tuple[bytes, ...]]()
         first = self._choices.get(ChoiceId(request.request_id), choice)
         same = request.prompt is first.request.prompt and not request.output and not first.request.output
-        if facts is None:
+        if facts is None or request.pooling == "mean":  # which reuses no KV
             return prefix
         for size in self.dispatcher.cached_block_sizes:
             if same and size in first.prefix:

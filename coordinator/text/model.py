@@ -34,6 +34,7 @@ from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, Rendering
 from coordinator.text.files import TextFiles, read_text_files
 from coordinator.text.infill import infill_of
 from coordinator.text.messages import ChatMessage
+from coordinator.text.pooling import PoolingModel, read_pooling
 from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format
 
@@ -57,12 +58,20 @@ class TextModel:
     `tool_format` is the form of its tool calls, None if it is unknown; `thinks`: its output may begin with
     reasoning; `marker_ids` are the added tokens that mark calls and reasoning."""
 
-    def __init__(self, files: TextFiles, *, max_model_len: int | None = None, tool_parser: str = "auto") -> None:
+    def __init__(
+        self,
+        files: TextFiles,
+        *,
+        max_model_len: int | None = None,
+        tool_parser: str = "auto",
+        pooling: PoolingModel | None = None,
+    ) -> None:
         self.tokenizer: Tokenizer = files.tokenizer
         self.vocabulary = Vocabulary(files.tokenizer, files.parts)
         self.vocab_size = files.config.vocab_size
         _check_vocabulary(self.vocabulary, self.vocab_size)
         self.max_model_len = files.config.longest(max_model_len)
+        self.pooling = PoolingModel(hidden_size=files.config.hidden_size) if pooling is None else pooling
         self.eos_token_ids = files.eos_token_ids
         self.special_tokens = dict(files.special_tokens)
         bos = files.special_tokens.get("bos_token")
@@ -88,9 +97,14 @@ class TextModel:
         self._waiting_bytes = 0
 
     @classmethod
-    def load(cls, directory: Path, *, max_model_len: int | None = None, tool_parser: str = "auto") -> TextModel:
-        """Reads a model directory. Raises StartupError with one line that names the file."""
-        return cls(read_text_files(directory), max_model_len=max_model_len, tool_parser=tool_parser)
+    def load(
+        cls, directory: Path, *, max_model_len: int | None = None, tool_parser: str = "auto", **pooling: Any
+    ) -> TextModel:
+        """Reads a model directory; `pooling` are options of `read_pooling`. Raises StartupError with one line that
+        names the file."""
+        files = read_text_files(directory)
+        served = read_pooling(directory, **pooling)
+        return cls(files, max_model_len=max_model_len, tool_parser=tool_parser, pooling=served)
 
     @property
     def has_chat(self) -> bool:
@@ -110,15 +124,18 @@ class TextModel:
         spaced = self.encode(" " + text.lstrip(), add_special_tokens=False)
         return [tuple(ids) for ids in (alone, spaced) if ids]
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes a text without blocking the event loop.
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", truncates: bool = False
+    ) -> list[int]:
+        """Encodes a text without blocking the event loop; with `truncates` the caller cuts what does not fit.
 
         Raises:
             ContextLengthExceeded: the text cannot fit.
             Unavailable: too many bytes of prompts wait already.
         """
         size = _utf8_length(text)
-        self._check_bytes(size, param="prompt")
+        if not truncates:
+            self._check_bytes(size, param=param)
         if len(text) <= INLINE_CHARS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         with self._waiting(size):

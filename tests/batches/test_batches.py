@@ -70,7 +70,8 @@ class Echo(FakeGenerator):
             if self.hold is not None:
                 await self.hold.wait()
             count = len(submission.prompt)
-            yield Delta(f"{count}", (7,), "stop", usage=Usage(count, 1), timeline=Timeline())
+            pooled = b"\0\0\x80?" if submission.pooling else b""
+            yield Delta(f"{count}", (7,), "stop", usage=Usage(count, 1), timeline=Timeline(), pooled=pooled)
         finally:
             self.running -= 1
 
@@ -159,10 +160,17 @@ async def test_a_batch_runs_every_line_and_writes_output_and_error_files(tmp_pat
         assert [b.id async for b in client.batches.list(limit=1)] == [batch.id]
 
 
-async def test_batches_serve_the_chat_and_responses_endpoints(tmp_path: Path, text_model: TextModel) -> None:
+async def test_batches_serve_the_other_endpoints(tmp_path: Path, text_model: TextModel) -> None:
     messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: messages,
+        "/v1/responses": {"input": "hi"},
+        "/v1/embeddings": {"input": "hi"},
+        "/v1/score": {"text_1": "hi", "text_2": "ho"},
+        "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+    }
     async with served(tmp_path, Echo(), text_model) as (client, _):
-        for endpoint, body in ((CHAT, messages), ("/v1/responses", {"input": "hi"})):
+        for endpoint, body in bodies.items():
             asked = {"custom_id": "x", "method": "POST", "url": endpoint, "body": body}
             batch = await ended(client, (await submit(client, asked, endpoint=endpoint)).id)
             (row,) = await rows_of(client, batch.output_file_id)

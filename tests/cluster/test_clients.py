@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 import grpc.aio
+import httpx
 import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -101,3 +102,22 @@ async def test_grpc_reports_health_and_refuses_invalid_arguments(running: Cluste
             await anext(aiter(serving_pb2_grpc.ServingStub(channel).Generate(request, timeout=10)))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "min_p" in (refused.value.details() or "")
+
+
+def test_a_generative_model_embeds_and_compares_texts(official: openai.OpenAI, running: Cluster) -> None:
+    """By the prefill pool alone: the decode worker gets nothing."""
+    received = running.workers()["decode-0"]["kv_bytes_received"]
+    texts = [PROMPT, "def write_lines(path):", "class Tree:"]
+    together = official.embeddings.create(model="builtin", input=texts)
+    vectors = [each.embedding for each in together.data]
+    for vector, text in zip(vectors, texts, strict=True):
+        assert sum(value * value for value in vector) == pytest.approx(1.0, abs=1e-5)
+        alone = official.embeddings.create(model="builtin", input=text).data[0]
+        assert alone.embedding == vector  # exact, from cached KV too
+    body = {"model": "builtin", "query": PROMPT, "documents": texts}
+    results = httpx.post(running.url + "/rerank", json=body, timeout=60.0).json()["results"]
+    cosines = [sum(a * b for a, b in zip(vectors[0], vector, strict=True)) for vector in vectors]
+    assert results[0]["index"] == 0
+    for result in results:
+        assert result["relevance_score"] == pytest.approx(cosines[result["index"]], abs=1e-5)
+    assert running.workers()["decode-0"]["kv_bytes_received"] == received

@@ -13,7 +13,8 @@ import pytest
 from starlette.types import ASGIApp
 
 from baton.core.request import TokenLogprob
-from coordinator.submission import Delta
+from coordinator.policy.timeline import Timeline
+from coordinator.submission import Delta, Usage
 from coordinator.text.model import TextModel
 from tests.support.batches_kit import with_batches
 from tests.support.fake_generator import FakeGenerator, reply
@@ -101,6 +102,16 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
         good = GOOD.get(path, MESSAGE if path == MESSAGES else {"input": "hi"})
         answer = await check("POST", path, json=good | fields)
         assert answer.status_code == (200 if script else 400), answer.text
+
+    vector = b"\0\0\x80?" * 2
+    generator.script = [Delta("", finish_reason="stop", usage=Usage(3, 0), timeline=Timeline(), pooled=vector)]
+    for encoding in ("float", "base64"):
+        body = {"input": ["a", "b"], "encoding_format": encoding}
+        assert (await check("POST", "/v1/embeddings", json=body)).status_code == 200
+    for path in ("/score", "/v1/score"):
+        assert (await check("POST", path, json={"text_1": "a", "text_2": "b"})).status_code == 200
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        assert (await check("POST", path, json={"query": "a", "documents": ["b"]})).status_code == 200
 
     generator.script = reply("a", "b")
     kept = (await client.post(RESPONSES, json={"input": "hi"})).json()["id"]

@@ -423,3 +423,22 @@ async def test_structured_output_is_refused_by_field_name_without_a_compiler() -
     async with bench("p0", "d0") as b:
         error = await b.submit(constraint=Constraint("regex", "a", "guided_regex")).failed()
         assert isinstance(error, InvalidRequest) and error.param == "guided_regex"
+
+
+async def test_a_vector_is_the_only_delta_and_no_decode_worker_is_needed() -> None:
+    async with bench("p0") as b:
+        assert b.pipeline.ready() == (False, "no decode worker is ready")
+        b.pipeline._generates = False
+        assert b.pipeline.ready() == (True, "ready")
+        reader = b.submit(prompt=(1, 2, 3), max_tokens=1, pooling="last")
+        (p,) = b.workers
+        command = await p.received(Prefill)
+        event = TokenEvent(command.request.sequence_id, 0, (), cached_tokens=1, pooled=b"\0\0\x80?")
+        p.session.post(StepEvents(tokens=(event,)))
+        assert await reader.done() == []
+        (delta,) = reader.deltas
+        assert (delta.pooled, delta.finish_reason) == (event.pooled, "stop")
+        assert delta.usage is not None and delta.usage.prompt_tokens == 3
+        assert (delta.usage.completion_tokens, delta.usage.cached_tokens) == (0, 1)
+        metrics = (await b.pipeline.metrics()).decode()
+        assert "baton_prompt_tokens_total 3.0" in metrics

@@ -777,3 +777,49 @@ def test_decode_step_does_not_scan_the_queue(monkeypatch: pytest.MonkeyPatch) ->
     assert looks == 0
     drive.ended("d0", s, reason="length")
     assert looks > 0
+
+
+VECTOR = b"\0\0\x80?" * 2
+
+
+def test_a_pooled_request_needs_no_decode_worker_and_ends_with_its_vector() -> None:
+    d = Drive("p0")
+    with pytest.raises(Unavailable, match="no decode worker"):
+        d.submit("generates")
+    r = d.submit(pooling="last", max_tokens=1)
+    (start,) = d.take(StartPrefill)
+    assert (start.request.pooling, start.targets) == ("last", ())
+    d.tokens("p0", r.sequence, 0, cached_tokens=2, pooled=VECTOR)
+    assert r.ended and r.pooled == VECTOR and r.error is None
+    assert (r.journal.finish, r.journal.tokens, r.cached_tokens) == ("stop", [], 2)
+    assert Notify(r.name) in d.new
+    assert d.sent(ReleaseRecords) == [("p0", ReleaseRecords((r.sequence,)))]
+    d.tokens("p0", r.sequence, 0, pooled=VECTOR)  # repeated after a redial
+    d.ended("p0", r.sequence, reason="stop")
+    assert r.error is None
+
+
+def test_a_pooled_request_survives_its_worker_under_the_next_attempt() -> None:
+    d = Drive("p0", "p1")
+    r = d.submit(pooling="mean", max_tokens=1)
+    first = r.sequence
+    d.take(StartPrefill)
+    d.lose("p0")
+    (start,) = d.take(StartPrefill)
+    assert (start.prefill, start.request.attempt > first.attempt, start.request.output) == ("p1", True, ())
+    d.tokens("p0", first, 0, pooled=b"\0\0\0\0")  # late, of the earlier attempt
+    assert not r.ended
+    d.tokens("p1", r.sequence, 0, pooled=VECTOR)
+    assert r.ended and r.pooled == VECTOR
+
+
+@pytest.mark.parametrize(
+    ("pooling", "event"),
+    [("last", {"tokens": (5,)}), ("", {"pooled": VECTOR}), ("last", {"pooled": VECTOR[:3]})],
+    ids=["tokens", "no-request", "cut"],
+)
+def test_a_vector_that_was_not_requested_or_is_cut_fails_the_request(pooling: str, event: dict[str, object]) -> None:
+    d = Drive("p0", "d0")
+    r = d.submit(pooling=pooling, max_tokens=1)
+    d.tokens("p0", r.sequence, 0, *event.pop("tokens", ()), **event)  # type: ignore[misc]
+    assert isinstance(d.error(r), ProtocolError)

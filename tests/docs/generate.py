@@ -21,6 +21,7 @@ from baton.runtime import first_message, status
 from baton.runtime.config import BatchesConfig, CoordinatorConfig, WorkerConfig
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import connections as connection_limits
+from coordinator import pooled as pooled_inputs
 from coordinator import structured_output, translate
 from coordinator.grpc import service as grpc_service
 from coordinator.http import app as http_app
@@ -33,6 +34,7 @@ from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
 from coordinator.openai import fields as openai_schema_fields
 from coordinator.openai import schema as openai_schema
 from coordinator.openai import structured
+from coordinator.openai.pooling import EmbeddingsBody, RerankBody, ScoreBody
 from coordinator.policy import grammar_queue
 from launch.up_config import DoctorConfig, UpConfig
 from tests.support.fake_generator import FakeGenerator
@@ -48,11 +50,18 @@ ENDPOINTS = {
     "GET /v1/responses/{response_id}/input_items": "the items that it answered; `order=asc`: the first one first",
     "POST /v1/messages": "Anthropic's messages through the chat template; streamed or whole, see [messages](#messages)",
     "POST /v1/messages/count_tokens": "the number of tokens in the prompt of such a request",
+    "POST /v1/embeddings": "vectors of texts, see [embeddings and scores](#embeddings-and-scores)",
+    "POST /score": "how close texts are, one with many or pair by pair",
+    "POST /v1/score": "the same",
+    "POST /rerank": "documents by how close they are to a query, as Jina and Cohere have it",
+    "POST /v1/rerank": "the same",
+    "POST /v2/rerank": "the same",
     "GET /v1/models": "the one model, with `max_model_len`; in Anthropic's form for its clients",
     "GET /v1/models/{model_id}": "the same entry; 404 for any other name",
     "POST /tokenize": "`prompt`, or `messages` with `tools` and the template's other fields, to token ids",
     "POST /detokenize": "`tokens` to text, special tokens shown",
-    "GET /health": "200 while both pools have a ready worker, else 503 with the reason",
+    "GET /health": "200 while both pools (prefill alone, if the model does not generate) have a ready worker, else 503"
+    " with the reason",
     "GET /ready": "the same",
     "GET /": "a page with a chat box, the pools and the last requests",
     "GET /live": "200 while the coordinator runs",
@@ -138,6 +147,26 @@ MEANINGS = {
     "guided_whitespace_pattern": "older name of `structured_outputs.whitespace_pattern`",
     "stream_options": "needs `stream`; `include_usage`, `continuous_usage_stats`, `include_obfuscation` (inert)",
 }
+POOLED = {
+    "model": "the served name; may be left out",
+    "input": "a text or token ids, or a list of up to 2,048 of these",
+    "encoding_format": "`float` or `base64`: little-endian float32, which OpenAI's clients ask for by themselves",
+    "dimensions": "only the first so many, with length 1 again; refused unless the model's config.json has"
+    " `is_matryoshka` or lists it in `matryoshka_dimensions`, or with `--matryoshka`",
+    "normalize": "`false`: vectors as the model has them; `true`: of length 1; else as the model's directory says",
+    "text_1": "a text or a list of texts",
+    "text_2": "as many as `text_1`, or any number if that is one",
+    "query": "a text",
+    "documents": "up to 2,048 texts, each a string or an object with `text`",
+    "top_n": "only the best so many; 0: all",
+    "return_documents": "`false`: without their texts",
+    "use_activation": "`false`: the scores of a classification head as they are, else their sigmoid",
+    "truncate_prompt_tokens": "so many tokens of each text are taken, the last ones; -1: as many as fit; left out: a"
+    " text that does not fit is refused",
+    "add_special_tokens": "`false`: without those that the tokenizer adds, such as BOS",
+    "priority": "-100 to 100; lower goes first wherever requests wait",
+    "cache_salt": "1 to 256 characters; KV is reused only between requests of the same salt",
+}
 INERT = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 
 LIMITS = (
@@ -145,6 +174,7 @@ LIMITS = (
     ("characters of a stop string", f"{translate.MAX_STOP_CHARS:,}"),
     ("characters of all stop strings together", f"{translate.MAX_STOP_CHARS_IN_ALL:,}"),
     ("choices of a request (prompts times `n`)", f"{translate.MAX_CHOICES:,}"),
+    ("texts of embeddings, score or rerank", f"{pooled_inputs.MAX_INPUTS:,}"),
     ("messages", f"{translate.MAX_MESSAGES:,}"),
     ("characters of a schema or grammar", f"{MAX_GRAMMAR_CHARS:,}"),
     ("time to compile a grammar", f"{structured_output.COMPILE_S:g} s"),
@@ -250,6 +280,21 @@ def served() -> str:
     return table(("field", "where", "meaning"), rows)
 
 
+def pooled() -> str:
+    bodies = {"embeddings": EmbeddingsBody, "score": ScoreBody, "rerank": RerankBody}
+    names = [n for n in dict.fromkeys(n for body in bodies.values() for n in body.model_fields) if n not in INERT]
+    if set(names) != set(POOLED):
+        raise SystemExit(f"fields to describe in {__file__}: {set(names) ^ set(POOLED)}")
+    rows = []
+    for name in names:
+        places = {where: body.model_fields[name] for where, body in bodies.items() if name in body.model_fields}
+        where = "all" if len(places) == len(bodies) else ", ".join(places)
+        aliases = getattr(next(iter(places.values())).validation_alias, "choices", ())[1:]
+        others = ", ".join(map(code, aliases))
+        rows.append((code(name), where, POOLED[name] + (f"; also named {others}" if others else "")))
+    return table(("field", "where", "meaning"), rows)
+
+
 def inert() -> str:
     return ", ".join(map(code, sorted(openai_schema_fields.INERT)))
 
@@ -347,6 +392,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "worker": lambda: options(WorkerConfig),
     "endpoints": endpoints,
     "served": served,
+    "pooled": pooled,
     "inert": inert,
     "metrics": metrics,
     "neutral": neutral,

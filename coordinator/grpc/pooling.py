@@ -1,0 +1,121 @@
+"""Serving.Embed and Serving.Score: requests that generate nothing, over the same submissions as HTTP."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc.aio
+
+from baton.core.errors import InvalidRequest
+from baton.core.sampling_limits import check_count
+from baton.v1 import serving_pb2
+from coordinator import off_loop
+from coordinator.grpc.calls import sent_value
+from coordinator.pipeline import Pipeline
+from coordinator.policy.quotas import Client
+from coordinator.pooled import MAX_INPUTS, PoolOptions, Text, to_compare, to_embed
+from coordinator.recent import SPACE
+from coordinator.several_prompts import generate_all
+from coordinator.submission import Delta, Submission
+from coordinator.text.pooling import vector_of
+from coordinator.translate import Translator
+
+
+async def embed(
+    generator: Pipeline,
+    translator: Translator,
+    client: Client,
+    name: str,
+    request: serving_pb2.EmbedRequest,
+    context: grpc.aio.ServicerContext,
+) -> serving_pb2.EmbedResponse:
+    """Returns the embeddings of a request named `name`. Raises BatonError, which names the field."""
+    check_count("inputs", len(request.inputs), MAX_INPUTS)
+    if not request.inputs:
+        raise InvalidRequest("inputs is empty", param="inputs")
+    texts = [_text(each) for each in request.inputs]
+    dimensions = request.dimensions if request.HasField("dimensions") else None
+    submissions = await to_embed(
+        translator, _unique(name), texts, _options(request.options, context), dimensions, param="inputs"
+    )
+    answers = await _answers(generator, client, submissions, context)
+    normalize = request.normalize if request.HasField("normalize") else translator.text.pooling.normalize
+
+    def response() -> serving_pb2.EmbedResponse:
+        vectors = (vector_of(each.pooled, dimensions=dimensions, normalize=normalize) for each in answers)
+        embeddings = [serving_pb2.Embedding(values=vector) for vector in vectors]
+        return serving_pb2.EmbedResponse(embeddings=embeddings, **_usage(answers))
+
+    embedded: serving_pb2.EmbedResponse = await off_loop.make(off_loop.is_large(answers), response)
+    return embedded
+
+
+async def score(
+    generator: Pipeline,
+    translator: Translator,
+    client: Client,
+    name: str,
+    request: serving_pb2.ScoreRequest,
+    context: grpc.aio.ServicerContext,
+) -> serving_pb2.ScoreResponse:
+    """Returns the scores of a request named `name`. Raises BatonError, which names the field."""
+    for field in ("firsts", "seconds"):
+        check_count(field, len(getattr(request, field)), MAX_INPUTS)
+    options, texts = _options(request.options, context), (list(request.firsts), list(request.seconds))
+    submissions, pairs = await to_compare(translator, _unique(name), *texts, options, params=("firsts", "seconds"))
+    answers = await _answers(generator, client, submissions, context)
+    activation = not request.HasField("use_activation") or request.use_activation
+
+    def scores() -> list[float]:
+        return pairs.scores([each.pooled for each in answers], activation=activation)
+
+    made: list[float] = await off_loop.make(off_loop.is_large(answers), scores)
+    return serving_pb2.ScoreResponse(scores=made, **_usage(answers))
+
+
+def _text(given: serving_pb2.EmbedInput) -> Text:
+    match given.WhichOneof("input"):
+        case "text":
+            return given.text
+        case "token_ids":
+            return given.token_ids.ids
+        case _:
+            raise InvalidRequest("an input needs one of text and token_ids", param="inputs")
+
+
+def _options(given: serving_pb2.PoolingOptions, context: grpc.aio.ServicerContext) -> PoolOptions:
+    return PoolOptions(
+        truncate=given.truncate_prompt_tokens if given.HasField("truncate_prompt_tokens") else None,
+        add_special_tokens=given.add_special_tokens or not given.HasField("add_special_tokens"),
+        priority=given.priority,
+        cache_salt=given.cache_salt or None,
+        deadline_s=context.time_remaining(),
+    )
+
+
+def _unique(name: str) -> str:
+    """Returns the internal id of a request: a client's own may be in use by another client."""
+    return f"{name.replace(' ', SPACE)}-{secrets.token_hex(4)}"
+
+
+async def _answers(
+    generator: Pipeline, client: Client, submissions: Sequence[Submission], context: grpc.aio.ServicerContext
+) -> list[Delta]:
+    """Returns the delta of each submission, in their order."""
+    traceparent = sent_value(context.invocation_metadata(), "traceparent")
+    answers: dict[int, Delta] = {}
+    async with aclosing(generate_all(generator, [each.of(client, traceparent) for each in submissions])) as deltas:
+        async for delta in deltas:
+            answers[delta.choice] = delta
+    return [answers[index] for index in range(len(submissions))]
+
+
+def _usage(answers: Sequence[Delta]) -> dict[str, Any]:
+    usages = [each.usage for each in answers if each.usage is not None]
+    return {
+        "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
+        "cached_tokens": sum(usage.cached_tokens for usage in usages),
+    }
