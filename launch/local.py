@@ -31,6 +31,7 @@ from typing import Any
 from baton.core.errors import StartupError
 from baton.runtime.model_source import has_chat_template, resolve_model
 from coordinator.connections import few_connections
+from coordinator.text.pooling import read_pooling
 from launch.child import ChildSpec
 from launch.cluster_api import Row, get_cluster
 from launch.console import Console
@@ -224,7 +225,8 @@ class LocalCluster:
             self._console.stage("configured", line)
         self._console.stage("ready", f"{addresses.url}   try:")
         plan = self._members.plan
-        example = example_curl(addresses.url, plan.served_name, _example(plan.model), key=plan.has_keys)
+        runner = str(plan.topology.coordinator.options.get("runner", "auto"))
+        example = example_curl(addresses.url, plan.served_name, _example(plan.model, runner), key=plan.has_keys)
         self._console.plain(example)
 
     def _chosen(self) -> list[str]:
@@ -286,10 +288,15 @@ class LocalCluster:
         return self._addresses
 
 
-def _example(model: str) -> dict[str, Any]:
+def _example(model: str, runner: str) -> dict[str, Any]:
     """Returns a request that suits the model: the built-in one was trained on Python, a base model has no chats."""
     with contextlib.suppress(StartupError):
         directory = resolve_model(model)
+        served = read_pooling(directory, runner=runner)
+        if served.num_labels == 1:
+            return {"query": "What is the capital of France?", "documents": ["It is Paris.", "Bread is baked."]}
+        if not served.generates:
+            return {"input": "The capital of France is Paris."}
         if directory == resolve_model("builtin"):
             return {"prompt": "def read_lines(path):"}
         if has_chat_template(directory):
@@ -298,7 +305,8 @@ def _example(model: str) -> dict[str, Any]:
 
 
 def example_curl(url: str, model: str, request: Mapping[str, Any], *, key: bool) -> str:
-    body = json.dumps({"model": model, **request, "max_tokens": 64})
+    paths = {"messages": "chat/completions", "prompt": "completions", "input": "embeddings", "query": "rerank"}
+    path = next(path for field, path in paths.items() if field in request)
+    body = json.dumps({"model": model, **request, **({"max_tokens": 64} if "completions" in path else {})})
     header = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
-    path = "chat/completions" if "messages" in request else "completions"
     return f"curl -s {url}/v1/{path}{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

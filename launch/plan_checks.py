@@ -23,6 +23,7 @@ from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import CoordinatorConfig, WorkerConfig, resolve
 from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.runtime.token_file import read_token
+from coordinator.text.pooling import read_pooling
 from launch.plan import COORDINATOR, Plan
 from launch.topology import WorkerPlace
 
@@ -31,6 +32,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     """Raises StartupError for the first worker that cannot start, or does not match an earlier one, with its name."""
     config = _model_config(plan.model)
     resolved = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
+    _check_decode(plan, config, environment)
     if config is not None:
         for worker, options in resolved:
             with naming(worker.name):
@@ -70,6 +72,18 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
                 reason = f"edge_kind: {facts.edge_kind} works only within a host, but {other.name} and {worker.name}"
                 raise StartupError(f"{worker.role} worker {worker.name} refused: {reason} are on {nodes}")
         earlier.append((worker, facts))
+
+
+def _check_decode(plan: Plan, config: ModelConfig | None, environment: Mapping[str, str]) -> None:
+    """Raises StartupError if there is no decode worker and the model is to generate, as far as that is known here."""
+    if any(worker.role == "decode" for worker in plan.topology.workers):
+        return
+    options = resolve(CoordinatorConfig, file={}, env=environment, flags=plan.topology.coordinator.options)
+    generates = options.runner == "generate"
+    if options.runner == "auto" and config is not None:
+        generates = read_pooling(resolve_model(plan.model)).generates
+    if generates:
+        raise StartupError("no decode worker: only a model that is served for pooling needs none; see --runner")
 
 
 def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:

@@ -263,3 +263,17 @@ def test_kv_memory_beyond_that_of_the_host_is_refused(tmp_path: Path) -> None:
     check_memory(given, set(), 1)  # no node is this host
     check_memory(plan(model_dir(tmp_path), {}, {}), nodes, 1)  # chosen from the free memory
     assert host_memory_bytes() > GIB
+
+
+def test_only_a_model_that_is_served_for_pooling_needs_no_decode_worker(tmp_path: Path) -> None:
+    directory = model_dir(tmp_path)
+    for runner, refused in (("auto", True), ("generate", True), ("pooling", False)):
+        options = UpConfig(decode=0, device="cpu", runner=runner)
+        without = make_plan(local_topology(options, [0, 1], ()), str(directory), "m")
+        if refused:
+            with pytest.raises(StartupError, match="no decode worker"):
+                check_plan(without, {})
+        else:
+            check_plan(without, {})
+    (directory / "modules.json").write_text("[]")
+    check_plan(make_plan(local_topology(UpConfig(decode=0, device="cpu"), [0, 1], ()), str(directory), "m"), {})
