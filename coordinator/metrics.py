@@ -238,7 +238,7 @@ class Observed:
             parts.append(f"{timeline.prefill_worker or '-'} to {timeline.decode_worker or '-'}")
             stages = ((name, getattr(timeline, f"{name}_s")) for name in STAGES)
             parts.append(", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in stages))
-        if self._first:
+        if self._first and self._tokens:
             parts.append(f"first token after {(self._first - self._began) * 1e3:.0f} ms")
         return "; ".join([*parts, f"total {seconds * 1e3:.0f} ms"])
 

@@ -209,7 +209,7 @@ class Choice:
     @property
     def needs_decode(self) -> bool:
         """Whether tokens remain for a decode worker after the one that prefill samples."""
-        return not self.request.pooling and self.request.max_tokens - len(self.request.output) > 1
+        return self.request.max_tokens - len(self.request.output) > 1
 
     @property
     def produced(self) -> int:

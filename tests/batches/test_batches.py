@@ -371,7 +371,7 @@ async def test_oversized_or_malformed_uploads_and_batches_are_refused(
         assert [p for p in (tmp_path / "files").iterdir() if p.suffix == ".part"] == []
         for body, param in (
             ({"endpoint": COMPLETIONS, "completion_window": "24h"}, "input_file_id"),
-            ({"input_file_id": "x", "endpoint": "/v1/embeddings", "completion_window": "24h"}, "endpoint"),
+            ({"input_file_id": "x", "endpoint": "/v1/images/generations", "completion_window": "24h"}, "endpoint"),
             ({"input_file_id": "x", "endpoint": COMPLETIONS, "completion_window": "1h"}, "completion_window"),
         ):
             answer = await http.post("/v1/batches", json=body)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 
 from baton.core.request import GenerateRequest, Pooling, SequenceId
 from baton.core.step import Row, StepPlan
+from baton.engine.pooling import pool_rows
 from baton.engine.runner import Runner
 from prefill.scheduler import PrefillScheduler
 from tests.support.checkpoints import make_checkpoint
@@ -142,3 +146,20 @@ def test_a_head_that_the_config_does_not_declare_is_refused(tmp_path: Path) -> N
     (model_dir / "config.json").write_text(config.replace("LlamaForSequenceClassification", "LlamaModel"))
     with pytest.raises(StartupError, match=r"score\.weight does not belong to this model"):
         tiny_runner(model_dir)
+
+
+def test_sums_have_the_same_bits_however_a_prompt_is_divided() -> None:
+    """States of very different sizes, whose plain sum in float64 depends on its order."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(700, 64, generator=generator) * 10.0 ** torch.empty(700, 1).uniform_(
+        -12, 3, generator=generator
+    )
+
+    def total(length: int) -> list[float]:
+        parts = []
+        for part in torch.split(states, length):
+            rows = (Row(SequenceId("a"), 0, (0,) * len(part), (), GREEDY, pooling="mean"),)
+            parts.append(pool_rows(SimpleNamespace(rows=rows), part, None)[0].tolist())  # type: ignore[arg-type]
+        return [functools.reduce(operator.add, values) for values in zip(*parts, strict=True)]
+
+    assert total(700) == total(1) == total(33) == total(256)

@@ -26,6 +26,7 @@ T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK = (
 )
 T_GRAMMARS, T_MASKS = "tests/engine/test_grammars.py", "tests/engine/test_mask_processes.py"
 QUEUE, T_QUEUE = "coordinator/policy/grammar_queue.py", "tests/coordinator/test_policy_grammar_queue.py"
+T_POOLING = "tests/coordinator/test_pooling.py"
 T_PIPELINE = "tests/coordinator/test_pipeline.py"
 
 
@@ -562,4 +563,15 @@ FAULTS = (
         "if self._sent is not None and",
         "tests/launch/test_doctor.py",
     ),
+    # Pooling.
+    Fault("prefill/scheduler.py", ' and request.pooling != "mean"', "", "tests/prefill/test_scheduler.py"),
+    Fault(
+        "baton/core/sequence.py",
+        'self.num_tokens if self.request.pooling == "mean" else 1',
+        "1",
+        "tests/prefill/test_scheduler.py",
+    ),
+    Fault("baton/engine/pooling.py", ".mul_(SCALE).round_()", ".mul_(SCALE)", "tests/engine/test_pooling.py"),
+    Fault(DISPATCH, "decode=not choice.request.pooling", "decode=True", T_REQUESTS),
+    Fault("coordinator/several_prompts.py", "min(len(submissions), AT_ONCE))]", "len(submissions))]", T_POOLING),
 )

@@ -99,7 +99,7 @@ UNREADABLE: list[Bad] = [
             "/v1/completions;x",
             "/v1/%2e%2e/v1/completions",
             "/V1/completions",
-            "/v1/embeddings",
+            "/v1/images/generations",
             "/docs",
             "/v1/completions%00",
         )
