@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from baton.core.codes import ErrorCode
@@ -214,15 +214,7 @@ class Worker(Process):
     def _computed(self, plan: StepPlan, took_s: float) -> None:
         outcome = self.tier.engine.step(plan)
         if took_s:
-            outcome = StepOutcome(
-                outcome.step_id,
-                outcome.sampled,
-                took_s,
-                outcome.logprobs,
-                outcome.scored,
-                outcome.draft_tokens,
-                took_s / 8 if plan.drafts else 0.0,
-            )
+            outcome = replace(outcome, elapsed_s=took_s, draft_s=took_s / 8 if plan.drafts else 0.0)
         self._out.popleft()
         if self._out:
             self._compute(self._out[0])
