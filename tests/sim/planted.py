@@ -295,4 +295,5 @@ BUGS = (
         "            self.drafts.close(sequence)\n",
         "",
     ),
+    bug("mean reuses a cached prefix", 4, P_SCHEDULER, ' and request.pooling != "mean"', ""),
 )
