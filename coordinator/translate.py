@@ -188,6 +188,8 @@ class Translator:
         check_salt(cache_salt)
         ids: Sequence[int]
         if isinstance(prompt, str):
+            if not prompt:
+                raise InvalidRequest("the text is empty", param=param)
             check_text(prompt, param)
             cut = truncate is not None
             ids = await self.text.encode_async(

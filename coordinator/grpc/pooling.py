@@ -25,7 +25,7 @@ from coordinator.translate import Translator
 
 
 async def embed(
-    generator: Pipeline,
+    pipeline: Pipeline,
     translator: Translator,
     client: Client,
     name: str,
@@ -41,7 +41,7 @@ async def embed(
     submissions = await to_embed(
         translator, _unique(name), texts, _options(request.options, context), dimensions, param="inputs"
     )
-    answers = await _answers(generator, client, submissions, context)
+    answers = await _answers(pipeline, client, submissions, context)
     normalize = request.normalize if request.HasField("normalize") else translator.text.pooling.normalize
 
     def response() -> serving_pb2.EmbedResponse:
@@ -54,7 +54,7 @@ async def embed(
 
 
 async def score(
-    generator: Pipeline,
+    pipeline: Pipeline,
     translator: Translator,
     client: Client,
     name: str,
@@ -66,7 +66,7 @@ async def score(
         check_count(field, len(getattr(request, field)), MAX_INPUTS)
     options, texts = _options(request.options, context), (list(request.firsts), list(request.seconds))
     submissions, pairs = await to_compare(translator, _unique(name), *texts, options, params=("firsts", "seconds"))
-    answers = await _answers(generator, client, submissions, context)
+    answers = await _answers(pipeline, client, submissions, context)
     activation = not request.HasField("use_activation") or request.use_activation
 
     def scores() -> list[float]:
@@ -102,12 +102,12 @@ def _unique(name: str) -> str:
 
 
 async def _answers(
-    generator: Pipeline, client: Client, submissions: Sequence[Submission], context: grpc.aio.ServicerContext
+    pipeline: Pipeline, client: Client, submissions: Sequence[Submission], context: grpc.aio.ServicerContext
 ) -> list[Delta]:
     """Returns the delta of each submission, in their order."""
     traceparent = sent_value(context.invocation_metadata(), "traceparent")
     answers: dict[int, Delta] = {}
-    async with aclosing(generate_all(generator, [each.of(client, traceparent) for each in submissions])) as deltas:
+    async with aclosing(generate_all(pipeline, [each.of(client, traceparent) for each in submissions])) as deltas:
         async for delta in deltas:
             answers[delta.choice] = delta
     return [answers[index] for index in range(len(submissions))]

@@ -31,7 +31,7 @@ from coordinator.translate import Translator
 class PoolingRoutes:
     """`read_body` reads and checks a body, `make_head` makes the head of an answer: those of the other endpoints."""
 
-    generator: Pipeline
+    pipeline: Pipeline
     translator: Translator
     read_body: Callable[[Request, Any], Awaitable[Any]]
     make_head: Callable[[Request, Sequence[Submission]], Head]
@@ -51,7 +51,7 @@ class PoolingRoutes:
         submissions = [owned(each, request) for each in submissions]
         normalize = self.translator.text.pooling.normalize
         render = EmbeddingsRender(self.make_head(request, submissions), body, normalize=normalize)
-        return GenerationResponse(self.generator, submissions, render, stream=False)
+        return GenerationResponse(self.pipeline, submissions, render, stream=False)
 
     async def score(self, request: Request) -> Response:
         body: ScoreBody = await self.read_body(request, ScoreBody)
@@ -76,4 +76,4 @@ class PoolingRoutes:
         submissions = [owned(each, request) for each in submissions]
         head, activation = self.make_head(request, submissions), body.use_activation is not False
         render = ScoreRender(head, pairs, activation=activation, ranking=ranking)
-        return GenerationResponse(self.generator, submissions, render, stream=False)
+        return GenerationResponse(self.pipeline, submissions, render, stream=False)

@@ -25,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(model_dir: Path) -> Iterator[Cluster]:
-    with cluster(model_dir, decode=0, dtype="float32", step_tokens=64, pooling="mean") as started:
+    with cluster(model_dir, decode=0, prefill_tp=2, dtype="float32", step_tokens=64, pooling="mean") as started:
         yield started
 
 
@@ -39,7 +39,7 @@ def means(model_dir: Path, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def test_embeddings_equal_transformers_without_a_decode_worker(running: Cluster, model_dir: Path) -> None:
-    """The prompts are computed in chunks, in steps of several prompts."""
+    """The prompts are computed in chunks, in steps of several prompts, on two ranks."""
     assert {row["role"] for row in running.workers().values()} == {"prefill"}
     assert httpx.get(running.url + "/ready").status_code == 200
     prompts = [random_tokens(length, seed=length) for length in (1, 30, 100, 150)]
