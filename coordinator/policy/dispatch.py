@@ -264,6 +264,8 @@ class Dispatcher:
                 raise InvariantError(f"{choice!r} holds {choice.held}, not {self._occupied(choice)}")
             for counter, count in choice.held._asdict().items():
                 sums[choice.prefill if counter == "backlog_tokens" else choice.decode, counter] += count
+        for pool in (self._workers.prefill, self._workers.decode):
+            pool.check()
         for worker in self._workers.present():
             for counter in Held._fields:
                 if getattr(worker, counter) != sums[worker, counter]:
@@ -309,11 +311,15 @@ class Dispatcher:
         """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length."""
         pool, tokens = self._workers.prefill, choice.request.num_prefill_tokens
         best: tuple[int, int] | None = None
-        for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, pool.workers),)):
+        for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
             need = max(1, tokens - held)
             if best is not None and best[0] < need:
                 break  # workers that hold less have more to compute, even without a backlog
-            rank = min(pool.fitting(workers, tokens, dict.fromkeys(pool.block_sizes, need)), default=None)
+            room = dict.fromkeys(pool.block_sizes, need)
+            if workers is None:  # all of them
+                rank = next(pool.by_rank(tokens, room), None)
+            else:
+                rank = min(pool.fitting(workers, tokens, room), default=None)
             if rank is not None:
                 score = (rank >> ORDER_BITS) + need, rank
                 best = score if best is None else min(best, score)
@@ -324,10 +330,11 @@ class Dispatcher:
         there is one; nothing if no worker has room."""
         pool, total, tokens = self._workers.decode, choice.request.max_kv_tokens, choice.request.num_prefill_tokens
         room = {size: self.expectation.blocks(tokens, total, size) for size in pool.block_sizes}
-        fits = pool.fitting(pool.workers, total, room)
-        if not fits:
+        fits = pool.by_rank(total, room)
+        first = next(fits, None)
+        if first is None:
             return ()
-        much_fuller = pool.ranked(min(fits)).running + PREFIX_SLACK + 1 << RUNNING_SHIFT
+        much_fuller = pool.ranked(first).running + PREFIX_SLACK + 1 << RUNNING_SHIFT
         chosen: list[int] = []
         for _, workers in pool.holders(choice.prefix):
             near = pool.fitting(workers, total, room)
@@ -336,11 +343,11 @@ class Dispatcher:
                 near.remove(rank)
             if len(chosen) > 1:
                 break
-        for rank in chosen:
-            fits.remove(rank)
-        while fits and len(chosen) < 2:
-            chosen.append(min(fits))
-            fits.remove(chosen[-1])
+        for rank in itertools.chain((first,), fits):
+            if len(chosen) > 1:
+                break
+            if rank not in chosen:
+                chosen.append(rank)
         return tuple(map(pool.ranked, chosen))
 
     def _drain_estimate_s(self) -> float:

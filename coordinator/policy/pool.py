@@ -1,12 +1,14 @@
 """The workers of one role and the routing state of each. Pure.
 
-A placement scans every worker, so each worker keeps the deciding state as two plain values: `room`, how much more it
-can accept, and `rank`, the order of preference among suitable workers. Both are derived from its state, its load and
-what is placed on it. An index of block hints finds the workers that hold a prefix without asking each one.
+Each worker keeps the state that decides about placements as two plain values: `room`, how much more it can accept, and
+`rank`, the order of preference among suitable workers. Both are derived from its state, its load and what is placed on
+it. A pool keeps the ranks sorted, so that a placement usually compares the first few workers and not all of them. An
+index of block hints finds the workers that hold a prefix without asking each one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from itertools import compress
@@ -14,6 +16,7 @@ from operator import attrgetter
 from typing import Literal
 
 from baton.core.commands import Join, Role
+from baton.core.errors import InvariantError
 from baton.core.events import GpuUsage, KVCacheEvents, Load
 
 WorkerState = Literal["disconnected", "ready", "draining", "lost"]
@@ -23,6 +26,7 @@ _NO_LIMIT = 1 << 30
 _FEW = 16
 ORDER_BITS, RUNNING_SHIFT = 24, 72
 """Layout of a rank: the low ORDER_BITS are the position by name; running sequences (decode) start at RUNNING_SHIFT."""
+_ORDER_MASK = (1 << ORDER_BITS) - 1
 _BITS = bytes.maketrans(b"01", b"\0\1")
 # Hints (baton.core.prefix_keys) of a request's full blocks, by block size, which may differ between the two pools.
 Prefix = Mapping[int, tuple[bytes, ...]]
@@ -109,7 +113,7 @@ class Worker:
 
     `room` is derived from all of these: the tokens that a prefill worker, or the blocks that a decode worker, can still
     accept; negative while it accepts nothing. `rank` orders suitable workers, the lowest first: by backlog, or by
-    running sequences and reserved blocks, then by name. It is one number, since it is compared with a thousand others.
+    running sequences and reserved blocks, then by name. It is one number, so that the pool can keep the ranks sorted.
     """
 
     def __init__(self, join: Join, since: float, lease_until: float, pool: Pool) -> None:
@@ -196,10 +200,9 @@ class Worker:
         self._recount()
 
     def take_order(self, order: int) -> None:
-        """Sets its position by name among the workers of its pool."""
-        if order != self._order:
-            self._order = order
-            self._recount()
+        """Sets its position by name among the workers of its pool, which sorts the ranks afterwards."""
+        self._order = order
+        self.rank = self.rank >> ORDER_BITS << ORDER_BITS | order
 
     def update_cached(self, events: KVCacheEvents) -> None:
         self.cached.update(events)
@@ -210,10 +213,13 @@ class Worker:
         if self.role == "prefill":
             # An idle worker accepts a prompt of any length.
             room = BACKLOG_STEPS * self.step_tokens - self.backlog_tokens if self.backlog_tokens else _NO_LIMIT
-            self.rank = self.backlog_tokens << ORDER_BITS | self._order
+            rank = self.backlog_tokens << ORDER_BITS | self._order
         else:
             room = self._blocks_left() if self.running < self.max_running else -1
-            self.rank = self.running << RUNNING_SHIFT | self.reserved_blocks << ORDER_BITS | self._order
+            rank = self.running << RUNNING_SHIFT | self.reserved_blocks << ORDER_BITS | self._order
+        if rank != self.rank:
+            self._pool.reorder(self, rank)
+            self.rank = rank
         if self._state != "ready":
             room = -1
         if room > self.room:
@@ -272,6 +278,7 @@ class Pool:
         # The least and greatest `max_model_len` of the workers that do not drain, or of the last ones that did not.
         self.lengths: tuple[int, int] | None = None
         self._slots: list[Worker | None] = []  # by bit in the index
+        self._ranks: list[int] = []  # those of `workers`, sorted
         self._capacity: int | None = None  # cached
         self._least_tokens: int | None = None  # cached
 
@@ -296,6 +303,13 @@ class Pool:
         self.workers.sort(key=attrgetter("worker_id"))
         for order, worker in enumerate(self.workers):
             worker.take_order(order)
+        self._ranks = sorted(worker.rank for worker in self.workers)
+
+    def reorder(self, worker: Worker, rank: int) -> None:
+        """Moves a worker to the place of its new rank. One that has left is not here: its old rank may be another's."""
+        if self._slots[worker.slot] is worker:
+            del self._ranks[bisect_left(self._ranks, worker.rank)]
+            insort(self._ranks, rank)
 
     def changed(self) -> None:
         """Drops the cached limits: a worker joined, left or changed state."""
@@ -306,7 +320,7 @@ class Pool:
 
     def ranked(self, rank: int) -> Worker:
         """Returns the worker that has this rank."""
-        return self.workers[rank & (1 << ORDER_BITS) - 1]
+        return self.workers[rank & _ORDER_MASK]
 
     @property
     def capacity(self) -> int:
@@ -323,6 +337,19 @@ class Pool:
             return [w.rank for w in workers if w.room >= room[w.block_size]]
         least = next(iter(room.values()), 0)
         return [w.rank for w in workers if w.room >= least]
+
+    def by_rank(self, tokens: int, room: Mapping[int, int]) -> Iterator[int]:
+        """Yields, in ascending order, the ranks of the workers that `fitting` would return out of all."""
+        workers, least = self.workers, min(room.values(), default=0)
+        for rank in self._ranks:
+            worker = workers[rank & _ORDER_MASK]
+            if worker.room >= least and worker.max_tokens >= tokens and worker.room >= room[worker.block_size]:
+                yield rank
+
+    def check(self) -> None:
+        """Raises InvariantError if the sorted ranks are not those of the workers."""
+        if self._ranks != sorted(worker.rank for worker in self.workers):
+            raise InvariantError(f"{self.role} workers: the sorted ranks are not theirs")
 
     def holders(self, prefix: Prefix) -> Iterator[tuple[int, list[Worker]]]:
         """Yields (tokens, the workers that hold exactly that many of the prefix), the longest first."""

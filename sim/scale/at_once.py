@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from baton.core.blocks import Holder
 from baton.core.request import SequenceId
-from baton.core.sequence import State
+from baton.core.sequence import Admitted, State
 from decode.scheduler import DecodeScheduler
 
 MOST_STEPS = 1 << 20
+
+
+def admit(scheduler: DecodeScheduler, now: float) -> None:
+    """Admits ready sequences to the batch as the next step would; leaves that to the step if any are preempted."""
+    states = [s.state for s in scheduler.sequences.values()]
+    room = scheduler.max_running - states.count(State.RUNNING)
+    if State.READY not in states or State.PREEMPTED in states or room <= 0:
+        return
+    ready = [s for s in scheduler.sequences.values() if s.state is State.READY]
+    for s in sorted(ready, key=lambda s: s.rank)[:room]:
+        s.on(Admitted(), now)
 
 
 def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> int:
@@ -17,7 +28,7 @@ def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> int:
     running = [s for s in scheduler.sequences.values() if s.state is State.RUNNING]
     free = scheduler.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
     states = [s.state for s in scheduler.sequences.values()]
-    starts = len(running) < scheduler.max_running and State.READY in states
+    starts = len(running) < scheduler.max_running and State.READY in states  # see `admit`
     if not running or starts or State.PREEMPTED in states or scheduler.speculation.drafts is not None:
         return 0
     steps = MOST_STEPS

@@ -26,7 +26,7 @@ from sim.loop import Loop
 from sim.scale.costs import Calibration
 from sim.scale.host import Host, Thread
 from sim.scale.results import Measured, Outcome, Times, summary
-from sim.scale.workers import TOKEN, DecodeWorker, PrefillWorker
+from sim.scale.workers import TOKEN, DecodeWorker, PrefillWorker, Run
 from sim.stats import Slo
 from sim.trace import TRACE_BLOCK, TraceRow
 
@@ -332,16 +332,19 @@ class Replay:
     def running(self, worker: DecodeWorker, sequence: SequenceId) -> None:
         self._job(sequence).times.running_at = self.loop.now
 
-    def advanced(self, sequences: Sequence[SequenceId], steps: int, now: float) -> None:
-        gaps, front = self.measured.gaps, self.shape.decode.front
+    def advanced(self, worker: DecodeWorker, sequences: Sequence[SequenceId], run: Run, steps: int) -> None:
+        gaps, front, now = self.measured.gaps, self.shape.decode.front, run.ends_at(steps)
         for sequence in sequences:
-            job = self._job(sequence)
-            # All gaps but the first are the steps' own; the first may include the hand-over.
-            each_s = (now - job.last_token_at) / steps
-            gaps.add(each_s, steps)
+            job, more = self._job(sequence), steps
+            if job.last_token_at < run.began_at:  # its first gap includes its hand-over
+                gaps.add(run.ends_at(1) - job.last_token_at)
+                job.last_token_at, more = run.ends_at(1), steps - 1
+            if more:
+                gaps.add((now - job.last_token_at) / more, more)
             job.last_token_at = now
             self._produced(job, job.choice.produced + steps)
         self.measured.front_busy_s += front.deliver_cpu_s(steps, steps * len(sequences))
+        self._report_load(worker)
 
     def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None:
         for event in tokens:

@@ -1,8 +1,9 @@
 """Simulated workers of both tiers around the production schedulers: steps take what the calibration says.
 
-A decode worker whose next steps are all alike (`plain_steps`) computes them at once. When something
-happens before they have ended, it first does those that have ended until then, and plans the one that computes at that
-time, so that every step begins and ends when it would otherwise.
+A decode worker whose next steps are all alike (`plain_steps`) computes them at once. A sequence that arrives meanwhile
+starts with the next step, so the run ends with the present one. When something else happens before they have ended, the
+worker first does those that have ended until then, and plans the one that computes at that time. So every step begins
+and ends when it would otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from baton.core.errors import InvariantError
 from baton.core.events import KVCacheEvents, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
+from baton.core.sequence import State
 from baton.core.step import StepOutcome, StepPlan
 from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import ModelDrafts
@@ -23,7 +25,7 @@ from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from prefill.scheduler import PrefillScheduler, Progress
 from sim.loop import Loop, Timer, cancel
-from sim.scale.at_once import advance, plain_steps, running_context
+from sim.scale.at_once import admit, advance, plain_steps, running_context
 from sim.scale.costs import Calibration
 from sim.scale.counted_blocks import CountedBlocks
 from sim.scale.host import Host
@@ -31,7 +33,6 @@ from sim.scale.results import Measured
 
 TOKEN = 7
 """Every token of a simulation: it ends no sequence."""
-LEAST_AT_ONCE = 2
 ROOM_SHARE = 4
 """Steps are computed at once while at least 1 of this many blocks stays free: the coordinator learns of the blocks that
 a run uses only at its end, and with fewer free ones they decide where requests go."""
@@ -50,8 +51,8 @@ class Owner(Protocol):
 
     def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None: ...
 
-    def advanced(self, sequences: Sequence[SequenceId], steps: int, now: float) -> None:
-        """Each of these running sequences has generated `steps` more tokens, the last one at `now`."""
+    def advanced(self, worker: DecodeWorker, sequences: Sequence[SequenceId], run: Run, steps: int) -> None:
+        """Each of these running sequences has generated one token in each of the first `steps` steps of a run."""
         ...
 
     def running(self, worker: DecodeWorker, sequence: SequenceId) -> None: ...
@@ -141,7 +142,7 @@ class PrefillWorker:
         self.wake()
 
 
-class _Run:
+class Run:
     """Steps that are computed at once: `steps` of `rows` rows from `began_at` on, whose contexts add up to `context` in
     the first and to `rows` more in each later one."""
 
@@ -154,6 +155,10 @@ class _Run:
     def ends_at(self, step: int) -> float:
         """Returns when step number `step`, from 1 on, ends; 0 is the beginning."""
         return self.began_at + step * self.first_s + self.more_s * step * (step - 1) / 2
+
+    def present(self, done: int) -> Run:
+        """Returns the step that is computed after `done` steps, as a run of its own."""
+        return Run(self.ends_at(done), self.first_s + done * self.more_s, self.more_s, self.rows, 1)
 
     def ended_by(self, now: float) -> int:
         """Returns how many steps have ended at `now`."""
@@ -203,7 +208,7 @@ class DecodeWorker:
         self.core = Core(loop, host, cores)
         self._at_once = at_once and not self.core.shared
         self._busy = False
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._spare, self._reserved = kind.blocks // ROOM_SHARE // 2, 0
         self._new: set[SequenceId] = set()
 
@@ -219,7 +224,10 @@ class DecodeWorker:
         return sequence.prefix_tokens
 
     def received(self, sequence: SequenceId) -> None:
-        self.interrupt()
+        if (run := self._run) is not None and (done := run.ended_by(self._loop.now)) < run.steps - 1:
+            cancel(run.timer)
+            self._advance(run, done)
+            self._run_from(run.present(done))
         self.scheduler.received(sequence, TOKEN, self._loop.now)
         self._new.add(sequence)
         self.wake()
@@ -249,14 +257,12 @@ class DecodeWorker:
             return
         now = self._loop.now
         leave = self.scheduler.blocks.num_blocks // ROOM_SHARE
-        at_once = self._at_once and not self._new
-        if at_once and (steps := plain_steps(self.scheduler, leave)) >= LEAST_AT_ONCE:
-            rows, context = running_context(self.scheduler)
-            first_s = self.costs.plain_s(rows, context) + self.costs.idle_s
-            run = self._run = _Run(now, first_s, self.costs.context_s * rows, rows, steps)
-            self._reserved = 0
-            run.timer = self._loop.at(run.ends_at(steps), self._run_ended, run)
-            return
+        if self._at_once:
+            if self._new:
+                admit(self.scheduler, now)
+            if steps := plain_steps(self.scheduler, leave):
+                self._begin_run(steps, now)
+                return
         plan = self.scheduler.begin_step(now)
         if plan is None:
             return
@@ -270,15 +276,28 @@ class DecodeWorker:
         self._measured.decode_busy_s += seconds
         self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
 
-    def _run_ended(self, run: _Run) -> None:
+    def _begin_run(self, steps: int, now: float) -> None:
+        rows, context = running_context(self.scheduler)
+        first_s = self.costs.plain_s(rows, context) + self.costs.idle_s
+        self._reserved = 0
+        self._run_from(Run(now, first_s, self.costs.context_s * rows, rows, steps))
+        for sequence in [s for s in self._new if self.scheduler.sequences[s].state is State.RUNNING]:
+            self._new.discard(sequence)
+            self._owner.running(self, sequence)
+
+    def _run_from(self, run: Run) -> None:
+        self._run = run
+        run.timer = self._loop.at(run.ends_at(run.steps), self._run_ended, run)
+
+    def _run_ended(self, run: Run) -> None:
         self._run = None
         self._advance(run, run.steps)
         self.wake()
 
-    def _advance(self, run: _Run, steps: int) -> None:
+    def _advance(self, run: Run, steps: int) -> None:
         if steps:
             ended_at = run.ends_at(steps)
-            self._owner.advanced(advance(self.scheduler, steps, TOKEN, ended_at), steps, ended_at)
+            self._owner.advanced(self, advance(self.scheduler, steps, TOKEN, ended_at), run, steps)
             self._measured.decode_busy_s += ended_at - run.began_at - self.costs.idle_s * steps
             self._measured.steps += steps
             self._measured.steps_at_once += steps

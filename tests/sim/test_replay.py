@@ -16,7 +16,7 @@ from tests.support.scale import CALIBRATION, even, shape
 
 SLO = Slo(1.0, 0.05)
 SHORT_BLOCKS = shape(blocks=90)
-UNEVEN = [TraceRow(i * 0.05, 100, 600 if i % 3 == 0 else 15) for i in range(80)]
+UNEVEN = [TraceRow(i * 0.06, 100, 600 if i % 3 == 0 else 15) for i in range(80)]
 """Outputs that are often longer than recent ones: they need more blocks than is expected."""
 
 
