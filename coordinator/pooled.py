@@ -15,7 +15,7 @@ from operator import mul
 
 from baton.core.errors import InvalidRequest
 from coordinator.submission import Submission
-from coordinator.text.pooling import PoolingModel, sigmoid, vector_of
+from coordinator.text.pooling import PoolingModel, probabilities, sigmoid, vector_of
 from coordinator.translate import Translator
 
 MAX_INPUTS = 2_048
@@ -52,6 +52,33 @@ async def to_embed(
     model.check_embeds()
     model.check_dimensions(dimensions)
     return await _submissions(translator, request_id, [(text, param) for text in texts], options)
+
+
+async def to_classify(
+    translator: Translator, request_id: str, texts: Sequence[Text], options: PoolOptions, *, param: str
+) -> list[Submission]:
+    """Returns the submissions of texts, which the field `param` of the request contains, to be classified.
+
+    Raises:
+        BatonError: the model has no classification head, or a text or an option is invalid; names the field.
+    """
+    translator.text.pooling.check_classifies()
+    return await _submissions(translator, request_id, [(text, param) for text in texts], options)
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The most likely label of a text, and the probabilities of all labels, or their scores."""
+
+    label: str
+    probs: list[float]
+
+
+def classify(model: PoolingModel, pooled: bytes, *, activation: bool = True) -> Classification:
+    """Returns what a model's classification head says of a text."""
+    scores = vector_of(pooled)
+    probs = probabilities(scores) if activation else list(scores)
+    return Classification(model.labels[max(range(len(scores)), key=scores.__getitem__)], probs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +120,7 @@ async def to_compare(
     if len(firsts) not in (1, len(seconds)):
         message = f"{len(firsts)} texts cannot be compared with {len(seconds)}: only 1 with N, or N with N"
         raise InvalidRequest(message, param=params[0])
-    if model.num_labels:
+    if model.labels:
         given = zip(repeat(firsts[0]) if len(firsts) == 1 else firsts, seconds, strict=False)
         texts: list[tuple[Text, str]] = [(first + second, params[1]) for first, second in given]
         return await _submissions(translator, request_id, texts, options), Pairs(model)

@@ -20,7 +20,7 @@ KEPT = 1_000
 SPACE = "%20"
 """A space in a client's id, which gRPC allows: the id is one word in the log."""
 _INNER = re.compile(r"((.+)-[0-9a-f]{8}|req-[0-9a-f]{32})(-[0-9]{1,3})?")
-_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "score-", "rerank-")
+_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "classify-", "score-", "rerank-")
 
 
 @dataclass(frozen=True, slots=True)

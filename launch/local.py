@@ -293,7 +293,7 @@ def _example(model: str, runner: str) -> dict[str, Any]:
     with contextlib.suppress(StartupError):
         directory = resolve_model(model)
         served = read_pooling(directory, runner=runner)
-        if served.num_labels == 1:
+        if len(served.labels) == 1:
             return {"query": "What is the capital of France?", "documents": ["It is Paris.", "Bread is baked."]}
         if not served.generates:
             return {"input": "The capital of France is Paris."}

@@ -22,7 +22,7 @@ from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
 from baton.core.ranks import Ranks
-from baton.core.request import SamplingParams, SequenceId, TokenBias
+from baton.core.request import POOLINGS, Pooling, SamplingParams, SequenceId, TokenBias
 from baton.core.reshard import local_layout
 from baton.core.step import History, Row, StepPlan
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
@@ -182,27 +182,29 @@ def warm_up(runner: Runner, computing: Computing, samples: int) -> None:
         ) from None
 
 
-def _row(runner: Runner, start: int, tokens: tuple[int, ...], sampling: SamplingParams, samples: int) -> Row:
+def _row(
+    runner: Runner, start: int, tokens: tuple[int, ...], sampling: SamplingParams, samples: int, pooling: Pooling = ""
+) -> Row:
     """A row of no sequence. All positions share one block, so that it fits into a pool of any size."""
     blocks = (0,) * runner.layout.blocks_for(start + len(tokens))
-    return Row(SequenceId("warm-up"), start, tokens, blocks, sampling, samples)
+    return Row(SequenceId("warm-up"), start, tokens, blocks, sampling, samples, pooling=pooling)
 
 
 def largest_step(runner: Runner, samples: int) -> StepPlan:
-    """As many tokens as a step may have, in the longest possible rows; the first is at the end of the longest context
-    and samples `samples` times, if it is that long."""
+    """As many tokens as a step may have, in the longest possible rows, all of them pooled; the first is at the end of
+    the longest context and samples `samples` times, if it is that long."""
     longest, sampling = runner.max_model_len, SamplingParams(temperature=0.0)
     first = min(runner.max_num_tokens, longest)
-    rows = [_row(runner, longest - first, (0,) * first, sampling, min(first, samples))]
+    rows = [_row(runner, longest - first, (0,) * first, sampling, min(first, samples), "mean")]
     for done in range(first, runner.max_num_tokens, longest):
-        rows.append(_row(runner, 0, (0,) * min(longest, runner.max_num_tokens - done), sampling, 1))
+        rows.append(_row(runner, 0, (0,) * min(longest, runner.max_num_tokens - done), sampling, 1, "mean"))
     return StepPlan(0, tuple(rows))
 
 
 def load_kernels(runner: Runner, row_lengths: Sequence[int] = (1,)) -> list[StepPlan]:
     """Steps of every kind of a first request, for a GPU: CUDA loads a kernel at its first use, and may block for that
     until a posted receive completes. Rows of each of `row_lengths`, for which attention uses different kernels, and
-    draws with biases, masks and penalties."""
+    draws with biases, masks and penalties, and vectors."""
     sampling = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -217,8 +219,9 @@ def load_kernels(runner: Runner, row_lengths: Sequence[int] = (1,)) -> list[Step
     longest = runner.max_model_len
     lengths = [min(length, longest, runner.max_num_tokens) for length in row_lengths]
     steps = [StepPlan(0, (_row(runner, 0, (0,) * length, SamplingParams(), 1),)) for length in lengths]
+    pooled = [StepPlan(0, (_row(runner, 0, (0,) * lengths[-1], SamplingParams(), 0, each),)) for each in POOLINGS]
     start = max(longest - 2, 0)
     history = History((0,) * start, (0,), ())
     drawn = replace(_row(runner, start, (0,), sampling, 1), output_index=1, history=history)
     greedy = replace(_row(runner, start, (0,), SamplingParams(temperature=0.0), 1), sequence_id=SequenceId("other"))
-    return [*steps, StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,))]
+    return [*steps, StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,)), *pooled]

@@ -187,6 +187,42 @@ class Embedding(_message.Message):
     values: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class ClassifyRequest(_message.Message):
+    __slots__ = ("request_id", "model", "inputs", "use_activation", "options")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
+    use_activation: bool
+    options: PoolingOptions
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., use_activation: _Optional[bool] = ..., options: _Optional[_Union[PoolingOptions, _Mapping]] = ...) -> None: ...
+
+class ClassifyResponse(_message.Message):
+    __slots__ = ("request_id", "model", "classifications", "prompt_tokens", "cached_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CLASSIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    classifications: _containers.RepeatedCompositeFieldContainer[Classification]
+    prompt_tokens: int
+    cached_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., classifications: _Optional[_Iterable[_Union[Classification, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Classification(_message.Message):
+    __slots__ = ("label", "probs")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    PROBS_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    probs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, label: _Optional[str] = ..., probs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class ScoreRequest(_message.Message):
     __slots__ = ("request_id", "model", "firsts", "seconds", "use_activation", "options")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

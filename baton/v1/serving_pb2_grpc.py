@@ -54,6 +54,11 @@ class ServingStub:
                 request_serializer=baton_dot_v1_dot_serving__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_serving__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.Classify = channel.unary_unary(
+                '/baton.v1.Serving/Classify',
+                request_serializer=baton_dot_v1_dot_serving__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_serving__pb2.ClassifyResponse.FromString,
+                _registered_method=True)
 
 
 class ServingServicer:
@@ -85,6 +90,13 @@ class ServingServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Classify(self, request, context):
+        """The labels of a model with a classification head.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServingServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +119,11 @@ def add_ServingServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=baton_dot_v1_dot_serving__pb2.ScoreRequest.FromString,
                     response_serializer=baton_dot_v1_dot_serving__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=baton_dot_v1_dot_serving__pb2.ClassifyRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_serving__pb2.ClassifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -217,6 +234,33 @@ class Serving:
             '/baton.v1.Serving/Score',
             baton_dot_v1_dot_serving__pb2.ScoreRequest.SerializeToString,
             baton_dot_v1_dot_serving__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Serving/Classify',
+            baton_dot_v1_dot_serving__pb2.ClassifyRequest.SerializeToString,
+            baton_dot_v1_dot_serving__pb2.ClassifyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Serving.Embed and Serving.Score: requests that generate nothing, over the same submissions as HTTP."""
+"""Serving.Embed, Classify and Score: requests that generate nothing, over the same submissions as HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from coordinator import off_loop
 from coordinator.grpc.calls import sent_value
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
-from coordinator.pooled import MAX_INPUTS, PoolOptions, Text, to_compare, to_embed
+from coordinator.pooled import MAX_INPUTS, PoolOptions, Text, classify, to_classify, to_compare, to_embed
 from coordinator.recent import SPACE
 from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Submission
@@ -33,10 +33,7 @@ async def embed(
     context: grpc.aio.ServicerContext,
 ) -> serving_pb2.EmbedResponse:
     """Returns the embeddings of a request named `name`. Raises BatonError, which names the field."""
-    check_count("inputs", len(request.inputs), MAX_INPUTS)
-    if not request.inputs:
-        raise InvalidRequest("inputs is empty", param="inputs")
-    texts = [_text(each) for each in request.inputs]
+    texts = _texts(request.inputs)
     dimensions = request.dimensions if request.HasField("dimensions") else None
     submissions = await to_embed(
         translator, _unique(name), texts, _options(request.options, context), dimensions, param="inputs"
@@ -51,6 +48,24 @@ async def embed(
 
     embedded: serving_pb2.EmbedResponse = await off_loop.make(off_loop.is_large(answers), response)
     return embedded
+
+
+async def classified(
+    pipeline: Pipeline,
+    translator: Translator,
+    client: Client,
+    name: str,
+    request: serving_pb2.ClassifyRequest,
+    context: grpc.aio.ServicerContext,
+) -> serving_pb2.ClassifyResponse:
+    """Returns the labels of the texts of a request named `name`. Raises BatonError, which names the field."""
+    texts, options = _texts(request.inputs), _options(request.options, context)
+    submissions = await to_classify(translator, _unique(name), texts, options, param="inputs")
+    answers = await _answers(pipeline, client, submissions, context)
+    activation = not request.HasField("use_activation") or request.use_activation
+    made = [classify(translator.text.pooling, each.pooled, activation=activation) for each in answers]
+    shown = [serving_pb2.Classification(label=each.label, probs=each.probs) for each in made]
+    return serving_pb2.ClassifyResponse(classifications=shown, **_usage(answers))
 
 
 async def score(
@@ -74,6 +89,13 @@ async def score(
 
     made: list[float] = await off_loop.make(off_loop.is_large(answers), scores)
     return serving_pb2.ScoreResponse(scores=made, **_usage(answers))
+
+
+def _texts(inputs: Sequence[serving_pb2.EmbedInput]) -> list[Text]:
+    check_count("inputs", len(inputs), MAX_INPUTS)
+    if not inputs:
+        raise InvalidRequest("inputs is empty", param="inputs")
+    return [_text(each) for each in inputs]
 
 
 def _text(given: serving_pb2.EmbedInput) -> Text:

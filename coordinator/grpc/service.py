@@ -42,7 +42,7 @@ from coordinator.connections import GRPC, connection_limit
 from coordinator.grpc.calls import abort, refuse, sent_value, write
 from coordinator.grpc.inference import SERVICE as INFERENCE
 from coordinator.grpc.inference import Inference
-from coordinator.grpc.pooling import embed, score
+from coordinator.grpc.pooling import classified, embed, score
 from coordinator.inference.served import ServedModel
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
@@ -110,6 +110,9 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             case "Embed":
                 answer = partial(self._pooled, serving_pb2.EmbedRequest, embed, client)
                 return grpc.unary_unary_rpc_method_handler(answer, **serialize)
+            case "Classify":
+                answer = partial(self._pooled, serving_pb2.ClassifyRequest, classified, client)
+                return grpc.unary_unary_rpc_method_handler(answer, **serialize)
             case "Score":
                 answer = partial(self._pooled, serving_pb2.ScoreRequest, score, client)
                 return grpc.unary_unary_rpc_method_handler(answer, **serialize)
@@ -130,7 +133,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         content: bytes,
         context: grpc.aio.ServicerContext,
     ) -> Any:
-        """Answers a call of Embed or Score with `answer`; `kind` is its message."""
+        """Answers a call of Embed, Classify or Score with `answer`; `kind` is its message."""
         try:
             request = parsed(kind, content)
             self._name_unknown(request, kind.DESCRIPTOR.name.removesuffix("Request"), context)

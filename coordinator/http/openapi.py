@@ -178,6 +178,11 @@ SCHEMAS: dict[str, Schema] = {
         data=_list(_object(object=_const("embedding"), index=WHOLE, embedding={"anyOf": [_list(NUMBER), TEXT]})),
         **_HEAD,
     ),
+    "Classes": _object(
+        object=_const("list"),
+        data=_list(_object(index=WHOLE, label=TEXT, probs=_list(NUMBER), num_classes=WHOLE)),
+        **_HEAD,
+    ),
     "Scores": _object(
         object=_const("list"), data=_list(_object(index=WHOLE, object=_const("score"), score=NUMBER)), **_HEAD
     ),

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, score and rerank: requests that generate nothing, answered by the prefill pool alone."""
+"""`/v1/embeddings`, classify, score and rerank: requests that generate nothing, answered by the prefill pool alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from starlette.responses import Response
 from coordinator.http.generation import GenerationResponse, owned, unique_id
 from coordinator.http.openapi import add_route
 from coordinator.openai.pooling import (
+    ClassifyBody,
+    ClassifyRender,
     EmbeddingsBody,
     EmbeddingsRender,
     Ranking,
@@ -22,7 +24,7 @@ from coordinator.openai.pooling import (
 )
 from coordinator.openai.render import Head
 from coordinator.pipeline import Pipeline
-from coordinator.pooled import to_compare, to_embed
+from coordinator.pooled import to_classify, to_compare, to_embed
 from coordinator.submission import Submission
 from coordinator.translate import Translator
 
@@ -38,6 +40,7 @@ class PoolingRoutes:
 
     def add_to(self, app: Starlette) -> None:
         add_route(app, "POST", "/v1/embeddings", self.embeddings, "Embeddings", EmbeddingsBody)
+        add_route(app, "POST", "/classify", self.classify, "Classes", ClassifyBody)
         for path in ("/score", "/v1/score"):
             add_route(app, "POST", path, self.score, "Scores", ScoreBody)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
@@ -51,6 +54,15 @@ class PoolingRoutes:
         submissions = [owned(each, request) for each in submissions]
         normalize = self.translator.text.pooling.normalize
         render = EmbeddingsRender(self.make_head(request, submissions), body, normalize=normalize)
+        return GenerationResponse(self.pipeline, submissions, render, stream=False)
+
+    async def classify(self, request: Request) -> Response:
+        body: ClassifyBody = await self.read_body(request, ClassifyBody)
+        name, options = unique_id(request), body.options()
+        submissions = await to_classify(self.translator, name, body.input, options, param="input")
+        submissions = [owned(each, request) for each in submissions]
+        head, model = self.make_head(request, submissions), self.translator.text.pooling
+        render = ClassifyRender(head, model, activation=body.use_activation is not False)
         return GenerationResponse(self.pipeline, submissions, render, stream=False)
 
     async def score(self, request: Request) -> Response:

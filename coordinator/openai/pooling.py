@@ -16,9 +16,9 @@ from coordinator.openai.fields import EMBEDDINGS, NOT_OF_EMBEDDINGS, POOLING, RE
 from coordinator.openai.render import Head, Render, usage_object
 from coordinator.openai.schema import Label, prompts
 from coordinator.openai.validation import ModelBody, counted
-from coordinator.pooled import MAX_INPUTS, Pairs, PoolOptions
+from coordinator.pooled import MAX_INPUTS, Pairs, PoolOptions, classify
 from coordinator.submission import Delta, Usage
-from coordinator.text.pooling import vector_of
+from coordinator.text.pooling import PoolingModel, vector_of
 
 
 def _input(value: Any) -> list[str | Sequence[int]]:
@@ -78,6 +78,13 @@ class EmbeddingsBody(PoolingBody):
     normalize: bool | None = None
 
 
+class ClassifyBody(PoolingBody):
+    elsewhere = NOT_OF_EMBEDDINGS
+
+    input: _Input
+    use_activation: bool | None = Field(default=None, validation_alias=AliasChoices("use_activation", "activation"))
+
+
 class ScoreBody(PoolingBody):
     """One text is compared with each of several, or texts pair by pair."""
 
@@ -97,7 +104,7 @@ class RerankBody(PoolingBody):
 
 
 class EmbeddingsRender(Render):
-    """Never streamed, as the other two."""
+    """Never streamed, as the others."""
 
     id_prefix, whole_object, chunk_object = "embd-", "list", ""
 
@@ -115,6 +122,22 @@ class EmbeddingsRender(Render):
         if self._body.encoding_format == "base64":
             vector = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         return {"object": "embedding", "index": index, "embedding": vector}
+
+
+class ClassifyRender(Render):
+    id_prefix, whole_object, chunk_object = "classify-", "list", ""
+
+    def __init__(self, head: Head, model: PoolingModel, *, activation: bool) -> None:
+        super().__init__(head)
+        self._model, self._activation = model, activation
+
+    def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
+        data = []
+        for index, answer in enumerate(answers):
+            made = classify(self._model, answer.pooled, activation=self._activation)
+            shown = {"label": made.label, "probs": made.probs, "num_classes": len(made.probs)}
+            data.append({"index": index, **shown})
+        return orjson.dumps(self._base(self.whole_object) | {"data": data, "usage": usage_object(usage)})
 
 
 @dataclass(frozen=True, slots=True)

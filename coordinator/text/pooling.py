@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,14 @@ _FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """`generates`: generation is served, too. With `num_labels` the model has a classification head, and its vectors
-    are scores. `dimensions` are those to which embeddings may be cut (Kusupati et al. 2022): all if it is None, none if
+    """`generates`: generation is served, too. With `labels` the model has a classification head, and its vectors are
+    scores. `dimensions` are those to which embeddings may be cut (Kusupati et al. 2022): all if it is None, none if
     it is empty."""
 
     generates: bool = True
     pooling: Pooling = "last"
     normalize: bool = True
-    num_labels: int = 0
+    labels: tuple[str, ...] = ()
     hidden_size: int = 0
     dimensions: tuple[int, ...] | None = ()
 
@@ -54,14 +54,20 @@ class PoolingModel:
 
     def check_embeds(self) -> None:
         """Raises InvalidRequest if the model's vectors are scores."""
-        if self.num_labels:
-            message = "this model has a classification head: it serves /v1/score and /v1/rerank, not embeddings"
+        if self.labels:
+            message = "this model has a classification head: it serves labels and scores, not embeddings"
             raise InvalidRequest(message, code="model_not_embedding", param="model")
+
+    def check_classifies(self) -> None:
+        """Raises InvalidRequest if the model has no classification head."""
+        if not self.labels:
+            message = "this model has no classification head: it serves embeddings"
+            raise InvalidRequest(message, code="model_not_classifying", param="model")
 
     def check_scores(self) -> None:
         """Raises InvalidRequest if the model cannot compare two texts."""
-        if self.num_labels > 1:
-            message = f"scores need a model with one label; this one has {self.num_labels}"
+        if len(self.labels) > 1:
+            message = f"scores need a model with one label; this one has {len(self.labels)}"
             raise InvalidRequest(message, code="model_not_scoring", param="model")
 
     def check_dimensions(self, dimensions: int | None) -> None:
@@ -97,7 +103,7 @@ def read_pooling(
         generates=config.has_lm_head and (runner == "generate" or (runner == "auto" and modules is None)),
         pooling="last" if config.num_labels else chosen,
         normalize=normalize,
-        num_labels=config.num_labels,
+        labels=_labels(given, config.num_labels),
         hidden_size=config.hidden_size,
         dimensions=None if matryoshka else _dimensions(given),
     )
@@ -127,6 +133,13 @@ def _pooling(path: Path) -> Pooling:
         named = " + ".join(map(str, modes))[:80] or "none"
         raise StartupError(f"{path}: pooling {named} is not supported (only lasttoken, mean); --pooling overrides it")
     return _SENTENCE_POOLING[modes[0]]
+
+
+def _labels(given: Mapping[str, Any], number: int) -> tuple[str, ...]:
+    """Returns the names of the labels; those without a name get the one that transformers gives them."""
+    names = given.get("id2label")
+    named = names if isinstance(names, dict) else {}
+    return tuple(str(named.get(str(index), f"LABEL_{index}")) for index in range(number))
 
 
 def _dimensions(given: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -161,3 +174,13 @@ def vector_of(pooled: bytes, *, dimensions: int | None = None, normalize: bool =
 
 def sigmoid(score: float) -> float:
     return 1 / (1 + math.exp(-score)) if score >= 0 else 1 - 1 / (1 + math.exp(score))
+
+
+def probabilities(scores: Sequence[float]) -> list[float]:
+    """Returns the softmax of scores; the sigmoid of a single one."""
+    if len(scores) == 1:
+        return [sigmoid(scores[0])]
+    highest = max(scores)
+    weights = [math.exp(score - highest) for score in scores]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]

@@ -108,6 +108,7 @@ async def test_every_response_matches_the_openapi_document(client: httpx.AsyncCl
     for encoding in ("float", "base64"):
         body = {"input": ["a", "b"], "encoding_format": encoding}
         assert (await check("POST", "/v1/embeddings", json=body)).status_code == 200
+    assert (await check("POST", "/classify", json={"input": "a"})).status_code == 400
     for path in ("/score", "/v1/score"):
         assert (await check("POST", path, json={"text_1": "a", "text_2": "b"})).status_code == 200
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):

@@ -219,7 +219,7 @@ async def test_rankings_in_the_form_of_jina_and_cohere(app: Starlette) -> None:
 
 
 async def test_a_classification_head_scores_both_texts_as_one_prompt(make_text: Any) -> None:
-    generator, text = VectorGenerator(scores=True), make_text(num_labels=1)
+    generator, text = VectorGenerator(scores=True), make_text(labels=("relevant",))
     app = front(text, generator)
     body = {"text_1": "Hello", "text_2": [" world", " a b c"]}
     answer = (await post(app, "/v1/score", body)).json()
@@ -233,8 +233,30 @@ async def test_a_classification_head_scores_both_texts_as_one_prompt(make_text: 
     assert [each["score"] for each in answer["data"]] == pytest.approx(raw)
     refused = await post(app, "/v1/embeddings", {"input": "a"})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "model_not_embedding")
-    several = front(make_text(num_labels=3), generator)
+    several = front(make_text(labels=("a", "b", "c")), generator)
     assert (await post(several, "/v1/score", body)).json()["error"]["code"] == "model_not_scoring"
+
+
+async def test_a_classification_head_names_the_most_likely_label(make_text: Any, app: Starlette) -> None:
+    text = make_text(labels=("red", "green", "blue", "grey"))
+    generator = VectorGenerator()
+    body = {"input": [[3, 4], [3, 4, 5, 6, 7, 8, 9, 10, 11]]}
+    answer = (await post(front(text, generator), "/classify", body)).json()
+    for each, submission in zip(answer["data"], generator.submissions, strict=True):
+        scores = vector(submission.prompt)
+        weights = [math.exp(score) for score in scores]
+        assert each["probs"] == pytest.approx([weight / sum(weights) for weight in weights])
+        assert each["label"] == text.pooling.labels[scores.index(max(scores))] and each["num_classes"] == 4
+    raw = (await post(front(text, generator), "/classify", body | {"use_activation": False})).json()
+    assert raw["data"][0]["probs"] == vector((3, 4))
+    refused = await post(app, "/classify", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "model_not_classifying")
+    async with served(generator, text) as client:
+        inputs = [serving_pb2.EmbedInput(token_ids=types_pb2.TokenIds(ids=[3, 4]))]
+        over_grpc = await client.stub.Classify(serving_pb2.ClassifyRequest(inputs=inputs), timeout=30)
+        (made,) = over_grpc.classifications
+        assert made.label == answer["data"][0]["label"]
+        assert list(made.probs) == pytest.approx(answer["data"][0]["probs"], abs=1e-6)
 
 
 async def test_generation_is_refused_by_name_if_the_model_only_pools(make_text: Any) -> None:
@@ -311,7 +333,9 @@ def test_a_generative_model_also_embeds(tmp_path: Path) -> None:
 def test_a_model_without_an_lm_head_does_not_generate(tmp_path: Path) -> None:
     assert not read_pooling(model_dir(tmp_path / "m", head="none")).generates
     scores = read_pooling(model_dir(tmp_path / "s", head="score", num_labels=3))
-    assert (scores.generates, scores.num_labels) == (False, 3)
+    assert (scores.generates, scores.labels) == (False, ("LABEL_0", "LABEL_1", "LABEL_2"))
+    named = {"id2label": {"0": "no", "1": "yes"}}
+    assert read_pooling(model_dir(tmp_path / "n", head="score", num_labels=2, config=named)).labels == ("no", "yes")
     with pytest.raises(StartupError, match="no LM head"):
         read_pooling(tmp_path / "m", runner="generate")
     with pytest.raises(StartupError, match="--pooling mean"):

@@ -14,6 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from batches import store as batch_store
 from baton.core import errors
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
@@ -34,7 +36,7 @@ from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
 from coordinator.openai import fields as openai_schema_fields
 from coordinator.openai import schema as openai_schema
 from coordinator.openai import structured
-from coordinator.openai.pooling import EmbeddingsBody, RerankBody, ScoreBody
+from coordinator.openai.pooling import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from coordinator.policy import grammar_queue
 from launch.up_config import DoctorConfig, UpConfig
 from tests.support.fake_generator import FakeGenerator
@@ -51,6 +53,7 @@ ENDPOINTS = {
     "POST /v1/messages": "Anthropic's messages through the chat template; streamed or whole, see [messages](#messages)",
     "POST /v1/messages/count_tokens": "the number of tokens in the prompt of such a request",
     "POST /v1/embeddings": "vectors of texts, see [embeddings and scores](#embeddings-and-scores)",
+    "POST /classify": "labels of texts, by a model with a classification head",
     "POST /score": "how close texts are, one with many or pair by pair",
     "POST /v1/score": "the same",
     "POST /rerank": "documents by how close they are to a query, as Jina and Cohere have it",
@@ -160,7 +163,8 @@ POOLED = {
     "documents": "up to 2,048 texts, each a string or an object with `text`",
     "top_n": "only the best so many; 0: all",
     "return_documents": "`false`: without their texts",
-    "use_activation": "`false`: the scores of a classification head as they are, else their sigmoid",
+    "use_activation": "`false`: the scores of a classification head as they are, else the sigmoid of one or the softmax"
+    " of several",
     "truncate_prompt_tokens": "so many tokens of each text are taken, the last ones; -1: as many as fit; left out: a"
     " text that does not fit is refused",
     "add_special_tokens": "`false`: without those that the tokenizer adds, such as BOS",
@@ -281,7 +285,12 @@ def served() -> str:
 
 
 def pooled() -> str:
-    bodies = {"embeddings": EmbeddingsBody, "score": ScoreBody, "rerank": RerankBody}
+    bodies: dict[str, type[BaseModel]] = {
+        "embeddings": EmbeddingsBody,
+        "classify": ClassifyBody,
+        "score": ScoreBody,
+        "rerank": RerankBody,
+    }
     names = [n for n in dict.fromkeys(n for body in bodies.values() for n in body.model_fields) if n not in INERT]
     if set(names) != set(POOLED):
         raise SystemExit(f"fields to describe in {__file__}: {set(names) ^ set(POOLED)}")

@@ -255,7 +255,8 @@ def test_steps_that_load_gpu_kernels_fit_any_pool_and_use_every_sampling_option(
     """They run at load on a GPU only; their plans must fit any model and any pool."""
     runner = tiny_runner(checkpoint("llama"), kernels="torch", **{"max_num_tokens": 300, **options})
     plans = load_kernels(runner, (1, 17, 64))
-    assert [len(runner.step(plan).sampled) for plan in plans] == [1, 1, 1, 2, 1]
+    assert [len(runner.step(plan).sampled) for plan in plans] == [1, 1, 1, 2, 1, 1, 1]
+    assert [plan.rows[0].pooling for plan in plans[5:]] == ["last", "mean"]
     assert [len(plan.rows[0].tokens) for plan in plans[:3]] == [1, 17, min(64, runner.max_model_len)]
     sampling = plans[3].rows[0].sampling
     assert (
@@ -292,7 +293,17 @@ def test_on_a_gpu_the_largest_step_is_measured_before_the_pool_is_sized_and_warm
             events.append(int(batch.lengths.sum()))
             return computing.compute(batch)
 
-        return replace(computing, compute=compute, prepare=lambda: events.append("capture"), row_lengths=(1, 20, 70))
+        def compute_pooled(batch: Any) -> Any:
+            events.append(int(batch.lengths.sum()))
+            return computing.compute_pooled(batch)
+
+        return replace(
+            computing,
+            compute=compute,
+            compute_pooled=compute_pooled,
+            prepare=lambda: events.append("capture"),
+            row_lengths=(1, 20, 70),
+        )
 
     monkeypatch.setattr(loading, "is_gpu", lambda _: True)
     monkeypatch.setattr(loading, "check_triton", lambda: None)
@@ -301,7 +312,7 @@ def test_on_a_gpu_the_largest_step_is_measured_before_the_pool_is_sized_and_warm
     monkeypatch.setattr(loading, "how_to_compute", how_to_compute)
     runner = tiny_runner(checkpoint("llama"), kernels="torch", max_num_tokens=300)
     assert events[:5] == ["capture", 300, "measured", ("budget", 3 << 20), "capture"]
-    assert events[5:] == [16, 1, 300, 1, 20, 70, 2, 1]
+    assert events[5:] == [16, 1, 300, 1, 20, 70, 2, 1, 70, 70]
     assert runner.num_blocks > 1
 
 
