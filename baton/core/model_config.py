@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES, KVLayout, LayerKV
+from baton.core.quantization_config import QuantizationConfig, parse_quantization_config
 
 Architecture = Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -66,6 +67,7 @@ class ModelConfig:
     torch_dtype: DType | None
     has_lm_head: bool = True
     num_labels: int = 0
+    quantization: QuantizationConfig | None = None
 
     def longest(self, wanted: int | None) -> int:
         """Returns the most tokens of a prompt and its output together: `wanted`, or the model's own limit (for 0 and
@@ -99,8 +101,6 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     """Parses a `config.json`; raises StartupError with one line that names the invalid field."""
     if "auto_map" in config:
         raise StartupError("config.json: auto_map requires code from the model directory, which Baton never runs")
-    if config.get("quantization_config") is not None:
-        raise StartupError("config.json: quantization_config is not supported (give a bf16, fp16 or fp32 checkpoint)")
     architecture, head = _architecture(config)
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise StartupError("config.json: bidirectional attention (is_causal false) is not supported")
@@ -118,6 +118,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     rope = _rope(config)
     max_positions = _int(config, "max_position_embeddings", high=1 << 27)
     biased = _bool(config, "attention_bias")
+    quantization = config.get("quantization_config", config.get("compression_config"))
     llama_like = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     return ModelConfig(
         vocab_size=vocab_size,
@@ -141,6 +142,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         torch_dtype=_dtype(config),
         has_lm_head=head == "ForCausalLM",
         num_labels=_num_labels(config) if head == "ForSequenceClassification" else 0,
+        quantization=None if quantization is None else parse_quantization_config(quantization),
     )
 
 

@@ -33,10 +33,15 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights, with scales and minima in float16."""
+        """Of the packed weights, with scales and minima in float16, or if that is not exact in float32."""
         if self.minima is None:
             return self.codes.numel() + 2 * self.scales.numel()
-        return self.codes.numel() // 2 + 4 * self.scales.numel()
+        return self.codes.numel() // 2 + (4 if self.in_half else 8) * self.scales.numel()
+
+    @property
+    def in_half(self) -> bool:
+        """Whether float16 holds all scales and minima exactly."""
+        return is_half(self.scales) and (self.minima is None or is_half(self.minima))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Blocks:
         """Returns the blocks after a change of their rows, the same for all tensors."""
@@ -60,3 +65,8 @@ def stacked(parts: list[Blocks]) -> Blocks | None:
         return None
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     return Blocks(codes, scales, torch.cat(minima) if minima else None)
+
+
+def is_half(values: Tensor) -> bool:
+    """Whether float16 holds all values exactly."""
+    return torch.equal(values.half().float(), values)

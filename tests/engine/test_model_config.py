@@ -23,7 +23,7 @@ def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "architectures is Qwen2ForCausalLM but model_type is llama"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "hidden_size 64 is not a multiple of"),
