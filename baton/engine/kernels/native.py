@@ -227,14 +227,10 @@ def pack_blocks(kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | N
         kind, minima = _BLOCKS8, blocks.scales
     else:
         minima = blocks.minima
-        kind = _BLOCKS4 if all(map(_is_half, (blocks.scales, minima))) else _BLOCKS4_WIDE
+        kind = _BLOCKS4 if blocks.in_half else _BLOCKS4_WIDE
     packed = arena.take(kernels.block_bytes(kind, n, k))
     floats = None if bias is None else bias.float().contiguous()
     given = [tensor.contiguous() for tensor in (blocks.codes, blocks.scales, minima)]
     kernels.pack_blocks(kind, *(tensor.data_ptr() for tensor in given), n, k, packed.data_ptr())
     tensors = [packed] if floats is None else [packed, floats]
     return Linear(packed.data_ptr(), None if floats is None else floats.data_ptr(), None, n, k, kind), tensors
-
-
-def _is_half(values: Tensor) -> bool:
-    return torch.equal(values.half().float(), values)

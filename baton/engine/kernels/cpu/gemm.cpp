@@ -266,17 +266,17 @@ void pack_blocks(
         const int64_t first = group * GROUP + half * TILE;
         put(scales, first, block);
         if (!eight) put(minima, first, block);
+        auto code = [&](int64_t column, int64_t k) {
+          return first + column < n ? codes[((first + column) * blocks + block) * BLOCK_WEIGHTS + k] : 0;
+        };
         for (int64_t d = 0; d < TILE; ++d)
-          for (int64_t column = 0; column < TILE; ++column) {
-            const uint8_t* two = codes + (first + column) * k + block * BLOCK_WEIGHTS + 2 * d;
-            const uint8_t even = first + column < n ? two[0] : 0, odd = first + column < n ? two[1] : 0;
+          for (int64_t i = 0; i < TILE; ++i)
             if (eight) {
-              packed[d * 32 + column] = char(even);
-              packed[d * 32 + 16 + column] = char(odd);
+              packed[d * 32 + i] = char(code(i, 2 * d));
+              packed[d * 32 + 16 + i] = char(code(i, 2 * d + 1));
             } else {
-              packed[d * 16 + column] = char(even | odd << 4);
+              packed[d * 16 + i] = char(code(i / 2, 2 * d + i % 2) | code(8 + i / 2, 2 * d + i % 2) << 4);
             }
-          }
         packed += eight ? 512 : 256;
       }
 }

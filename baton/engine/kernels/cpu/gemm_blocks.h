@@ -27,21 +27,31 @@ BATON_LANES __m512i pairs(__m512 even, __m512 odd) {
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
 }
 
-// A block of 4-bit codes: 16 scales, 16 minima, and for each two values of k 16 bytes with the even one in the low bits.
+// A block of 4-bit codes: 16 scales, 16 minima, and for each two values of k 16 bytes with those of outputs 0 to 7 in the
+// low bits and of outputs 8 to 15 in the high bits, both values of an output side by side.
 template <class Scale>
 struct Tile4 {
   static constexpr int64_t SCALES = 32 * sizeof(Scale), BYTES = SCALES + 256;
   const char* codes;
-  __m512 scale, minimum;
-  explicit Tile4(const char* at)
-      : codes(at + SCALES),
-        scale(sixteen(reinterpret_cast<const Scale*>(at))),
-        minimum(sixteen(reinterpret_cast<const Scale*>(at) + 16)) {}
+  __m512 scale[2], minimum[2];  // of the outputs in the low and in the high bits, each twice
+  explicit Tile4(const char* at) : codes(at + SCALES) {
+    const Scale* from = reinterpret_cast<const Scale*>(at);
+    spread(sixteen(from), scale);
+    spread(sixteen(from + 16), minimum);
+  }
+  BATON_LANES static void spread(__m512 of_outputs, __m512* twice) {
+    const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    twice[0] = _mm512_permutexvar_ps(low, of_outputs);
+    twice[1] = _mm512_permutexvar_ps(_mm512_or_si512(low, _mm512_set1_epi32(8)), of_outputs);
+  }
   __m512i dword(int64_t d) const {
+    // A lookup by the lowest four bits is one instruction, where a mask and a conversion are two.
+    const __m512 numbers = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 16 * d)));
-    const __m512 even = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
-    const __m512 odd = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
-    return pairs(_mm512_fmadd_ps(even, scale, minimum), _mm512_fmadd_ps(odd, scale, minimum));
+    const __m512 low = _mm512_permutexvar_ps(both, numbers);
+    const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
+    return (__m512i)_mm512_cvtne2ps_pbh(
+        _mm512_fmadd_ps(high, scale[1], minimum[1]), _mm512_fmadd_ps(low, scale[0], minimum[0]));
   }
 };
 
