@@ -186,7 +186,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) ->
     with naming(part.name):
         check_staging(staging, layout)
     return RankMemory(
-        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], options.quantize == "int8"),
+        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], options.quantize),
         (blocks + 1) * mine.bytes_per_block if budget else 0,
         blocks,
         edges,

@@ -65,17 +65,22 @@ def load_runner(
     check_quantize(options.quantize, device)
     if is_gpu(device):
         check_triton()
-    int8 = options.quantize == "int8"
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)
         share = TPGroup(ranks.rank, ranks.size)  # only divides the model; `connect` below returns the connected group
         checkpoint = Checkpoint(options.model_dir) if tensors is None else tensors
-        weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, int8=int8)
+        weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, quantized=options.quantize)
         longest = config.longest(options.max_model_len)
     kernels, kernels_name = choose_kernels(options.kernels, device)
-    if int8 and kernels is None:
+    if options.quantize == "int8" and kernels is None:
         raise StartupError(f"quantize int8 needs compiled kernels, not {kernels_name}: set quantize to none")
-    weights.in_blocks = kernels is not None and kernels.computes_blocks and dtype == "bfloat16" and not int8
+    blocks = kernels is not None and kernels.computes_blocks and dtype == "bfloat16"
+    if options.quantize == "int4" and not blocks:
+        raise StartupError(
+            f"quantize int4 needs dtype bfloat16 and kernels avx512_bf16 or amx, not {dtype} and {kernels_name}: set"
+            " quantize to int8 or none"
+        )
+    weights.in_blocks = blocks and options.quantize != "int8"
     if options.exact and not is_gpu(device):
         check_exact(options.block_size, dtype, kernels, kernels_name)
     level = "torch" if kernels is None else kernels.level
@@ -125,8 +130,8 @@ def load_runner(
                 device, lambda: run_largest(*make_runner(KVPool(local, 1, device), longest), max_samples)
             )
         budget = kv_budget(options, local, longest, device, ranks, step_bytes)
-        blocks = plan_blocks(local, budget, options.max_model_len)
-        kv = KVPool(local, group.minimum(blocks, "KV blocks"), device)
+        fitting = plan_blocks(local, budget, options.max_model_len)
+        kv = KVPool(local, group.minimum(fitting, "KV blocks"), device)
     grammars = None
     if group.leads and tensors is None:
         grammars = Grammars.load(options.model_dir, config.vocab_size)

@@ -15,8 +15,8 @@ class EngineOptions:
     is for the worker, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
     address for the worker's other ranks, `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in
     transit at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
-    torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
-    only with compiled kernels). `version` is the code's. `draft_dir` is the draft model that this rank loads
+    torch's), `torch`, or the level of compiled ones. `quantize` is `none`, `int8` or `int4` (weights of linear layers
+    and head; only with compiled kernels). `version` is the code's. `draft_dir` is the draft model that this rank loads
     afterwards, for `max_running` sequences. `decode_rows` is the most sequences of a decode step, for which steps are
     captured on a GPU; 0 captures none. `decode_lengths` are the possible numbers of tokens of a row in such steps,
     rising (rows of fewer are padded). `gpu_share` is the share of its GPU's memory that a rank may use, 0: all, or an

@@ -3,6 +3,7 @@
 Split by rows (outputs): q, k, v, gate, up, and by vocabulary the embedding and the head. Split by columns (inputs),
 followed by a sum over ranks: o and down. A rank keeps only its slices and the norms. In int8 an output's scale is that
 of its whole row, even on a rank that has only some of its columns: every rank has slices of the same quantised weights.
+In int4 a rank's columns must be whole blocks, for the same reason.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig
 from baton.core.reshard import local_heads
 from baton.engine import quantize
-from baton.engine.blocks import Blocks, stacked
+from baton.engine.blocks import BLOCK, Blocks, stacked
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.parallel import TPGroup
 
@@ -85,14 +86,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def stored_bytes(name: str, shape: tuple[int, ...], item_bytes: int, int8: bool) -> int:
-    """Memory of one tensor, or of part of it: a quantised one takes a byte per element and four per scale."""
-    if int8 and (name.endswith("_proj.weight") or (name == HEAD and quantize.QUANTIZE_HEAD)):
-        return math.prod(shape) + 4 * shape[0]
-    return math.prod(shape) * item_bytes
+def stored_bytes(name: str, shape: tuple[int, ...], item_bytes: int, quantized: str = "none") -> int:
+    """Memory of one tensor, or of part of it. A quantised one takes in int8 a byte per element and four per scale; in
+    int4 five bits per element, the head eight and a half (see blocks.Blocks)."""
+    elements, is_head = math.prod(shape), name == HEAD
+    if not is_head and not name.endswith("_proj.weight"):
+        return elements * item_bytes
+    match quantized:
+        case "int8" if not is_head or quantize.QUANTIZE_HEAD:
+            return elements + 4 * shape[0]
+        case "int4":
+            return elements + elements // 16 if is_head else elements // 2 + elements // 8
+    return elements * item_bytes
 
 
-def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, int8: bool = False) -> int:
+def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, quantized: str = "none") -> int:
     """The bytes of weights that `rank` of `size` will hold, sharded like `WeightReader`, before any is read; tied
     embeddings count twice. Heads and columns must be divisible over the ranks."""
     kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
@@ -113,16 +121,16 @@ def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, 
                 rows = 0
         elif layer.endswith("_proj"):
             rows //= size
-        total += stored_bytes(name, (rows, *columns), item_bytes, int8)
+        total += stored_bytes(name, (rows, *columns), item_bytes, quantized)
     return total
 
 
 class WeightReader:
     """Reads one rank's share of a verified checkpoint in the dtype and on the device of the computation.
 
-    With `int8` linear layers are quantised (quantize.py). With `in_blocks`, which may be set before the first layer is
-    read, those stored in blocks stay so: the same weights in fewer bytes. `bytes_read` is the size of all tensors
-    returned so far.
+    With `quantized` "int8" or "int4" linear layers are quantised (quantize.py). With `in_blocks`, which may be set
+    before the first layer is read, those stored in blocks stay so: the same weights in fewer bytes. `bytes_read` is the
+    size of all tensors returned so far.
     Raises StartupError, with the numbers, for sizes that cannot be divided over the ranks.
     """
 
@@ -134,7 +142,7 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        int8: bool = False,
+        quantized: str = "none",
     ) -> None:
         expected = expected_tensors(config)
         if config.tie_word_embeddings and HEAD in checkpoint.tensors:
@@ -145,7 +153,7 @@ class WeightReader:
         self._group = group
         self.dtype = dtype
         self.device = device
-        self._int8 = int8
+        self._quantized = quantized
         self.in_blocks = False
         self._heads = self._features(group.part(config.num_heads, "num_attention_heads"))
         self._kv_heads = self._features(group.kv_part(config.num_kv_heads))
@@ -162,12 +170,12 @@ class WeightReader:
     def head(self) -> Projection:
         """[rows, hidden], padded likewise; with tied embeddings, the embedding itself."""
         name = EMBEDDING if self._config.tie_word_embeddings else HEAD
-        if (blocks := self._blocks(name, self._ids)) is not None:
+        if (blocks := self._blocks(name, self._ids, bits=8)) is not None:
             missing = self._rows - len(blocks.codes)
             return self._of_blocks(blocks.each(lambda rows: F.pad(rows, (0, 0, 0, missing))))
         weight = self._vocabulary(name)
-        if self._int8 and quantize.QUANTIZE_HEAD:
-            return self._quantized(weight)
+        if self._quantized == "int8" and quantize.QUANTIZE_HEAD:
+            return self._in_int8(weight)
         return Projection(self._counted(weight.to(self.dtype)), None)
 
     def classifier(self) -> Tensor:
@@ -222,19 +230,32 @@ class WeightReader:
         has_bias = f"{name}.bias" in self._checkpoint.tensors and self._group.rank == 0
         return replace(linear, bias=self._read(f"{name}.bias") if has_bias else None)
 
-    def _blocks(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Blocks | None:
-        return self._checkpoint.blocks(name, rows, columns) if self.in_blocks else None
+    def _blocks(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None), bits: int = 4
+    ) -> Blocks | None:
+        """Returns part of a matrix in blocks if it is stored so, or else quantised to `bits` if that is asked for."""
+        stored = self._checkpoint.blocks(name, rows, columns) if self.in_blocks else None
+        if self._quantized != "int4" or (stored is not None and stored.minima is not None):
+            return stored
+        first, last, _ = columns.indices(self._checkpoint.tensors[name].shape[1])
+        if first % BLOCK or last % BLOCK:
+            inputs = f"inputs {first} to {last - 1}"
+            raise StartupError(f"quantize int4: a rank would have {inputs} of {name}, not whole blocks of {BLOCK}")
+        try:
+            return quantize.in_blocks(self._checkpoint.read(name, rows, columns), bits)
+        except ValueError as error:
+            raise StartupError(f"quantize int4: tensor {name}: {error}") from None
 
     def _of_blocks(self, blocks: Blocks) -> Projection:
         self.bytes_read += blocks.nbytes
         return Projection(torch.empty(blocks.codes.shape, dtype=self.dtype, device="meta"), None, blocks=blocks)
 
     def _quantized_or_read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Projection:
-        if self._int8:
-            return self._quantized(self._checkpoint.read(name, rows), columns)
+        if self._quantized == "int8":
+            return self._in_int8(self._checkpoint.read(name, rows), columns)
         return Projection(self._read(name, rows, columns), None)
 
-    def _quantized(self, weight: Tensor, columns: slice = slice(None)) -> Projection:
+    def _in_int8(self, weight: Tensor, columns: slice = slice(None)) -> Projection:
         """Quantises `weight`, whose rows must be whole for their scales, and keeps only `columns`."""
         steps, scale = quantize.quantize(weight)
         return Projection(self._counted(steps[:, columns].contiguous()), None, self._counted(scale))

@@ -74,7 +74,9 @@ class EngineConfig:
         "kernels on CPU; auto: the best compiled ones for this processor; torch: torch's; else compiled ones by name",
         choices=("auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"),
     )
-    quantize: str = option("none", "weight quantization of linear layers and head, on CPU", choices=("none", "int8"))
+    quantize: str = option(
+        "none", "weight quantization of linear layers and head, on CPU", choices=("none", "int8", "int4")
+    )
     threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)

@@ -176,10 +176,11 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
             options.threads,
             time.monotonic() - started,
         )
-        if config.quantize != "none":
+        published = runner.model_config.quantization
+        if config.quantize != "none" or published is not None:
             log.info(
-                "--quantize %s: linear layers and head in %s, one scale per output; weights use %.1f MiB per rank",
-                config.quantize,
+                "weights: published %s, --quantize %s, %.1f MiB per rank",
+                "unquantised" if published is None else f"in {published.method}",
                 config.quantize,
                 runner.parameter_bytes / (1 << 20),
             )

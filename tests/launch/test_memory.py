@@ -35,23 +35,23 @@ def first_memory(of: Plan, model: Path) -> RankMemory:
     return rank_memory(of, of.parts[0], read_model_config(model), model)
 
 
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("quantized", ["none", "int8", "int4"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_parameter_bytes_equal_the_bytes_that_each_rank_reads(
-    arch: Arch, size: int, int8: bool, tmp_path: Path
+    arch: Arch, size: int, quantized: str, tmp_path: Path
 ) -> None:
     import torch
 
-    model = make_checkpoint(tmp_path / "m", arch)
+    model = make_checkpoint(tmp_path / "m", arch, hidden_size=128, intermediate_size=256, head_dim=32)
     config = read_model_config(model)
     for rank in range(size):
         share, cpu = TPGroup(rank, size), torch.device("cpu")
-        reader = WeightReader(Checkpoint(model), config, share, torch.float32, cpu, int8=int8)
+        reader = WeightReader(Checkpoint(model), config, share, torch.float32, cpu, quantized=quantized)
         reader.embedding(), reader.head(), reader.final_norm()
         for layer in range(config.num_layers):
             reader.layer(layer)
-        assert parameter_bytes(config, size, rank, 4, int8) == reader.bytes_read
+        assert parameter_bytes(config, size, rank, 4, quantized) == reader.bytes_read
 
 
 @pytest.mark.parametrize("quantize", ["none", *(["int8"] if processor_levels() else [])])
