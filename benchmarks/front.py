@@ -80,6 +80,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
         code_version="stub",
         exact=False,
         quantize="none",
+        model_impl="baton",
         edge_kind="gloo",
         vocab_size=config.vocab_size,
         max_model_len=config.max_position_embeddings,

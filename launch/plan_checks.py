@@ -56,6 +56,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
             exact=options.exact,
             dtype=_dtype(options) or dtype,
             quantize=options.quantize,
+            model_impl="baton",
             edge_kind=_edge_kind(options) or edge_kind,
             config_digest="",
             model_digest="",

@@ -148,6 +148,7 @@ class Cluster:
             exact=True,
             dtype="float32",
             quantize="none",
+            model_impl="baton",
             edge_kind="gloo",
             config_digest="config",
             model_digest="model",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from baton.core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Must be raised when anything on the wire changes: proto/, or what edges send (tests/runtime/test_wire_version.py)."""
 
 _SHOWN_CHARS = 80
@@ -43,6 +43,8 @@ class Compatibility:
     exact: bool
     dtype: str
     quantize: str
+    # Which path computes the model: "baton" or "transformers".
+    model_impl: str
     edge_kind: str
     config_digest: str
     # Of config.json and all weight bytes.

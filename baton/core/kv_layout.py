@@ -10,22 +10,30 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """KV of one layer. `kind` "attention" keeps K and V of `num_kv_heads` x `head_dim` per token; `window` is the
-    number of latest positions that a query attends to (0: all)."""
+    """One storage of KV, of the layer that writes it: other layers may read it, too. `kind` "attention" keeps, per token,
+    K of `num_kv_heads` x `head_dim` and V of `num_kv_heads` x `value_dim` (0: `head_dim`); `window` is the number of
+    latest positions that a query attends to (0: all). With MLA, K is the latent and V the rotated part of the key."""
 
     num_kv_heads: int
     head_dim: int
     dtype: Literal["float32", "bfloat16", "float16"]
     kind: Literal["attention"] = "attention"
     window: int = 0
+    value_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.value_dim == 0:
+            object.__setattr__(self, "value_dim", self.head_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
+    """`layers` are the storages, in the order in which a step writes them."""
+
     block_size: int
     layers: tuple[LayerKV, ...]
 

@@ -31,7 +31,7 @@ _POPULATE_WRITE = 23
 
 
 class KVPool:
-    """K and V of every layer, in blocks: `layers[i]` is (K, V), each [num_blocks, block_size, kv_heads, head_dim].
+    """K and V of every layer, in blocks: `layers[i]` is (K, V): [num_blocks, block_size, kv_heads, head_dim], or value_dim.
 
     Blocks 0..num_blocks-1 belong to the scheduler. One more block, initially zeros, follows them in the same storage;
     padded block tables point to it (`zero_block`), and `storage[i]` includes it. Other memory is not initialised (the
@@ -48,10 +48,12 @@ class KVPool:
         self.zero_block = num_blocks
         self.storage: list[tuple[Tensor, Tensor]] = []
         for layer in layout.layers:
-            shape = (num_blocks + 1, layout.block_size, layer.num_kv_heads, layer.head_dim)
-            dtype = getattr(torch, layer.dtype)
+            shape, dtype = (num_blocks + 1, layout.block_size, layer.num_kv_heads), getattr(torch, layer.dtype)
             try:
-                keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+                keys, values = (
+                    torch.empty((*shape, size), dtype=dtype, device=device)
+                    for size in (layer.head_dim, layer.value_dim)
+                )
             except RuntimeError:  # how torch reports out of memory, on every device
                 gib = num_blocks * layout.bytes_per_block / (1 << 30)
                 raise StartupError(f"{device}: cannot allocate {gib:.4g} GiB for KV; lower --kv-memory-gib") from None

@@ -90,6 +90,7 @@ def load_runner(
         exact=options.exact,
         dtype=dtype,
         quantize=options.quantize,
+        model_impl="baton",
         edge_kind=choose_edges(options.edge_kind, device.type),
         config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
         model_digest=model_digest(options.model_dir) if tensors is None else "",

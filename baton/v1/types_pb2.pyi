@@ -164,20 +164,20 @@ class Handle(_message.Message):
     def __init__(self, sequence: _Optional[_Union[SequenceId, _Mapping]] = ..., source_worker: _Optional[str] = ..., source_incarnation: _Optional[int] = ..., destination_worker: _Optional[str] = ..., destination_incarnation: _Optional[int] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., expires_ms: _Optional[int] = ...) -> None: ...
 
 class LayerLayout(_message.Message):
-    __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype", "window", "latent_size")
+    __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype", "window", "value_dim")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
-    LATENT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
     kind: str
     num_kv_heads: int
     head_dim: int
     dtype: str
     window: int
-    latent_size: int
-    def __init__(self, kind: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., latent_size: _Optional[int] = ...) -> None: ...
+    value_dim: int
+    def __init__(self, kind: _Optional[str] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., value_dim: _Optional[int] = ...) -> None: ...
 
 class KVLayout(_message.Message):
     __slots__ = ("block_size", "layers")
@@ -188,7 +188,7 @@ class KVLayout(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ...) -> None: ...
 
 class Compatibility(_message.Message):
-    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "config_digest", "quantize", "edge_kind")
+    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "config_digest", "quantize", "edge_kind", "model_impl")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,7 @@ class Compatibility(_message.Message):
     CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
     QUANTIZE_FIELD_NUMBER: _ClassVar[int]
     EDGE_KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IMPL_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     layout: KVLayout
     dtype: str
@@ -211,7 +212,8 @@ class Compatibility(_message.Message):
     config_digest: str
     quantize: str
     edge_kind: str
-    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., config_digest: _Optional[str] = ..., quantize: _Optional[str] = ..., edge_kind: _Optional[str] = ...) -> None: ...
+    model_impl: str
+    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., config_digest: _Optional[str] = ..., quantize: _Optional[str] = ..., edge_kind: _Optional[str] = ..., model_impl: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top_ids", "top_logprobs", "rank")

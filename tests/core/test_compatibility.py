@@ -10,7 +10,7 @@ from baton.core.compatibility import Compatibility, Difference, difference
 from baton.core.kv_layout import KVLayout, LayerKV
 from tests.support.builders import make_facts, make_layout
 
-OTHER_LAYER = {"num_kv_heads": 3, "head_dim": 9, "dtype": "bfloat16", "kind": "latent", "window": 128}
+OTHER_LAYER = {"num_kv_heads": 3, "head_dim": 9, "dtype": "bfloat16", "kind": "latent", "window": 128, "value_dim": 5}
 
 
 def other(value: object) -> object:

@@ -102,7 +102,6 @@ def test_every_core_field_is_on_the_wire_under_its_name(core: type) -> None:
 LATER = {
     "SamplingParams": {"ignore_eos"},
     "SequenceRequest": {"sequence"},  # its parts are fields of the core's request
-    "LayerLayout": {"latent_size"},
     "SequenceEnded": {"speculation"},
 }
 

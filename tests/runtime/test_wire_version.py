@@ -9,7 +9,7 @@ from baton.core.compatibility import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (15, "<8sQQQQ", "<Q", "b4e477a1ed201ccf")
+WIRE = (16, "<8sQQQQ", "<Q", "db2339c0dc688548")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:

@@ -109,6 +109,7 @@ def make_facts(**changes: object) -> Compatibility:
         "code_version": "0.1.0",
         "exact": False,
         "quantize": "none",
+        "model_impl": "baton",
         "edge_kind": "gloo",
         "protocol_version": PROTOCOL_VERSION,
         "vocab_size": 100,

@@ -18,7 +18,7 @@ from baton.transfer.staging import Layers
 from tests.support.paged import pack_tokens, unpack_tokens
 
 SIZES = (1, 2, 4, 8)
-HEAD_DIM = 2
+DIMS = (2, 3)  # of K and of V
 UNWRITTEN = -1.0
 
 
@@ -47,18 +47,19 @@ def hand_overs(draw: st.DrawFn) -> HandOver:
 
 
 def content(layer: int, kv: int, heads: range, tokens: range) -> Tensor:
-    """[tokens, heads, HEAD_DIM]: a distinct number for each place of a whole model's KV, exact in float32."""
+    """[tokens, heads, DIMS[kv]]: a distinct number for each place of a whole model's KV, exact in float32."""
     place = (layer * 2 + kv) * 8 + torch.tensor(list(heads))
     place = place * 1024 + torch.tensor(list(tokens))[:, None]
-    return (place[..., None] * HEAD_DIM + torch.arange(HEAD_DIM)).float()
+    return (place[..., None] * max(DIMS) + torch.arange(DIMS[kv])).float()
 
 
 def empty(what: HandOver, side: int, tp: int, rank: int) -> Layers:
     """One rank's unwritten caches, with two blocks more than the sequence has."""
     blocks, size = len(what.pages[side]) + 2, what.block_sizes[side]
     counts = [len(local_heads(heads, tp, rank)) for heads in what.heads_per_layer]
-    caches = [torch.full((2, blocks, size, count, HEAD_DIM), UNWRITTEN) for count in counts]
-    return [(cache[0], cache[1]) for cache in caches]
+    k, v = DIMS
+    shapes = [(blocks, size, count) for count in counts]
+    return [(torch.full((*s, k), UNWRITTEN), torch.full((*s, v), UNWRITTEN)) for s in shapes]
 
 
 def write(what: HandOver, side: int, tp: int, rank: int, tokens: range) -> Layers:
@@ -77,7 +78,7 @@ def write(what: HandOver, side: int, tp: int, rank: int, tokens: range) -> Layer
 @settings(max_examples=8, deadline=None)
 @given(what=hand_overs())
 def test_edges_and_staging_cover_the_destination_exactly_once(prefill_tp: int, decode_tp: int, what: HandOver) -> None:
-    layout = KVLayout(what.block_sizes[0], tuple(LayerKV(n, HEAD_DIM, "float32") for n in what.heads_per_layer))
+    layout = KVLayout(what.block_sizes[0], tuple(LayerKV(n, DIMS[0], "float32", value_dim=DIMS[1]) for n in what.heads_per_layer))
     plans = reshard_layout(layout, prefill_tp, decode_tp)
     here = range(what.bounds[-1])
     sources = [write(what, 0, prefill_tp, rank, here) for rank in range(prefill_tp)]

@@ -20,11 +20,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def random_layers(layout: KVLayout, num_blocks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
 
-    def cache(layer: LayerKV) -> torch.Tensor:
-        shape = (num_blocks, layout.block_size, layer.num_kv_heads, layer.head_dim)
+    def cache(layer: LayerKV, size: int) -> torch.Tensor:
+        shape = (num_blocks, layout.block_size, layer.num_kv_heads, size)
         return torch.randn(shape, generator=generator).to(DTYPES[layer.dtype])
 
-    return [(cache(layer), cache(layer)) for layer in layout.layers]
+    return [(cache(layer, layer.head_dim), cache(layer, layer.value_dim)) for layer in layout.layers]
 
 
 def plain_pack(layers: Layers, block_ids: list[int], block_size: int, start: int, end: int) -> bytes:
@@ -39,7 +39,8 @@ def plain_pack(layers: Layers, block_ids: list[int], block_size: int, start: int
 
 @st.composite
 def chunks(draw: st.DrawFn) -> tuple[KVLayout, int, list[int], list[int], int, int]:
-    layer = st.builds(LayerKV, st.integers(1, 3), st.integers(1, 9), st.sampled_from(sorted(DTYPES)))
+    sizes, dtypes = st.integers(1, 9), st.sampled_from(sorted(DTYPES))
+    layer = st.builds(LayerKV, st.integers(1, 3), sizes, dtypes, value_dim=sizes)
     layout = KVLayout(draw(st.integers(1, 7)), tuple(draw(st.lists(layer, min_size=1, max_size=3))))
     num_blocks = draw(st.integers(1, 9))
     table = st.permutations(range(num_blocks))
