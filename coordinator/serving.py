@@ -14,7 +14,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from baton.core.errors import StartupError
-from baton.core.model_config import parse_config_json, parse_model_config
+from baton.core.model_config import parse_config, parse_config_json
 from baton.core.names import host_port
 from baton.runtime.batches_access import access_key
 from baton.runtime.cluster_token import FLAG as TOKEN_FLAG
@@ -224,7 +224,7 @@ def read_own_model(model_dir: Path) -> OwnModel:
         data = path.read_bytes()
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror or error}") from None
-    return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), parse_model_config(parse_config_json(data)))
+    return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), parse_config(parse_config_json(data)))
 
 
 def _origins(text: str) -> tuple[str, ...]:

@@ -18,14 +18,13 @@ from rich.table import Table
 
 from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
-from baton.core.kv_layout import DTYPE_BYTES
-from baton.core.model_config import DType, ModelConfig
-from baton.core.reshard import local_layout, reshard
+from baton.core.kv_layout import KVLayout
+from baton.core.model_config import AnyConfig, DType
+from baton.core.reshard import local_layout, reshard_layout
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype
-from baton.engine.memory import default_budget, draft_share
+from baton.engine.memory import default_budget, draft_share, unread_sizes
 from baton.engine.quantize import check_quantize
-from baton.engine.weights import parameter_bytes
 from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
@@ -113,12 +112,12 @@ def _memory(plan: Plan) -> Table | str:
     """Returns the table, or the reason why there is none."""
     try:
         model_dir = resolve_model(plan.model)
-        config = read_model_config(model_dir)
+        configs = [read_model_config(model_dir, part.worker.config.model_impl) for part in plan.parts]
     except StartupError as error:
         return f"unknown: {error.message}"
     head = ("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB", "draft MiB")
     table = make_table(head)
-    for part in plan.parts:
+    for part, config in zip(plan.parts, configs, strict=True):
         found = rank_memory(plan, part, config, model_dir)
         draft = "?" if found.draft_bytes is None else _mib(found.draft_bytes)
         if found.draft_bytes and not found.kv_blocks:
@@ -156,7 +155,7 @@ class RankMemory:
     draft_bytes: int | None
 
 
-def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) -> RankMemory:
+def rank_memory(plan: Plan, part: Part, config: AnyConfig, model_dir: Path) -> RankMemory:
     """Returns the memory that the first rank of a part of a checked plan will use.
 
     Raises:
@@ -167,7 +166,9 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) ->
     device = torch.device("cuda", 0) if options.device == "cuda" else choose_device(options.device)
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
-    layout = config.kv_layout(options.block_size, dtype)
+    layout, parameters = unread_sizes(
+        model_dir, config, options.block_size, dtype, size, rank, quantize=options.quantize
+    )
     mine = local_layout(layout, size, rank)
     longest = config.longest(options.max_model_len)
     if options.kv_memory_gib:
@@ -179,14 +180,14 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) ->
     blocks = budget // mine.bytes_per_block
     if budget and blocks < mine.blocks_for(options.max_model_len or 1):
         raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB per rank is too small for one sequence")
-    edges = _edges(plan, part, config, rank)
+    edges = _edges(plan, part, layout, rank)
     kind = choose_edges(options.edge_kind, device.type)
     channel_bytes = MAX_CTAS * CHANNEL_BYTES if kind == "nccl" else 0
     staging = round(options.staging_mib * (1 << 20))
     with naming(part.name):
         check_staging(staging, layout)
     return RankMemory(
-        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], options.quantize),
+        parameters,
         (blocks + 1) * mine.bytes_per_block if budget else 0,
         blocks,
         edges,
@@ -204,22 +205,22 @@ def _draft_bytes(part: Part, model_dir: Path, longest: int, blocks: int, dtype: 
     options = part.worker.config
     try:
         found = resolve_draft(options.draft, model_dir)
-        draft = None if found is None else read_model_config(found)
+        if found is None:
+            return 0
+        draft = read_model_config(found)
     except StartupError:
         return None
-    if draft is None:
-        return 0
     usable = min(longest, blocks * options.block_size) if blocks else longest
-    share = draft_share(draft, usable, options.block_size, dtype, options.max_running)
+    share = draft_share(found, draft, usable, options.block_size, dtype, options.max_running)
     return share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
 
 
-def _edges(plan: Plan, part: Part, config: ModelConfig, rank: int) -> int:
+def _edges(plan: Plan, part: Part, layout: KVLayout, rank: int) -> int:
     """Returns the number of edges of a rank to the workers of the other role, if all of them exchange KV."""
-    heads, count = [config.num_kv_heads] * config.num_layers, 0
+    count = 0
     for other in plan.topology.workers:
         if other.role != part.role:
             sizes = {worker.role: worker.tensor_parallel for worker in (part.worker, other)}
-            edges = reshard(heads, sizes["prefill"], sizes["decode"])
+            edges = reshard_layout(layout, sizes["prefill"], sizes["decode"])
             count += sum(getattr(edge, f"{part.role}_rank") == rank for edge in edges)
     return count

@@ -17,7 +17,7 @@ from baton.core.compatibility import PROTOCOL_VERSION, Compatibility, difference
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
-from baton.core.model_config import DType, ModelConfig, parse_config_json, parse_model_config
+from baton.core.model_config import AnyConfig, DType, GeneralConfig, ModelConfig, parse_config, parse_config_json
 from baton.core.reshard import even_share, local_heads
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import CoordinatorConfig, WorkerConfig, resolve
@@ -36,10 +36,14 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     if config is not None:
         for worker, options in resolved:
             with naming(worker.name):
+                config.longest(options.max_model_len)
+                if not isinstance(config, ModelConfig) or options.model_impl == "transformers":
+                    if worker.tensor_parallel > 1:
+                        raise StartupError(f"tensor_parallel {worker.tensor_parallel}: transformers computes on 1 rank")
+                    continue
                 even_share(config.num_heads, worker.tensor_parallel, "num_attention_heads")
                 local_heads(config.num_kv_heads, worker.tensor_parallel, 0)
                 even_share(config.intermediate_size, worker.tensor_parallel, "intermediate_size")
-                config.longest(options.max_model_len)
     # A value that is unknown for a worker is assumed to equal that of the first worker for which it is known.
     dtype = next((known for _, options in resolved if (known := _dtype(options))), "float32")
     if config is not None:
@@ -56,7 +60,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
             exact=options.exact,
             dtype=_dtype(options) or dtype,
             quantize=options.quantize,
-            model_impl="baton",
+            model_impl="transformers" if _by_transformers(config, options) else "baton",
             edge_kind=_edge_kind(options) or edge_kind,
             config_digest="",
             model_digest="",
@@ -75,7 +79,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
         earlier.append((worker, facts))
 
 
-def _check_decode(plan: Plan, config: ModelConfig | None, environment: Mapping[str, str]) -> None:
+def _check_decode(plan: Plan, config: AnyConfig | None, environment: Mapping[str, str]) -> None:
     """Raises StartupError if there is no decode worker and the model is to generate, as far as that is known here."""
     if any(worker.role == "decode" for worker in plan.topology.workers):
         return
@@ -176,18 +180,26 @@ def _dtype(options: WorkerConfig) -> str:
     return options.dtype
 
 
-def _layout(config: ModelConfig | None, block_size: int, dtype: str) -> KVLayout:
-    return config.kv_layout(block_size, cast(DType, dtype)) if config is not None else KVLayout(block_size, ())
+def _layout(config: AnyConfig | None, block_size: int, dtype: str) -> KVLayout:
+    return (
+        config.kv_layout(block_size, cast(DType, dtype))
+        if isinstance(config, ModelConfig)
+        else KVLayout(block_size, ())
+    )
+
+
+def _by_transformers(config: AnyConfig | None, options: WorkerConfig) -> bool:
+    return isinstance(config, GeneralConfig) or options.model_impl == "transformers"
 
 
 def _one_host(edge_kind: str) -> bool:
     return bool(edge_kind) and EDGE_KINDS[edge_kind].one_host
 
 
-def _model_config(model: str) -> ModelConfig | None:
+def _model_config(model: str) -> AnyConfig | None:
     """Returns the model's config; None if it cannot be read here: a worker that loads it will report why."""
     try:
         directory: Path = resolve_model(model)
-        return parse_model_config(parse_config_json((directory / "config.json").read_bytes()))
+        return parse_config(parse_config_json((directory / "config.json").read_bytes()))
     except (StartupError, OSError):
         return None

@@ -10,9 +10,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """One storage of KV, of the layer that writes it: other layers may read it, too. `kind` "attention" keeps, per token,
-    K of `num_kv_heads` x `head_dim` and V of `num_kv_heads` x `value_dim` (0: `head_dim`); `window` is the number of
-    latest positions that a query attends to (0: all). With MLA, K is the latent and V the rotated part of the key."""
+    """One storage of KV, of the layer that writes it: other layers may read it, too. `kind` "attention" keeps, for each
+    token, K of `num_kv_heads` x `head_dim` and V of `num_kv_heads` x `value_dim` (0: `head_dim`). `window` is the
+    number of latest positions that a query attends to, 0: all. In MLA K is the latent, V the rotated part of a key."""
 
     num_kv_heads: int
     head_dim: int

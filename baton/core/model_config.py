@@ -22,6 +22,11 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 _HEADS = "ForCausalLM", "ForSequenceClassification", "Model"
 """The ends of an architecture's name: with an LM head, with a classification head, without a head."""
+_GENERATES = "ForCausalLM", "LMHead"  # in the name of an architecture that transformers computes
+# The names of the longest context and of the width in the config.json of different models.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+_NO_LIMIT = 1 << 17  # the longest context of a model whose config.json has none of these
 _BY_MODEL_TYPE: dict[str, Architecture] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -69,14 +74,9 @@ class ModelConfig:
     num_labels: int = 0
     quantization: QuantizationConfig | None = None
 
-    def longest(self, wanted: int | None) -> int:
-        """Returns the most tokens of a prompt and its output together: `wanted`, or the model's own limit (for 0 and
-        None). Raises StartupError if `wanted` is above that limit or below 2, one token of each."""
-        own = self.max_position_embeddings
-        if wanted and not 2 <= wanted <= own:
-            what = f"the model's max_position_embeddings, not {wanted}"
-            raise StartupError(f"max-model-len must be from 2 to {own}, {what}")
-        return wanted or own
+    def longest(self, max_model_len: int | None) -> int:
+        """As `longest_of`."""
+        return longest_of(self.max_position_embeddings, max_model_len)
 
     def kv_layout(self, block_size: int, dtype: DType) -> KVLayout:
         """Returns the KV cache layout of this model: one attention entry per layer, all KV heads."""
@@ -84,6 +84,36 @@ class ModelConfig:
             block_size,
             tuple(LayerKV(self.num_kv_heads, self.head_dim, dtype, window=window) for window in self.windows),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GeneralConfig:
+    """What Baton itself needs of a decoder that transformers implements; transformers reads the other fields."""
+
+    vocab_size: int
+    hidden_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    has_lm_head: bool = True
+    num_labels: int = 0
+    quantization: None = None
+
+    def longest(self, max_model_len: int | None) -> int:
+        """As `longest_of`."""
+        return longest_of(self.max_position_embeddings, max_model_len)
+
+
+AnyConfig = ModelConfig | GeneralConfig
+
+
+def longest_of(own: int, max_model_len: int | None) -> int:
+    """Returns the most tokens of a prompt and its output together: `max_model_len`, or the model's own limit (for 0 and
+    None). Raises StartupError if `max_model_len` is above that limit or below 2, one token of each."""
+    if max_model_len and not 2 <= max_model_len <= own:
+        raise StartupError(
+            f"max-model-len must be from 2 to {own}, the model's max_position_embeddings, not {max_model_len}"
+        )
+    return max_model_len or own
 
 
 def parse_config_json(text: str | bytes) -> dict[str, Any]:
@@ -97,15 +127,69 @@ def parse_config_json(text: str | bytes) -> dict[str, Any]:
     return config
 
 
-def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Parses a `config.json`; raises StartupError with one line that names the invalid field."""
+def parse_config(config: Mapping[str, Any], model_impl: str = "auto") -> AnyConfig:
+    """Parses a `config.json` for the path that `--model-impl` selects: ModelConfig for Baton's own, GeneralConfig for
+    transformers'. "auto" is Baton's own where it supports the model. Raises as `parse_model_config` does."""
+    if model_impl == "baton" or (model_impl == "auto" and why_not_own(config) is None):
+        return parse_model_config(config)
+    _check_plain(config)
+    if config.get("quantization_config") is not None:
+        raise StartupError("config.json: quantization_config is only supported for Baton's own architectures")
+    _architecture(config)  # refuses names that are none
+    for name in (config.get("architectures") or ())[:1]:
+        if not any(head in name for head in _GENERATES):
+            raise StartupError(f"config.json: architectures {name!r:.60} does not generate text, or is multimodal")
+    for field in ("text_config", "vision_config", "audio_config"):
+        if config.get(field) is not None:
+            raise StartupError(
+                f"config.json: {field}: a multimodal model is not supported, only its text decoder's own"
+            )
+    vocab_size = _int(config, "vocab_size", high=1 << 22)
+    positions, width = (
+        next((field for field in fields if config.get(field) is not None), fields[0])
+        for fields in (_POSITIONS, _WIDTHS)
+    )
+    _dtype(config)
+    return GeneralConfig(
+        vocab_size=vocab_size,
+        hidden_size=_int(config, width, high=1 << 17),
+        max_position_embeddings=_int(config, positions, high=1 << 27, default=_NO_LIMIT),
+        eos_token_ids=_eos(config, vocab_size),
+    )
+
+
+def why_not_own(config: Mapping[str, Any]) -> str | None:
+    """Returns which field of a `config.json` Baton's own path does not support; None if it supports the model. Raises
+    StartupError for a field that is invalid on any path."""
+    if _architecture(config) is None:
+        name = (config.get("architectures") or [config.get("model_type")])[0]
+        return f"config.json: architectures {name!r:.60} is not supported (only {', '.join(_BY_MODEL_TYPE.values())})"
+    rope = _rope(config)
+    if config.get("hidden_act", "silu") != "silu":
+        return f"config.json: hidden_act must be silu, not {config['hidden_act']!r:.60}"
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        return f"config.json: rope_type {kind!r:.60} is not supported (only default, llama3)"
+    if _number(rope, "partial_rotary_factor", low=0.0, default=1.0) != 1.0:
+        return "config.json: partial_rotary_factor must be 1"
+    return None
+
+
+def _check_plain(config: Mapping[str, Any]) -> None:
+    """Raises StartupError for what neither path serves."""
     if "auto_map" in config:
         raise StartupError("config.json: auto_map requires code from the model directory, which Baton never runs")
-    architecture, head = _architecture(config)
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         raise StartupError("config.json: bidirectional attention (is_causal false) is not supported")
-    if config.get("hidden_act", "silu") != "silu":
-        raise StartupError(f"config.json: hidden_act must be silu, not {config['hidden_act']!r:.60}")
+
+
+def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Parses a `config.json` for Baton's own path; raises StartupError with one line that names the invalid field."""
+    _check_plain(config)
+    own, reason = _architecture(config), why_not_own(config)
+    if own is None or reason is not None:
+        raise StartupError(reason or "config.json: architectures is not supported")
+    architecture, head = own
     num_layers = _int(config, "num_hidden_layers", high=1_000)
     hidden_size = _int(config, "hidden_size", high=1 << 17)
     vocab_size = _int(config, "vocab_size", high=1 << 22)
@@ -153,8 +237,9 @@ def _num_labels(config: Mapping[str, Any]) -> int:
     return _int(config, "num_labels", high=1 << 16, default=default)
 
 
-def _architecture(config: Mapping[str, Any]) -> tuple[Architecture, str]:
-    """Returns the architecture under the name of its form with an LM head, and the head that the model has."""
+def _architecture(config: Mapping[str, Any]) -> tuple[Architecture, str] | None:
+    """Returns which of those of Baton's own path it is, under the name of its form with an LM head, and the head that
+    the model has; None if it is another."""
     listed = config.get("architectures") or []
     model_type = config.get("model_type")
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
@@ -168,8 +253,7 @@ def _architecture(config: Mapping[str, Any]) -> tuple[Architecture, str]:
             if known is not None and known != architecture:
                 raise StartupError(f"config.json: architectures is {name} but model_type is {model_type}")
             return architecture, head
-    supported = ", ".join(_BY_MODEL_TYPE.values())
-    raise StartupError(f"config.json: architectures {name or model_type!r:.60} is not supported (only {supported})")
+    return None
 
 
 def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -191,11 +275,6 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         if not isinstance(rope, dict):
             raise StartupError(f"config.json: {field} must be an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            raise StartupError(f"config.json: {field}.rope_type {kind!r:.60} is not supported (only default, llama3)")
-        if _number(rope, "partial_rotary_factor", low=0.0, default=1.0) != 1.0:
-            raise StartupError(f"config.json: {field}.partial_rotary_factor must be 1")
         return rope
     return {}
 

@@ -5,7 +5,8 @@ Short rows (decode, verification) of one length are computed together, their con
 Positions that hold no KV of the sequence are set to zero in that copy, so that the content of an unused slot (even NaN)
 cannot leak into a result.
 
-Shapes: T tokens, R rows of n tokens, L context positions, H query heads, K KV heads, G = H / K, D head size.
+Shapes: T tokens, R rows of n tokens, L context positions, H query heads, K KV heads, G = H / K, D head size, E that of
+the values.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
 from baton.engine.batch import Span
 
 _SHORT_ROW = 8
 _PADDING_BLOCKS = 8  # contexts share a group if the longest is at most twice the shortest, or this many blocks longer
+_TILE = 256  # queries of a long row whose scores are in memory at once, where torch's fused attention does not do
 
 
 class Attention(Protocol):
@@ -36,11 +37,48 @@ class Attention(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """What happens to the scores of a layer before their softmax: they are multiplied by `scale` (None: D ** -0.5),
+    bounded to `softcap` * tanh(scores / `softcap`) (Gemma 2), and beside them stands one score of each head for no
+    position at all, `sinks` [H] (gpt-oss)."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+PLAIN_SCORES = Scores()
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The positions that a query attends to: its latest `window` (0: all), or those of its own `chunk` (0: all)."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def first_position(self, query: int) -> int:
+        """The first one that the query at this position attends to."""
+        if self.chunk:
+            return query // self.chunk * self.chunk
+        return max(0, query - self.window + 1) if self.window else 0
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether the queries at these positions attend to keys at those; both are broadcast."""
+        seen = keys <= queries
+        if self.window:
+            seen &= keys > queries - self.window
+        if self.chunk:
+            seen &= keys // self.chunk == queries // self.chunk
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
     """R rows of n tokens each, computed in one call.
 
     `queries` are their packed indexes [R * n]; `blocks` [R * L / block_size] their tables, padded with the zero block;
-    `unwritten` indexes of the gathered [R * L] positions to clear, or None; `mask` is added to the scores.
+    `unwritten` indexes of the gathered [R * L] positions to clear, or None; `mask` [R, n, L] is added to the scores.
     """
 
     queries: Tensor
@@ -53,52 +91,66 @@ class Group:
 
 
 class FastAttention:
-    """`zero_block` is the id of the block of zeros that pads block tables."""
+    """For layers of any number of heads. `zero_block` is the id of the block of zeros that pads block tables."""
 
-    def __init__(
-        self, config: ModelConfig, block_size: int, zero_block: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._head_dim = config.head_dim
+    def __init__(self, block_size: int, zero_block: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._zero_block = block_size, zero_block
-        self._groups_per_kv_head = config.num_heads // config.num_kv_heads
         self._dtype, self._device = dtype, device
 
-    def prepare(self, spans: Sequence[Span], window: int) -> list[Group]:
-        return [self._group(members, window) for members in self._divide(spans, window)]
+    def prepare(self, spans: Sequence[Span], window: int, chunk: int = 0) -> list[Group]:
+        """With `chunk` a query attends only to positions p of its own chunk, those of equal p // chunk (Llama 4)."""
+        reach = Reach(window, chunk)
+        return [self._group(members, reach) for members in self._divide(spans, reach)]
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: list[Group]) -> Tensor:
-        output = torch.zeros_like(queries)
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, prepared: list[Group], scores: Scores = PLAIN_SCORES
+    ) -> Tensor:
+        """queries [T, H, D], keys [blocks + 1, block_size, K, D], values likewise [..., K, E] -> [T, H * E]."""
+        output = queries.new_zeros((*queries.shape[:2], values.shape[3]))
         for group in prepared:
             q = queries.index_select(0, group.queries)
             k, v = self._gather(keys, group), self._gather(values, group)
-            output.index_copy_(0, group.queries, self._attend_group(q, k, v, group))
+            output.index_copy_(0, group.queries, self._attend_group(q, k, v, group, scores))
         return output.flatten(1)
 
-    def _divide(self, spans: Sequence[Span], window: int) -> list[list[Span]]:
+    def attend_latents(
+        self, queries: Tensor, latents: Tensor, turned: Tensor, prepared: list[Group], scores: Scores
+    ) -> Tensor:
+        """Multi-head latent attention, absorbed: queries [T, H, E + D], in the space of the `latents` [blocks + 1,
+        block_size, 1, E] and of the rotated keys `turned` [blocks + 1, block_size, 1, D] -> latents [T, H, E]."""
+        output = queries.new_zeros((*queries.shape[:2], latents.shape[3]))
+        for group in prepared:
+            q = queries.index_select(0, group.queries)
+            v = self._gather(latents, group)
+            k = torch.cat((v, self._gather(turned, group)), dim=-1)
+            output.index_copy_(0, group.queries, self._attend_group(q, k, v, group, scores))
+        return output
+
+    def _divide(self, spans: Sequence[Span], reach: Reach) -> list[list[Span]]:
         groups: list[list[Span]] = []
-        for span in sorted(spans, key=lambda s: (s.length, self._context_blocks(s, window), s.first)):
+        for span in sorted(spans, key=lambda s: (s.length, self._context_blocks(s, reach), s.first)):
             if groups and span.length <= _SHORT_ROW and span.length == groups[-1][0].length:
-                shortest = self._context_blocks(groups[-1][0], window)
-                if self._context_blocks(span, window) <= max(2 * shortest, shortest + _PADDING_BLOCKS):
+                shortest = self._context_blocks(groups[-1][0], reach)
+                if self._context_blocks(span, reach) <= max(2 * shortest, shortest + _PADDING_BLOCKS):
                     groups[-1].append(span)
                     continue
             groups.append([span])
         return groups
 
-    def _first_block(self, span: Span, window: int) -> int:
+    def _first_block(self, span: Span, reach: Reach) -> int:
         """The first block that the row's first query can see."""
-        return max(0, span.start - window + 1) // self._block_size if window else 0
+        return reach.first_position(span.start) // self._block_size
 
-    def _context_blocks(self, span: Span, window: int) -> int:
-        return -(-span.end // self._block_size) - self._first_block(span, window)
+    def _context_blocks(self, span: Span, reach: Reach) -> int:
+        return -(-span.end // self._block_size) - self._first_block(span, reach)
 
-    def _group(self, spans: list[Span], window: int) -> Group:
+    def _group(self, spans: list[Span], reach: Reach) -> Group:
         size, length, device = self._block_size, spans[0].length, self._device
-        width = max(self._context_blocks(span, window) for span in spans)
+        width = max(self._context_blocks(span, reach) for span in spans)
         blocks: list[int] = []
         firsts: list[int] = []
         for span in spans:
-            first = self._first_block(span, window)
+            first = self._first_block(span, reach)
             own = span.block_ids[first : -(-span.end // size)]
             blocks += [*own, *[self._zero_block] * (width - len(own))]
             firsts.append(first * size)
@@ -113,7 +165,7 @@ class FastAttention:
             context=context,
             blocks=torch.tensor(blocks).to(device),
             unwritten=None if one else self._unwritten(spans, positions),
-            mask=self._mask(starts, positions, window),
+            mask=self._mask(starts, positions, reach),
         )
 
     def _unwritten(self, spans: list[Span], positions: Tensor) -> Tensor:
@@ -121,38 +173,59 @@ class FastAttention:
         partial = torch.tensor([-(-span.end // self._block_size) * self._block_size for span in spans])[:, None]
         return ((positions >= ends) & (positions < partial)).flatten().nonzero().flatten().to(self._device)
 
-    def _mask(self, queries: Tensor, positions: Tensor, window: int) -> Tensor | None:
+    def _mask(self, queries: Tensor, positions: Tensor, reach: Reach) -> Tensor | None:
         """The mask to add to the scores of queries at positions [R, n] against keys at positions [R, L]: -inf where a
         query must not attend. None if every query attends to every key."""
-        seen = positions[:, None, :] <= queries[:, :, None]
-        if window:
-            seen &= positions[:, None, :] > queries[:, :, None] - window
+        seen = reach.visible(queries[:, :, None], positions[:, None, :])
         if bool(seen.all()):
             return None
-        mask = torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, -torch.inf)
-        if queries.shape[1] <= _SHORT_ROW:
-            mask = mask.repeat(1, self._groups_per_kv_head, 1)
-        return mask.unsqueeze(1).to(self._device)
+        return torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, -torch.inf).to(self._device)
 
     def _gather(self, cache: Tensor, group: Group) -> Tensor:
         """The contexts of a group in one tensor: [R, K, L, D]."""
-        kv_heads = cache.shape[2]
-        gathered = cache.index_select(0, group.blocks).view(-1, kv_heads, self._head_dim)
+        heads = cache.shape[2:]
+        gathered = cache.index_select(0, group.blocks).view(-1, *heads)
         if group.unwritten is None:
             gathered = gathered[: group.context]
         else:
             gathered.index_fill_(0, group.unwritten, 0.0)
-        return gathered.view(group.rows, group.context, kv_heads, self._head_dim).transpose(1, 2)
+        return gathered.view(group.rows, group.context, *heads).transpose(1, 2)
 
-    def _attend_group(self, q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-        heads = q.shape[1]
-        if group.length > _SHORT_ROW:
+    def _attend_group(self, q: Tensor, k: Tensor, v: Tensor, group: Group, scores: Scores) -> Tensor:
+        heads, size = q.shape[1:]
+        fused = scores.softcap is None and scores.sinks is None
+        if group.length > _SHORT_ROW and fused:
             q = q.unsqueeze(0).transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, enable_gqa=True)
+            mask = None if group.mask is None else group.mask.unsqueeze(1)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=scores.scale)
             return out[0].transpose(0, 1)
         # The query heads that share a KV head become rows of one small matrix: each key is read once, not G times.
-        per_kv = (group.rows, group.length, k.shape[1], heads // k.shape[1], self._head_dim)
-        q = q.view(per_kv).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)
-        out = out.view(group.rows, per_kv[2], per_kv[3], group.length, self._head_dim)
-        return out.permute(0, 3, 1, 2, 4).reshape(-1, heads, self._head_dim)
+        shared = heads // k.shape[1]
+        q = q.view(group.rows, group.length, k.shape[1], shared, size).permute(0, 2, 3, 1, 4)
+        if fused:
+            mask = group.mask
+            if mask is not None:
+                mask = (mask if group.length == 1 else mask.repeat(1, shared, 1)).unsqueeze(1)
+            out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask, scale=scores.scale)
+            out = out.view(*q.shape[:4], -1)
+        else:
+            tiles = range(0, group.length, _TILE)
+            out = torch.cat([_attend_tile(q, k, v, group.mask, scores, slice(at, at + _TILE)) for at in tiles], dim=3)
+        return out.permute(0, 3, 1, 2, 4).reshape(-1, heads, v.shape[3])
+
+
+def _attend_tile(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, some: slice) -> Tensor:
+    """Attention of `some` of the n queries, with the scores in memory: q [R, K, G, n, D], k [R, K, L, D] and
+    v [R, K, L, E] -> [R, K, G, some, E]."""
+    q = q[:, :, :, some]
+    scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    products = torch.matmul(q.flatten(2, 3), k.transpose(2, 3)).view(*q.shape[:4], -1).float() * scale
+    if scores.softcap is not None:
+        products = torch.tanh(products / scores.softcap) * scores.softcap
+    if mask is not None:
+        products = products + mask[:, None, None, some]
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(1, q.shape[1], q.shape[2], 1, 1).expand(*products.shape[:4], 1)
+        products = torch.cat((products, sinks), dim=-1)
+    weights = products.softmax(-1)[..., : k.shape[2]].to(v.dtype)
+    return torch.matmul(weights.flatten(2, 3), v).view(*q.shape[:4], -1)

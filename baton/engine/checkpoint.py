@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.core.model_config import ModelConfig, parse_config_json, parse_model_config
+from baton.core.model_config import AnyConfig, parse_config, parse_config_json
 from baton.engine.blocks import Blocks
 from baton.engine.gguf_files import GGUFFiles, read_index
 from baton.engine.quantized_files import QuantizedFiles
@@ -84,11 +84,11 @@ class Checkpoint:
         return name.endswith(".bias") and weight is not None and weight.dtype is None and not self.read(name).any()
 
 
-def read_model_config(model_dir: Path) -> ModelConfig:
-    """Reads and checks `config.json` of a checkpoint directory."""
+def read_model_config(model_dir: Path, model_impl: str = "auto") -> AnyConfig:
+    """Reads and checks `config.json` of a checkpoint directory, for the path that `--model-impl` selects."""
     if not model_dir.is_dir():
         raise StartupError(f"{model_dir}: no such model directory")
-    return parse_model_config(parse_config_json(read_small(model_dir / "config.json")))
+    return parse_config(parse_config_json(read_small(model_dir / "config.json")), model_impl)
 
 
 def weight_files(model_dir: Path) -> list[Path]:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.core.model_config import ModelConfig
+from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
 from baton.engine.batch import Batch, Limits
 from baton.engine.block_tables import LINES
 from baton.engine.draft_tokens_device import DeviceDraftTokens
-from baton.engine.kernels.native import Kernels
+from baton.engine.kernels.native import Kernels, choose_kernels
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary, plain
 from baton.engine.model import Model, shard_config
@@ -50,9 +51,12 @@ def build_model(
 
 
 def how_to_compute(
-    model: Model | NativeModel, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, options: EngineOptions
+    model: Any, kv: KVPool, config: AnyConfig, group: TPGroup, longest: int, options: EngineOptions
 ) -> Computing:
-    """Returns the `Computing` of a model that `build_model` built with the same arguments."""
+    """Returns the `Computing` of a model: one that `build_model` built with the same arguments, or a
+    TransformersModel."""
+    if isinstance(config, GeneralConfig):
+        return _of_transformers(model, kv, options)
     if isinstance(model, NativeModel):
         compute, mask = partial(model.forward, kv), masker(model.kernels)
         pooled, choose = partial(model.forward_pooled, kv), chooser(model.kernels, options.threads)
@@ -73,12 +77,28 @@ def how_to_compute(
     if options.exact:
         attention = ExactAttention(local, size, kv.zero_block, kv.device)
     else:
-        attention = FastAttention(local, size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
+        attention = FastAttention(size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
     # Compiled kernels record no autograd graph: no_grad would only cost their steps time.
     compute = torch.no_grad()(partial(model.forward, kv=kv, attention=attention))
     pooled = torch.no_grad()(partial(model.forward_pooled, kv=kv, attention=attention))
     # In exact mode torch never computes a single row: its kernels may treat a product of one row differently.
     return Computing(compute, min_tokens=2 if options.exact else 1, compute_pooled=pooled)
+
+
+def _of_transformers(model: Any, kv: KVPool, options: EngineOptions) -> Computing:
+    """Uses torch's attention on every device, and the compiled kernels, or Triton's, to sample."""
+    attention = FastAttention(kv.layout.block_size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
+    compute = torch.no_grad()(partial(model.forward, kv=kv, attention=attention))
+    pooled = torch.no_grad()(partial(model.forward_pooled, kv=kv, attention=attention))
+    if kv.device.type == "cuda":
+        from baton.engine.kernels.masks import mask_rows
+        from baton.engine.kernels.sampling import decide
+
+        return Computing(compute, decide=decide, mask=mask_rows, compute_pooled=pooled)
+    kernels, _ = choose_kernels(options.kernels, kv.device)
+    if kernels is None:
+        return Computing(compute, compute_pooled=pooled)
+    return Computing(compute, chooser(kernels, options.threads), mask=masker(kernels), compute_pooled=pooled)
 
 
 def _on_cuda(

@@ -31,7 +31,8 @@ _POPULATE_WRITE = 23
 
 
 class KVPool:
-    """K and V of every layer, in blocks: `layers[i]` is (K, V): [num_blocks, block_size, kv_heads, head_dim], or value_dim.
+    """K and V of every layer, in blocks: `layers[i]` is (K, V), [num_blocks, block_size, kv_heads, head_dim] and
+    [..., value_dim].
 
     Blocks 0..num_blocks-1 belong to the scheduler. One more block, initially zeros, follows them in the same storage;
     padded block tables point to it (`zero_block`), and `storage[i]` includes it. Other memory is not initialised (the

@@ -21,6 +21,8 @@ import torch
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
+from baton.core.kv_layout import KVLayout
+from baton.core.model_config import DType, GeneralConfig, ModelConfig
 from baton.core.ranks import Ranks
 from baton.core.request import POOLINGS, Pooling, SamplingParams, SequenceId, TokenBias
 from baton.core.reshard import local_layout
@@ -29,7 +31,7 @@ from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.computing import build_model, how_to_compute
 from baton.engine.device import check_triton, choose_device, choose_dtype
 from baton.engine.grammars import Grammars
-from baton.engine.kernels.native import choose_kernels
+from baton.engine.kernels.native import Kernels, choose_kernels
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory import kv_budget, peak_bytes, plan_blocks
 from baton.engine.options import EngineOptions
@@ -37,7 +39,9 @@ from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import RankOptions, check_ranks
 from baton.engine.runner import Computing, Runner
+from baton.engine.selfcheck import check_against_reference
 from baton.engine.selftest import check_exact, prove_row_invariance
+from baton.engine.transformers_path import check_options, transformers_model
 from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
@@ -66,23 +70,19 @@ def load_runner(
     if is_gpu(device):
         check_triton()
     with _stage("check", on_stage), torch.no_grad():
-        config = read_model_config(options.model_dir)
-        share = TPGroup(ranks.rank, ranks.size)  # only divides the model; `connect` below returns the connected group
-        checkpoint = Checkpoint(options.model_dir) if tensors is None else tensors
-        weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, quantized=options.quantize)
+        config = read_model_config(options.model_dir, options.model_impl)
         longest = config.longest(options.max_model_len)
-    kernels, kernels_name = choose_kernels(options.kernels, device)
-    if options.quantize == "int8" and kernels is None:
-        raise StartupError(f"quantize int8 needs compiled kernels, not {kernels_name}: set quantize to none")
-    blocks = kernels is not None and kernels.computes_blocks and dtype == "bfloat16"
-    if options.quantize == "int4" and not blocks:
-        raise StartupError(
-            f"quantize int4 needs dtype bfloat16 and kernels avx512_bf16 or amx, not {dtype} and {kernels_name}: set"
-            " quantize to int8 or none"
-        )
-    weights.in_blocks = blocks and options.quantize != "int8"
-    if options.exact and not is_gpu(device):
-        check_exact(options.block_size, dtype, kernels, kernels_name)
+        kernels, kernels_name = choose_kernels(options.kernels, device)
+        if isinstance(config, GeneralConfig):
+            check_options(options, ranks)
+            module = transformers_model()
+            # With its weights: its layout is known only then.
+            weights = model = module.load(options.model_dir, longest, dtype, device, config.vocab_size)
+            layout = KVLayout(options.block_size, model.recorded.storages)
+            kernels_name = f"transformers {module.VERSION}, sampling {kernels_name}"
+        else:
+            weights = _open_weights(options, config, ranks, device, dtype, tensors, kernels, kernels_name)
+            layout = config.kv_layout(options.block_size, dtype)
     level = "torch" if kernels is None else kernels.level
     facts = Compatibility(
         protocol_version=PROTOCOL_VERSION,
@@ -90,20 +90,22 @@ def load_runner(
         exact=options.exact,
         dtype=dtype,
         quantize=options.quantize,
-        model_impl="baton",
+        model_impl="transformers" if isinstance(config, GeneralConfig) else "baton",
         edge_kind=choose_edges(options.edge_kind, device.type),
         config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
         model_digest=model_digest(options.model_dir) if tensors is None else "",
         vocab_size=config.vocab_size,
         max_model_len=longest,
-        layout=config.kv_layout(options.block_size, dtype),
+        layout=layout,
     )
     with _stage("connect", on_stage if ranks.size > 1 else None):
         check_ranks(store, ranks, RankOptions.of(options, facts, device.type, level), LOAD_TIMEOUT_S)
         group = connect(store, ranks, device, options.host)
-    with _stage("load", on_stage), torch.no_grad():
-        model = build_model(config, weights, group, kernels, longest, options)
-        classifier = weights.classifier() if config.num_labels and group.leads else None
+    classifier = None
+    if not isinstance(config, GeneralConfig):
+        with _stage("load", on_stage), torch.no_grad():
+            model = build_model(config, weights, group, kernels, longest, options)
+            classifier = weights.classifier() if config.num_labels and group.leads else None
     max_samples = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
     local = local_layout(facts.layout, ranks.size, ranks.rank)
 
@@ -146,8 +148,39 @@ def load_runner(
         with _stage("self-test", on_stage):
             limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)
             prove_row_invariance(runner.step_logits, kv, *limits)
+    if isinstance(config, GeneralConfig):
+        with _stage("self-check", on_stage), torch.no_grad():
+            check_against_reference(runner, model.reference)
     group.barrier("end of loading")
     return runner
+
+
+def _open_weights(
+    options: EngineOptions,
+    config: ModelConfig,
+    ranks: Ranks,
+    device: torch.device,
+    dtype: DType,
+    tensors: Checkpoint | None,
+    kernels: Kernels | None,
+    kernels_name: str,
+) -> WeightReader:
+    """Returns the verified weights of one rank, of which none is read yet. Raises StartupError."""
+    share = TPGroup(ranks.rank, ranks.size)  # only divides the model; `connect` returns the connected group
+    checkpoint = Checkpoint(options.model_dir) if tensors is None else tensors
+    weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, quantized=options.quantize)
+    if options.quantize == "int8" and kernels is None:
+        raise StartupError(f"quantize int8 needs compiled kernels, not {kernels_name}: set quantize to none")
+    blocks = kernels is not None and kernels.computes_blocks and dtype == "bfloat16"
+    if options.quantize == "int4" and not blocks:
+        raise StartupError(
+            f"quantize int4 needs dtype bfloat16 and kernels avx512_bf16 or amx, not {dtype} and {kernels_name}: set"
+            " quantize to int8 or none"
+        )
+    weights.in_blocks = blocks and options.quantize != "int8"
+    if options.exact and not is_gpu(device):
+        check_exact(options.block_size, dtype, kernels, kernels_name)
+    return weights
 
 
 @contextmanager

@@ -10,15 +10,17 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES, KVLayout
-from baton.core.model_config import DType, ModelConfig
+from baton.core.model_config import AnyConfig, DType, GeneralConfig
 from baton.core.ranks import Ranks
 from baton.engine.checkpoint import read_model_config
 from baton.engine.options import EngineOptions
+from baton.engine.transformers_path import transformers_model
 from baton.engine.weights import parameter_bytes
 
 DEFAULT_SEQUENCES = 256  # without a configured KV memory, at most this many sequences of full length
@@ -53,13 +55,32 @@ class DraftShare:
         return max(if_all_blocks, as_many_each, 0)
 
 
+def unread_sizes(
+    model_dir: Path,
+    config: AnyConfig,
+    block_size: int,
+    dtype: DType,
+    size: int = 1,
+    rank: int = 0,
+    *,
+    quantize: str = "none",
+) -> tuple[KVLayout, int]:
+    """Returns the KV layout of the whole model and the bytes of the weights of `rank` of `size`, before they are read.
+    Raises StartupError for a model that transformers cannot serve."""
+    if not isinstance(config, GeneralConfig):
+        return config.kv_layout(block_size, dtype), parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize)
+    recorded, parameters = transformers_model().probe(model_dir, config.max_position_embeddings, dtype)
+    if recorded is None:
+        raise StartupError(f"{model_dir.name}: its KV layout is only known when it is loaded")
+    return KVLayout(block_size, recorded.storages), parameters
+
+
 def draft_share(
-    config: ModelConfig, target_longest: int, block_size: int, dtype: DType, max_running: int
+    model_dir: Path, config: AnyConfig, target_longest: int, block_size: int, dtype: DType, max_running: int
 ) -> DraftShare:
     """`config` is the draft's, `target_longest` the most positions of the target's sequences."""
     longest = min(config.max_position_embeddings, target_longest)
-    layout = config.kv_layout(block_size, dtype)
-    parameters = parameter_bytes(config, 1, 0, DTYPE_BYTES[dtype])
+    layout, parameters = unread_sizes(model_dir, config, block_size, dtype)
     return DraftShare(parameters, layout, max_running * layout.blocks_for(longest), longest)
 
 
@@ -88,7 +109,9 @@ def kv_budget(
     draft = None
     if options.draft_dir is not None:
         config = read_model_config(options.draft_dir)
-        draft = draft_share(config, longest, options.block_size, layout.layers[0].dtype, options.max_running)
+        draft = draft_share(
+            options.draft_dir, config, longest, options.block_size, layout.layers[0].dtype, options.max_running
+        )
     return default_budget(layout, longest, device, ranks.local_size, draft, options.gpu_share, step_bytes)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 class EngineOptions:
     """How to bring up a model. None means: decide from the machine and the checkpoint.
 
+    `model_impl` is what computes the model: `baton`, `transformers`, or `auto` (the first where it supports the model).
     `exact` makes the bits of a row's logits independent of its batch (in float32; in bfloat16 on CUDA and with compiled
     kernels), and proves it at start. `threads` is the number of compute threads of this process. `kv_memory_bytes`
     is for the worker, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
@@ -24,6 +25,7 @@ class EngineOptions:
     """
 
     model_dir: Path
+    model_impl: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
     exact: bool = False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.core.compatibility import Compatibility
 from baton.core.errors import InvariantError
-from baton.core.model_config import ModelConfig
+from baton.core.model_config import AnyConfig
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.block_tables import BlockTables
@@ -70,7 +70,7 @@ class Runner:
     def __init__(
         self,
         computing: Computing,
-        model_config: ModelConfig,
+        model_config: AnyConfig,
         kv: KVPool,
         options: EngineOptions,
         *,
@@ -84,8 +84,8 @@ class Runner:
     ) -> None:
         """`classifier` float64 [labels, hidden]: the classification head, if the model has one."""
         self.model_config = model_config
-        self.dtype_name: str = kv.layout.layers[0].dtype
-        self.layout = model_config.kv_layout(kv.layout.block_size, kv.layout.layers[0].dtype)
+        self.dtype_name = facts.dtype
+        self.layout = facts.layout
         self.num_blocks = kv.num_blocks
         self.max_model_len = max_model_len
         self.facts = facts

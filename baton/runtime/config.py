@@ -63,6 +63,11 @@ class EngineConfig:
     """What decides the arithmetic and the memory of a worker."""
 
     model: str = option("auto", MODEL_HELP)
+    model_impl: str = option(
+        "auto",
+        "what computes the model; auto: Baton's own path if it supports the architecture, else transformers'",
+        choices=("auto", "baton", "transformers"),
+    )
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "data type of weights and KV", choices=("auto", "bfloat16", "float32"))
     exact: bool = option(

@@ -222,6 +222,7 @@ def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOpt
         model_dir=model_dir,
         draft_dir=resolve_draft(config.draft, model_dir) if drafts else None,
         max_running=config.max_running,
+        model_impl=config.model_impl,
         device=config.device,
         dtype=config.dtype,
         exact=config.exact,

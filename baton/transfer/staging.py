@@ -4,8 +4,8 @@ A chunk is tokens [start, end) of one sequence for a run of layers: for each lay
 [n, num_kv_heads, head size] in the layer's own dtype, as raw bytes without padding. It contains neither block size nor
 block ids, so the two ends may use different paging.
 
-A layer is a pair (K, V), each [num_blocks, block_size, num_kv_heads, its head size], on one device: contiguous, or a run of
-the heads of such a cache (`cache[:, :, a:b]`). Token position p is in slot
+A layer is a pair (K, V), each [num_blocks, block_size, num_kv_heads, its head size], on one device: contiguous, or a
+run of the heads of such a cache (`cache[:, :, a:b]`). Token position p is in slot
 `block_ids[p // block_size] * block_size + p % block_size`.
 """
 

@@ -13,7 +13,7 @@ from typing import cast
 from baton.core.commands import Join
 from baton.core.compatibility import Compatibility, difference
 from baton.core.errors import JoinRefused, StartupError
-from baton.core.model_config import DType, ModelConfig
+from baton.core.model_config import AnyConfig, DType, ModelConfig
 from baton.core.names import name_error
 from baton.core.reshard import MAX_TENSOR_PARALLEL, local_layout
 
@@ -26,11 +26,13 @@ class OwnModel:
 
     where: str
     config_digest: str
-    config: ModelConfig
+    config: AnyConfig
 
     def difference(self, facts: Compatibility, worker: str) -> str | None:
         """Returns how a worker's model differs from this one, starting with the field's name; None if it does not."""
-        layout = self.config.kv_layout(facts.layout.block_size, cast(DType, facts.dtype))
+        layout = facts.layout  # of a model that transformers computes only the workers know it
+        if isinstance(self.config, ModelConfig):
+            layout = self.config.kv_layout(facts.layout.block_size, cast(DType, facts.dtype))
         own = replace(facts, config_digest=self.config_digest, vocab_size=self.config.vocab_size, layout=layout)
         differs = difference(own, facts)
         if differs is None or facts.config_digest == self.config_digest:

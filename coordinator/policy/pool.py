@@ -245,6 +245,7 @@ class Worker:
             "host": self.join.host,
             "dtype": self.join.facts.dtype,
             "quantize": self.join.facts.quantize,
+            "model_impl": self.join.facts.model_impl,
             "block_size": self.join.facts.layout.block_size,
             "max_model_len": self.max_model_len,
             "step_tokens": self.step_tokens,

@@ -16,7 +16,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import StartupError
-from baton.core.model_config import ModelConfig, parse_config_json, parse_model_config
+from baton.core.model_config import AnyConfig, parse_config, parse_config_json
 from coordinator.text.template import ChatTemplate
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -38,7 +38,7 @@ class TextFiles:
 
     tokenizer: Tokenizer
     parts: dict[str, Any]
-    config: ModelConfig
+    config: AnyConfig
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None = None
@@ -48,7 +48,7 @@ class TextFiles:
 
 def read_text_files(directory: Path) -> TextFiles:
     """Reads the files. Raises StartupError."""
-    config = parse_model_config(parse_config_json(_read(directory / "config.json")))
+    config = parse_config(parse_config_json(_read(directory / "config.json")))
     tokenizer, parts = _tokenizer(directory / "tokenizer.json")
     settings = _object(directory / "tokenizer_config.json")
     generation = _object(directory / "generation_config.json")

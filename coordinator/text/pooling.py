@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import InvalidRequest, InvariantError, StartupError
-from baton.core.model_config import parse_model_config
+from baton.core.model_config import parse_config
 from baton.core.request import Pooling
 
 MODULES = "modules.json"
@@ -92,7 +92,7 @@ def read_pooling(
         StartupError: a file is damaged, it requires what is not supported, or an option does not fit the model.
     """
     given = _json(model_dir / "config.json", dict) or {}
-    config, modules = parse_model_config(given), _json(model_dir / MODULES, list)
+    config, modules = parse_config(given), _json(model_dir / MODULES, list)
     if runner == "generate" and not config.has_lm_head:
         raise StartupError("--runner generate: this model has no LM head (see `architectures` in its config.json)")
     if config.num_labels and pooling == "mean":

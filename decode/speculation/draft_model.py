@@ -97,7 +97,9 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             f" {target_config.vocab_size}; they must be the same"
         )
     of_target: DType = runner.dtype_name  # type: ignore[assignment]
-    share = draft_share(draft_config, runner.max_model_len, runner.layout.block_size, of_target, config.max_running)
+    share = draft_share(
+        directory, draft_config, runner.max_model_len, runner.layout.block_size, of_target, config.max_running
+    )
     started = time.monotonic()
     draft = load_runner(
         EngineOptions(

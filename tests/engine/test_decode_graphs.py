@@ -67,7 +67,7 @@ class Twins:
         )
         with torch.no_grad():
             self.graphs.capture(config.vocab_size)
-        self.plain = FastAttention(local, size, BLOCKS, torch.float32, CPU)
+        self.plain = FastAttention(size, BLOCKS, torch.float32, CPU)
         for keys, values in self.pools[0].storage:
             keys[BLOCKS], values[BLOCKS] = float("nan"), float("nan")  # padding must not affect real rows
 

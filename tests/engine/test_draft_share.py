@@ -73,7 +73,7 @@ def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
     )
     made = load_draft(config, runner)
     assert made is not None
-    share = draft_share(read_model_config(draft), runner.max_model_len, 16, "float32", 3)
+    share = draft_share(draft, read_model_config(draft), runner.max_model_len, 16, "float32", 3)
     return runner, made, share
 
 
@@ -99,7 +99,7 @@ def test_target_with_a_draft_loads_with_fewer_blocks(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "default_budget", lambda *where: default_budget(*where[:2], CUDA, *where[3:]))
     options = EngineOptions(model_dir=target, dtype="float32", kernels="torch", draft_dir=draft, max_running=3)
     beside, alone = load_runner(options), load_runner(replace(options, draft_dir=None))
-    share = draft_share(read_model_config(draft), beside.max_model_len, 16, "float32", 3)
+    share = draft_share(draft, read_model_config(draft), beside.max_model_len, 16, "float32", 3)
     block = alone.kv.layout.bytes_per_block
     assert total_bytes(share, beside.num_blocks, block) <= 1_000_000 < total_bytes(share, alone.num_blocks, block)
 

@@ -101,6 +101,6 @@ def test_model_of_fused_layers_matches_the_plain_model(arch: Arch, tmp_path: Pat
     rows += (Row(SequenceId("b"), 0, tuple(random_tokens(7, seed=1)), (2,), GREEDY, 7),)
     batch = make_batch(StepPlan(1, rows), Limits(16, 4, config.vocab_size, 64), CPU)
     with torch.no_grad():
-        expected = plain.forward(batch, pools[0], FastAttention(config, 16, 4, torch.float32, CPU))
+        expected = plain.forward(batch, pools[0], FastAttention(16, 4, torch.float32, CPU))
         found = quick.forward(batch, pools[1], TritonAttention(config, 16, torch.float32, CPU))
     assert torch.allclose(found, expected, rtol=0, atol=1e-4)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import StartupError
-from baton.core.model_config import Llama3Rope, parse_config_json, parse_model_config
-from tests.support.checkpoints import Arch, Shape, make_config
+from baton.core.model_config import GeneralConfig, Llama3Rope, parse_config, parse_config_json, parse_model_config
+from tests.support.checkpoints import EOS_ID, Arch, Shape, make_config
 
 
 def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
@@ -117,3 +117,49 @@ def test_kv_layout_follows_from_the_config() -> None:
     assert layout.block_size == 16
     assert [layer.window for layer in layout.layers] == [24, 24, 24]
     assert layout.bytes_per_token == 3 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_other_architectures_are_left_to_transformers(model_impl: str) -> None:
+    gpt2 = {
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": 320,
+        "n_embd": 64,
+        "n_positions": 1024,
+        "eos_token_id": [5],
+    }
+    assert parse_config(gpt2, model_impl) == GeneralConfig(320, 64, 1024, (5,))
+    yarn = config(rope_parameters={"rope_type": "yarn"})
+    assert parse_config(yarn, model_impl) == GeneralConfig(320, 64, 4096, (EOS_ID,))
+
+
+def test_auto_is_the_own_path_where_it_supports_the_model() -> None:
+    assert parse_config(config()) == parse_model_config(config()) == parse_config(config(), "baton")
+    assert isinstance(parse_config(config(), "transformers"), GeneralConfig)
+    with pytest.raises(StartupError, match="rope_type 'yarn' is not supported"):
+        parse_config(config(rope_parameters={"rope_type": "yarn"}), "baton")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 0},
+            "num_hidden_layers must be",
+        ),  # an error on Baton's own path is no reason to leave it
+        ({"architectures": ["XForCausalLM"], "auto_map": {}}, "auto_map requires code"),
+        (
+            {"architectures": ["XForCausalLM"], "quantization_config": {"bits": 4}},
+            "quantization_config is only supported for",
+        ),
+        ({"architectures": ["XForCausalLM"], "text_config": {}}, "text_config: a multimodal model is not supported"),
+        ({"architectures": ["XForConditionalGeneration"]}, "'XForConditionalGeneration' does not generate text, or is"),
+        ({"architectures": ["XForCausalLM"], "vocab_size": None}, "vocab_size is missing"),
+        ({"architectures": ["XForCausalLM"], "eos_token_id": 999}, "eos_token_id 999 is not a token id"),
+        ({"architectures": ["XForCausalLM"], "dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+    ],
+)
+def test_what_no_path_serves_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError) as caught:
+        parse_config(config(**changes))
+    assert message in caught.value.message

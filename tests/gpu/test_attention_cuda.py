@@ -31,7 +31,7 @@ def test_the_kernel_agrees_with_the_plain_attention(
     queries, keys, values, spans = paged(config, block_size, torch.float32)
     queries, keys, values = (tensor.to(device, dtype) for tensor in (queries, keys, values))
     kernel = TritonAttention(config, block_size, dtype, device)
-    plain = FastAttention(config, block_size, len(keys) - 1, dtype, device)
+    plain = FastAttention(block_size, len(keys) - 1, dtype, device)
     expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
     tolerance = 1e-3 if dtype == torch.float32 else 2e-2
     prepared = kernel.prepare(spans, window)
@@ -59,7 +59,7 @@ def test_flash_attention_of_long_rows_agrees_with_the_plain_attention(
     queries, keys, values, spans = paged(config, 16, torch.float32)
     queries, keys, values = (tensor.to(device, dtype) for tensor in (queries, keys, values))
     kernel = attention_triton.TritonAttention(config, 16, dtype, device)
-    plain = FastAttention(config, 16, len(keys) - 1, dtype, device)
+    plain = FastAttention(16, len(keys) - 1, dtype, device)
     prepared = kernel.prepare(spans, window)
     assert len(prepared.flash) == 2, "rows of 29 and 40 tokens"
     found = kernel.attend(queries, keys, values, prepared)

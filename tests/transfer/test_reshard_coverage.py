@@ -78,7 +78,9 @@ def write(what: HandOver, side: int, tp: int, rank: int, tokens: range) -> Layer
 @settings(max_examples=8, deadline=None)
 @given(what=hand_overs())
 def test_edges_and_staging_cover_the_destination_exactly_once(prefill_tp: int, decode_tp: int, what: HandOver) -> None:
-    layout = KVLayout(what.block_sizes[0], tuple(LayerKV(n, DIMS[0], "float32", value_dim=DIMS[1]) for n in what.heads_per_layer))
+    layout = KVLayout(
+        what.block_sizes[0], tuple(LayerKV(n, DIMS[0], "float32", value_dim=DIMS[1]) for n in what.heads_per_layer)
+    )
     plans = reshard_layout(layout, prefill_tp, decode_tp)
     here = range(what.bounds[-1])
     sources = [write(what, 0, prefill_tp, rank, here) for rank in range(prefill_tp)]

@@ -1,0 +1,346 @@
+"""Any decoder of transformers over packed rows and paged KV, through three of that library's public seams.
+
+A cache object whose `update` writes pages and returns only the new tokens; an AttentionMaskInterface entry, which
+returns the mask function instead of a mask; an AttentionInterface entry, which attends over pages. What layers store
+and ask for is recorded once (attention_calls.py). `logits_to_keep` with indexes limits logits to the sampled rows.
+
+This module imports transformers, which takes seconds: only a worker that computes such a model imports it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache
+
+from baton.core.errors import InvariantError, StartupError
+from baton.core.kv_layout import DTYPE_BYTES
+from baton.core.model_config import DType
+from baton.engine.attention import FastAttention, Reach, Scores
+from baton.engine.attention_calls import AttentionCall, MaskFunction, Recorded, Recorder
+from baton.engine.batch import Batch
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.gguf_files import read_index
+from baton.engine.kv_pool import KVPool
+
+NAME = "baton_paged"
+VERSION: str = transformers.__version__
+_RECORDED_TOKENS = 5
+_STATES = (
+    "has_previous_state", "update_conv_state", "update_recurrent_state", "get_conv_state", "get_recurrent_state",
+    "update_indexer",
+)  # fmt: skip
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """What a model of transformers takes for its cache. `target` observes or computes the calls of one forward pass.
+    `before` [T] is each token's position less its packed index: a layer that asks for the length of the past adds the
+    packed indexes to it, to get positions. `keeps_logits`: the model has the argument `logits_to_keep`."""
+
+    is_compileable, is_sliding, is_linear, is_dummy = False, (), (), ()
+
+    def __init__(self, keeps_logits: bool) -> None:
+        self.keeps_logits = keeps_logits
+        self.layers: list[Any] = []
+        self.target: Recorder | _Step | None = None
+        self.before: Tensor | int = 0
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.running.update(keys, values, layer_idx)
+        return keys, values
+
+    @property
+    def running(self) -> Recorder | _Step:
+        if self.target is None:
+            raise InvariantError("a layer uses the KV cache outside of a step")
+        return self.target
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        return 0 if layer_idx is None else self.before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+
+def _refuse(name: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StartupError(f"keeps a state of each sequence beside its KV (Cache.{name})")
+
+    return refuse
+
+
+for _name in _STATES:
+    setattr(PagedCache, _name, _refuse(_name))
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    return module.baton_cache.running.attend(module, query, key, value, attention_mask, options), None
+
+
+class _Mask:
+    """What a layer receives as its mask: the function that a mask is made of."""
+
+    def __init__(self, function: MaskFunction) -> None:
+        self._function = function
+
+    def __call__(self, *where: Any) -> Tensor:
+        return self._function(*where)
+
+    def __getitem__(self, _: Any) -> Any:
+        raise StartupError("reads its mask as a tensor, as an indexer of sparse attention does")
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def _mask(*_: Any, mask_function: MaskFunction, **__: Any) -> _Mask:
+    return _Mask(mask_function)
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _mask)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+class _Step:
+    """The calls of one forward pass over pages."""
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        slots: Tensor,
+        kv: KVPool,
+        attention: FastAttention,
+        prepared: Mapping[Reach, Any],
+    ) -> None:
+        self._recorded, self._slots, self._kv = recorded, slots, kv
+        self._attention, self._prepared = attention, prepared
+        self._updates = self._calls = 0
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
+        storage = self._kv.storage[self._updates]
+        self._updates += 1
+        for tensor, new in zip(storage, (keys, values), strict=True):
+            stored = new[0].transpose(0, 1)[: len(self._slots)]
+            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, self._slots, stored)
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
+    ) -> Tensor:
+        call = self._recorded.calls[self._calls]
+        self._calls += 1
+        if call.reach is None:
+            raise InvariantError("a mask was not evaluated")
+        prepared, storage = self._prepared[call.reach], self._kv.storage[call.source]
+        scores = Scores(call.scale, call.softcap, options.get("s_aux"))
+        queries = query[0].transpose(0, 1)
+        if call.latent:
+            return self._attend_latents(module, queries, storage, prepared, call)[None]
+        return self._attention.attend(queries, *storage, prepared, scores).view(1, *queries.shape[:2], -1)
+
+    def _attend_latents(
+        self, module: Any, queries: Tensor, storage: tuple[Tensor, Tensor], prepared: Any, call: AttentionCall
+    ) -> Tensor:
+        """MLA, absorbed (DeepSeek-V2, 2024): what expands a latent to K is applied to the query instead, and what
+        expands it to V to the result. queries [T, H, nope + rope] -> [T, H, value size]."""
+        nope, heads = module.qk_nope_head_dim, queries.shape[1]
+        weight = module.kv_b_proj.weight.view(heads, nope + module.v_head_dim, -1)
+        scale = queries.shape[-1] ** -0.5 if call.scale is None else call.scale
+        absorbed = torch.einsum("thn,hnr->thr", queries[..., :nope], weight[:, :nope])
+        absorbed = torch.cat((absorbed, queries[..., nope:]), dim=-1)
+        latents = self._attention.attend_latents(absorbed, *storage, prepared, Scores(scale))
+        return torch.einsum("thr,hvr->thv", latents, weight[:, nope:])
+
+    def finish(self) -> None:
+        counts = len(self._recorded.storages), len(self._recorded.calls)
+        if (self._updates, self._calls) != counts:
+            raise InvariantError(f"a step stored KV {self._updates} times and attended {self._calls}, not {counts}")
+
+
+class TransformersModel:
+    """A model of transformers behind the contract of `Model`, for one rank. `recorded` is what `record` returned."""
+
+    def __init__(self, model: Any, vocab_size: int, longest: int) -> None:
+        self._model, self._vocab_size = model, vocab_size
+        self.recorded = record(model, longest)
+        self.windows: Iterable[Reach] = dict.fromkeys(c.reach for c in self.recorded.calls if c.reach is not None)
+        self.steps = 0  # computed over pages
+
+    @property
+    def bytes_read(self) -> int:
+        return parameter_bytes(self._model)
+
+    def forward(self, batch: Batch, kv: KVPool, attention: FastAttention) -> Tensor:
+        """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions."""
+        prepared = {reach: attention.prepare(batch.spans, reach.window, reach.chunk) for reach in self.windows}
+        step = _Step(self.recorded, batch.slots, kv, attention, prepared)
+        before = batch.positions - torch.arange(len(batch.token_ids), device=kv.device)
+        logits = _run(self._model, step, before, batch.tokens, batch.positions, batch.sampled)
+        step.finish()
+        self.steps += 1
+        return logits[:, : self._vocab_size].float()
+
+    def forward_pooled(self, batch: Batch, kv: KVPool, attention: FastAttention) -> tuple[Tensor, Tensor]:
+        """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
+        states: list[Tensor] = []
+        hook = self._model.base_model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state))
+        try:
+            logits = self.forward(batch, kv, attention)
+        finally:
+            hook.remove()
+        return logits, states[0][0].index_select(0, batch.pooled)
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        """Logits [T, vocab] of a sequence tokens [T], as transformers computes them by itself: whole, and with its
+        plain attention."""
+        self._model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0]
+        finally:
+            self._model.set_attn_implementation(NAME)
+        return logits[:, : self._vocab_size].float()
+
+
+def _run(
+    model: Any, target: Recorder | _Step, before: Tensor, tokens: Tensor, positions: Tensor, sampled: Tensor
+) -> Tensor:
+    """Returns logits [S, vocab] at the `sampled` positions."""
+    cache: PagedCache = model.baton_cache
+    options = {"logits_to_keep": sampled} if cache.keeps_logits else {}
+    cache.target, cache.before = target, before
+    try:
+        result = model(
+            input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=True, **options
+        )
+    finally:
+        cache.target = None
+    logits: Tensor = result.logits[0]
+    return logits if cache.keeps_logits else logits.index_select(0, sampled)
+
+
+def record(model: Any, longest: int) -> Recorded:
+    """Runs a few tokens through a model and returns what it asks for. Raises StartupError for what a paged cache cannot
+    give."""
+    return _observe(model, longest).finish(model.config.get_text_config().num_hidden_layers)
+
+
+def _observe(model: Any, longest: int) -> Recorder:
+    recorder = Recorder(_RECORDED_TOKENS, longest)
+    device = next(model.parameters()).device
+    positions = torch.arange(_RECORDED_TOKENS, device=device)
+    sampled = torch.tensor([1, 4], device=device)
+    with torch.no_grad():
+        _run(model, recorder, torch.zeros_like(positions), torch.ones_like(positions), positions, sampled)
+    return recorder
+
+
+def probe(model_dir: Path, longest: int, dtype: DType) -> tuple[Recorded | None, int]:
+    """Returns what a model asks for, without reading its weights, and the bytes of its parameters. None for what only
+    real data shows. Raises StartupError for a model that is not served."""
+    config = _read_config(model_dir, longest)
+    with _plainly(model_dir):
+        with FakeTensorMode():
+            # In bfloat16: the kernel of experts has no other dtype on fake tensors.
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+            size = parameter_bytes(model) * DTYPE_BYTES[dtype] // DTYPE_BYTES["bfloat16"]
+            try:
+                recorder = _observe(_prepare(model), longest)
+            except RuntimeError:  # an operation needs data
+                return None, size
+        recorded = recorder.finish(model.config.get_text_config().num_hidden_layers)
+    stored = (replace(layer, dtype=dtype) if layer.dtype == "bfloat16" else layer for layer in recorded.storages)
+    return replace(recorded, storages=tuple(stored)), size
+
+
+def load(model_dir: Path, longest: int, dtype: DType, device: torch.device, vocab_size: int) -> TransformersModel:
+    """Loads a checkpoint. Raises StartupError, with one line, for one that is damaged or not served."""
+    if read_index(model_dir) is not None:
+        raise StartupError(f"{model_dir.name}: transformers' path reads safetensors, not GGUF")
+    checkpoint = Checkpoint(model_dir)  # refuses pickles, damaged files, and other dtypes than float
+    probe(model_dir, longest, dtype)
+    with _plainly(model_dir):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            model_dir,
+            config=_read_config(model_dir, longest),
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        for problem in ("missing_keys", "mismatched_keys", "error_msgs", "unexpected_keys"):
+            for name in sorted(map(str, info.get(problem) or ())):
+                raise StartupError(f"tensor {name}: {problem.replace('_', ' ')}")
+        del checkpoint
+        for name, parameter in model.named_parameters():
+            if parameter.numel() and not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
+                raise StartupError(f"tensor {name} holds NaN or infinite values")
+        return TransformersModel(_prepare(model.to(device)), vocab_size, longest)
+
+
+def parameter_bytes(model: Any) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _prepare(model: Any) -> Any:
+    """Sets the hooks of a model, each with its own cache object."""
+    model = model.eval()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
+    model.set_attn_implementation(NAME)
+    cache = PagedCache("logits_to_keep" in inspect.signature(model.forward).parameters)
+    for module in model.modules():
+        module.baton_cache = cache
+    return model
+
+
+def _read_config(model_dir: Path, longest: int) -> Any:
+    """Raises StartupError for rotary frequencies that depend on the longest row of a step."""
+    with _plainly(model_dir):
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+            if parameters.get("rope_type") == "longrope":
+                own = parameters.get("original_max_position_embeddings")
+                own = own or getattr(text, "original_max_position_embeddings", None) or 0
+                if longest > own:
+                    raise StartupError(
+                        f"rope_type longrope has other frequencies above {own} positions, for all rows of a step at"
+                        f" once; it is served with --max-model-len {own} or less"
+                    )
+    return config
+
+
+@contextmanager
+def _plainly(model_dir: Path) -> Iterator[None]:
+    """Turns whatever transformers raises into a StartupError of one line that names the model."""
+    try:
+        yield
+    except StartupError as error:
+        prefix = f"{model_dir.name}: "
+        message = error.message if error.message.startswith(prefix) else f"{prefix}not served: {error.message}"
+        raise StartupError(message) from None
+    except Exception as error:  # whatever the code of 400 architectures raises
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise StartupError(f"{model_dir.name}: transformers {VERSION} cannot load it: {text}") from None

@@ -1,0 +1,221 @@
+"""Models that transformers computes, over pages: the tokens that transformers generates by itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.core.errors import StartupError
+from baton.core.ranks import Ranks
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine import transformers_path
+from baton.engine.attention import Reach, Scores
+from baton.engine.attention_calls import reach_of
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
+from tests.support.engine_driver import Job, random_tokens, run, tiny_runner
+from tests.support.transformers_models import SERVED, generated, make_transformers_checkpoint
+
+QUICK = ("deepseek_v3", "gemma2", "gpt_oss", "llama4_text")  # latents; softcap and window; sinks; chunks and experts
+PROMPTS = (37, 11, 24)
+NEW_TOKENS = 24
+
+LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "long_factor": [4.0] * 8,
+        "short_factor": [1.0] * 8,
+        "original_max_position_embeddings": 64,
+    },
+}
+REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("recurrent_gemma", {}, "attention is called 1 times for 4 layers: layers keep other state"),
+    ("mamba", {}, "never calls transformers' attention interface"),
+    ("falcon", {}, "never calls transformers' attention interface"),
+    ("qwen3_next", {}, r"keeps a state of each sequence beside its KV \(Cache\.get_conv_state\)"),
+    ("deepseek_v32", {}, "reads its mask as a tensor, as an indexer"),
+    ("diffllama", {}, "attends to other K and V than it stores"),
+    ("phi3", LONGROPE, "rope_type longrope .* it is served with --max-model-len 64 or less"),
+)
+FAULTS = {
+    "window": "gemma2",
+    "chunk": "llama4_text",
+    "softcap": "gemma2",
+    "sinks": "gpt_oss",
+    "scale": "gemma2",
+    "scale of latents": "deepseek_v3",
+    "positions in a chunk": "llama4_text",
+    "reused KV": "gemma3n_text",
+    "slots": "llama4_text",
+}
+"""Silent faults, each with an architecture in which it shows."""
+
+
+@pytest.fixture(scope="module")
+def gemma2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_transformers_checkpoint(tmp_path_factory.mktemp("models") / "m", "gemma2")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long) for kind in SERVED]
+)
+def test_tokens_equal_those_that_transformers_generates(kind: str, tmp_path: Path) -> None:
+    """Prompts in chunks shorter than they are, beside decode steps, in scattered blocks."""
+    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
+    runner = tiny_runner(path, model_impl="transformers", block_size=4)
+    jobs = [Job(prompt, NEW_TOKENS, chunk=7) for prompt in prompts]
+    run(runner, jobs, seed=1)
+    assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
+    assert runner.facts.model_impl == "transformers"
+
+
+@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_pages_of_kv_cannot_serve_is_refused_by_name(
+    kind: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = make_transformers_checkpoint(tmp_path / kind, kind, **changes)
+    with pytest.raises(StartupError, match=f"{kind}: not served: .*{reason}"):
+        tiny_runner(path)
+
+
+def test_longrope_is_served_up_to_the_length_of_one_set_of_frequencies(tmp_path: Path) -> None:
+    path = make_transformers_checkpoint(tmp_path / "phi3", "phi3", **LONGROPE)
+    prompt = random_tokens(30)
+    runner = tiny_runner(path, max_model_len=64, block_size=4)
+    job = Job(prompt, 24, chunk=7)
+    run(runner, [job])
+    assert [job.output] == generated(path, [prompt], 24)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_self_check_finds_a_planted_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = FAULTS[fault]
+    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    plant(fault, monkeypatch)
+    with pytest.raises(StartupError, match="self-check failed: a sequence computed"):
+        tiny_runner(path)
+
+
+def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.engine import attention_calls, transformers_model
+
+    lost = {"softcap": "softcap", "sinks": "sinks", "scale": "scale", "scale of latents": "scale"}
+    if fault in lost:
+        monkeypatch.setattr(transformers_model, "Scores", lambda *given: replace(Scores(*given), **{lost[fault]: None}))
+    elif fault in ("window", "chunk"):
+        monkeypatch.setattr(attention_calls, "reach_of", lambda *_: Reach())
+        monkeypatch.setattr(transformers_model, "_mask", lambda *_, **__: None)
+    elif fault == "positions in a chunk":
+        monkeypatch.setattr(transformers_model.PagedCache, "get_seq_length", lambda *_: 0)
+    elif fault == "reused KV":
+        last = lambda recorder, *_: (len(recorder._stored) - 1, False)  # noqa: E731
+        monkeypatch.setattr(attention_calls.Recorder, "_source", last)
+    elif fault == "slots":
+        update = transformers_model._Step.update
+        swapped = lambda step, keys, values, layer: update(step, values, keys, layer)  # noqa: E731
+        monkeypatch.setattr(transformers_model._Step, "update", swapped)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    """transformers itself would compute with random weights of the router."""
+    path = make_transformers_checkpoint(tmp_path / "m", "qwen3_moe")
+    tensors = load_file(path / "model.safetensors")
+    router = next(name for name in tensors if name.endswith("mlp.gate.weight"))
+    del tensors[router]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=rf"m: not served: tensor {re.escape(router)}: missing keys"):
+        tiny_runner(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"exact": True}, "--exact: the sums of torch's own modules are not row-invariant"),
+        ({"quantize": "int8"}, "--quantize int8: use none"),
+        ({"model_impl": "baton"}, "architectures 'Gemma2ForCausalLM' is not supported"),
+    ],
+)
+def test_options_that_the_path_does_not_serve_are_refused(options: dict[str, Any], reason: str, gemma2: Path) -> None:
+    with pytest.raises(StartupError, match=re.escape(reason)):
+        tiny_runner(gemma2, **options)
+
+
+def test_several_ranks_are_refused(gemma2: Path) -> None:
+    with pytest.raises(StartupError, match="--tensor-parallel 2: use 1 rank"):
+        load_runner(EngineOptions(model_dir=gemma2), ranks=Ranks(0, 2))
+
+
+def test_a_missing_extra_is_named(gemma2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_path, "find_spec", lambda _: None)
+    with pytest.raises(StartupError, match=r"pip install 'baton-serve\[transformers\]'"):
+        tiny_runner(gemma2)
+
+
+def test_bfloat16_passes_its_self_check_and_latents_take_their_own_size(tmp_path: Path) -> None:
+    path = make_transformers_checkpoint(tmp_path / "m", "deepseek_v3", torch.bfloat16)
+    runner = tiny_runner(path, dtype="bfloat16")
+    assert runner.layout.bytes_per_token == 4 * (20 + 8) * 2  # layers, latent and rotated key, bytes
+    assert {t.dtype for pair in runner.kv.storage for t in pair} == {torch.bfloat16}
+
+
+def test_two_models_of_this_path_keep_their_states_apart(gemma2: Path, tmp_path: Path) -> None:
+    """As a target and its draft do, which run in turns on one thread."""
+    other = make_transformers_checkpoint(tmp_path / "n", "llama4_text")
+    paths, prompt = (gemma2, other), random_tokens(20)
+    runners = [tiny_runner(path, block_size=4) for path in paths]
+    jobs = [Job(prompt, 12, chunk=7) for _ in paths]
+    for runner, job in zip(runners, jobs, strict=True):
+        run(runner, [job])
+    again = Job(prompt, 12, chunk=5)
+    run(runners[0], [again], seed=3)
+    assert [job.output for job in jobs] == [generated(path, [prompt], 12)[0] for path in paths]
+    assert again.output == jobs[0].output
+
+
+@pytest.mark.parametrize(
+    ("mask", "reach"),
+    [
+        (lambda b, h, q, k: k <= q, Reach()),
+        (lambda b, h, q, k: (k <= q) & (k > q - 9), Reach(window=9)),
+        (lambda b, h, q, k: (k <= q) & (k // 6 == q // 6), Reach(chunk=6)),
+        (lambda b, h, q, k: (k <= q) & (k > q - 900), Reach()),
+    ],
+)
+def test_reach_of_a_mask(mask: Any, reach: Reach) -> None:
+    assert reach_of(mask, 300) == reach
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda b, h, q, k: q >= 0,
+        lambda b, h, q, k: (k <= q) & (k > q - 9) | (k < 4),
+        lambda b, h, q, k: (k <= q) & (k % 2 == q % 2),
+    ],
+    ids=["both ways", "window beside the first positions", "every other"],
+)
+def test_other_masks_are_refused(mask: Any) -> None:
+    with pytest.raises(StartupError, match="neither causal, nor sliding, nor chunked"):
+        reach_of(mask, 300)
+
+
+def test_final_hidden_states_are_those_of_transformers(gemma2: Path) -> None:
+    from transformers import AutoModel
+
+    runner = tiny_runner(gemma2, block_size=4)
+    tokens = tuple(random_tokens(20))
+    rows = [Row(SequenceId("a"), 0, tokens, (3, 1, 4, 0, 5), SamplingParams(), pooling="last")]
+    pooled = runner.step(StepPlan(0, tuple(rows))).pooled[0]
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(gemma2)(torch.tensor([tokens])).last_hidden_state[0, -1]
+    torch.testing.assert_close(torch.tensor(pooled, dtype=torch.float64), expected.double(), atol=1e-4, rtol=1e-4)
