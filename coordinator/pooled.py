@@ -16,22 +16,10 @@ from operator import mul
 from baton.core.errors import InvalidRequest
 from coordinator.submission import Submission
 from coordinator.text.pooling import PoolingModel, probabilities, sigmoid, vector_of
-from coordinator.translate import Translator
+from coordinator.translate import PoolOptions, Text, Translator
 
 MAX_INPUTS = 2_048
 """Texts of one request, as OpenAI has it."""
-Text = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """What a client may choose besides the texts."""
-
-    truncate: int | None = None
-    add_special_tokens: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    deadline_s: float | None = None
 
 
 async def to_embed(
@@ -135,16 +123,8 @@ async def _submissions(
 ) -> list[Submission]:
     submissions: list[Submission] = []
     for number, (text, param) in enumerate(texts):
-        submission = await translator.to_pool(
-            request_id if len(texts) == 1 else f"{request_id}-{number}",
-            text,
-            param=param,
-            truncate=options.truncate,
-            add_special_tokens=options.add_special_tokens,
-            priority=options.priority,
-            cache_salt=options.cache_salt,
-            deadline_s=options.deadline_s,
-        )
+        name = request_id if len(texts) == 1 else f"{request_id}-{number}"
+        submission = await translator.to_pool(name, text, options, param=param)
         submissions.append(submission)
         await asyncio.sleep(0)  # up to 2,048 short texts are encoded on the event loop
     return submissions

@@ -82,6 +82,22 @@ class Options:
     prompt_logprobs_param: str = "prompt_logprobs"
 
 
+Text = str | Sequence[int]
+"""A text, or its token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """What a client may choose for texts that are pooled. With `truncate` only that many of the last tokens of each
+    count, with -1 as many as fit."""
+
+    truncate: int | None = None
+    add_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline_s: float | None = None
+
+
 _TRANSLATED = frozenset(["seed", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids"])
 _AS_GIVEN = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(Options)} - _TRANSLATED
 
@@ -166,37 +182,24 @@ class Translator:
         ids = await self.text.encode_chat_async(messages, how)
         return self._submission(request_id, ids, options, params, self.text.max_model_len, param, deadline_s)
 
-    async def to_pool(
-        self,
-        request_id: str,
-        prompt: str | Sequence[int],
-        *,
-        param: str,
-        truncate: int | None = None,
-        add_special_tokens: bool = True,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        deadline_s: float | None = None,
-    ) -> Submission:
-        """Builds the submission of one text or its token ids, in the field `param` of the request, to be pooled. With
-        `truncate` only that many of its last tokens count, with -1 as many as the model's context holds. The whole
-        context may be used: no token follows."""
+    async def to_pool(self, request_id: str, text: Text, options: PoolOptions, *, param: str) -> Submission:
+        """Builds the submission of a text, in the field `param` of the request, to be pooled. It may have as many
+        tokens as the context: none follows."""
+        truncate = options.truncate
         check_range("truncate_prompt_tokens", truncate, -1, (1 << 31) - 1)
         if truncate == 0:
             raise InvalidRequest("truncate_prompt_tokens must be positive, or -1", param="truncate_prompt_tokens")
-        check_range("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-        check_salt(cache_salt)
+        check_range("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        check_salt(options.cache_salt)
         ids: Sequence[int]
-        if isinstance(prompt, str):
-            if not prompt:
+        if isinstance(text, str):
+            if not text:
                 raise InvalidRequest("the text is empty", param=param)
-            check_text(prompt, param)
-            cut = truncate is not None
-            ids = await self.text.encode_async(
-                prompt, add_special_tokens=add_special_tokens, param=param, truncates=cut
-            )
+            check_text(text, param)
+            special, truncates = options.add_special_tokens, truncate is not None
+            ids = await self.text.encode_async(text, add_special_tokens=special, param=param, truncates=truncates)
         else:
-            ids = prompt
+            ids = text
         longest = self.max_model_len(len(ids))
         if truncate is not None:
             ids = ids[-(longest if truncate < 0 else truncate) :]
@@ -207,15 +210,15 @@ class Translator:
                 prompt_tokens=len(ids),
                 max_prompt_tokens=longest,
             )
-        ids = tuple(ids)
-        self.check_token_ids(ids, param=param)
+        prompt = tuple(ids)
+        self.check_token_ids(prompt, param=param)
         return Submission(
             request_id=request_id,
-            prompt=ids,
+            prompt=prompt,
             max_tokens=1,
-            cache_salt=cache_salt or "",
-            priority=priority,
-            deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
+            cache_salt=options.cache_salt or "",
+            priority=options.priority,
+            deadline_s=self._deadline_s if options.deadline_s is None else min(options.deadline_s, self._deadline_s),
             pooling=self.text.pooling.pooling,
         )
 

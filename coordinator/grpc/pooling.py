@@ -16,12 +16,12 @@ from coordinator import off_loop
 from coordinator.grpc.calls import sent_value
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
-from coordinator.pooled import MAX_INPUTS, PoolOptions, Text, classify, to_classify, to_compare, to_embed
+from coordinator.pooled import MAX_INPUTS, classify, to_classify, to_compare, to_embed
 from coordinator.recent import SPACE
 from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Submission
 from coordinator.text.pooling import vector_of
-from coordinator.translate import Translator
+from coordinator.translate import PoolOptions, Text, Translator
 
 
 async def embed(
@@ -62,7 +62,7 @@ async def classified(
     texts, options = _texts(request.inputs), _options(request.options, context)
     submissions = await to_classify(translator, _unique(name), texts, options, param="inputs")
     answers = await _answers(pipeline, client, submissions, context)
-    activation = not request.HasField("use_activation") or request.use_activation
+    activation = request.use_activation or not request.HasField("use_activation")
     made = [classify(translator.text.pooling, each.pooled, activation=activation) for each in answers]
     shown = [serving_pb2.Classification(label=each.label, probs=each.probs) for each in made]
     return serving_pb2.ClassifyResponse(classifications=shown, **_usage(answers))
@@ -82,7 +82,7 @@ async def score(
     options, texts = _options(request.options, context), (list(request.firsts), list(request.seconds))
     submissions, pairs = await to_compare(translator, _unique(name), *texts, options, params=("firsts", "seconds"))
     answers = await _answers(pipeline, client, submissions, context)
-    activation = not request.HasField("use_activation") or request.use_activation
+    activation = request.use_activation or not request.HasField("use_activation")
 
     def scores() -> list[float]:
         return pairs.scores([each.pooled for each in answers], activation=activation)

@@ -16,9 +16,10 @@ from coordinator.openai.fields import EMBEDDINGS, NOT_OF_EMBEDDINGS, POOLING, RE
 from coordinator.openai.render import Head, Render, usage_object
 from coordinator.openai.schema import Label, prompts
 from coordinator.openai.validation import ModelBody, counted
-from coordinator.pooled import MAX_INPUTS, Pairs, PoolOptions, classify
+from coordinator.pooled import MAX_INPUTS, Pairs, classify
 from coordinator.submission import Delta, Usage
 from coordinator.text.pooling import PoolingModel, vector_of
+from coordinator.translate import PoolOptions
 
 
 def _input(value: Any) -> list[str | Sequence[int]]:
