@@ -1,4 +1,4 @@
-"""Selects how the steps of a model are computed: arithmetic, attention, sampling and drafting.
+"""Selects how the steps of a model are computed: layer operations, attention, sampling and drafting.
 
 Only CUDA builds of torch include Triton, so modules that use it are imported only for a GPU.
 """

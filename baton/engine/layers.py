@@ -1,6 +1,6 @@
 """The parts of a decoder layer that do not depend on sequences: linear, norm, rotary embedding, activation.
 
-Shapes: T tokens, H heads, D head size. Two sets of arithmetic have the same interface: the fast one, and the exact one,
+Shapes: T tokens, H heads, D head size. Two sets of operations have the same interface: the fast one, and the exact one,
 whose result for a row has the same bits whatever other rows it is computed with (docs/numerics.md).
 """
 
@@ -34,10 +34,10 @@ class Norm(Protocol):
 class Heads(Protocol):
     """The operations between a layer's projection to q, k, v and its attention: head norms, rotary embedding, KV."""
 
-    def __call__(self, qkv: Tensor, turn: Any, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+    def __call__(self, qkv: Tensor, rope: Any, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
         """qkv [T, H + 2 K, D] -> rotated queries [T, H, D]. Keys (rotated) and values of the first len(slots) tokens
-        are written to `cache`, each [blocks, block_size, K, D], at `slots` (block * block_size + offset). `turn` is the
-        result of the arithmetic's `turn` for the positions."""
+        are written to `cache`, each [blocks, block_size, K, D], at `slots` (block * block_size + offset). `rope` is the
+        result of `LayerOps.rope` for the positions."""
         ...
 
 
@@ -117,21 +117,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PlainHeads:
-    """`Heads` by separate torch operations; `turn` is `Rotary.at` of the positions."""
+    """`Heads` by separate torch operations; `rope` is `Rotary.at` of the positions."""
 
     def __init__(self, config: ModelConfig, norms: tuple[Norm, Norm] | None) -> None:
-        self._num_heads, self._turning = config.num_heads, config.num_heads + config.num_kv_heads
+        self._num_heads, self._num_rotated = config.num_heads, config.num_heads + config.num_kv_heads
         self._norms = norms
 
-    def __call__(self, qkv: Tensor, turn: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
-        turning = qkv[:, : self._turning]
+    def __call__(self, qkv: Tensor, rope: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+        to_rotate = qkv[:, : self._num_rotated]
         if self._norms is not None:
             of_queries, of_keys = self._norms
-            turning = torch.cat((of_queries(turning[:, : self._num_heads]), of_keys(turning[:, self._num_heads :])), 1)
-        turned, stored = rotate(turning, *turn), len(slots)
-        for tensor, new in zip(cache, (turned[:, self._num_heads :], qkv[:, self._turning :]), strict=True):
+            to_rotate = torch.cat(
+                (of_queries(to_rotate[:, : self._num_heads]), of_keys(to_rotate[:, self._num_heads :])), 1
+            )
+        rotated, stored = rotate(to_rotate, *rope), len(slots)
+        for tensor, new in zip(cache, (rotated[:, self._num_heads :], qkv[:, self._num_rotated :]), strict=True):
             tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slots, new[:stored])
-        return turned[:, : self._num_heads]
+        return rotated[:, : self._num_heads]
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -165,16 +167,16 @@ def swiglu_exact(gate_up: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """The interchangeable operations of a model. `turn` converts positions [T] to the rotation that `Heads` expects."""
+class LayerOps:
+    """The interchangeable operations of a model. `rope` converts positions [T] to the rotation that `Heads` expects."""
 
     make_norm: Callable[[Tensor, float], Norm]
     make_heads: Callable[[ModelConfig, tuple[Norm, Norm] | None], Heads]
     swiglu: Callable[[Tensor], Tensor]
-    turn: Callable[[Tensor], Any]
+    rope: Callable[[Tensor], Any]
     make_linear: Callable[[Projection], Linear] = make_linear
 
 
-def plain(rotary: Rotary, *, exact: bool) -> Arithmetic:
+def plain(rotary: Rotary, *, exact: bool) -> LayerOps:
     """The operations in plain torch; `exact` ones are row-invariant in float32."""
-    return Arithmetic(RMSNorm, PlainHeads, swiglu_exact if exact else swiglu, rotary.at)
+    return LayerOps(RMSNorm, PlainHeads, swiglu_exact if exact else swiglu, rotary.at)

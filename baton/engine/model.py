@@ -22,7 +22,7 @@ from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Arithmetic
+from baton.engine.layers import LayerOps
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import LayerWeights, WeightReader
 
@@ -31,8 +31,8 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)). `config` is this rank's own, as `shard_config` makes it. The last
     sum of a layer is left to the norm of the next layer, so that both take one pass over memory."""
 
-    def __init__(self, weights: LayerWeights, config: ModelConfig, group: TPGroup, arithmetic: Arithmetic) -> None:
-        make_norm, make_linear, eps = arithmetic.make_norm, arithmetic.make_linear, config.rms_norm_eps
+    def __init__(self, weights: LayerWeights, config: ModelConfig, group: TPGroup, layer_ops: LayerOps) -> None:
+        make_norm, make_linear, eps = layer_ops.make_norm, layer_ops.make_linear, config.rms_norm_eps
         self._group = group
         self._head_dim = config.head_dim
         self._attention_norm = make_norm(weights.attention_norm, eps)
@@ -40,20 +40,20 @@ class DecoderLayer:
         norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = (make_norm(weights.q_norm, eps), make_norm(weights.k_norm, eps))
-        self._heads = arithmetic.make_heads(config, norms)
+        self._heads = layer_ops.make_heads(config, norms)
         self._attention_out = make_linear(weights.attention_out)
         self._mlp_norm = make_norm(weights.mlp_norm, eps)
         self._gate_up = make_linear(weights.gate_up)
         self._down = make_linear(weights.down)
-        self._swiglu = arithmetic.swiglu
+        self._swiglu = layer_ops.swiglu
 
     def queries(
-        self, x: Tensor, delta: Tensor | None, turn: Any, cache: tuple[Tensor, Tensor], slots: Tensor
+        self, x: Tensor, delta: Tensor | None, rope: Any, cache: tuple[Tensor, Tensor], slots: Tensor
     ) -> tuple[Tensor, Tensor]:
         """x and delta [T, hidden] -> x + delta, and queries [T, H, D]; keys and values go into the cache."""
         x, normed = (x, self._attention_norm(x)) if delta is None else self._attention_norm.add(x, delta)
         qkv = self._qkv(normed).view(x.shape[0], -1, self._head_dim)
-        return x, self._heads(qkv, turn, cache, slots)
+        return x, self._heads(qkv, rope, cache, slots)
 
     def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Adds the projection of `attended` [T, H * D] to x [T, hidden]; returns the sum and the MLP's output."""
@@ -79,7 +79,7 @@ class Embedding:
 class Model:
     """One rank's share of a decoder-only transformer; `config` is the whole model's."""
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, group: TPGroup, arithmetic: Arithmetic) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightReader, group: TPGroup, layer_ops: LayerOps) -> None:
         self._windows = config.windows
         self.windows: Iterable[int] = dict.fromkeys(config.windows)  # the distinct ones
         self._vocab_size = config.vocab_size
@@ -87,11 +87,11 @@ class Model:
         self._embedding = Embedding(weights.embedding(), group.vocabulary_part(config.vocab_size)[0], group)
         local = shard_config(config, group)
         self._layers = [
-            DecoderLayer(weights.layer(index), local, group, arithmetic) for index in range(config.num_layers)
+            DecoderLayer(weights.layer(index), local, group, layer_ops) for index in range(config.num_layers)
         ]
-        self._norm = arithmetic.make_norm(weights.final_norm(), config.rms_norm_eps)
-        self._head = arithmetic.make_linear(weights.head())
-        self._turn = arithmetic.turn
+        self._norm = layer_ops.make_norm(weights.final_norm(), config.rms_norm_eps)
+        self._head = layer_ops.make_linear(weights.head())
+        self._rope = layer_ops.rope
 
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
@@ -132,10 +132,10 @@ class Model:
         prepared: Mapping[int, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream [T, hidden] after the last layer, and what is still to be added to it."""
-        turn = self._turn(positions)
+        rope = self._rope(positions)
         x, delta = self._embedding(tokens), None
         for index, layer in enumerate(self._layers):
-            x, queries = layer.queries(x, delta, turn, kv.storage[index], slots)
+            x, queries = layer.queries(x, delta, rope, kv.storage[index], slots)
             attended = attention.attend(queries, *kv.storage[index], prepared[self._windows[index]])
             x, delta = layer.finish(x, attended)
         return x, delta

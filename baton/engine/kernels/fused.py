@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.core.model_config import ModelConfig
 from baton.engine.kernels.linear import FixedLinear
-from baton.engine.layers import Arithmetic, Norm, Rotary, make_linear
+from baton.engine.layers import LayerOps, Norm, Rotary, make_linear
 
 _HEADS = 8  # of a token per program
 _ELEMENTS = 1024  # per elementwise program
@@ -51,19 +51,19 @@ class FusedNorm:
 
 
 class FusedHeads:
-    """See layers.Heads; `turn` is the positions, int64 [T]. `rotary` has the cos and sin of all positions."""
+    """See layers.Heads; `rope` is the positions, int64 [T]. `rotary` has the cos and sin of all positions."""
 
     def __init__(self, config: ModelConfig, norms: tuple[FusedNorm, FusedNorm] | None, rotary: Rotary) -> None:
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._norms, self._tables = norms, rotary.tables
 
-    def __call__(self, qkv: Tensor, turn: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+    def __call__(self, qkv: Tensor, rope: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
         tokens, heads, head_dim = qkv.shape
         queries = torch.empty((tokens, self._num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         cos, sin = self._tables
         weights = (cos, cos) if self._norms is None else (self._norms[0].weight, self._norms[1].weight)
         _rotate_and_store[tokens, triton.cdiv(heads, _HEADS)](
-            qkv, turn, slots, cos, sin, *weights, queries, *cache, 0.0 if self._norms is None else self._norms[0].eps,
+            qkv, rope, slots, cos, sin, *weights, queries, *cache, 0.0 if self._norms is None else self._norms[0].eps,
             NORMS=self._norms is not None, QUERY_HEADS=self._num_heads, KV_HEADS=self._num_kv_heads, HEAD_DIM=head_dim,
             WIDTH=triton.next_power_of_2(head_dim), HEADS=_HEADS,
         )  # fmt: skip
@@ -78,7 +78,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def fused(rotary: Rotary, *, exact: bool = False) -> Arithmetic:
+def fused(rotary: Rotary, *, exact: bool = False) -> LayerOps:
     """These operations, each of which computes a token without regard to the others; `exact`: with linear layers that
     do so, too."""
 
@@ -86,7 +86,7 @@ def fused(rotary: Rotary, *, exact: bool = False) -> Arithmetic:
         return FusedHeads(config, norms, rotary)  # type: ignore[arg-type]  # norms are what make_norm made
 
     chosen = FixedLinear if exact else make_linear
-    return Arithmetic(FusedNorm, make_heads, swiglu, lambda positions: positions, chosen)
+    return LayerOps(FusedNorm, make_heads, swiglu, lambda positions: positions, chosen)
 
 
 @triton.jit
@@ -118,15 +118,15 @@ def _rotate_and_store(
     d = tl.arange(0, WIDTH)
     half: tl.constexpr = HEAD_DIM // 2
     other = tl.where(d < half, d + half, d - half)
-    is_query, turns = head < QUERY_HEADS, head < QUERY_HEADS + KV_HEADS
+    is_query, is_rotated = head < QUERY_HEADS, head < QUERY_HEADS + KV_HEADS
     there = (head < QUERY_HEADS + 2 * KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
     from_ = qkv_ptr + (token * (QUERY_HEADS + 2 * KV_HEADS) + head)[:, None] * HEAD_DIM
     raw = tl.load(from_ + d[None, :], mask=there, other=0.0)
-    swapped_there = there & turns[:, None]
+    swapped_there = there & is_rotated[:, None]
     x, swapped = raw.to(tl.float32), tl.load(from_ + other[None, :], mask=swapped_there, other=0.0).to(tl.float32)
     if NORMS:
         scale = (1.0 / tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM + eps))[:, None]
-        of_query, of_key = is_query[:, None] & there, (turns & (head >= QUERY_HEADS))[:, None] & there
+        of_query, of_key = is_query[:, None] & there, (is_rotated & (head >= QUERY_HEADS))[:, None] & there
         weight = tl.load(query_norm_ptr + d[None, :] + head[:, None] * 0, mask=of_query, other=0.0).to(tl.float32)
         weight += tl.load(key_norm_ptr + d[None, :] + head[:, None] * 0, mask=of_key, other=0.0).to(tl.float32)
         swapped_weight = tl.load(query_norm_ptr + other[None, :] + head[:, None] * 0, mask=of_query, other=0.0).to(
@@ -142,12 +142,12 @@ def _rotate_and_store(
     inside = d < HEAD_DIM
     cos = tl.load(cos_ptr + position * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32)
-    turned = (x * cos[None, :] + swapped * sin[None, :]).to(raw.dtype)
+    rotated = (x * cos[None, :] + swapped * sin[None, :]).to(raw.dtype)
     query_at = (token * QUERY_HEADS + head)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(query_ptr + query_at, turned, mask=there & is_query[:, None])
+    tl.store(query_ptr + query_at, rotated, mask=there & is_query[:, None])
     slot = tl.load(slot_ptr + token)
     key_at = (slot * KV_HEADS + head - QUERY_HEADS)[:, None] * HEAD_DIM + d[None, :]
-    tl.store(key_ptr + key_at, turned, mask=there & (turns & (head >= QUERY_HEADS))[:, None])
+    tl.store(key_ptr + key_at, rotated, mask=there & (is_rotated & (head >= QUERY_HEADS))[:, None])
     value_at = (slot * KV_HEADS + head - QUERY_HEADS - KV_HEADS)[:, None] * HEAD_DIM + d[None, :]
     tl.store(value_ptr + value_at, raw, mask=there & (head >= QUERY_HEADS + KV_HEADS)[:, None])
 
