@@ -67,8 +67,8 @@ class PublicApi:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
             return self._away(request_id, f"cannot be reached: {error}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            what = f"the connection to the coordinator was lost: {type(error).__name__}"
-            problem = error_body(what, type="server_error", code=ErrorCode.INTERNAL_ERROR)
+            reason = f"the connection to the coordinator was lost: {type(error).__name__}"
+            problem = error_body(reason, type="server_error", code=ErrorCode.INTERNAL_ERROR)
             return Answer(502, request_id, orjson.dumps(problem))
         if given.headers.get("x-request-id") != request_id:
             return self._away(request_id, f"did not respond, another server did (status {given.status})")

@@ -48,13 +48,12 @@ _OVERHEAD_BYTES = 1 << 16  # of a form, besides the file in it
 
 
 class Slots:
-    """Limits how many transfers run at the same time, so that slow clients leave room for others: `most` in total, and
-    `of_owner` per tenant if the client has an API key. `what` describes the transfers in messages. State: the running
-    transfers of each tenant."""
+    """Limits how many transfers run at the same time, so that slow clients leave room for others: `limit` in total, and
+    `of_owner` per tenant if the client has an API key. `activity` describes the transfers in messages."""
 
-    def __init__(self, what: str, most: int, of_owner: int) -> None:
-        self._what, self._most, self._of_owner = what, most, of_owner
-        self.taken: Counter[str] = Counter()
+    def __init__(self, activity: str, limit: int, of_owner: int) -> None:
+        self._activity, self._limit, self._of_owner = activity, limit, of_owner
+        self.taken: Counter[str] = Counter()  # running transfers of each tenant
 
     @contextmanager
     def one(self, owner: Owner) -> Iterator[None]:
@@ -66,9 +65,9 @@ class Slots:
         """
         tenant = owner.tenant
         if owner.key and self.taken[tenant] >= self._of_owner:
-            raise QuotaExceeded(f"{self._of_owner} of your files are already {self._what}", retry_after_s=RETRY_S)
-        if self.taken.total() >= self._most:
-            raise Unavailable(f"{self._most} files are already {self._what}", retry_after_s=RETRY_S)
+            raise QuotaExceeded(f"{self._of_owner} of your files are already {self._activity}", retry_after_s=RETRY_S)
+        if self.taken.total() >= self._limit:
+            raise Unavailable(f"{self._limit} files are already {self._activity}", retry_after_s=RETRY_S)
         self.taken[tenant] += 1
         try:
             yield
@@ -136,8 +135,8 @@ class BatchRoutes:
                 raise HttpProblem(408, "request_timeout", f"the upload took more than {UPLOAD_S:g} s") from None
             except OSError as error:
                 raise self._runner.storage_failed(error) from None
-            found = await self._runner.on_disk(self._store.add_file, owner, part, filename, purpose)
-            return _json(found, {"x-ignored-fields": as_header(ignored)} if ignored else {})
+            file = await self._runner.on_disk(self._store.add_file, owner, part, filename, purpose)
+            return _json(file, {"x-ignored-fields": as_header(ignored)} if ignored else {})
         finally:
             part.unlink(missing_ok=True)
 
@@ -245,9 +244,9 @@ class FileAnswer(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> AsyncGenerator[bytes, None]:
-    """Yields the pieces of a body. Raises HttpProblem if it has over `most` bytes, a piece takes over UPLOAD_IDLE_S, or
-    the body is slower than UPLOAD_BYTES_S on average; the time that the disk takes does not count."""
+async def _bounded(pieces: AsyncIterator[bytes], limit: int, shown: int) -> AsyncGenerator[bytes, None]:
+    """Yields the pieces of a body. Raises HttpProblem if it has over `limit` bytes, a piece takes over UPLOAD_IDLE_S,
+    or the body is slower than UPLOAD_BYTES_S on average; the time that the disk takes does not count."""
     size, waited_s, clock = 0, 0.0, asyncio.get_running_loop().time
     while True:
         left_s, asked_at = UPLOAD_GRACE_S + size / UPLOAD_BYTES_S - waited_s, clock()
@@ -257,12 +256,12 @@ async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> Async
         except StopAsyncIteration:
             return
         except TimeoutError:
-            what = f"no data of the file arrived for {UPLOAD_IDLE_S:g} s"
+            reason = f"no data of the file arrived for {UPLOAD_IDLE_S:g} s"
             if left_s < UPLOAD_IDLE_S:
-                what = f"the file arrived at less than {UPLOAD_BYTES_S} bytes per second"
-            raise HttpProblem(408, "request_timeout", what) from None
+                reason = f"the file arrived at less than {UPLOAD_BYTES_S} bytes per second"
+            raise HttpProblem(408, "request_timeout", reason) from None
         size, waited_s = size + len(piece), waited_s + clock() - asked_at
-        if size > most:
+        if size > limit:
             raise _too_large(shown)
         yield piece
 
@@ -304,5 +303,5 @@ def _copy(source: Any, target: Path) -> None:
             file.write(piece)
 
 
-def _too_large(most: int) -> HttpProblem:
-    return HttpProblem(413, "request_too_large", f"a file may have at most {most} bytes", param="file")
+def _too_large(max_bytes: int) -> HttpProblem:
+    return HttpProblem(413, "request_too_large", f"a file may have at most {max_bytes} bytes", param="file")

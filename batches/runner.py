@@ -61,9 +61,9 @@ class BatchRunner:
         self._sending: set[str] = set()
         self._draining = asyncio.Event()
 
-    async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
+    async def on_disk(self, call: Callable[..., _T], *args: Any) -> _T:
         """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""
-        return await self._disk.run(call, *what)
+        return await self._disk.run(call, *args)
 
     def storage_failed(self, error: OSError) -> StorageFailed:
         """Returns the error for a client whose file could not be written."""
@@ -83,13 +83,13 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        most = MAX_UNFINISHED  # of an earlier run: when each of them expires is noted now
+        limit = MAX_UNFINISHED  # of an earlier run: when each of them expires is noted now
         try:
             while not self._draining.is_set():
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
-                self._start(await self._disk.retry(self._store.unfinished, most or len(self._tasks) + MAX_BATCHES))
-                most = 0  # from now on the running batches and MAX_BATCHES others; those to be cancelled come first
+                self._start(await self._disk.retry(self._store.unfinished, limit or len(self._tasks) + MAX_BATCHES))
+                limit = 0  # from now on the running batches and MAX_BATCHES others; those to be cancelled come first
                 await self._wake.wait()
             await asyncio.Event().wait()  # until cancelled
         finally:
@@ -198,8 +198,8 @@ class BatchRunner:
                 if answer is None:
                     complete = False
                     continue
-                what = answer.status, answer.request_id, answer.body, answer.ignored
-                await self._disk.retry(self._store.answered, line, *what)
+                outcome = answer.status, answer.request_id, answer.body, answer.ignored
+                await self._disk.retry(self._store.answered, line, *outcome)
         for task in ended:
             if not task.cancelled():
                 task.result()

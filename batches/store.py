@@ -379,7 +379,7 @@ class BatchStore:
 
 
 def read_lines(
-    path: Path, batch_id: str, endpoint: str, most: int, read: ReadLine
+    path: Path, batch_id: str, endpoint: str, max_lines: int, read: ReadLine
 ) -> Iterator[Line | dict[str, Any] | None]:
     """Yields the requests of an input file, an error object of OpenAI's API for each invalid line, and None for each
     empty one."""
@@ -396,15 +396,15 @@ def read_lines(
             if not text.strip():
                 yield None
                 continue
-            if len(seen) >= most:
-                yield _error(number, "too_many_lines", f"the file has more than {most} requests", None)
+            if len(seen) >= max_lines:
+                yield _error(number, "too_many_lines", f"the file has more than {max_lines} requests", None)
                 return
-            found = read(text.strip(), number, batch_id, endpoint)
-            if isinstance(found, Line) and found.custom_id in seen:
-                found = _error(number, "duplicate_custom_id", "another line has this custom_id", "custom_id")
-            if isinstance(found, Line):
-                seen.add(found.custom_id)
-            yield found
+            parsed = read(text.strip(), number, batch_id, endpoint)
+            if isinstance(parsed, Line) and parsed.custom_id in seen:
+                parsed = _error(number, "duplicate_custom_id", "another line has this custom_id", "custom_id")
+            if isinstance(parsed, Line):
+                seen.add(parsed.custom_id)
+            yield parsed
 
 
 def read_line(text: bytes, number: int, batch_id: str, endpoint: str, strict: bool) -> Line | dict[str, Any]:
@@ -422,8 +422,8 @@ def read_line(text: bytes, number: int, batch_id: str, endpoint: str, strict: bo
             return _error(number, error.code, error.message, name[:64])
     custom_id, body = given.get("custom_id"), given.get("body")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
-        what = "custom_id must be a string of 1 to 512 characters"
-        return _error(number, "missing_required_parameter", what, "custom_id")
+        message = "custom_id must be a string of 1 to 512 characters"
+        return _error(number, "missing_required_parameter", message, "custom_id")
     if given.get("method") != "POST":
         return _error(number, "invalid_method", "method must be POST", "method")
     if given.get("url") != endpoint:

@@ -300,13 +300,13 @@ class DecodeScheduler:
         running, stuck = self._ranked(State.RUNNING), list[Sequence]()
         alone = [[s] for s in running if s.request.alone]
         alone.sort(key=lambda group: group[0].last_token_at)
-        others = [s for s in running if not s.request.alone]
-        groups = [others, *alone] if self._last_was_alone else [*alone[:1], others, *alone[1:]]
+        together = [s for s in running if not s.request.alone]
+        groups = [together, *alone] if self._last_was_alone else [*alone[:1], together, *alone[1:]]
         for group in groups:
             rows, sequences, short = self._rows(group, now)
             stuck += short
             if rows:
-                self._last_was_alone = group is not others
+                self._last_was_alone = group is not together
                 return rows, sequences, stuck
         return [], [], stuck
 

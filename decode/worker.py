@@ -231,9 +231,9 @@ class DecodeWorker:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
         if (shared := shared_gpu(plans, hello.gpus, self._gpus)) is not None:
             prefill_rank, decode_rank, gpu = shared
-            what = f"{gpu!r:.200} is that of prefill rank {prefill_rank} and of decode rank {decode_rank}"
+            reason = f"{gpu!r:.200} is that of prefill rank {prefill_rank} and of decode rank {decode_rank}"
             how = "NCCL does not connect two ranks on one GPU; set --edge-kind ipc (or gloo) on both workers"
-            raise JoinRefused(f"link refused: gpus: {what}; {how}", param="gpus")
+            raise JoinRefused(f"link refused: gpus: {reason}; {how}", param="gpus")
 
     def admission(self) -> Admission:
         return Admission(self.main_loop.handle_key, self.main_loop.run_clock_ms(), self.main_loop.draining)

@@ -78,10 +78,10 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
         check_time(authority, ca_path, _COMMAND)
         if not is_authority(authority):
             raise StartupError(f"{ca_path}: not a CA certificate (see its basic constraints)")
-        found = check_key(authority, read_pem(ca_key_path, _COMMAND, secret=True), ca_path, _COMMAND)
-        if not isinstance(found, _Key):
+        ca_key = check_key(authority, read_pem(ca_key_path, _COMMAND, secret=True), ca_path, _COMMAND)
+        if not isinstance(ca_key, _Key):
             raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
-        signer: _Key = found
+        signer: _Key = ca_key
     else:
         signer = ec.generate_private_key(ec.SECP256R1())
         authority = sign(

@@ -67,8 +67,8 @@ def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]
     if status == 200 and isinstance(rows, list):
         return rows
     problem = document.get("error") if isinstance(document, dict) else None
-    what = problem.get("message") if isinstance(problem, dict) else f"status {status}"
-    raise StartupError(f"{url}: {what}")
+    reason = problem.get("message") if isinstance(problem, dict) else f"status {status}"
+    raise StartupError(f"{url}: {reason}")
 
 
 def request_json(

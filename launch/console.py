@@ -17,9 +17,9 @@ class Console:
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
-    def stage(self, who: str, what: str) -> None:
+    def stage(self, who: str, event: str) -> None:
         """`   2.1 s  decode-0      joined`"""
-        self.plain(f"{self.elapsed_s():7.1f} s  {who:<12}  {what}")
+        self.plain(f"{self.elapsed_s():7.1f} s  {who:<12}  {event}")
 
     def quote(self, lines: Iterable[str]) -> None:
         """Prints lines of another program's output, indented."""
@@ -33,10 +33,10 @@ class Console:
 
 def versions(*packages: str) -> dict[str, str]:
     """Returns the versions of these packages ("not installed" if one is missing) and of Python."""
-    found = {}
+    installed = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return {**found, "python": platform.python_version()}
+            installed[package] = "not installed"
+    return {**installed, "python": platform.python_version()}

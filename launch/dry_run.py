@@ -49,12 +49,12 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     _check_addresses(plan)
     memory = _memory(plan)  # first, so that an error does not follow half a plan
     console.print(f"model {plan.served_name}   {plan.model}")
-    for title, found in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", memory)):
+    for title, section in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", memory)):
         console.print(f"\n[bold]{title}[/]")
-        if isinstance(found, str):
-            console.print(found, highlight=False)
+        if isinstance(section, str):
+            console.print(section, highlight=False)
         else:
-            show(found, console)
+            show(section, console)
     console.print("\n[bold]commands[/]")
     if not plan.topology.coordinator.config.control_port:
         console.print("# workers get the control port that the coordinator binds instead of 0")
@@ -76,13 +76,14 @@ def _check_addresses(plan: Plan) -> None:
     nodes: dict[str, str] = {}
     for node in (node for node in plan.topology.nodes if node.address):
         try:
-            found = str(socket.getaddrinfo(node.address, None)[0][4][0])
+            address = str(socket.getaddrinfo(node.address, None)[0][4][0])
         except OSError as error:
-            what = f"its address {node.address} does not resolve here ({error.strerror or error})"
-            raise StartupError(f"node {node.name}: {what}") from None
-        if found in nodes:
-            raise StartupError(f"node {node.name}: its address {node.address} is that of node {nodes[found]}: {found}")
-        nodes[found] = node.name
+            reason = f"its address {node.address} does not resolve here ({error.strerror or error})"
+            raise StartupError(f"node {node.name}: {reason}") from None
+        if address in nodes:
+            reason = f"its address {node.address} is that of node {nodes[address]}: {address}"
+            raise StartupError(f"node {node.name}: {reason}")
+        nodes[address] = node.name
 
 
 def _placement(plan: Plan) -> Table:
@@ -102,9 +103,9 @@ def _placement(plan: Plan) -> Table:
 
 def _ports(plan: Plan) -> Table:
     table = make_table(("member", "what", "address", "port"))
-    for found in plan.listeners():
-        what = found.key.removesuffix("_port").removesuffix("port") or "http"
-        table.add_row(found.member, what, found.host, str(found.port or "any"))
+    for listener in plan.listeners():
+        use = listener.key.removesuffix("_port").removesuffix("port") or "http"
+        table.add_row(listener.member, use, listener.host, str(listener.port or "any"))
     return table
 
 
@@ -118,18 +119,18 @@ def _memory(plan: Plan) -> Table | str:
     head = ("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB", "draft MiB")
     table = make_table(head)
     for part, config in zip(plan.parts, configs, strict=True):
-        found = rank_memory(plan, part, config, model_dir)
-        draft = "?" if found.draft_bytes is None else _mib(found.draft_bytes)
-        if found.draft_bytes and not found.kv_blocks:
+        memory = rank_memory(plan, part, config, model_dir)
+        draft = "?" if memory.draft_bytes is None else _mib(memory.draft_bytes)
+        if memory.draft_bytes and not memory.kv_blocks:
             draft += " and its KV"
-        kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of free memory", "?")
+        kv = (_mib(memory.kv_bytes), str(memory.kv_blocks)) if memory.kv_bytes else ("85 % of free memory", "?")
         table.add_row(
             part.name,
-            _mib(found.parameter_bytes),
+            _mib(memory.parameter_bytes),
             *kv,
-            str(found.edges),
-            _mib(found.edge_bytes),
-            _mib(found.staging_bytes),
+            str(memory.edges),
+            _mib(memory.edge_bytes),
+            _mib(memory.staging_bytes),
             draft,
         )
     return table
@@ -204,14 +205,14 @@ def _draft_bytes(part: Part, model_dir: Path, longest: int, blocks: int, dtype: 
         return 0
     options = part.worker.config
     try:
-        found = resolve_draft(options.draft, model_dir)
-        if found is None:
+        draft_dir = resolve_draft(options.draft, model_dir)
+        if draft_dir is None:
             return 0
-        draft = read_model_config(found)
+        draft = read_model_config(draft_dir)
     except StartupError:
         return None
     usable = min(longest, blocks * options.block_size) if blocks else longest
-    share = draft_share(found, draft, usable, options.block_size, dtype, options.max_running)
+    share = draft_share(draft_dir, draft, usable, options.block_size, dtype, options.max_running)
     return share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
 
 

@@ -34,18 +34,18 @@ def as_cuda_reads(named: str) -> tuple[str, ...]:
     parts = [part.strip() for part in named.split(",")]
     kind = parts[0][:4]
     form = re.compile(f"({kind}.*)") if kind in ("GPU-", "MIG-") else _NUMBER
-    found = [name[1] for name in takewhile(bool, map(form.match, parts)) if name]
-    return tuple(found) if len(set(found)) == len(found) else ()
+    names = [name[1] for name in takewhile(bool, map(form.match, parts)) if name]
+    return tuple(names) if len(set(names)) == len(names) else ()
 
 
 def parse_listing(text: str) -> tuple[str, ...]:
     """Parses `nvidia-smi -L`: numbers, or UUIDs if a GPU is divided into MIG instances."""
     gpus: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
-        if found := _GPU.match(line):
-            gpus.append((found["uuid"], []))
-        elif gpus and (found := _MIG.match(line)):
-            gpus[-1][1].append(found["uuid"])
+        if match := _GPU.match(line):
+            gpus.append((match["uuid"], []))
+        elif gpus and (match := _MIG.match(line)):
+            gpus[-1][1].append(match["uuid"])
     if not any(instances for _, instances in gpus):
         return tuple(map(str, range(len(gpus))))
     return tuple(name for uuid, instances in gpus for name in instances or [uuid])

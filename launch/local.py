@@ -174,8 +174,8 @@ class LocalCluster:
         except (OSError, ValueError, TypeError):
             if self._console.elapsed_s() > COORDINATOR_START_TIMEOUT_S and self._addresses is None:
                 log = self._members.run_dir / "coordinator.log"
-                what = f"the coordinator opened no ports within {COORDINATOR_START_TIMEOUT_S:.0f} s"
-                raise StartupError(f"{what}; its log is {log}") from None
+                reason = f"the coordinator opened no ports within {COORDINATOR_START_TIMEOUT_S:.0f} s"
+                raise StartupError(f"{reason}; its log is {log}") from None
             return
         self._addresses = addresses
         coordinator.mark_joined(f"up         http {addresses.http}   grpc {addresses.grpc}")
@@ -236,10 +236,10 @@ class LocalCluster:
             quantized = "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
             kind = f"{f.get('dtype')}{quantized}"
             room = f"{f.get('blocks_total')} KV blocks of {f.get('block_size')} tokens"
-            what = f"{kind}, {room}, at most {f.get('max_model_len')} tokens a sequence"
-            facts.setdefault(what, []).append(f["id"])
+            settings = f"{kind}, {room}, at most {f.get('max_model_len')} tokens a sequence"
+            facts.setdefault(settings, []).append(f["id"])
         why = "override with --dtype, --kv-memory-gib, --max-model-len"
-        return [f"{what} ({', '.join(names)}); {why}" for what, names in facts.items()]
+        return [f"{settings} ({', '.join(names)}); {why}" for settings, names in facts.items()]
 
     def _late(self) -> list[str]:
         late = [member.name for member in self._all if not member.joined and not member.left]

@@ -53,8 +53,8 @@ class Part:
     @property
     def environment(self) -> dict[str, str]:
         threads = str(max(self.placement.threads // self.ranks, 1)) if self.placement.threads else ""
-        found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": self.gpus}
-        return {name: value for name, value in found.items() if value}
+        variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": self.gpus}
+        return {name: value for name, value in variables.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,10 @@ class Plan:
         hosts = {"port": config.host, "grpc_port": config.host, "control_port": front.address}
         if self.admin:
             hosts["admin_port"] = front.address
-        found = [Listener(front.name, host, getattr(config, key), COORDINATOR, key) for key, host in hosts.items()]
+        listeners = [Listener(front.name, host, getattr(config, key), COORDINATOR, key) for key, host in hosts.items()]
         if self.topology.batches is not None:
             port = self.topology.batches.config.batches_port
-            found.append(Listener(front.name, LOOPBACK, port, BATCHES, "batches_port"))
+            listeners.append(Listener(front.name, LOOPBACK, port, BATCHES, "batches_port"))
         for worker in self.topology.workers:
             leader, options = self.topology.node(worker.nodes[0]), worker.config
             ports = {"rendezvous_port": worker.rendezvous_port}
@@ -175,8 +175,8 @@ class Plan:
                 ports |= {"link_port": options.link_port, "store_port": options.store_port}
             if options.health_port:
                 ports["health_port"] = options.health_port
-            found += [Listener(leader.name, leader.address, port, worker.name, key) for key, port in ports.items()]
-        return tuple(found)
+            listeners += [Listener(leader.name, leader.address, port, worker.name, key) for key, port in ports.items()]
+        return tuple(listeners)
 
 
 def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
@@ -264,8 +264,8 @@ def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
     if not node.core_count:
         if len(workers) > 1 and not all(given) and not node.gpus:
             names = " and ".join(worker.name for worker in workers[:2])
-            what = f"node {node.name!r} has several workers ({names}); set its 'cores'"
-            raise StartupError(f"topology: {what}")
+            reason = f"node {node.name!r} has several workers ({names}); set its 'cores'"
+            raise StartupError(f"topology: {reason}")
         return [Placement((), threads) for threads in given]
     same = given[0] if len(set(given)) == 1 else 0
     shares = place([worker.ranks_per_node for worker in workers], node.cores or range(node.core_count), same)
@@ -278,14 +278,14 @@ def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
 def _gpus(node: Node, workers: Sequence[WorkerPlace]) -> list[str]:
     """Returns the GPUs of a node that each worker may use: those that it names, else one for each rank in turn."""
     in_turn = cycle(node.gpus)
-    found = []
+    visible = []
     for worker in workers:
         if worker.config.device == "cpu":
             seen: Iterable[str] = ()
         else:
             seen = worker.devices or dict.fromkeys(islice(in_turn, worker.ranks_per_node))
-        found.append(",".join(seen))
-    return found
+        visible.append(",".join(seen))
+    return visible
 
 
 def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]:
@@ -316,7 +316,7 @@ def _with_edge_kind(worker: WorkerPlace, kind: str) -> WorkerPlace:
 
 def _check_collisions(plan: Plan) -> None:
     taken: dict[tuple[str, int], Listener] = {}
-    for listener in (found for found in plan.listeners() if found.port):
+    for listener in (listener for listener in plan.listeners() if listener.port):
         other = taken.setdefault((plan.topology.node(listener.node).address or listener.node, listener.port), listener)
         if other is not listener:
             where = f"on node {listener.node!r}"

@@ -31,27 +31,27 @@ ROOM_BYTES = 256 * 1024
 
 
 @contextlib.contextmanager
-def run_directory(wanted: str) -> Iterator[Path]:
-    """Yields the directory of this run's logs, locked until the block ends: `wanted`, else a new one in the cache
+def run_directory(requested: str) -> Iterator[Path]:
+    """Yields the directory of this run's logs, locked until the block ends: `requested`, else a new one in the cache
     directory, else a temporary one. Removes the addresses of an earlier run at the start, and its own at the end.
 
     Raises:
         StartupError: the directory cannot be created or written to, has no space, or is locked by another process;
             names it.
     """
-    path = Path(wanted).expanduser().resolve() if wanted else _fresh()
+    path = Path(requested).expanduser().resolve() if requested else _fresh()
     with contextlib.ExitStack() as stack:
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             stack.callback(os.close, lock)
-            _hold(lock, wanted)
+            _hold(lock, requested)
             _remove_addresses(path)  # of a run that was killed: not valid for this run
             with tempfile.TemporaryFile(dir=path) as file:  # a full disk still accepts empty files
                 file.write(bytes(ROOM_BYTES))
         except OSError as error:
-            what = f"run directory {wanted or path} cannot be used: {_reason(error)}"
-            raise StartupError(f"{what}; choose another with --run-dir") from None
+            reason = f"run directory {requested or path} cannot be used: {_reason(error)}"
+            raise StartupError(f"{reason}; choose another with --run-dir") from None
         try:
             yield path
         finally:
@@ -90,12 +90,12 @@ def local_token(url: str) -> str:
     """Returns the token file of the cluster at `url` if this user's `baton up` runs it in a directory of the default
     location; else an empty string."""
     with contextlib.suppress(RuntimeError):
-        for found in _runs().glob(f"*/{CLUSTER}"):
+        for addresses_file in _runs().glob(f"*/{CLUSTER}"):
             with contextlib.suppress(OSError, ValueError):
-                known = json.loads(found.read_text())
+                known = json.loads(addresses_file.read_text())
                 urls = {str(known.get(name)).partition("//")[2] for name in ("url", "admin")}
-                if url.rpartition("//")[2].rstrip("/") in urls and (found.parent / TOKEN).exists():
-                    return str(found.parent / TOKEN)
+                if url.rpartition("//")[2].rstrip("/") in urls and (addresses_file.parent / TOKEN).exists():
+                    return str(addresses_file.parent / TOKEN)
     return ""
 
 
@@ -109,18 +109,18 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _reason(error: OSError) -> str:
     """Returns `No space left on device`, and the file that caused the error, if any."""
-    what = error.strerror or str(error)
-    return f"{what}: {error.filename}" if error.filename else what
+    reason = error.strerror or str(error)
+    return f"{reason}: {error.filename}" if error.filename else reason
 
 
-def _hold(lock: int, wanted: str) -> None:
+def _hold(lock: int, requested: str) -> None:
     """Locks the directory. Raises StartupError when another process holds the lock; names its pid."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         pid = os.read(lock, 32).decode(errors="replace").strip()
         holder = f"pid {pid}" if pid else "another process"
-        raise StartupError(f"run directory {wanted} is in use by {holder}; choose another with --run-dir") from None
+        raise StartupError(f"run directory {requested} is in use by {holder}; choose another with --run-dir") from None
     except OSError:
         return  # a file system without locks: no process is refused
     os.ftruncate(lock, 0)

@@ -203,18 +203,18 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
 
 
 def _node(table: Mapping[str, object], where: str) -> Node:
-    found = from_table(_NodeTable, table, where)
-    _check(name_error(found.name), f"{where}: 'name'")
-    if found.address:  # a missing address may be filled in later
-        _check(address_error(found.address), f"{where}: 'address'")
-    cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
-    count = len(cores) or int(found.cores or 0)
-    if isinstance(found.gpus, str):
-        gpus = tuple(_gpu(part.strip(), f"{where}: 'gpus'") for part in found.gpus.split(",") if part.strip())
+    node = from_table(_NodeTable, table, where)
+    _check(name_error(node.name), f"{where}: 'name'")
+    if node.address:  # a missing address may be filled in later
+        _check(address_error(node.address), f"{where}: 'address'")
+    cores = parse_cores(node.cores, f"{where}: 'cores'") if isinstance(node.cores, str) else ()
+    count = len(cores) or int(node.cores or 0)
+    if isinstance(node.gpus, str):
+        gpus = tuple(_gpu(part.strip(), f"{where}: 'gpus'") for part in node.gpus.split(",") if part.strip())
         _reject_duplicates(gpus, f"{where}: GPU")
     else:
-        gpus = tuple(map(str, range(found.gpus)))
-    return Node(found.name, unbracketed(found.address), cores, count, gpus)
+        gpus = tuple(map(str, range(node.gpus)))
+    return Node(node.name, unbracketed(node.address), cores, count, gpus)
 
 
 def _coordinator(
@@ -222,17 +222,17 @@ def _coordinator(
 ) -> CoordinatorPlace:
     own = {f.name for f in fields(CoordinatorConfig)}
     table = {**{name: value for name, value in shared.items() if name in own}, **table}
-    found = from_table(_CoordinatorTable, table, "coordinator", _OF_THE_PLAN)
-    name = found.node or nodes[0].name
+    place = from_table(_CoordinatorTable, table, "coordinator", _OF_THE_PLAN)
+    name = place.node or nodes[0].name
     node = next((node for node in nodes if node.name == name), None)
     if node is None:
         raise StartupError(f"coordinator: unknown node {name!r}{nearest(name, [n.name for n in nodes])}")
     for key in ("port", "grpc_port", "control_port"):
-        if getattr(found, key) == 0:
+        if getattr(place, key) == 0:
             raise StartupError(f"coordinator: {key!r} must be a fixed port, not 0: workers and clients need it")
-    if found.data_dir and not found.store and "data_dir" not in shared:
+    if place.data_dir and not place.store and "data_dir" not in shared:
         raise StartupError("coordinator: 'data_dir' is for 'store'; files and batches have their own table, [batches]")
-    host = found.host if "host" in table else node.address
+    host = place.host if "host" in table else node.address
     if "host" in table:
         _check(address_error(host), "coordinator: 'host'")
     return CoordinatorPlace(name, {key: value for key, value in table.items() if key != "node"} | {"host": host})
@@ -241,10 +241,10 @@ def _coordinator(
 def _batches(table: Mapping[str, object], shared: Mapping[str, object]) -> BatchesPlace:
     own = {f.name for f in fields(BatchesConfig)}
     table = {**{name: value for name, value in shared.items() if name in own}, **table}
-    found = from_table(BatchesConfig, table, "batches", _OF_THE_PLAN)
-    if not found.data_dir:
+    config = from_table(BatchesConfig, table, "batches", _OF_THE_PLAN)
+    if not config.data_dir:
         raise StartupError("batches: 'data_dir' is missing, the directory for files and batches")
-    if not found.batches_port:
+    if not config.batches_port:
         raise StartupError("batches: 'batches_port' must be a fixed port, not 0: the coordinator needs it")
     return BatchesPlace(table)
 
@@ -254,37 +254,37 @@ def _worker(
 ) -> WorkerPlace:
     own = {f.name for f in fields(WorkerConfig)}
     table = {**{name: value for name, value in shared.items() if name in own}, **table}
-    found = from_table(_WorkerTable, table, where, (*_OF_THE_PLAN, "host"))
-    if bool(found.node) == bool(found.nodes):
+    worker = from_table(_WorkerTable, table, where, (*_OF_THE_PLAN, "host"))
+    if bool(worker.node) == bool(worker.nodes):
         raise StartupError(f"{where}: needs either 'node' or 'nodes'")
-    on = (found.node,) if found.node else found.nodes
+    on = (worker.node,) if worker.node else worker.nodes
     for name in on:
         if name not in nodes:
             raise StartupError(f"{where}: unknown node {name!r}{nearest(name, nodes)}")
     _reject_duplicates(on, f"{where}: node")
-    if found.nnodes not in (0, len(on)):
-        raise StartupError(f"{where}: 'nnodes' is {found.nnodes}, but {len(on)} nodes are given")
-    ranks = found.tensor_parallel
+    if worker.nnodes not in (0, len(on)):
+        raise StartupError(f"{where}: 'nnodes' is {worker.nnodes}, but {len(on)} nodes are given")
+    ranks = worker.tensor_parallel
     if ranks % len(on):
         raise StartupError(f"{where}: tensor_parallel {ranks} cannot be divided over {len(on)} nodes")
-    if found.devices and len(found.devices) != ranks // len(on):
-        what = f"'devices' lists {len(found.devices)} GPUs, but each node has {ranks // len(on)} ranks"
-        raise StartupError(f"{where}: {what}")
-    devices = tuple(_gpu(device, f"{where}: 'devices'") for device in found.devices)
+    if worker.devices and len(worker.devices) != ranks // len(on):
+        reason = f"'devices' lists {len(worker.devices)} GPUs, but each node has {ranks // len(on)} ranks"
+        raise StartupError(f"{where}: {reason}")
+    devices = tuple(_gpu(device, f"{where}: 'devices'") for device in worker.devices)
     _reject_duplicates(devices, f"{where}: GPU")
-    name = found.name or f"{role}-{index}"
+    name = worker.name or f"{role}-{index}"
     _check(name_error(name), f"{where}: 'name'")
-    base = found.base_port
+    base = worker.base_port
     decodes = role == "decode"
     for key in ("link_port", "store_port"):
         if key in table and not decodes:
             raise StartupError(f"{where}: {key!r} is only for decode workers")
-    rendezvous = found.rendezvous_port or (base if len(on) > 1 else 0)
+    rendezvous = worker.rendezvous_port or (base if len(on) > 1 else 0)
     if len(on) > 1 and not rendezvous:
         raise StartupError(f"{where}: a worker over several nodes needs 'rendezvous_port' or 'base_port'")
     options = {key: value for key, value in table.items() if key not in _PLACING}
     if base and decodes:
-        options |= {"link_port": found.link_port or base + 1, "store_port": found.store_port or base + 2}
+        options |= {"link_port": worker.link_port or base + 1, "store_port": worker.store_port or base + 2}
     return WorkerPlace(name, role, on, ranks, devices, rendezvous, options)
 
 
@@ -338,7 +338,7 @@ def _gpu(name: int | str, where: str) -> str:
     return str(int(name)) if str(name).isdigit() else str(name)
 
 
-def _reject_duplicates(names: list[str] | tuple[str, ...], what: str) -> None:
+def _reject_duplicates(names: list[str] | tuple[str, ...], kind: str) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise StartupError(f"topology: {what} {name!r} is named twice")
+            raise StartupError(f"topology: {kind} {name!r} is named twice")

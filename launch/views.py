@@ -213,7 +213,7 @@ def chrome_trace(rows: Iterable[Row]) -> dict[str, Any]:
         tracks: list[tuple[float, tuple[str, int]]] = []
         for start, length, row, span in sorted(here, key=lambda entry: entry[0]):
             key = row["id"], row["choice"]
-            track = next((i for i, (until, whose) in enumerate(tracks) if until <= start or whose == key), len(tracks))
+            track = next((i for i, (until, owner) in enumerate(tracks) if until <= start or owner == key), len(tracks))
             tracks[track : track + 1] = [(start + length, key)]
             facts = {name: row[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "outcome")}
             event = {
@@ -236,13 +236,13 @@ def chrome_trace(rows: Iterable[Row]) -> dict[str, Any]:
 def _arrows(events: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
     """Returns an arrow for each hand-over to the first span at the decode worker. `events` are one request's, in
     order."""
-    found: list[dict[str, Any]] = []
+    arrows: list[dict[str, Any]] = []
     for before, after in itertools.pairwise(events):
         if after["name"] in _HANDED_OVER and before["pid"] != after["pid"]:
-            flow = {"cat": "handover", "name": "handover", "id": f"{number}-{len(found)}"}
+            flow = {"cat": "handover", "name": "handover", "id": f"{number}-{len(arrows)}"}
             middle = before["ts"] + before["dur"] / 2  # an arrow binds to the slice that contains its timestamp
-            found += [
+            arrows += [
                 flow | {"ph": "s", "pid": before["pid"], "tid": before["tid"], "ts": middle},
                 flow | {"ph": "f", "bp": "e", "pid": after["pid"], "tid": after["tid"], "ts": after["ts"]},
             ]
-    return found
+    return arrows

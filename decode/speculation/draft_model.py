@@ -120,39 +120,41 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
     return draft
 
 
-def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
+def measure_steps(runner: Runner, max_tokens: int) -> list[tuple[int, float]]:
     """Measures the seconds of steps by number of tokens, in short rows at a medium context length. Writes KV into
     blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - _ROW - 1)
     if context < 1:
         return [(1, 1e-3)]
     blocks = _blocks(runner, context + _ROW + 1)
-    return _by_size(runner.step, max(most, 9), lambda tokens: _rows(tokens, context, blocks))
+    return _by_size(runner.step, max(max_tokens, 9), lambda tokens: _rows(tokens, context, blocks))
 
 
-def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
+def measure_fills(draft: Runner, max_tokens: int) -> list[tuple[int, float]]:
     """Measures the seconds of steps that fill draft KV, by number of tokens: one row without sampling. Steps that
     sample at every token take three times as long. Writes KV into blocks that are not in use yet."""
     longest = min(draft.max_model_len, draft.num_blocks * draft.layout.block_size)
-    most = min(max(most, 9), longest)
-    start = min(_CONTEXT // 2, longest - most)
-    blocks = _blocks(draft, start + most)
+    max_tokens = min(max(max_tokens, 9), longest)
+    start = min(_CONTEXT // 2, longest - max_tokens)
+    blocks = _blocks(draft, start + max_tokens)
 
     def plan(tokens: int) -> StepPlan:
         return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
 
-    return _by_size(draft.step, most, plan)  # on a GPU it waits even if nothing is sampled
+    return _by_size(draft.step, max_tokens, plan)  # on a GPU it waits even if nothing is sampled
 
 
-def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
-    found: dict[int, float] = {}
+def _by_size(
+    step: Callable[[StepPlan], object], max_tokens: int, plan: Callable[[int], StepPlan]
+) -> list[tuple[int, float]]:
+    fastest_s: dict[int, float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):  # all sizes in turn: a temporary load of the machine affects them alike
-        for tokens in (n for n in _SIZES if n <= most):
-            if len(found) >= 2 and time.perf_counter() + found.get(tokens, max(found.values())) > deadline:
-                return sorted(found.items())
-            found[tokens] = min(found.get(tokens, math.inf), _took(partial(step, plan(tokens))))
-    return sorted(found.items())
+        for tokens in (n for n in _SIZES if n <= max_tokens):
+            if len(fastest_s) >= 2 and time.perf_counter() + fastest_s.get(tokens, max(fastest_s.values())) > deadline:
+                return sorted(fastest_s.items())
+            fastest_s[tokens] = min(fastest_s.get(tokens, math.inf), _took(partial(step, plan(tokens))))
+    return sorted(fastest_s.items())
 
 
 def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -162,20 +164,20 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
     if context < 1:
         return [], []
     blocks, step = _blocks(runner, context + _DRAFT_TOKENS + 1), runner.step
-    found: dict[tuple[int, int], float] = {}
+    fastest_s: dict[tuple[int, int], float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):
         for rows, tokens in ((n, tokens) for n in _TIMED_ROWS for tokens in (1, 1 + _DRAFT_TOKENS)):
-            if (1, 1 + _DRAFT_TOKENS) in found and time.perf_counter() > deadline:
+            if (1, 1 + _DRAFT_TOKENS) in fastest_s and time.perf_counter() > deadline:
                 break
             row = Row(SequenceId("measure"), context, (0,) * tokens, blocks, SamplingParams(temperature=0.0), tokens)
             plan = StepPlan(0, (row,) * rows)
             # In operation a step follows steps like it; after one of another size less is in the processor's caches.
             for _ in range(_IN_A_ROW if rows <= _SHORT_ROWS else 1):
-                found[rows, tokens] = min(found.get((rows, tokens), math.inf), _took(partial(step, plan)))
-    sizes = [n for n in _PASS_ROWS if (n, 1 + _DRAFT_TOKENS) in found]
-    more = [(n, max(found[n, 1 + _DRAFT_TOKENS] - found[n, 1], 0.0) / _DRAFT_TOKENS) for n in sizes]
-    return [(n, found[n, 1]) for n in sizes], more
+                fastest_s[rows, tokens] = min(fastest_s.get((rows, tokens), math.inf), _took(partial(step, plan)))
+    sizes = [n for n in _PASS_ROWS if (n, 1 + _DRAFT_TOKENS) in fastest_s]
+    more = [(n, max(fastest_s[n, 1 + _DRAFT_TOKENS] - fastest_s[n, 1], 0.0) / _DRAFT_TOKENS) for n in sizes]
+    return [(n, fastest_s[n, 1]) for n in sizes], more
 
 
 def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -262,11 +264,11 @@ def measure_switching(draft: Runner, runner: Runner) -> float:
 
 def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: bool) -> DecodeScheduler:
     """Returns a decode scheduler with one sequence whose KV has arrived; draft tokens are almost free to it."""
-    most = layout.blocks_for(request.max_kv_tokens)
-    drafts = ModelDrafts(layout, most, request.max_kv_tokens) if draft_tokens else None
+    num_blocks = layout.blocks_for(request.max_kv_tokens)
+    drafts = ModelDrafts(layout, num_blocks, request.max_kv_tokens) if draft_tokens else None
     model = StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),), rows=((1, 1e-3),), per_draft_token=((1, 1e-6),))
     speculation = Speculation(drafts, model)
-    scheduler = DecodeScheduler(layout, most, 1, speculation, prefix_cache=False)
+    scheduler = DecodeScheduler(layout, num_blocks, 1, speculation, prefix_cache=False)
     scheduler.reserve(request, 0.0)
     scheduler.received(request.sequence_id, 0, 0.0)
     return scheduler

@@ -77,10 +77,8 @@ class SpeculativeEngine:
             by_pass += at_once  # only KV is filled: a plain step
         else:
             rows, counts = tuple(row for _, row in at_once), [draft.num_draft_tokens for draft, _ in at_once]
-            found = self._draft.propose(StepPlan(plan.step_id, rows), counts)
-            made = {
-                draft.row: draft_tokens for (draft, _), draft_tokens in zip(at_once, found, strict=True) if draft_tokens
-            }
+            proposed = self._draft.propose(StepPlan(plan.step_id, rows), counts)
+            made = {draft.row: tokens for (draft, _), tokens in zip(at_once, proposed, strict=True) if tokens}
         made |= propose_pass_by_pass(self._draft, plan.step_id, by_pass)
         return tuple(made.get(index, ()) for index in range(len(plan.rows))) if made else ()
 

@@ -28,7 +28,7 @@ class Trials:
         self.sequence_id: SequenceId | None = None
         self._draft_tokens = self._steps = 0
         self._first, self._first_steps = FIRST, FIRST_STEPS
-        self.begun = 0
+        self.started = 0
 
     def stepped(self, step_s: float, steps: int = 1) -> None:
         """Records `steps` planned steps of `step_s` seconds each; more than one only while no trial runs."""
@@ -41,12 +41,12 @@ class Trials:
 
     def begin(self, sequence_id: SequenceId, cost_s: float, *, alone: bool = False) -> bool:
         """Starts a trial of a sequence if none runs and the allowance covers it; returns whether it did."""
-        free = not self.begun or (alone and min(self._first, self._first_steps) > 0)
+        free = not self.started or (alone and min(self._first, self._first_steps) > 0)
         if self.sequence_id is not None or not (free or cost_s <= self.allowance_s):
             return False
         self.allowance_s = max(self.allowance_s - cost_s, 0.0)
         self.sequence_id, self._draft_tokens, self._steps = sequence_id, DRAFT_TOKENS, _LONGEST
-        self.begun += 1
+        self.started += 1
         return True
 
     def drafted(self, sequence_id: SequenceId) -> None:

@@ -207,19 +207,19 @@ def _link(
     """Fits hand-overs: the gap between the first two tokens of a lone request, less one decode step and `sends`."""
     tokens = sum(s.prefill.prompt_tokens for s in samples)
     token_bytes = max(1, round(sum(s.prefill.kv_bytes for s in samples) / tokens))
-    sizes, gaps, others = list[float](), list[float](), list[float]()
+    sizes, gaps, known_s = list[float](), list[float](), list[float]()
     for s in samples:
         sizes.append(s.load.input_len * token_bytes)
         gaps.append(percentile(sorted(r.gaps_s[0] for r in s.records if r.gaps_s), _QUIET))
         step_s = decode.plain_s(1, s.load.input_len + 1) + decode.idle_s
         each_s = sends["send_token_s"] + sends["receive_token_s"]
-        others.append(step_s + sends["send_s"] + sends["receive_s"] + each_s * s.load.input_len)
-    left = [max(gap - other, _LEAST_LATENCY_S) for gap, other in zip(gaps, others, strict=True)]
+        known_s.append(step_s + sends["send_s"] + sends["receive_s"] + each_s * s.load.input_len)
+    left = [max(gap - known, _LEAST_LATENCY_S) for gap, known in zip(gaps, known_s, strict=True)]
     coefficients, _ = fit({"latency_s": [1.0] * len(sizes), "byte_s": sizes}, left)
     link = LinkCosts(
         coefficients["latency_s"], 1.0 / coefficients["byte_s"] if coefficients["byte_s"] else 1e15, **sends
     )
-    fitted = [o + link.latency_s + size / link.bytes_per_s for o, size in zip(others, sizes, strict=True)]
+    fitted = [o + link.latency_s + size / link.bytes_per_s for o, size in zip(known_s, sizes, strict=True)]
     errors = sorted(abs(value - gap) / gap for value, gap in zip(fitted, gaps, strict=True))
     return link, token_bytes, Residual(percentile(errors, 50), errors[-1], len(errors))
 
