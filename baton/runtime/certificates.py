@@ -51,12 +51,12 @@ def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) 
         StartupError: it cannot be read, or does not belong to the certificate.
     """
     try:
-        found = serialization.load_pem_private_key(key, None)
+        private_key = serialization.load_pem_private_key(key, None)
     except (ValueError, TypeError):  # TypeError: it has a password
         raise StartupError(f"{flag} {path}: its private key is unreadable or has a password") from None
-    if found.public_key() != certificate.public_key():
+    if private_key.public_key() != certificate.public_key():
         raise StartupError(f"{flag} {path}: the certificate does not match its private key")
-    return found
+    return private_key
 
 
 def check_authority(
@@ -67,15 +67,15 @@ def check_authority(
     Raises:
         StartupError: none has, or a certificate that signed is not valid now.
     """
-    found: x509.Certificate | None = chain[0]
+    signed: x509.Certificate | None = chain[0]
     for _ in chain:
-        if found is None:
+        if signed is None:
             break
-        if (root := _issuer(found, authority)) is not None:
+        if (root := _issuer(signed, authority)) is not None:
             check_time(root, path.with_name("ca.pem"), flag)
             return
-        if (found := _issuer(found, chain[1:])) is not None:
-            check_time(found, path, flag)
+        if (signed := _issuer(signed, chain[1:])) is not None:
+            check_time(signed, path, flag)
     raise StartupError(f"{flag} {path}: the certificate is not signed by this directory's authority (ca.pem)")
 
 

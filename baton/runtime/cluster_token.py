@@ -22,8 +22,8 @@ def check_token(expected: str, presented: str, who: str) -> None:
     """
     digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (expected, presented)]
     if expected and not hmac.compare_digest(*digests):
-        what = "is not this cluster's" if presented else "is missing"
-        raise JoinRefused(f"{who} refused: token: it {what}; set {FLAG} to the cluster's file", param="token")
+        reason = "is not this cluster's" if presented else "is missing"
+        raise JoinRefused(f"{who} refused: token: it {reason}; set {FLAG} to the cluster's file", param="token")
 
 
 def check_listening(flag: str, host: str, token: str) -> None:

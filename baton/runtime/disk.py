@@ -100,8 +100,8 @@ class DiskThread:
 
     def _wait_for(self, failure: StorageFailed) -> None:
         if not self._waits_for:
-            what = "batches wait for the disk, and keep their results in memory; they try again every"
-            log.warning("%s: %s %g s", self._flag, what, PAUSE_S)
+            event = "batches wait for the disk, and keep their results in memory; they try again every"
+            log.warning("%s: %s %g s", self._flag, event, PAUSE_S)
         self._waits_for = failure.message
 
     def post(self, call: Callable[..., object], *arguments: Any) -> None:

@@ -95,8 +95,8 @@ class WorkerEndpoints:
         finally:
             del self._orders[number]
 
-    def lose(self, rank: int, what: str) -> None:
-        self._channel.lose(RankLost(f"rank {rank} did not reply to {what}"))
+    def lose(self, rank: int, order: str) -> None:
+        self._channel.lose(RankLost(f"rank {rank} did not reply to {order}"))
 
     def _receive(self, rank: int, report: object) -> None:
         """Runs on the channel's thread."""
@@ -168,7 +168,7 @@ class RemoteEndpoint:
 
     async def _ask(
         self,
-        what: str,
+        request: str,
         make: Callable[[int], object],
         limit_s: float,
         on_begun: Callable[[], None] | None = None,
@@ -181,9 +181,9 @@ class RemoteEndpoint:
         answer = await self._ranks.ask(self._rank, make, limit_s, on_begun)
         if answer is None:
             if vital:
-                self._ranks.lose(self._rank, f"an order {what} within {limit_s:g} s")
-            self.abort(f"rank {self._rank} did not reply to an order {what} within {limit_s:g} s")
-            raise HandoffError(self.dead.message if self.dead else what)
+                self._ranks.lose(self._rank, f"an order {request} within {limit_s:g} s")
+            self.abort(f"rank {self._rank} did not reply to an order {request} within {limit_s:g} s")
+            raise HandoffError(self.dead.message if self.dead else request)
         if answer.error:
             error = HandoffError(f"rank {self._rank}: {answer.error}")
             if answer.dead and self.dead is None:
@@ -191,8 +191,8 @@ class RemoteEndpoint:
             raise error
         return answer.value
 
-    def _error(self, what: str) -> HandoffError:
-        return self._spec.error(f"rank {self._rank}: {what}")
+    def _error(self, message: str) -> HandoffError:
+        return self._spec.error(f"rank {self._rank}: {message}")
 
     def __repr__(self) -> str:
         return f"<RemoteEndpoint {self._spec.prefix} {self._spec.side} rank {self._rank}{' dead' if self.dead else ''}>"
@@ -273,16 +273,16 @@ class FollowerEndpoints:
         self._send(done)
 
     async def _work(self, endpoint: LocalEndpoint, order: Any) -> int:
-        begun = partial(self._send, EdgeBegun(order.order))
+        report_begun = partial(self._send, EdgeBegun(order.order))
         match order:
             case OpenEdge():
                 await endpoint.connect()
             case FillEdge():
-                await endpoint.fill(order.part, order.after_step, begun)
+                await endpoint.fill(order.part, order.after_step, report_begun)
             case SendEdge():
                 await endpoint.send()
             case TakeEdge():
-                return int(await endpoint.take(order.part, begun))
+                return int(await endpoint.take(order.part, report_begun))
             case CloseEdge():
                 return int(await endpoint.close(order.timeout_s))
             case _:

@@ -72,10 +72,10 @@ class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         finally:
             self._arriving.pop(cut, None)
         if not reading.done():  # not cancelled here: gRPC has begun to read, and stops with the call
-            what = f"the request message did not arrive within {RECEIVE_S:g} s"
+            reason = f"the request message did not arrive within {RECEIVE_S:g} s"
             if cut.done():
-                what = f"its request message was the oldest of {MAX_ARRIVING + 1} incomplete ones"
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"call ended: {what}")
+                reason = f"its request message was the oldest of {MAX_ARRIVING + 1} incomplete ones"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"call ended: {reason}")
         if reading.exception() is not None or reading.result() is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no valid request message")
         return reading.result()
@@ -87,5 +87,5 @@ def parsed(kind: type[_Message], content: bytes) -> _Message:
     try:
         return kind.FromString(content)
     except DecodeError as e:
-        what = f"invalid request message: {str(e)[:200]}"
-        raise InvalidRequest(what, param="request") from None
+        message = f"invalid request message: {str(e)[:200]}"
+        raise InvalidRequest(message, param="request") from None

@@ -100,8 +100,8 @@ class IgnoredFields:
             hint = f"; did you mean {hint}?" if hint else ""
             raise PydanticCustomError("unknown_parameter", hint, {"field": name})
         if len(self._unknown) >= MAX_UNKNOWN:
-            what = f": the body has more than {MAX_UNKNOWN} different unknown fields"
-            raise PydanticCustomError("unknown_parameter", what, {"field": name})
+            reason = f": the body has more than {MAX_UNKNOWN} different unknown fields"
+            raise PydanticCustomError("unknown_parameter", reason, {"field": name})
         self._unknown.add((place, name))
         self.add(place, name)
 
@@ -114,16 +114,16 @@ def typo_of(name: str, known: frozenset[str]) -> tuple[str, ...]:
     Damerau-Levenshtein distance, "optimal string alignment"), upper and lower case being equal; one if either name is
     shorter than TWO_EDITS_CHARS.
     """
-    given, best, found = name.lower(), 2, list[str]()
+    given, best, nearest = name.lower(), 2, list[str]()
     for other in sorted(known):
-        most = min(best, 2 if min(len(given), len(other)) >= TWO_EDITS_CHARS else 1)
-        edits = OSA.distance(given, other.lower(), score_cutoff=most)
-        if edits > most:
+        limit = min(best, 2 if min(len(given), len(other)) >= TWO_EDITS_CHARS else 1)
+        edits = OSA.distance(given, other.lower(), score_cutoff=limit)
+        if edits > limit:
             continue
         if edits < best:
-            best, found = edits, []
-        found.append(other)
-    return tuple(found[:3])
+            best, nearest = edits, []
+        nearest.append(other)
+    return tuple(nearest[:3])
 
 
 def as_header(names: Iterable[str]) -> str:

@@ -60,12 +60,12 @@ def _loads(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise InvalidRequest(f"duplicate key {twice[:100]!r}", param=twice[:100])
-    return found
+    return fields
 
 
 def _refuse_constant(name: str) -> NoReturn:

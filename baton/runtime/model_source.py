@@ -114,9 +114,9 @@ def _smollm2() -> Path | None:
     return next((file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))), None)
 
 
-def _with_config(path: Path, what: str) -> Path:
+def _with_config(path: Path, source: str) -> Path:
     if not (path / "config.json").is_file():
-        raise StartupError(f"{what} is not a checkpoint: no config.json in {path}")
+        raise StartupError(f"{source} is not a checkpoint: no config.json in {path}")
     return path
 
 

@@ -45,14 +45,15 @@ def open_port(
     server: grpc.aio.Server,
     host: str,
     port: int,
-    what: str,
+    port_name: str,
     flag: str,
     credentials: grpc.ServerCredentials | None = None,
 ) -> int:
     """Makes `server` listen (port 0: on a free one) and returns the port.
 
     Raises:
-        StartupError: the port cannot be opened; names the port (`what`), the cause, and the flag to choose another.
+        StartupError: the port cannot be opened; names the port (`port_name`), the cause, and the flag to
+            choose another.
     """
     try:
         # gRPC succeeds if it binds any address of a name: `localhost` could be ::1 only.
@@ -63,8 +64,8 @@ def open_port(
             return int(bound)
     except (RuntimeError, OSError):
         pass
-    check_free(host, port, flag, what)
-    raise StartupError(f"{what} port {port} on {host} cannot be used: gRPC reported no reason")
+    check_free(host, port, flag, port_name)
+    raise StartupError(f"{port_name} port {port} on {host} cannot be used: gRPC reported no reason")
 
 
 def choose_port(host: str) -> int:
@@ -81,10 +82,10 @@ def choose_port(host: str) -> int:
     raise StartupError(f"no free port on {host}")
 
 
-def check_free(host: str, port: int, whose: str, what: str = "") -> None:
-    """Raises StartupError unless the port can be opened now; `whose` names the flag that chooses another (and its
-    process), `what` the port."""
-    named = f"{what} port {port} on {host}".strip()
+def check_free(host: str, port: int, flag: str, port_name: str = "") -> None:
+    """Raises StartupError unless the port can be opened now; `flag` is the flag that chooses another (and its
+    process), `port_name` what the port is for."""
+    named = f"{port_name} port {port} on {host}".strip()
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -93,9 +94,9 @@ def check_free(host: str, port: int, whose: str, what: str = "") -> None:
             probe.listen(1)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"{named} is in use; choose another with {whose}") from None
+            raise StartupError(f"{named} is in use; choose another with {flag}") from None
         reason = error.strerror or str(error)
         if error.errno == errno.EADDRNOTAVAIL:
-            host_flag = "--control-host" if whose.startswith(("--control", "--admin")) else "--host"
+            host_flag = "--control-host" if flag.startswith(("--control", "--admin")) else "--host"
             reason += f"; {host_flag} must be an address of this machine"
-        raise StartupError(f"{named} ({whose}) cannot be used: {reason}") from None
+        raise StartupError(f"{named} ({flag}) cannot be used: {reason}") from None

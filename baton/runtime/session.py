@@ -213,16 +213,16 @@ class WorkerSession:
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
             self._outgoing.task_done()
-        found = reconcile(welcome.tracked, known, self._owner.sequence_ids(), self.output_log)
+        reconciled = reconcile(welcome.tracked, known, self._owner.sequence_ids(), self.output_log)
         self._owner.welcome(welcome)
-        self._owner.abandon("the coordinator no longer tracks them", found.keep)
+        self._owner.abandon("the coordinator no longer tracks them", reconciled.keep)
         self.connected = True
         if self._leaves_by is not None:
             self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))
-        for part in in_parts(found.resend):
+        for part in in_parts(reconciled.resend):
             self._outgoing.put_nowait(part)
-        if found.unknown:
-            self._outgoing.put_nowait(StepEvents(ended=found.unknown))
+        if reconciled.unknown:
+            self._outgoing.put_nowait(StepEvents(ended=reconciled.unknown))
         if self._empty:
             self._outgoing.put_nowait(Drained())
 

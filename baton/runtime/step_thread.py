@@ -93,8 +93,8 @@ class StepThread:
         plan, future, began_at = self._out[0]
         if now - max(began_at, self._ended_at) <= STEP_LIMIT_S:
             return
-        what = f"step {plan.step_id} of {len(plan.rows)} rows did not finish within {STEP_LIMIT_S:g} s"
-        _end(future, None, InvariantError(what))
+        message = f"step {plan.step_id} of {len(plan.rows)} rows did not finish within {STEP_LIMIT_S:g} s"
+        _end(future, None, InvariantError(message))
 
     def close(self) -> None:
         """Ends the thread after the queued work."""

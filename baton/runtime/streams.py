@@ -212,8 +212,8 @@ async def dial(
     except TimeoutError as e:
         connected = channel.get_state() is grpc.ChannelConnectivity.READY
         await channel.close()
-        what = "connected, but received no reply" if connected else "no connection"
-        raise LinkLost(f"dialled {address}: {what} within {timeout_s:g} s") from e
+        outcome = "connected, but received no reply" if connected else "no connection"
+        raise LinkLost(f"dialled {address}: {outcome} within {timeout_s:g} s") from e
     except BaseException:
         await channel.close()
         raise

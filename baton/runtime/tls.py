@@ -46,20 +46,20 @@ class ClusterTls:
 def peer_role(context: Any) -> str:
     """Returns the role in the client's certificate; empty without one. `context` is a servicer's."""
     names = context.auth_context().get(_NAMES, ())
-    found = [name.decode("ascii", "replace") for name in names]
-    roles = [role for role in ROLES if role + DOMAIN in found]
+    domains = [name.decode("ascii", "replace") for name in names]
+    roles = [role for role in ROLES if role + DOMAIN in domains]
     return roles[0] if len(roles) == 1 else ""
 
 
-def check_role(tls: ClusterTls | None, found: str, wanted: tuple[str, ...], who: str) -> None:
-    """Checks, with TLS, that the role of a peer's certificate is one of those `wanted`.
+def check_role(tls: ClusterTls | None, role: str, expected: tuple[str, ...], who: str) -> None:
+    """Checks, with TLS, that the role of a peer's certificate is one of those `expected`.
 
     Raises:
         JoinRefused: it is not; `role` is the field.
     """
-    if tls is not None and found not in wanted:
-        what = f"is of role {found!r}" if found else "names no role"
-        raise JoinRefused(f"{who} refused: role: its certificate {what}, not {' or '.join(wanted)}", param="role")
+    if tls is not None and role not in expected:
+        shown = f"is of role {role!r}" if role else "names no role"
+        raise JoinRefused(f"{who} refused: role: its certificate {shown}, not {' or '.join(expected)}", param="role")
 
 
 def explained(details: str) -> str:

@@ -27,8 +27,9 @@ def read_token(path: str) -> str:
     return token.decode()
 
 
-def read_regular(path: str, flag: str, most: int, *, secret: bool) -> bytes:
-    """Returns the first `most` bytes of a regular file; nothing of any other kind. `flag` names the option in messages.
+def read_regular(path: str, flag: str, limit: int, *, secret: bool) -> bytes:
+    """Returns the first `limit` bytes of a regular file; nothing of any other kind. `flag` names the option in
+    messages.
 
     Raises:
         StartupError: the file cannot be read, or is `secret` and world-readable or world-writable.
@@ -36,7 +37,7 @@ def read_regular(path: str, flag: str, most: int, *, secret: bool) -> bytes:
     try:
         with open(Path(path).expanduser(), "rb", opener=_at_once) as file:
             status = os.fstat(file.fileno())
-            data = file.read(most) if stat.S_ISREG(status.st_mode) else b""
+            data = file.read(limit) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise StartupError(f"{flag} {path}: {error.strerror or error}") from None
     if secret and status.st_mode & (stat.S_IROTH | stat.S_IWOTH):

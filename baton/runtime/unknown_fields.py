@@ -23,9 +23,9 @@ def unknown_fields(message: Message) -> frozenset[str]:
 
 
 def _numbers(message: Message, place: str) -> set[str]:
-    found = {f"{place}{field.field_number}" for field in UnknownFieldSet(message)}  # type: ignore[attr-defined]
+    numbers = {f"{place}{field.field_number}" for field in UnknownFieldSet(message)}  # type: ignore[attr-defined]
     for field, value in message.ListFields():
         if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for each in value if field.is_repeated else (value,):
-                found |= _numbers(each, f"{place}{field.name}.")
-    return found
+                numbers |= _numbers(each, f"{place}{field.name}.")
+    return numbers
