@@ -61,13 +61,13 @@ class ApiKeys:
             return ANONYMOUS
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            what = "missing API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
-            raise Unauthenticated(what, code="missing_api_key")
+            message = "missing API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
+            raise Unauthenticated(message, code="missing_api_key")
         digest = hashlib.sha256(key.strip().encode()).digest()
-        found = [client for known, client in self._clients.items() if hmac.compare_digest(digest, known)]
-        if not found:  # all keys were compared, each in constant time
+        clients = [client for known, client in self._clients.items() if hmac.compare_digest(digest, known)]
+        if not clients:  # all keys were compared, each in constant time
             raise Unauthenticated("unknown API key")
-        return found[0]
+        return clients[0]
 
 
 def read_api_keys(path: str, keys: str = "", path_of_up: str = "") -> ApiKeys:
@@ -92,8 +92,8 @@ def digest_of(key: str) -> bytes:
     Raises:
         StartupError: it is not ASCII, or not a digest although it says so. The message does not repeat it.
     """
-    if found := _DIGEST.fullmatch(key):
-        return bytes.fromhex(found[1])
+    if digest := _DIGEST.fullmatch(key):
+        return bytes.fromhex(digest[1])
     if not key.isascii() or not key.isprintable() or key.startswith("sha256:"):
         raise StartupError("--api-key: a key must be printable ASCII, or sha256: followed by 64 hex digits")
     return hashlib.sha256(key.encode()).digest()
@@ -133,11 +133,11 @@ def _of_file(path: str) -> dict[bytes, Client]:
 
 
 def _digest(key: str, where: str) -> bytes:
-    if found := _DIGEST.fullmatch(key):
-        return bytes.fromhex(found[1])
+    if digest := _DIGEST.fullmatch(key):
+        return bytes.fromhex(digest[1])
     if len(key) < MIN_CHARS or key.startswith("sha256:"):
-        what = f"a key of at least {MIN_CHARS} characters, or sha256: followed by 64 hex digits"
-        raise StartupError(f"{where}: must be {what}")
+        rule = f"a key of at least {MIN_CHARS} characters, or sha256: followed by 64 hex digits"
+        raise StartupError(f"{where}: must be {rule}")
     return hashlib.sha256(key.encode()).digest()
 
 

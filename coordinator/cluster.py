@@ -301,7 +301,7 @@ class Cluster:
     def _sign(
         self, sequence: SequenceId, prefill: str, targets: Iterable[str], deadline_at: float
     ) -> tuple[Target, ...]:
-        source, found = self.workers.get(prefill), [self.workers.get(t) for t in targets]
+        source, decodes = self.workers.get(prefill), [self.workers.get(t) for t in targets]
         if source is None:
             raise InvariantError(f"{prefill} was chosen but is not present")
-        return tuple(self._signer.target(sequence, source, t, deadline_at) for t in found if t is not None)
+        return tuple(self._signer.target(sequence, source, t, deadline_at) for t in decodes if t is not None)

@@ -101,12 +101,12 @@ class Metrics:
         return generate_latest(self.everything(cluster))
 
     def everything(self, cluster: Mapping[str, Any]) -> CollectorRegistry:
-        found = CollectorRegistry()
-        found.register(self._registry)
-        found.register(_State(cluster))
+        registry = CollectorRegistry()
+        registry.register(self._registry)
+        registry.register(_State(cluster))
         if self._compat == "vllm":
-            found.register(_Renamed([self._registry, _State(cluster)], self._model))
-        return found
+            registry.register(_Renamed([self._registry, _State(cluster)], self._model))
+        return registry
 
     def request(self, submission: Submission) -> Observed:
         return Observed(self, submission, time.monotonic())
@@ -153,8 +153,8 @@ class PerToken(Collector):
         yield CounterMetricFamily("baton_generated_tokens", "tokens sent to clients", value=self.generated)
         bounds = [*map(floatToGoString, GAP_S), "+Inf"]
         buckets = list(zip(bounds, accumulate(self.gaps), strict=True))
-        name, what = "baton_inter_token_latency_seconds", "time between two deltas of a choice"
-        yield HistogramMetricFamily(name, what, buckets=buckets, sum_value=self.gap_s)
+        name, help_text = "baton_inter_token_latency_seconds", "time between two deltas of a choice"
+        yield HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=self.gap_s)
 
 
 class Observed:
@@ -299,8 +299,8 @@ class _State(Collector):
                 for w in workers:
                     made.add_metric([w["id"], w["role"]], w[name])
                 yield made
-        for name, what in GPU_GAUGES.items():
-            made = gauge(f"baton_worker_gpu_{name}", what, labels=["worker", "role"])
+        for name, help_text in GPU_GAUGES.items():
+            made = gauge(f"baton_worker_gpu_{name}", help_text, labels=["worker", "role"])
             for w in (w for w in workers if w.get("gpu")):
                 made.add_metric([w["id"], w["role"]], w["gpu"][name])
             yield made

@@ -25,6 +25,6 @@ def is_large(deltas: Sequence[Delta]) -> bool:
     return entries > LARGE_ENTRIES
 
 
-async def make(large: bool, build: Callable[..., Any], *what: object) -> Any:
+async def make(large: bool, build: Callable[..., Any], *args: object) -> Any:
     """Returns `build(*what)`, run on a thread if it is `large`."""
-    return await asyncio.to_thread(build, *what) if large else build(*what)
+    return await asyncio.to_thread(build, *args) if large else build(*args)

@@ -92,7 +92,7 @@ class Pipeline:
             first = self._admit(submission, _request(submission, 0), sink, observed.delta)
             deltas = self._choice(submission, first)
             if submission.n > 1:
-                deltas = merged([deltas, *self._others(submission, first)])
+                deltas = merged([deltas, *self._further_choices(submission, first)])
             async with aclosing(deltas):
                 async for delta in deltas:
                     observed.delta(delta)
@@ -138,7 +138,7 @@ class Pipeline:
         self._cluster.listen(choice, reader.notify)
         return reader
 
-    def _others(self, submission: Submission, first: Reader) -> Iterator[AsyncGenerator[Delta, None]]:
+    def _further_choices(self, submission: Submission, first: Reader) -> Iterator[AsyncGenerator[Delta, None]]:
         """Returns the generators of choices 1 and up."""
 
         async def begin(index: int) -> AsyncGenerator[Delta, None]:

@@ -71,8 +71,8 @@ class RecentRequests:
         request_id = request_id.replace(" ", SPACE)
         asked = {request_id, *(request_id.removeprefix(prefix) for prefix in _PREFIXES)}
         here = (r for r in running if _own_id(r.request.request_id) & asked)
-        found = [r for r in self._all(here, now) if _own_id(r.request_id) & asked]
-        return sorted(found, key=lambda r: (r.admitted_at, r.choice))
+        records = [r for r in self._all(here, now) if _own_id(r.request_id) & asked]
+        return sorted(records, key=lambda r: (r.admitted_at, r.choice))
 
     def _all(self, running: Iterable[Choice], now: float) -> Iterator[Record]:
         yield from (_record(r, "running", now) for r in running if r.stage is not Stage.ENDED)

@@ -113,8 +113,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin)))
         servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
     credentials = front_tls.credentials if front_tls else None
-    what = settings.max_body_bytes, keys, credentials, config.strict_fields
-    public = PublicServer(pipeline, translator, name, *what, inference)
+    options = settings.max_body_bytes, keys, credentials, config.strict_fields
+    public = PublicServer(pipeline, translator, name, *options, inference)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port, cluster_tls)
     background: list[asyncio.Task[None]] = []
     try:
@@ -122,7 +122,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        serving = {asyncio.create_task(server.serve(), name=what) for what, server in servers.items()}
+        serving = {asyncio.create_task(server.serve(), name=title) for title, server in servers.items()}
         background += [
             *serving,
             asyncio.create_task(cluster.tick(), name="cluster tick"),
@@ -229,7 +229,7 @@ def read_own_model(model_dir: Path) -> OwnModel:
 
 def _origins(text: str) -> tuple[str, ...]:
     """Returns the origins as browsers write them. Raises StartupError for an invalid one."""
-    found = []
+    origins = []
     for given in filter(None, (origin.strip() for origin in text.split(","))):
         origin = given.lower()
         try:
@@ -239,8 +239,8 @@ def _origins(text: str) -> tuple[str, ...]:
             valid = False
         if not valid:
             raise StartupError(f"--allowed-origins: {given[:100]!r} is not an origin such as https://chat.example")
-        found.append(origin.removesuffix(_DEFAULT_PORTS.get(parts.scheme, " ")))
-    return tuple(found)
+        origins.append(origin.removesuffix(_DEFAULT_PORTS.get(parts.scheme, " ")))
+    return tuple(origins)
 
 
 def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:

@@ -75,7 +75,7 @@ class _Compiling(Child):
     async def compile(self, constraint: Constraint) -> str:
         """Returns the grammar; empty if the child died. Raises GrammarError, and InvalidRequest for a timeout: on a
         busy machine any grammar may time out, so that verdict is not cached."""
-        executor, loop = self.executor or await self._begun(), asyncio.get_running_loop()
+        executor, loop = self.executor or await self._start(), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_S):
                 return await loop.run_in_executor(executor, compile_here, constraint)
@@ -87,7 +87,7 @@ class _Compiling(Child):
             self.close()
             raise _refused(constraint, f"compiling it takes more than {COMPILE_S:g} s") from None
 
-    async def _begun(self) -> Executor:
+    async def _start(self) -> Executor:
         executor = self.started()
         try:
             async with asyncio.timeout(START_S):
@@ -278,8 +278,8 @@ def json_text(value: Any, param: str) -> str:
     try:
         return orjson.dumps(value).decode()
     except TypeError as error:
-        what = "has an integer of more than 64 bits" if "64-bit" in str(error) else "is nested too deeply"
-        raise InvalidRequest(f"'{param}' {what}", param=param) from None
+        reason = "has an integer of more than 64 bits" if "64-bit" in str(error) else "is nested too deeply"
+        raise InvalidRequest(f"'{param}' {reason}", param=param) from None
 
 
 def _try_out(grammar: str) -> None:

@@ -38,8 +38,8 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            what = f"{FLAG} requires an extra: pip install 'baton-serve[otel]' ({error})"
-            raise StartupError(what) from None
+            message = f"{FLAG} requires an extra: pip install 'baton-serve[otel]' ({error})"
+            raise StartupError(message) from None
         self._trace, self._propagator = trace, TraceContextTextMapPropagator()
         self._provider = TracerProvider(resource=Resource.create({"service.name": "baton"}))
         exporter = exporter or OTLPSpanExporter(endpoint.rstrip("/").removesuffix(_PATH) + _PATH, timeout=5)

@@ -247,16 +247,16 @@ class Translator:
             raise InvalidRequest("the prompt has no tokens", param=param)
         context = self.text.max_model_len
         room = self._check_room(len(prompt), param)
-        wanted = options.max_tokens
+        requested = options.max_tokens
         default_tokens = min(default_tokens, _scored_tokens(options, len(prompt)))
         fits = max(self.max_model_len(len(prompt)) - len(prompt), 1)  # too long a prompt is refused at admission
-        max_tokens = min(default_tokens, fits) if wanted is None else wanted
+        max_tokens = min(default_tokens, fits) if requested is None else requested
         if options.fit_max_tokens:
             max_tokens = min(max_tokens, fits)
         if max_tokens > room:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens; the prompt has {len(prompt)} "
-                f"and {options.max_tokens_param} requests {wanted} more",
+                f"and {options.max_tokens_param} requests {requested} more",
                 param=options.max_tokens_param,
             )
         check_range("min_tokens", params.min_tokens, 0, max_tokens)
@@ -282,8 +282,8 @@ class Translator:
         """Returns the constraint of the output, if any."""
         constraint = options.constraint
         if constraint is not None and (options.ignore_eos or not self.text.eos_token_ids):
-            what = "ignore_eos" if options.ignore_eos else "a model without an end-of-sequence token"
-            raise InvalidRequest(f"{constraint.param} cannot be combined with {what}", param=constraint.param)
+            feature = "ignore_eos" if options.ignore_eos else "a model without an end-of-sequence token"
+            raise InvalidRequest(f"{constraint.param} cannot be combined with {feature}", param=constraint.param)
         return constraint
 
     def _check_room(self, prompt_tokens: int, param: str) -> int:
@@ -336,14 +336,14 @@ def check_options(options: Options) -> None:
     check_range("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_range("truncate_prompt_tokens", options.truncate_prompt_tokens, 1, (1 << 31) - 1)
     if _choices(options) > MAX_CHOICES:
-        what = f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {options.n} each"
-        raise InvalidRequest(what, param="prompt")
+        message = f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {options.n} each"
+        raise InvalidRequest(message, param="prompt")
     check_count("logit_bias", len(options.logit_bias or ()), MAX_BIASES)
     check_count("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKENS)
     _check_texts(options.stop_param, options.stop, MAX_STOPS)
-    if (found := sum(map(len, options.stop))) > MAX_STOP_CHARS_IN_ALL:  # each token is matched against all of them
-        what = f"stop strings have at most {MAX_STOP_CHARS_IN_ALL} characters together, not {found}"
-        raise InvalidRequest(what, param=options.stop_param)
+    if (stop_chars := sum(map(len, options.stop))) > MAX_STOP_CHARS_IN_ALL:  # each token is matched against all of them
+        message = f"stop strings have at most {MAX_STOP_CHARS_IN_ALL} characters together, not {stop_chars}"
+        raise InvalidRequest(message, param=options.stop_param)
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
     check_salt(options.cache_salt)
     if options.allowed_token_ids == ():
@@ -379,22 +379,22 @@ def _scored_tokens(options: Options, prompt_tokens: int) -> int:
 def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None:
     """Raises InvalidRequest for more log-probabilities than a response may have."""
     once, in_all = _prompt_scores(options, prompt_tokens)
-    for found, most in ((once, MAX_PROMPT_SCORES), (in_all, MAX_SCORES)):
-        if found > most:
-            what = f"the response would have {found} log-probabilities of the prompt; the limit is {most}"
-            raise InvalidRequest(f"{what}: request fewer, or fewer choices", param=options.prompt_logprobs_param)
+    for scores, limit in ((once, MAX_PROMPT_SCORES), (in_all, MAX_SCORES)):
+        if scores > limit:
+            reason = f"the response would have {scores} log-probabilities of the prompt; the limit is {limit}"
+            raise InvalidRequest(f"{reason}: request fewer, or fewer choices", param=options.prompt_logprobs_param)
     if options.logprobs is not None and max_tokens > _scored_tokens(options, prompt_tokens):
-        found = in_all + _choices(options) * max_tokens * (options.logprobs + 1)
-        what = f"the response would have {found} log-probabilities; the limit is {MAX_SCORES}"
-        raise InvalidRequest(f"{what}: request fewer, or fewer tokens or choices", param="logprobs")
+        scores = in_all + _choices(options) * max_tokens * (options.logprobs + 1)
+        reason = f"the response would have {scores} log-probabilities; the limit is {MAX_SCORES}"
+        raise InvalidRequest(f"{reason}: request fewer, or fewer tokens or choices", param="logprobs")
 
 
-def _check_texts(param: str, texts: Sequence[str], most: int) -> None:
-    check_count(param, len(texts), most)
+def _check_texts(param: str, texts: Sequence[str], limit: int) -> None:
+    check_count(param, len(texts), limit)
     for text in texts:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
-            what = f"an entry of {param} has 1 to {MAX_STOP_CHARS} characters, not {len(text)}"
-            raise InvalidRequest(what, param=param)
+            message = f"an entry of {param} has 1 to {MAX_STOP_CHARS} characters, not {len(text)}"
+            raise InvalidRequest(message, param=param)
         check_text(text, param)
 
 

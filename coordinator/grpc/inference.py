@@ -311,8 +311,8 @@ def _infer_request(request: pb.ModelInferRequest) -> oip.InferRequest:
         raise InvalidRequest(f"at most {MAX_INPUTS} inputs, not {len(request.inputs)}", param="inputs")
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        what = f"{len(raw)} entries for {len(request.inputs)} inputs"
-        raise InvalidRequest(what, param="raw_input_contents")
+        reason = f"{len(raw)} entries for {len(request.inputs)} inputs"
+        raise InvalidRequest(reason, param="raw_input_contents")
     inputs = []
     for number, given in enumerate(request.inputs):
         shape = tuple(given.shape)

@@ -156,13 +156,13 @@ def _generation(fields: dict[str, Any], prompts: tuple[str, ...], outputs: Itera
             raise InvalidRequest(
                 f"'{name}' has no effect that this protocol could return: use /v1/completions", param=name
             )
-    wanted = tuple(outputs) or (TEXT, *(name for flag, name in _RETURNS.items() if flags[flag]))
-    for name in wanted:
+    requested = tuple(outputs) or (TEXT, *(name for flag, name in _RETURNS.items() if flags[flag]))
+    for name in requested:
         if name not in dict(OUTPUTS):
             raise InvalidRequest(f"there is no output {name[:100]!r}: only {', '.join(dict(OUTPUTS))}", param="outputs")
     body = fields | {"prompt": list(prompts)}
     stream = flags["stream"]
-    return Generation(body, prompts, wanted, stream, not stream and not flags["exclude_input_in_output"])
+    return Generation(body, prompts, requested, stream, not stream and not flags["exclude_input_in_output"])
 
 
 def _add(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -192,6 +192,6 @@ def _texts(tensor: Tensor) -> tuple[str, ...]:
 
 def _one(tensor: Tensor) -> Any:
     if len(tensor.values) != 1:
-        what = f"'{tensor.name[:100]}' must have one element, not {len(tensor.values)}"
-        raise InvalidRequest(what, param=f"inputs[{tensor.name[:100]}]")
+        message = f"'{tensor.name[:100]}' must have one element, not {len(tensor.values)}"
+        raise InvalidRequest(message, param=f"inputs[{tensor.name[:100]}]")
     return tensor.values[0]

@@ -56,8 +56,8 @@ def parse_infer(header_bytes: int | None, strict: bool, content: bytes) -> HttpI
     """Parses a request whose first `header_bytes` are JSON, or all of it. Raises InvalidRequest naming the field."""
     header = content if header_bytes is None else content[:header_bytes]
     if header_bytes is not None and header_bytes > len(content):
-        what = f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(content)} bytes"
-        raise InvalidRequest(what, param="Inference-Header-Content-Length")
+        message = f"Inference-Header-Content-Length is {header_bytes}, but the body has {len(content)} bytes"
+        raise InvalidRequest(message, param="Inference-Header-Content-Length")
     body = parse(InferBody, header, strict=strict)
     binary = memoryview(content)[len(header) :]
     inputs: list[Tensor] = []
@@ -74,8 +74,8 @@ def parse_infer(header_bytes: int | None, strict: bool, content: bytes) -> HttpI
             continue
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary):
             param = f"{where}.parameters.binary_data_size"
-            what = f"must be a number of bytes, at most the {len(binary)} of binary data left in the body"
-            raise InvalidRequest(f"'{param}': {what}", param=param)
+            rule = f"must be a number of bytes, at most the {len(binary)} of binary data left in the body"
+            raise InvalidRequest(f"'{param}': {rule}", param=param)
         inputs.append(unpacked(given.name, given.datatype, given.shape, bytes(binary[:size])))
         binary = binary[size:]
     if binary:

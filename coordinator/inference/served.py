@@ -27,8 +27,8 @@ class ServedModel:
             message = f"the model {name[:100]!r} does not exist; {self.name!r} is served"
             raise NotFound(message, code="model_not_found", param="model_name")
         if version not in ("", VERSION):
-            what = f"version {version[:40]!r} of {self.name} does not exist: there is version {VERSION}"
-            raise NotFound(what, code="model_not_found", param="model_version")
+            message = f"version {version[:40]!r} of {self.name} does not exist: there is version {VERSION}"
+            raise NotFound(message, code="model_not_found", param="model_version")
 
     def server(self) -> dict[str, Any]:
         """Returns the server's metadata as JSON."""

@@ -24,8 +24,8 @@ class GrammarQueue(Generic[G]):
     grammar that is being compiled for each client; the seconds that each client has used; and the most that any client
     had used when its turn began (`_level_s`)."""
 
-    def __init__(self, most: int = MAX_WAITING) -> None:
-        self._most = most
+    def __init__(self, limit: int = MAX_WAITING) -> None:
+        self._limit = limit
         self._waiting: dict[str, dict[G, int]] = {}
         self._running: dict[str, G] = {}
         self._used_s: dict[str, float] = {}
@@ -39,23 +39,24 @@ class GrammarQueue(Generic[G]):
         """
         if grammar in self._running.values():
             return
-        wanted = self._waiting.get(client, {})
-        if grammar not in wanted and len(wanted) >= self._most:
-            whose = "this API key" if client else "clients without an API key"
-            raise QuotaExceeded(f"{self._most} grammars of {whose} are already waiting to be compiled", retry_after_s=1)
-        if not wanted:
-            self._waiting[client] = wanted
+        waiting = self._waiting.get(client, {})
+        if grammar not in waiting and len(waiting) >= self._limit:
+            owner = "this API key" if client else "clients without an API key"
+            message = f"{self._limit} grammars of {owner} are already waiting to be compiled"
+            raise QuotaExceeded(message, retry_after_s=1)
+        if not waiting:
+            self._waiting[client] = waiting
             self._used_s[client] = max(self._used_s.get(client, 0.0), self._level_s)
-        wanted[grammar] = wanted.get(grammar, 0) + 1
+        waiting[grammar] = waiting.get(grammar, 0) + 1
 
     def leave(self, client: str, grammar: G) -> bool:
         """Withdraws a request that `add` was called for. Returns whether no other request waits for its grammar, so
         that it will not be compiled; False for a grammar that is being compiled."""
-        wanted = self._waiting.get(client, {})
-        if grammar not in wanted:
+        waiting = self._waiting.get(client, {})
+        if grammar not in waiting:
             return False
-        wanted[grammar] -= 1
-        if not wanted[grammar]:
+        waiting[grammar] -= 1
+        if not waiting[grammar]:
             self._drop(client, grammar)
         return not any(grammar in grammars for grammars in self._waiting.values())
 

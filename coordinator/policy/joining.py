@@ -42,7 +42,7 @@ class OwnModel:
         return f"{differs.between('the coordinator', worker)}; the coordinator's model is {self.where}; {visible}"
 
 
-def check_join(join: Join, others: Iterable[Join], own: OwnModel | None) -> None:
+def check_join(join: Join, present: Iterable[Join], own: OwnModel | None) -> None:
     """Compares a join with the coordinator's model and with the workers that are present.
 
     Raises:
@@ -52,7 +52,7 @@ def check_join(join: Join, others: Iterable[Join], own: OwnModel | None) -> None
     other_model = own.difference(join.facts, join.worker_id) if own is not None else None
     if other_model is not None:
         raise refused(join, other_model)
-    for other in others:
+    for other in present:
         if (differs := difference(other.facts, join.facts)) is not None:
             raise refused(join, differs.between(other.worker_id, join.worker_id))
 

@@ -52,19 +52,19 @@ class CachedIndex:
 
     def holders(self, prefix: tuple[bytes, ...]) -> list[tuple[int, int]]:
         """Returns (blocks, mask of the workers that hold exactly that many of the first blocks), the longest first."""
-        found, so_far = [], 0
+        holders, so_far = [], 0
         for count, hint in enumerate(prefix):
             mask = self._masks.get(hint, 0)
             if count:
                 mask &= so_far
                 if mask != so_far:
-                    found.append((count, so_far & ~mask))
+                    holders.append((count, so_far & ~mask))
             so_far = mask
             if not mask:
                 break
         if so_far:
-            found.append((len(prefix), so_far))
-        return found[::-1]
+            holders.append((len(prefix), so_far))
+        return holders[::-1]
 
 
 class CachedBlocks:
@@ -359,11 +359,11 @@ class Pool:
             for blocks, mask in self.index.holders(prefix.get(size, ())):
                 yield blocks * size, self._at(mask)
             return
-        found: dict[int, list[Worker]] = {}
+        by_tokens: dict[int, list[Worker]] = {}
         for size in self.block_sizes & set(prefix):
             for blocks, mask in self.index.holders(prefix[size]):
-                found.setdefault(blocks * size, []).extend(w for w in self._at(mask) if w.block_size == size)
-        yield from sorted(found.items(), key=lambda entry: -entry[0])
+                by_tokens.setdefault(blocks * size, []).extend(w for w in self._at(mask) if w.block_size == size)
+        yield from sorted(by_tokens.items(), key=lambda entry: -entry[0])
 
     def _smallest(self) -> int:
         if self._least_tokens is None:
@@ -374,10 +374,10 @@ class Pool:
         """Returns the workers at the slots of a mask. The bit of an empty slot is never set."""
         if mask.bit_count() > _FEW:
             return list(compress(self._slots, f"{mask:b}".encode().translate(_BITS)[::-1]))  # type: ignore[arg-type]
-        found = []
+        workers = []
         while mask:
             worker = self._slots[(mask & -mask).bit_length() - 1]
             mask &= mask - 1
             if worker is not None:
-                found.append(worker)
-        return found
+                workers.append(worker)
+        return workers

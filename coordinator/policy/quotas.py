@@ -48,9 +48,9 @@ class _Bucket:
         self.level = min(self.level + (now - self.at) * self.rate, self.rate * MINUTE_S)
         self.at = now
 
-    def wait_s(self, wanted: float) -> float:
-        """Returns the seconds until the bucket holds `wanted`; 0 if it does."""
-        return max(0.0, (wanted - self.level) / self.rate)
+    def wait_s(self, required: float) -> float:
+        """Returns the seconds until the bucket holds `required`; 0 if it does."""
+        return max(0.0, (required - self.level) / self.rate)
 
 
 @dataclass(slots=True)
@@ -81,17 +81,17 @@ class Quotas:
             account = self._accounts[client.key] = _Account(
                 requests=_full(limits.requests_per_minute, now), tokens=_full(limits.tokens_per_minute, now)
             )
-        most = limits.requests_at_once
-        if most and account.running + min(choices, most) > most:
-            raise QuotaExceeded(f"this API key is limited to {most} concurrent requests", retry_after_s=1)
-        for bucket, wanted, most, what in (
+        limit = limits.requests_at_once
+        if limit and account.running + min(choices, limit) > limit:
+            raise QuotaExceeded(f"this API key is limited to {limit} concurrent requests", retry_after_s=1)
+        for bucket, required, limit, counted in (
             (account.requests, 1.0, limits.requests_per_minute, "requests"),
             (account.tokens, 1e-9, limits.tokens_per_minute, "tokens"),
         ):
             if bucket is not None:
                 bucket.refill(now)
-                if wait_s := bucket.wait_s(wanted):
-                    message = f"this API key is limited to {most} {what} per minute"
+                if wait_s := bucket.wait_s(required):
+                    message = f"this API key is limited to {limit} {counted} per minute"
                     raise QuotaExceeded(message, retry_after_s=max(1.0, round(wait_s)))
         account.running += choices
         if account.requests is not None:

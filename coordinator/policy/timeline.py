@@ -82,16 +82,16 @@ def timeline(choice: Choice, now: float) -> Timeline:
 def spans(choice: Choice, now: float) -> tuple[Span, ...]:
     """Returns the spans of a choice up to `now`, contiguous from its admission; empty ones are left out."""
     began, stamps = choice.started_at, [*choice.earlier_stamps, choice.stamps]
-    found: list[Span] = []
+    placed: list[Span] = []
     run = -1
     for entered, following in pairwise([*choice.history, Entered(Stage.ENDED, max(now, choice.history[-1].at))]):
         run += entered.stage is Stage.QUEUED
         start = entered.at - began
         for name, length in _parts(entered.stage, following.at - entered.at, stamps[run]):
             if length > 0:
-                found.append(Span(name, start, start + length, entered.worker))
+                placed.append(Span(name, start, start + length, entered.worker))
             start += length
-    return tuple(found)
+    return tuple(placed)
 
 
 def _parts(stage: Stage, whole: float, stamps: StageStamps) -> Iterator[tuple[str, float]]:

@@ -81,7 +81,7 @@ class WorkerTable:
         if not known:
             return None
         smallest = min(least for least, _ in known)
-        return smallest if prompt_tokens < smallest else min(most for _, most in known)
+        return smallest if prompt_tokens < smallest else min(longest for _, longest in known)
 
     def join(self, join: Join, now: float) -> Joined:
         """Adds a worker, or reconnects one that redialled.
@@ -90,9 +90,9 @@ class WorkerTable:
             JoinRefused: it does not fit; the message names the field and both values.
         """
         # Equal facts share one object, so that a join is not compared with each of a thousand workers.
-        others = {id(w.join.facts): w.join for w in self.present() if w.worker_id != join.worker_id}.values()
-        check_join(join, others, self._own)
-        join = replace(join, facts=next((o.facts for o in others if o.facts == join.facts), join.facts))
+        present = {id(w.join.facts): w.join for w in self.present() if w.worker_id != join.worker_id}.values()
+        check_join(join, present, self._own)
+        join = replace(join, facts=next((j.facts for j in present if j.facts == join.facts), join.facts))
         name, known = join.worker_id, self.get(join.worker_id)
         if known is not None and known.role != join.role:
             raise refused(join, f"role: {name} is a {known.role} worker but joins as {join.role}")

@@ -345,5 +345,5 @@ def _decoder_kinds(decoder: Mapping[str, Any]) -> list[str]:
 def _byte_level_alphabet() -> dict[str, int]:
     """Returns the byte of each character: a byte is written as itself if printable in Latin-1, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+    unprintable = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(unprintable)}

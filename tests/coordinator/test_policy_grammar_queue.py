@@ -98,7 +98,7 @@ def test_abandoned_grammars_are_not_compiled() -> None:
 
 
 def test_waiting_grammars_are_limited_per_client() -> None:
-    queue = GrammarQueue[str](most=2)
+    queue = GrammarQueue[str](limit=2)
     for _ in range(5):  # any number of requests may wait for one grammar
         queue.add("x", "x1")
     queue.add("x", "x2")
