@@ -75,7 +75,7 @@ class _Compiling(Child):
     async def compile(self, constraint: Constraint) -> str:
         """Returns the grammar; empty if the child died. Raises GrammarError, and InvalidRequest for a timeout: on a
         busy machine any grammar may time out, so that verdict is not cached."""
-        executor, loop = self.executor or await self._start(), asyncio.get_running_loop()
+        executor, loop = self.executor or await self._ready_executor(), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_S):
                 return await loop.run_in_executor(executor, compile_here, constraint)
@@ -87,7 +87,7 @@ class _Compiling(Child):
             self.close()
             raise _refused(constraint, f"compiling it takes more than {COMPILE_S:g} s") from None
 
-    async def _start(self) -> Executor:
+    async def _ready_executor(self) -> Executor:
         executor = self.started()
         try:
             async with asyncio.timeout(START_S):

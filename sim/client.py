@@ -142,7 +142,7 @@ class Client:
         self._coordinator.readers[r.name] = choice.notified
 
     def first_changed(self) -> None:
-        """Admits the other choices once the first one decodes (Pipeline._others)."""
+        """Admits the other choices once the first one decodes (Pipeline._further_choices)."""
         first = self.choices[0]
         if first is None or self._over or None not in self.choices:
             return

@@ -53,9 +53,9 @@ class Prices:
     def draft(self, plan: StepPlan) -> float:
         if not plan.drafts:
             return 0.0
-        most = max(row.num_draft_tokens for row in plan.drafts)
-        passes = self.first_s + self.next_s * max(0, most - 1)
-        more_rows = sum(max(row.num_draft_tokens, 1) for row in plan.drafts) - max(most, 1)
+        longest = max(row.num_draft_tokens for row in plan.drafts)
+        passes = self.first_s + self.next_s * max(0, longest - 1)
+        more_rows = sum(max(row.num_draft_tokens, 1) for row in plan.drafts) - max(longest, 1)
         behind = sum(len(row.tokens) - 1 for row in plan.drafts)
         return passes + self.row_s * more_rows + self.behind_s * behind
 
@@ -158,7 +158,7 @@ def serve(
         for sequence_id in arriving:
             scheduler.received(sequence_id, _RIGHT, now)
     scheduler.check()
-    result.right, result.trials = speculation.counters.accepted_tokens, speculation.trials.begun
+    result.right, result.trials = speculation.counters.accepted_tokens, speculation.trials.started
     return result
 
 

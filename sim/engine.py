@@ -142,9 +142,9 @@ class HashModel:
         sampled, scores, scored = [], [], []
         pooled = {index: self._pooled(row) for index, row in enumerate(rows) if row.pooling}
         for row in rows:
-            tokens, found, prompt = self._row(row, self._width)
+            tokens, logprobs, prompt = self._row(row, self._width)
             sampled.append(tokens)
-            scores.append(found)
+            scores.append(logprobs)
             scored.append(prompt)
         self._sampled = tuple(sampled)
         return StepOutcome(

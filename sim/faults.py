@@ -104,10 +104,10 @@ class Injector:
     def _partition(self, name: str) -> None:
         """Parts a worker from one other process, or from all, in one direction or both."""
         draw, cluster = self._loop.random, self._cluster
-        others = [p.name for p in cluster.processes() if p.name != name]
-        for other in others if draw.random() < 0.3 else [draw.choice(others)]:
+        peers = [p.name for p in cluster.processes() if p.name != name]
+        for peer in peers if draw.random() < 0.3 else [draw.choice(peers)]:
             ways = draw.choice(("to", "from", "both"))
-            pairs = [(name, other)] * (ways != "from") + [(other, name)] * (ways != "to")
+            pairs = [(name, peer)] * (ways != "from") + [(peer, name)] * (ways != "to")
             self._loop.note("partition", *pairs)
             for source, to in pairs:
                 cluster.network.partition(source, to)

@@ -24,8 +24,8 @@ class Trace:
         self.lines: list[str] | None = [] if keep else None
         self.count = 0
 
-    def add(self, now: float, *what: object) -> None:
-        line = f"{now:12.6f} {' '.join(map(str, what))}"
+    def add(self, now: float, *words: object) -> None:
+        line = f"{now:12.6f} {' '.join(map(str, words))}"
         self._hash.update(line.encode())
         self.count += 1
         if self.lines is not None:
@@ -81,10 +81,10 @@ class Loop:
     def happens(self, probability: float) -> bool:
         return probability > 0.0 and self.random.random() < probability
 
-    def note(self, *what: object) -> None:
+    def note(self, *words: object) -> None:
         """Adds a line to the trace."""
         if self.trace is not None:
-            self.trace.add(self.now, *what)
+            self.trace.add(self.now, *words)
 
 
 def cancel(timer: Timer | None) -> None:

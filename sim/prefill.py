@@ -648,21 +648,21 @@ class SendingLink:
     # Replies.
 
     def ask(
-        self, message: Any, key: tuple[object, ...], timeout_s: float, what: str, answered: Callable[[Any], None]
+        self, message: Any, key: tuple[object, ...], timeout_s: float, reply: str, answered: Callable[[Any], None]
     ) -> None:
-        self.expect(key, timeout_s, what, answered)
+        self.expect(key, timeout_s, reply, answered)
         if self._end is not None:
             self._end.send(message)
 
     def expect(
-        self, key: tuple[object, ...], timeout_s: float | None, what: str, answered: Callable[[Any], None]
+        self, key: tuple[object, ...], timeout_s: float | None, reply: str, answered: Callable[[Any], None]
     ) -> None:
         if self.lost is not None:
             self._worker.soon(answered, self.lost_error())
             return
         timer = None
         if timeout_s is not None:
-            late = HandoffError(f"{self.name} sent no {what} within {timeout_s:g} s")
+            late = HandoffError(f"{self.name} sent no {reply} within {timeout_s:g} s")
             timer = self._worker.later(timeout_s, self._answer, key, late)
         self._waiting[key] = answered, timer
 

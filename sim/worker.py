@@ -328,19 +328,19 @@ class Worker(Process):
             self._abandon("a different coordinator run replied", frozenset())
             self.log.clear()
         self.run_id = welcome.run_id
-        found = reconcile(welcome.tracked, known, self.tier.sequence_ids(), self.log)
+        reconciled = reconcile(welcome.tracked, known, self.tier.sequence_ids(), self.log)
         if welcome.handle_key != self.handle_key:
             self.tombstones.clear()
             self.refused_until.clear()
         self.handle_key = welcome.handle_key
         self._run_clock_ahead_ms = welcome.now_ms - self.now * 1000
-        self._abandon("the coordinator no longer tracks them", found.keep)
+        self._abandon("the coordinator no longer tracks them", reconciled.keep)
         self.connected = True
         if self._leaves_by is not None:
             end.send(Leave(max(self._leaves_by - self.now, 0.0)))
-        end.send(found.resend)
-        if found.unknown:
-            end.send(StepEvents(ended=found.unknown))
+        end.send(reconciled.resend)
+        if reconciled.unknown:
+            end.send(StepEvents(ended=reconciled.unknown))
         if self._empty:
             end.send(Drained())
         self._beat(end, 1)

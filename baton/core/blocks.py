@@ -72,8 +72,8 @@ class BlockTable:
     def num_free_without(self, holders: Collection[Holder], blocks: Iterable[int]) -> int:
         """Returns how many blocks could be allocated if `holders` released `blocks`; other holders keep theirs."""
         held = [self._holders[block] for block in set(blocks) if block not in self._idle]
-        gone = sum(bool(theirs) and all(h.kind == "cache" or h in holders for h in theirs) for theirs in held)
-        return self.num_free + gone
+        freed = sum(bool(theirs) and all(h.kind == "cache" or h in holders for h in theirs) for theirs in held)
+        return self.num_free + freed
 
     def counts(self) -> BlockCounts:
         receiving = sum(any(h.kind == "receiving" for h in hs) for hs in self._holders)

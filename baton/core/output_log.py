@@ -97,12 +97,12 @@ class OutputLog:
             records.append(record)
             first = record.first_index or 0
             start = max(item.next_index, first)
-            rest = tuple(record.tokens[start - first :])
-            if rest or record.prompt_logprobs or record.pooled:
+            resent = tuple(record.tokens[start - first :])
+            if resent or record.prompt_logprobs or record.pooled:
                 event = TokenEvent(
                     item.sequence,
                     start,
-                    rest,
+                    resent,
                     tuple(record.logprobs[start - first :]),
                     record.prompt_logprobs,
                     record.cached_tokens,

@@ -30,11 +30,11 @@ class KeyChain:
     def grow(self, tokens: Callable[[int, int], tuple[int, ...]], num_tokens: int) -> list[bytes]:
         """Returns the keys of the full blocks among the first `num_tokens` positions; `tokens(start, end)` returns the
         tokens at [start, end), the same in every call."""
-        wanted, size = num_tokens // self._block_size, self._block_size
+        num_blocks, size = num_tokens // self._block_size, self._block_size
         start = len(self.keys) * size
-        new = tokens(start, wanted * size) if start < wanted * size else ()
+        new = tokens(start, num_blocks * size) if start < num_blocks * size else ()
         for first in range(0, len(new), size):
             before = self.keys[-1] if self.keys else b""
             packed = struct.pack(f"<{size}I", *new[first : first + size])
             self.keys.append(hashlib.blake2b(before + packed, digest_size=32, key=self._root).digest())
-        return self.keys[:wanted]
+        return self.keys[:num_blocks]

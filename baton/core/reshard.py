@@ -64,11 +64,11 @@ class EdgePlan:
         return sum(replace(layout.layers[s.layer], num_kv_heads=s.count).bytes_per_token for s in self.slices)
 
 
-def even_share(total: int, tp: int, what: str) -> int:
+def even_share(total: int, tp: int, counted: str) -> int:
     """Returns each of `tp` ranks' share of `total` equal units. Raises StartupError when they do not divide evenly."""
-    share, rest = divmod(total, tp)
-    if rest:
-        raise StartupError(f"{what} {total} cannot be divided over {tp} tensor-parallel ranks")
+    share, remainder = divmod(total, tp)
+    if remainder:
+        raise StartupError(f"{counted} {total} cannot be divided over {tp} tensor-parallel ranks")
     return share
 
 

@@ -69,15 +69,15 @@ def shown(value: float) -> str:
     return f"{value:.6g}"
 
 
-def check_count(param: str, count: int, most: int, what: str = "entries") -> None:
-    if count > most:
-        raise InvalidRequest(f"{param} has at most {most} {what}, not {count}", param=param)
+def check_count(param: str, count: int, limit: int, counted: str = "entries") -> None:
+    if count > limit:
+        raise InvalidRequest(f"{param} has at most {limit} {counted}, not {count}", param=param)
 
 
 def check_bad_word_length(tokens: int) -> None:
     if not 1 <= tokens <= MAX_BAD_WORD_TOKENS:
-        what = f"an entry of bad_words must be 1 to {MAX_BAD_WORD_TOKENS} tokens, not {tokens}"
-        raise InvalidRequest(what, param="bad_words")
+        message = f"an entry of bad_words must be 1 to {MAX_BAD_WORD_TOKENS} tokens, not {tokens}"
+        raise InvalidRequest(message, param="bad_words")
 
 
 def check_tokens(request: GenerateRequest, vocab_size: int) -> None:

@@ -36,11 +36,11 @@ def cut_sections(layer_bytes: Sequence[int], section_bytes: int) -> tuple[Sectio
     most as many as sections of `section_bytes` each would need."""
     ends = list(accumulate(layer_bytes))
     total = ends[-1] if ends else 0
-    most = -(-total // section_bytes)
+    max_sections = -(-total // section_bytes)
     sections: list[Section] = []
     first = start = 0
     for index, end in enumerate(ends):
-        if end * most >= total * (len(sections) + 1):
+        if end * max_sections >= total * (len(sections) + 1):
             sections.append(Section(first, index + 1, start, end))
             first, start = index + 1, end
     return tuple(sections)

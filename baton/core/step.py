@@ -113,11 +113,11 @@ class StepPlan:
     def with_draft_tokens(self, draft_tokens: tuple[tuple[int, ...], ...]) -> StepPlan:
         """Returns the plan with `draft_tokens[i]` appended to row i, to be verified. Raises InvariantError if their
         numbers are not those that its draft rows request."""
-        wanted = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
-        if not wanted and not draft_tokens:
+        counts = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
+        if not counts and not draft_tokens:
             return self
-        if len(draft_tokens) != len(self.rows) or any(len(g) != wanted.get(i, 0) for i, g in enumerate(draft_tokens)):
-            raise InvariantError(f"step {self.step_id}: {[len(g) for g in draft_tokens]} draft tokens, not {wanted}")
+        if len(draft_tokens) != len(self.rows) or any(len(g) != counts.get(i, 0) for i, g in enumerate(draft_tokens)):
+            raise InvariantError(f"step {self.step_id}: {[len(g) for g in draft_tokens]} draft tokens, not {counts}")
         rows = tuple(
             row.with_draft_tokens(more) if more else row for row, more in zip(self.rows, draft_tokens, strict=True)
         )
@@ -125,10 +125,10 @@ class StepPlan:
 
     def to_verify(self) -> StepPlan:
         """Returns the rows with placeholders for the draft tokens of its draft rows, whose values are on the device."""
-        wanted = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
-        if not wanted:
+        counts = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
+        if not counts:
             return StepPlan(self.step_id, self.rows)
-        drafted = tuple(wanted.get(index, 0) for index in range(len(self.rows)))
+        drafted = tuple(counts.get(index, 0) for index in range(len(self.rows)))
         rows = tuple(row.with_draft_tokens((0,) * n) if n else row for row, n in zip(self.rows, drafted, strict=True))
         return StepPlan(self.step_id, rows, drafted=drafted)
 
@@ -192,7 +192,7 @@ def without_unsampled(
         if row.num_sampled and row.sequence_id in unsampled
     }
     sampled = tuple(() if index in rows else tokens for index, tokens in enumerate(outcome.sampled))
-    logprobs = tuple(() if index in rows else found for index, found in enumerate(outcome.logprobs))
+    logprobs = tuple(() if index in rows else row for index, row in enumerate(outcome.logprobs))
     return replace(outcome, sampled=sampled, logprobs=logprobs, unsampled=rows)
 
 
@@ -204,13 +204,13 @@ def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
     """
     if plan is None or plan.step_id != outcome.step_id:
         raise InvariantError(f"outcome of step {outcome.step_id} while step {plan and plan.step_id} is outstanding")
-    wanted = [0 if index in outcome.unsampled else row.num_sampled for index, row in enumerate(plan.rows)]
-    if [len(tokens) for tokens in outcome.sampled] != wanted:
+    num_sampled = [0 if index in outcome.unsampled else row.num_sampled for index, row in enumerate(plan.rows)]
+    if [len(tokens) for tokens in outcome.sampled] != num_sampled:
         raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
     if outcome.pooled.keys() != {index for index, row in enumerate(plan.rows) if row.pooling}:
         raise InvariantError(f"the outcome of step {plan.step_id} does not have the vectors that its rows pool")
     for index, row in enumerate(plan.rows):
-        reported = wanted[index] if row.sampling.logprobs is not None else 0
+        reported = num_sampled[index] if row.sampling.logprobs is not None else 0
         if len(outcome.logprobs_of(index)) != reported or len(outcome.scored_of(index)) != len(row.scored):
             raise InvariantError(
                 f"outcome of step {plan.step_id} does not have the log-probabilities that {row.sequence_id} requests"

@@ -47,9 +47,9 @@ _flash_forward = torch.ops.aten._flash_attention_forward
 def split_buckets(programs: int, longest: int) -> list[int]:
     """The numbers of splits for which decode steps are captured, rising: the first keeps the GPU busy if all rows are
     about as long, the second divides single rows of up to `longest` keys. `programs` are tiles x KV heads."""
-    most = min(max(_SPLIT_PROGRAMS // programs, 16), MAX_SPLITS)
-    first = min(max(_PROGRAMS // programs, 1), most)
-    return [first] if first == most or first * _MOST_SPLIT >= longest else [first, most]
+    max_splits = min(max(_SPLIT_PROGRAMS // programs, 16), MAX_SPLITS)
+    first = min(max(_PROGRAMS // programs, 1), max_splits)
+    return [first] if first == max_splits or first * _MOST_SPLIT >= longest else [first, max_splits]
 
 
 def split_plan(programs: int, longest: int) -> tuple[int, int]:
@@ -174,9 +174,9 @@ class TritonAttention:
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
-        most = _FLASH_TOKENS if self._flash else UNSPLIT  # longer rows use FlashAttention
-        long = [span for span in spans if self._short_tile < span.length < most]
-        flash = [span for span in spans if span.length >= most]
+        flash_from = _FLASH_TOKENS if self._flash else UNSPLIT  # longer rows use FlashAttention
+        long = [span for span in spans if self._short_tile < span.length < flash_from]
+        flash = [span for span in spans if span.length >= flash_from]
         # In short tiles the program has the same size, but fewer results of splits are stored.
         kinds = ((short, max((span.length for span in short), default=1)), (long, self.long_tile))
         tiles = [part for rows, queries in kinds if rows for part in self._in_launches(self._tiles(rows, queries))]
@@ -214,11 +214,11 @@ class TritonAttention:
 
     def _in_launches(self, tiles: Tiles) -> Iterator[Tiles]:
         """Divides tiles so that the results of a launch's splits are not too large."""
-        most = len(tiles.row)
+        max_tiles = len(tiles.row)
         if self.exact_split and tiles.splits > 1:
-            most = max(1, _STORED_BYTES // (tiles.splits * tiles.queries * self._stored_bytes))
-        for at in range(0, len(tiles.row), most):
-            yield replace(tiles, row=tiles.row[at : at + most], offset=tiles.offset[at : at + most])
+            max_tiles = max(1, _STORED_BYTES // (tiles.splits * tiles.queries * self._stored_bytes))
+        for at in range(0, len(tiles.row), max_tiles):
+            yield replace(tiles, row=tiles.row[at : at + max_tiles], offset=tiles.offset[at : at + max_tiles])
 
 
 def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:

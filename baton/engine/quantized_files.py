@@ -170,12 +170,12 @@ class QuantizedFiles:
         first, last = int(of_outputs[0]), int(of_outputs[-1]) + 1
         return self._files.read(name, slice(first, last), groups).float()[of_outputs - first]
 
-    def _words(self, name: str, bits: int, axis: int, first: int, last: int, others: slice) -> tuple[Tensor, int]:
+    def _words(self, name: str, bits: int, axis: int, first: int, last: int, unpacked: slice) -> tuple[Tensor, int]:
         """Reads the 32-bit words with integers [first, last) of the packed axis; returns them, and which is the first
         of its word."""
         per_word = 32 // bits
         packed = slice(first // per_word, -(-last // per_word))
-        words = self._files.read(name, *((packed, others) if axis == 0 else (others, packed)))
+        words = self._files.read(name, *((packed, unpacked) if axis == 0 else (unpacked, packed)))
         return words, first % per_word
 
     def _matrix(self, module: str, scheme: Scheme) -> _Matrix:

@@ -69,9 +69,9 @@ def check_ranks(store: Store, ranks: Ranks, ours: RankOptions, timeout_s: float)
                 if time.monotonic() > deadline:
                     raise StartupError(f"rank {rank} has not published its options within {timeout_s:g} s")
                 time.sleep(_LOOK_S)
-        first, *others = [json.loads(store.get(key)) for key in keys]
+        first, *following = [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
         raise RankLost(f"lost the connection to the ranks' store: {str(error).splitlines()[0]}") from None
-    for rank, theirs in enumerate(others, start=1):
+    for rank, theirs in enumerate(following, start=1):
         if (differs := difference(first, theirs, same_block_size=True)) is not None:
             raise StartupError(differs.between("rank 0", f"rank {rank}"))

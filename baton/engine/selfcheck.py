@@ -40,9 +40,10 @@ def check_against_reference(runner: Runner, reference: Callable[[Tensor], Tensor
         for n in (length, min(_MATE_LENGTH, length))
     )
     free = count()
-    whole, parts, others, again = (tuple(next(free) for _ in range(runner.layout.blocks_for(length))) for _ in range(4))
+    num_blocks = runner.layout.blocks_for(length)
+    whole, parts, of_mate, again = (tuple(next(free) for _ in range(num_blocks)) for _ in range(4))
     expected = reference(torch.tensor(tokens, device=runner.kv.device)).cpu()
-    beside = _row("mate", mate, 0, len(mate), others)
+    beside = _row("mate", mate, 0, len(mate), of_mate)
     together = runner.step_logits(StepPlan(0, (beside, _row("whole", tokens, 0, length, whole))))[1]
     chunks: list[Tensor] = []
     start = 0

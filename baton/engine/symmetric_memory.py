@@ -61,8 +61,8 @@ def _reachable(ranks: Ranks, device: torch.device) -> bool:
     allowed = os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
     if not allowed or not ranks.on_one_node or ranks.size > torch.cuda.device_count():
         return False
-    others = (rank for rank in range(ranks.size) if rank != ranks.local_rank)
-    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
+    peers = (rank for rank in range(ranks.size) if rank != ranks.local_rank)
+    return all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
 
 
 def _map(torch_memory: Any, store: Any, ranks: Ranks, device: torch.device) -> SymmetricMemory:

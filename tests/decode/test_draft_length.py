@@ -121,7 +121,7 @@ def test_trials_stay_within_their_share_and_run_one_at_a_time() -> None:
         assert trials.sequence_id is None or trials.sequence_id in begun
         if trials.sequence_id is not None and step % 3 == 0:
             trials.drafted(trials.sequence_id)
-    assert len(begun) == trials.begun - 1 > 1
+    assert len(begun) == trials.started - 1 > 1
     assert 0.9 * SHARE < spent_s / 10_000 <= SHARE
 
 

@@ -86,15 +86,15 @@ def can_compile(level: str) -> bool:
 def library(level: str) -> Path:
     """The library of kernels for `level`, from the cache or compiled now. Raises CannotBuild."""
     compiler = _compiler()
-    found = shutil.which(compiler)
-    if found is None:
+    path = shutil.which(compiler)
+    if path is None:
         raise CannotBuild(f"no C++ compiler ({compiler} is not installed; set CXX to use another)")
-    target = cache_dir() / f"kernels-{level}-{_key(level, found)}.so"
+    target = cache_dir() / f"kernels-{level}-{_key(level, path)}.so"
     if target.exists():
         return target
     with _alone(target.with_suffix(".lock")):
         if not target.exists():
-            _compile(found, level, target)
+            _compile(path, level, target)
     return target
 
 

@@ -143,22 +143,22 @@ def load(level: str) -> Kernels:
     return Kernels(level)
 
 
-def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, str]:
-    """Returns the kernels for `wanted` (None: torch's), and their name with the reason. `auto` selects the fastest
+def choose_kernels(requested: str, device: torch.device) -> tuple[Kernels | None, str]:
+    """Returns the kernels for `requested` (None: torch's), and their name with the reason. `auto` selects the fastest
     level, and falls back to torch's. Raises StartupError if a level selected by name is unavailable."""
-    if wanted not in ("auto", "torch", *LEVELS):
-        raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {wanted!r:.60}")
-    if wanted == "torch" or device.type != "cpu":
+    if requested not in ("auto", "torch", *LEVELS):
+        raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {requested!r:.60}")
+    if requested == "torch" or device.type != "cpu":
         return None, "torch"
     try:
-        level = fastest_level() if wanted == "auto" else wanted
+        level = fastest_level() if requested == "auto" else requested
         if level is None:
             raise CannotBuild("this processor has no AVX2")
         kernels = load(level)
     except CannotBuild as error:
-        if wanted == "auto":
+        if requested == "auto":
             return None, f"torch ({error})"
-        raise StartupError(f"kernels {wanted}: {error}") from None
+        raise StartupError(f"kernels {requested}: {error}") from None
     return kernels, kernels.name
 
 

@@ -80,9 +80,9 @@ def _noise(word):
 def _noise32(word):
     """Returns the same within 1e-4: a GPU's float32 logarithms have absolute errors of 2**-22 around 1."""
     v = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = ((0xFFFFFFFF - word).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    complement = ((0xFFFFFFFF - word).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
-    return -tl.log(tl.where(v < 0.0625, series, -tl.log(rest)))
+    return -tl.log(tl.where(v < 0.0625, series, -tl.log(complement)))
 
 
 @triton.jit
@@ -154,13 +154,13 @@ def _of_key(row_ptr, vocab, floor, BLOCK: tl.constexpr):
         at = start + tl.arange(0, BLOCK)
         key = _key(tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")))
         least = tl.minimum(least, tl.where((key >= floor) & (at < vocab), key, 1 << 40))
-    found = tl.min(least, 0)
+    nearest = tl.min(least, 0)
     count = tl.zeros([BLOCK], tl.int64)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         key = _key(tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")))
-        count += ((key == found) & (at < vocab)).to(tl.int64)
-    return found, tl.sum(count, 0)
+        count += ((key == nearest) & (at < vocab)).to(tl.int64)
+    return nearest, tl.sum(count, 0)
 
 
 @triton.jit(do_not_specialize=["logits_ptr", "vocab", "stride"])
