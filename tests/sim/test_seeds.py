@@ -42,7 +42,7 @@ def test_wrong_token_fails_the_seed_and_the_command_names_it(
 ) -> None:
     def other(request: GenerateRequest) -> tuple[list[int], list[TokenLogprob]]:
         tokens, scores = expected(request)
-        return [tokens[0] + 1, *tokens[1:]], scores
+        return [*(token + 1 for token in tokens[:1]), *tokens[1:]], scores
 
     monkeypatch.setattr(sim.client, "expected", other)
     assert main(["--seeds", "3", "--mode", "safety", "--stop"]) == 1
