@@ -62,6 +62,24 @@ def doctor_command(config: DoctorConfig) -> int:
     return doctor(plan, nodes, config)
 
 
+@baton.command("models")
+@click.argument("model", default="")
+@click.option("--all", "everything", is_flag=True, help="also those that are refused, with the reason")
+@click.option(
+    "--model-impl", default="auto", show_default=True, type=click.Choice(("auto", "baton", "transformers")), help="path"
+)
+def models_command(model: str, everything: bool, model_impl: str) -> int:
+    """List the architectures that are served, by which path, and what is proven; or say how MODEL would be served, or
+    why not."""
+    from launch.served_models import describe, print_models
+
+    if model:
+        click.echo(describe(model, model_impl))
+    else:
+        print_models(served_only=not everything)
+    return 0
+
+
 @baton.command("ps")
 @click.argument("url", default=DEFAULT_URL)
 @click.option("--json", "as_json", is_flag=True, help="print GET /workers as JSON")

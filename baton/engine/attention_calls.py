@@ -99,13 +99,11 @@ class Recorder:
 
     def finish(self, num_layers: int) -> Recorded:
         """Evaluates the masks, outside of any mode of fake tensors. Raises StartupError unless each of the model's
-        layers attended."""
+        layers attended: others would keep other state."""
         if not self._calls:
             raise StartupError("never calls transformers' attention interface")
         if len(self._calls) != num_layers:
-            raise StartupError(
-                f"attention is called {len(self._calls)} times for {num_layers} layers: layers keep other state"
-            )
+            raise StartupError(f"attention is called {len(self._calls)} times in a model of {num_layers} layers")
         calls = [replace(c, reach=r) for c, r in zip(self._calls, self._reaches(), strict=True)]
         windows: dict[int, list[int]] = {}
         for call in calls:

@@ -254,15 +254,16 @@ def _observe(model: Any, longest: int) -> Recorder:
 
 
 def probe(model_dir: Path, longest: int, dtype: DType) -> tuple[Recorded | None, int]:
-    """Returns what a model asks for, without reading its weights, and the bytes of its parameters. None for what only
-    real data shows. Raises StartupError for a model that is not served."""
+    """Returns what a model asks for, without reading its weights, and the bytes of its parameters. None, and 0, for
+    what only real data shows. Raises StartupError for a model that is not served."""
     config = _read_config(model_dir, longest)
     with _plainly(model_dir):
         with FakeTensorMode():
             # In bfloat16: the kernel of experts has no other dtype on fake tensors.
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
-            size = parameter_bytes(model) * DTYPE_BYTES[dtype] // DTYPE_BYTES["bfloat16"]
+            size = 0
             try:
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+                size = parameter_bytes(model) * DTYPE_BYTES[dtype] // DTYPE_BYTES["bfloat16"]
                 recorder = _observe(_prepare(model), longest)
             except RuntimeError:  # an operation needs data
                 return None, size

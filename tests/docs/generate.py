@@ -38,6 +38,7 @@ from coordinator.openai import schema as openai_schema
 from coordinator.openai import structured
 from coordinator.openai.pooling import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from coordinator.policy import grammar_queue
+from launch import served_models
 from launch.up_config import DoctorConfig, UpConfig
 from tests.support.fake_generator import FakeGenerator
 
@@ -393,6 +394,15 @@ def limits() -> str:
     return table(("limit", "value"), LIMITS)
 
 
+def models() -> str:
+    """The architectures that transformers implements, by what became of each."""
+    by_outcome: dict[str, list[str]] = {}
+    for kind, _, _, proven in served_models.rows():
+        by_outcome.setdefault(proven.split(": no tiny")[0], []).append(kind)
+    order = sorted(by_outcome, key=lambda proven: (-len(by_outcome[proven]), proven))
+    return table(("outcome", "`model_type`"), ((proven, ", ".join(by_outcome[proven])) for proven in order))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "up": lambda: options(UpConfig),
     "doctor": lambda: options(DoctorConfig, UpConfig),
@@ -409,8 +419,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "grpc": grpc_fields,
     "errors": error_table,
     "limits": limits,
+    "models": models,
 }
-PAGES = ("docs/api.md", "docs/configuration.md", "docs/operations.md")
+PAGES = ("docs/api.md", "docs/configuration.md", "docs/models.md", "docs/operations.md")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 

@@ -38,7 +38,7 @@ LONGROPE = {
     },
 }
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("recurrent_gemma", {}, "attention is called 1 times for 4 layers: layers keep other state"),
+    ("recurrent_gemma", {}, "attention is called 1 times in a model of 4 layers"),
     ("mamba", {}, "never calls transformers' attention interface"),
     ("falcon", {}, "never calls transformers' attention interface"),
     ("qwen3_next", {}, r"keeps a state of each sequence beside its KV \(Cache\.get_conv_state\)"),

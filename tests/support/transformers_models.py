@@ -49,6 +49,8 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "smollm3": {"use_sliding_window": True},
     "qwen3_moe": {"use_sliding_window": True, "max_window_layers": 2},
     "exaone4": {"sliding_window_pattern": 2},
