@@ -18,7 +18,7 @@ from typing import Literal
 
 from baton.core.errors import InvariantError
 from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParams
-from sim.client import Behaviour
+from sim.client import RETRY_S, Behaviour
 from sim.cluster import Cluster, ClusterOptions, PoolOptions
 from sim.coordinator import CoordinatorOptions
 from sim.costs import RandomCosts
@@ -110,7 +110,9 @@ def _run(cluster: Cluster, injector: Injector, mode: Mode, faults_s: float) -> N
         injector.stop()
         limit_s = cluster.loop.now + LIVENESS_S
     else:
-        limit_s = LONGEST_DEADLINE_S + LONGEST_ARRIVAL_S + 30.0
+        # A refused client tries again, each time against a coordinator that may be paused; only then a deadline begins.
+        retries_s = Behaviour().tries * (RETRY_S + LONGEST_FAULT_S)
+        limit_s = LONGEST_ARRIVAL_S + retries_s + LONGEST_DEADLINE_S + 30.0
     cluster.run(limit_s, over)
     if not over():
         late = [
@@ -171,7 +173,7 @@ def _check_bounds(cluster: Cluster) -> None:
 
 # What a seed draws.
 
-LONGEST_DEADLINE_S, LONGEST_ARRIVAL_S, NO_DEADLINE_S = 20.0, 3.0, 1e6
+LONGEST_DEADLINE_S, LONGEST_ARRIVAL_S, LONGEST_FAULT_S, NO_DEADLINE_S = 20.0, 3.0, 6.0, 1e6
 
 
 def make_cluster(draw: random.Random, trace: Trace, crowded: bool) -> Cluster:
@@ -285,7 +287,7 @@ def make_faults(draw: random.Random, cluster: Cluster, mode: Mode) -> FaultPlan:
         chunks.edge_failed = draw.choice((0.02, 0.2))
     if draw.random() < 0.2:
         chunks.no_staging = 0.1
-    return FaultPlan(kinds, every_s=draw.choice((0.3, 1.0, 2.0)), most_s=draw.choice((1.0, 6.0)))
+    return FaultPlan(kinds, every_s=draw.choice((0.3, 1.0, 2.0)), most_s=draw.choice((1.0, LONGEST_FAULT_S)))
 
 
 def poison(draw: random.Random, cluster: Cluster, requests: list[GenerateRequest]) -> None:
