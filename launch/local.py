@@ -226,7 +226,7 @@ class LocalCluster:
         self._console.stage("ready", f"{addresses.url}   try:")
         plan = self._members.plan
         runner = str(plan.topology.coordinator.options.get("runner", "auto"))
-        example = example_curl(addresses.url, plan.served_name, _example(plan.model, runner), key=plan.has_keys)
+        example = example_curl(addresses.url, plan.served_name, example_request(plan.model, runner), key=plan.has_keys)
         self._console.plain(example)
 
     def _chosen(self) -> list[str]:
@@ -288,7 +288,7 @@ class LocalCluster:
         return self._addresses
 
 
-def _example(model: str, runner: str) -> dict[str, Any]:
+def example_request(model: str, runner: str) -> dict[str, Any]:
     """Returns a request that suits the model: the built-in one was trained on Python, a base model has no chats."""
     with contextlib.suppress(StartupError):
         directory = resolve_model(model)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.local import example_curl, example_request
 from tests.support.boxes import find_box
+from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
 from tests.support.processes import listening
 
@@ -313,3 +315,17 @@ def test_configured_cluster_token_replaces_the_generated_one(start, tmp_path: Pa
     cluster = wait_ready(start(env={"BATON_CLUSTER_TOKEN_FILE": str(named)}))
     assert not (cluster.run_dir / "cluster.token").exists()
     cluster.stop()
+
+
+def test_the_example_request_suits_what_the_model_is_served_for(tmp_path: Path) -> None:
+    """Printed once the cluster is ready, to be pasted."""
+    for head, runner, path in (
+        ("lm", "auto", "/v1/chat/completions"),
+        ("lm", "pooling", "/v1/embeddings"),
+        ("none", "auto", "/v1/embeddings"),
+        ("score", "auto", "/v1/rerank"),
+    ):
+        made = make_checkpoint(tmp_path / f"{head}-{runner}", "qwen3", head=head)
+        line = example_curl("http://h:1", "m", example_request(str(made), runner), key=False)
+        assert line.startswith(f"curl -s http://h:1{path} "), line
+        assert ("max_tokens" in line) == ("completions" in path)
