@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from batches.store import FLAG, BatchStore, Line, read_line, read_lines
 from baton.core.errors import Unavailable
 from baton.runtime import disk
-from baton.runtime.child import Child, start_child
+from baton.runtime.child import ChildExecutor, start_child
 from baton.runtime.disk import DiskThread, StorageFailed
 
 MAX_LINES = 50_000
@@ -34,7 +34,7 @@ class Validator:
     def __init__(self, store: BatchStore, stored: DiskThread, *, strict_fields: bool) -> None:
         self._store, self._stored, self._strict = store, stored, strict_fields
         self._reading = DiskThread(FLAG, "input files of batches")
-        self._child = Child(lambda: start_child())
+        self._child = ChildExecutor(lambda: start_child())
         self._closing = False
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 

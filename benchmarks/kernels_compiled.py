@@ -35,7 +35,7 @@ from triton.runtime.jit import JITFunction
 from baton.core.model_config import ModelConfig, parse_model_config
 from baton.core.request import SamplingParams
 from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan
-from baton.engine.batch import Span
+from baton.engine.batch import RowSpan
 from baton.engine.draw import Draw
 from baton.engine.kernels import fused
 from baton.engine.kernels.linear import FixedLinear
@@ -164,7 +164,7 @@ def attention_calls(model: Model, kernel: TritonAttention) -> None:
         for batch, length in ((1, 1), (2, 1), (7, 1), (64, 1), (256, 1), (1, 5), (3, 2), (1, 16), (1, 100), (1, 2048)):
             if length > context or batch * context > 2_000_000:
                 continue
-            spans = [Span(row * length, context - length, context, blocks) for row in range(batch)]
+            spans = [RowSpan(row * length, context - length, context, blocks) for row in range(batch)]
             queries = torch.empty(batch * length, model.heads, model.head_dim, dtype=dtype)
             kernel.attend(queries, keys, values, kernel.prepare(spans, model.window))
     for rows, length in ((1, 1), (8, 1), (256, 1), (1, 2), (32, 5), (32, 9)):  # captured
@@ -218,7 +218,7 @@ def exact_calls(model: Model) -> None:
     keys, values = (torch.empty(4, 16, model.kv_heads, model.head_dim, dtype=model.dtype) for _ in range(2))
     kernel = TritonAttention(config, 16, model.dtype, CPU, exact=True)
     for context, length in ((1, 1), (129, 3), (1000, 1000), (LONGEST, 1), (LONGEST, 100)):
-        spans = [Span(0, context - length, context, tuple([0] * -(-context // 16)))]
+        spans = [RowSpan(0, context - length, context, tuple([0] * -(-context // 16)))]
         queries = torch.empty(length, model.heads, model.head_dim, dtype=model.dtype)
         kernel.attend(queries, keys, values, kernel.prepare(spans, model.window))
 

@@ -23,7 +23,7 @@ from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, Session, completion
 from launch.bench.stats import RequestRecord, statistics
 from launch.capacity.calibrate import calibrate
-from launch.capacity.loads import Cluster
+from launch.capacity.loads import LoadClient
 from launch.cores import place
 from sim.scale.costs import Calibration
 from sim.scale.replay import ClusterShape, Replay
@@ -102,7 +102,7 @@ def one_round(todo: Sequence[Case], number: int) -> tuple[Calibration, list[dict
         with kit.cluster(*flags, "--prefill", str(workers), "--decode", str(workers)) as running:
             target = connected(running.url)
             if calibration is None:
-                cluster = Cluster(running.url, target, number)
+                cluster = LoadClient(running.url, target, number)
                 calibration = calibrate(cluster, "cpu", shared_host=True, progress=_print)
             for case in (case for case in todo if case.workers == workers):
                 found[case.name] = real(case, target, number)

@@ -19,7 +19,7 @@ from dataclasses import fields
 from baton.core.errors import StartupError, Unauthenticated
 from baton.runtime.config import nearest
 from baton.runtime.token_file import read_regular
-from coordinator.policy.quotas import ANONYMOUS, Client, Limits
+from coordinator.policy.quotas import ANONYMOUS, Client, KeyLimits
 
 FLAG = "--api-key-file"
 FROM_UP = "BATON_KEYS_OF_UP"
@@ -29,7 +29,7 @@ MAX_PRIORITY = 100
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_LIMITS = tuple(f.name for f in fields(Limits))
+_LIMITS = tuple(f.name for f in fields(KeyLimits))
 _MOST = 10**12
 
 
@@ -156,7 +156,7 @@ def _client(words: list[str], digest: bytes, where: str) -> Client:
     for name in ("name", "tenant"):
         if name in given and not _NAME.fullmatch(given[name]):
             raise StartupError(f"{where}: {name} must be 1 to 64 letters, digits, dots, dashes and underscores")
-    limits = Limits(**{name: _number(given[name], name, 1, _MOST, where) for name in _LIMITS if name in given})
+    limits = KeyLimits(**{name: _number(given[name], name, 1, _MOST, where) for name in _LIMITS if name in given})
     key = given.get("name") or digest.hex()[:8]
     priority = _number(given.get("priority", "0"), "priority", -MAX_PRIORITY, MAX_PRIORITY, where)
     return Client(key, given.get("tenant", key), priority, limits)

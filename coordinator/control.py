@@ -47,7 +47,7 @@ class Sessions(Protocol):
     def drain_worker(self, worker: str, timeout_s: float) -> None: ...
 
 
-class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
+class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
     def __init__(self, cluster: Sessions, tls: ClusterTls | None) -> None:
         self._cluster = cluster
         self._tls = tls
@@ -106,7 +106,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
             ended()
 
 
-def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
+def _handlers(servicer: _ControlServicer) -> grpc.GenericRpcHandler:
     """Returns the handlers as `add_WorkerControlServicer_to_server` makes them, except for how requests are parsed."""
     session = grpc.stream_stream_rpc_method_handler(
         servicer.Session,
@@ -129,7 +129,7 @@ async def serve_control(
         StartupError: the address is not available.
     """
     server = grpc.aio.server(interceptors=(FirstMessage(),), options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((_handlers(_Servicer(cluster, tls)),))
+    server.add_generic_rpc_handlers((_handlers(_ControlServicer(cluster, tls)),))
     bound = open_port(server, host, port, "control", "--control-port", tls and tls.server())
     await server.start()
     cluster.address = host_port(host, bound)

@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.core.compatibility import Compatibility
 from baton.runtime.config import WorkerConfig
-from baton.runtime.worker_main import MakeWorker, Worker, worker_main
+from baton.runtime.worker_main import MakeWorker, RunnableWorker, worker_main
 
 
 def _load() -> MakeWorker:
@@ -15,7 +15,7 @@ def _load() -> MakeWorker:
 
     def make(
         config: WorkerConfig, runner: Any, facts: Compatibility, pids: tuple[int, ...], make_endpoint: Any
-    ) -> Worker:
+    ) -> RunnableWorker:
         return DecodeWorker(config, runner, facts, pids, make_endpoint, *prepare(config, runner))
 
     return make

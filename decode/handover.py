@@ -40,7 +40,7 @@ from baton.core.sequence import Sequence
 from decode.scheduler import DecodeScheduler
 
 
-class Stage(Enum):
+class ReceiveStage(Enum):
     ABSENT = "absent"
     RECEIVING = "receiving"
     CLOSING = "closing"
@@ -166,7 +166,7 @@ class TokensReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class KVReceived:
+class KVComplete:
     """All KV has arrived, and the first token with it."""
 
     first_token: int
@@ -232,7 +232,7 @@ class Ended:
     event: SequenceEnded
 
 
-OwnAction = TokensReceived | KVReceived | GivenUp | WritesEnded | AbortedBeforeOffer
+OwnAction = TokensReceived | KVComplete | GivenUp | WritesEnded | AbortedBeforeOffer
 Action = Reply | Receive | Ready | Dropped | Ended
 
 
@@ -247,7 +247,7 @@ class Destination:
 
 
 @dataclass(slots=True)
-class Counters:
+class ReceiveCounters:
     """Totals of one worker over all its hand-overs."""
 
     bytes_received: int = 0
@@ -263,8 +263,8 @@ class HandOver:
 
     sequence_id: SequenceId
     destination: Destination
-    counters: Counters
-    state: Stage = Stage.ABSENT
+    counters: ReceiveCounters
+    state: ReceiveStage = ReceiveStage.ABSENT
     sequence: Sequence | None = None
     # The other end of the link over which the KV arrives.
     peer: Peer | None = None
@@ -287,7 +287,7 @@ class HandOver:
         return f"<HandOver {self.sequence_id} {self.state.value}, writing on {len(self.writing)} edges>"
 
     def _accepted(self, event: OfferAccepted, now: float) -> list[OwnAction | Action]:
-        self.state, self.sequence, self.peer = Stage.RECEIVING, event.sequence, event.peer
+        self.state, self.sequence, self.peer = ReceiveStage.RECEIVING, event.sequence, event.peer
         self.tokens_received = dict.fromkeys(event.peer.plans, event.sequence.prefix_tokens)
         return [Reply(event.peer, Accept(self.sequence_id, event.sequence.prefix_tokens))]
 
@@ -318,7 +318,7 @@ class HandOver:
     def _rejected(self, event: ChunkRejected, now: float) -> list[OwnAction | Action]:
         """Gives up a sequence of which a chunk cannot be received. Its chunks on other edges, announced before the peer
         receives the refusal, end here too."""
-        given_up = self.state is Stage.RECEIVING and event.peer is self.peer
+        given_up = self.state is ReceiveStage.RECEIVING and event.peer is self.peer
         return (self._give_up(event.reason) if given_up else []) + self._refuse(event.peer, event.reason)
 
     def _received(self, event: ChunkReceived, now: float) -> list[OwnAction | Action]:
@@ -334,9 +334,9 @@ class HandOver:
             if tokens < self._num_tokens:
                 actions.append(TokensReceived(tokens))
             elif chunk.first_token is not None:
-                self.state = Stage.RECEIVED
-                actions.append(KVReceived(chunk.first_token, chunk.first_logprob, chunk.cached_tokens))
-        complete = self.state is Stage.RECEIVED
+                self.state = ReceiveStage.RECEIVED
+                actions.append(KVComplete(chunk.first_token, chunk.first_logprob, chunk.cached_tokens))
+        complete = self.state is ReceiveStage.RECEIVED
         return [*actions, Reply(self._peer, Ack(chunk.sequence, chunk.index, event.intact, complete, *key))]
 
     def _received_in_vain(self, event: ChunkReceived, now: float) -> list[OwnAction | Action]:
@@ -356,7 +356,7 @@ class HandOver:
         self.writing.discard(_edge(chunk))
         if self.writing:
             return self._refuse(self._peer, reason)
-        self.state = Stage.ENDED
+        self.state = ReceiveStage.ENDED
         return [WritesEnded(), *self._refuse(self._peer, reason)]
 
     # Ends.
@@ -396,7 +396,7 @@ class HandOver:
         return self._give_up(event.reason)[:1]
 
     def _give_up(self, reason: str) -> list[OwnAction | Action]:
-        self.state = Stage.CLOSING if self.writing else Stage.ENDED
+        self.state = ReceiveStage.CLOSING if self.writing else ReceiveStage.ENDED
         return [GivenUp(bool(self.writing)), Dropped(self.sequence_id, reason)]
 
     def _refuse(self, peer: Peer, reason: str) -> list[OwnAction | Action]:
@@ -486,37 +486,37 @@ def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
 
 
 TABLE: Table = {
-    (Stage.ABSENT, OfferAccepted): to(HandOver._accepted, Stage.RECEIVING),
+    (ReceiveStage.ABSENT, OfferAccepted): to(HandOver._accepted, ReceiveStage.RECEIVING),
     # A peer may announce chunks, and abort, before it receives our refusal or abort.
-    (Stage.ABSENT, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (Stage.ABSENT, ChunkRejected): to(HandOver._rejected),
-    (Stage.ABSENT, AbortedByPeer): to(HandOver._aborted_before_offer),
-    (Stage.RECEIVING, ChunkAnnounced): to(HandOver._announced, Stage.CLOSING, Stage.ENDED),
-    (Stage.RECEIVING, ChunkRejected): to(HandOver._rejected, Stage.CLOSING, Stage.ENDED),
-    (Stage.RECEIVING, ChunkReceived): to(HandOver._received, Stage.RECEIVED),
-    (Stage.RECEIVING, ReceiveFailed): to(HandOver._receive_failed, Stage.CLOSING, Stage.ENDED),
-    (Stage.RECEIVING, AbortedByPeer): to(HandOver._aborted, Stage.CLOSING, Stage.ENDED),
-    (Stage.RECEIVING, LinkEnded): to(HandOver._link_ended, Stage.CLOSING, Stage.ENDED),
-    (Stage.RECEIVING, EndedByCoordinator): to(HandOver._ended, Stage.CLOSING, Stage.ENDED),
+    (ReceiveStage.ABSENT, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (ReceiveStage.ABSENT, ChunkRejected): to(HandOver._rejected),
+    (ReceiveStage.ABSENT, AbortedByPeer): to(HandOver._aborted_before_offer),
+    (ReceiveStage.RECEIVING, ChunkAnnounced): to(HandOver._announced, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, ChunkRejected): to(HandOver._rejected, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, ChunkReceived): to(HandOver._received, ReceiveStage.RECEIVED),
+    (ReceiveStage.RECEIVING, ReceiveFailed): to(HandOver._receive_failed, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, AbortedByPeer): to(HandOver._aborted, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, LinkEnded): to(HandOver._link_ended, ReceiveStage.CLOSING, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVING, EndedByCoordinator): to(HandOver._ended, ReceiveStage.CLOSING, ReceiveStage.ENDED),
     # The refusal follows when the last receive has ended.
-    (Stage.CLOSING, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (Stage.CLOSING, ChunkRejected): to(HandOver._rejected),
-    (Stage.CLOSING, ChunkReceived): to(HandOver._received_in_vain, Stage.ENDED),
-    (Stage.CLOSING, ReceiveFailed): to(HandOver._receive_failed_in_vain, Stage.ENDED),
-    (Stage.CLOSING, AbortedByPeer): to(HandOver._aborted_again),
-    (Stage.CLOSING, LinkEnded): to(ignore),
-    (Stage.CLOSING, EndedByCoordinator): to(ignore),
+    (ReceiveStage.CLOSING, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (ReceiveStage.CLOSING, ChunkRejected): to(HandOver._rejected),
+    (ReceiveStage.CLOSING, ChunkReceived): to(HandOver._received_in_vain, ReceiveStage.ENDED),
+    (ReceiveStage.CLOSING, ReceiveFailed): to(HandOver._receive_failed_in_vain, ReceiveStage.ENDED),
+    (ReceiveStage.CLOSING, AbortedByPeer): to(HandOver._aborted_again),
+    (ReceiveStage.CLOSING, LinkEnded): to(ignore),
+    (ReceiveStage.CLOSING, EndedByCoordinator): to(ignore),
     # The link and the peer may end, and the peer may have missed the last Ack.
-    (Stage.RECEIVED, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (Stage.RECEIVED, ChunkRejected): to(HandOver._rejected),
-    (Stage.RECEIVED, AbortedByPeer): to(HandOver._aborted_after_kv, Stage.ENDED),
-    (Stage.RECEIVED, LinkEnded): to(ignore),
-    (Stage.RECEIVED, EndedByCoordinator): to(HandOver._ended_after_kv, Stage.ENDED),
-    (Stage.ENDED, ChunkAnnounced): to(HandOver._announced_in_vain),
-    (Stage.ENDED, ChunkRejected): to(HandOver._rejected),
-    (Stage.ENDED, AbortedByPeer): to(HandOver._aborted_again),
-    (Stage.ENDED, LinkEnded): to(ignore),
-    (Stage.ENDED, EndedByCoordinator): to(ignore),
+    (ReceiveStage.RECEIVED, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (ReceiveStage.RECEIVED, ChunkRejected): to(HandOver._rejected),
+    (ReceiveStage.RECEIVED, AbortedByPeer): to(HandOver._aborted_after_kv, ReceiveStage.ENDED),
+    (ReceiveStage.RECEIVED, LinkEnded): to(ignore),
+    (ReceiveStage.RECEIVED, EndedByCoordinator): to(HandOver._ended_after_kv, ReceiveStage.ENDED),
+    (ReceiveStage.ENDED, ChunkAnnounced): to(HandOver._announced_in_vain),
+    (ReceiveStage.ENDED, ChunkRejected): to(HandOver._rejected),
+    (ReceiveStage.ENDED, AbortedByPeer): to(HandOver._aborted_again),
+    (ReceiveStage.ENDED, LinkEnded): to(ignore),
+    (ReceiveStage.ENDED, EndedByCoordinator): to(ignore),
 }
 
 
@@ -538,7 +538,7 @@ class HandOvers:
     deadlines: Deadlines
     tombstones: Tombstones
     destination: Destination
-    counters: Counters = field(default_factory=Counters)
+    counters: ReceiveCounters = field(default_factory=ReceiveCounters)
     _spent: SpentHandles = field(default_factory=SpentHandles)
 
     @property
@@ -598,7 +598,7 @@ class HandOvers:
             match action:
                 case TokensReceived(num_tokens):
                     self.scheduler.tokens_received(sequence_id, num_tokens)
-                case KVReceived(first_token, first_logprob, cached_tokens):
+                case KVComplete(first_token, first_logprob, cached_tokens):
                     ended = self.scheduler.received(sequence_id, first_token, now, first_logprob, cached_tokens)
                     if ended is not None:
                         self.deadlines.forget(sequence_id)

@@ -30,7 +30,7 @@ from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
 from launch.members import Programs
-from launch.plan import BATCHES, COORDINATOR, LOOPBACK, Part, Plan
+from launch.plan import BATCHES, COORDINATOR, LOOPBACK, Plan, WorkerPart
 from launch.plan_checks import naming
 from launch.tables import make_table, show
 
@@ -156,7 +156,7 @@ class RankMemory:
     draft_bytes: int | None
 
 
-def rank_memory(plan: Plan, part: Part, config: AnyConfig, model_dir: Path) -> RankMemory:
+def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path) -> RankMemory:
     """Returns the memory that the first rank of a part of a checked plan will use.
 
     Raises:
@@ -198,7 +198,7 @@ def rank_memory(plan: Plan, part: Part, config: AnyConfig, model_dir: Path) -> R
     )
 
 
-def _draft_bytes(part: Part, model_dir: Path, longest: int, blocks: int, dtype: DType) -> int | None:
+def _draft_bytes(part: WorkerPart, model_dir: Path, longest: int, blocks: int, dtype: DType) -> int | None:
     """Returns the memory of a draft model, which only the leader of a decode worker can have. None if it is not on this
     host."""
     if part.role != "decode" or part.node_rank > 0:
@@ -216,7 +216,7 @@ def _draft_bytes(part: Part, model_dir: Path, longest: int, blocks: int, dtype: 
     return share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
 
 
-def _edges(plan: Plan, part: Part, layout: KVLayout, rank: int) -> int:
+def _edges(plan: Plan, part: WorkerPart, layout: KVLayout, rank: int) -> int:
     """Returns the number of edges of a rank to the workers of the other role, if all of them exchange KV."""
     count = 0
     for other in plan.topology.workers:

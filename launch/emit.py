@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.cores import ranges
 from launch.members import Programs
-from launch.plan import BATCHES, COORDINATOR, Part, Plan, make_plan, with_addresses
+from launch.plan import BATCHES, COORDINATOR, Plan, WorkerPart, make_plan, with_addresses
 from launch.topology import Node
 
 _PYTHON = "@PYTHON@"
@@ -93,15 +93,15 @@ def _shared(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def _cpus(part: Part) -> int:
+def _cpus(part: WorkerPart) -> int:
     return max(part.placement.threads, part.ranks)
 
 
-def _environment(part: Part) -> list[str]:
+def _environment(part: WorkerPart) -> list[str]:
     return ["env", *(f"{key}={value}" for key, value in part.environment.items())] if part.environment else []
 
 
-def _pinned(part: Part) -> list[str]:
+def _pinned(part: WorkerPart) -> list[str]:
     return ["taskset", "-c", ranges(part.placement.cores)] if part.placement.cores else []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
 from launch.cores import ranges
-from launch.plan import BATCHES, COORDINATOR, Part, Plan
+from launch.plan import BATCHES, COORDINATOR, Plan, WorkerPart
 from launch.run_directory import BATCHES_READY, READY
 from launch.topology import Topology
 
@@ -27,7 +27,7 @@ class Programs:
     worker: tuple[str, ...] = ("-m",)
     batches: tuple[str, ...] = (sys.executable, "-m", "batches")
 
-    def of_part(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
+    def of_part(self, plan: Plan, part: WorkerPart, control: str = "") -> tuple[str, ...]:
         """Returns the whole command of a part."""
         agent = (*self.agent, *plan.agent_flags(part)) if self.agent else ()
         return (*agent, *self.worker, part.role, *plan.worker_command(part, control))
@@ -89,7 +89,7 @@ class Members:
         return self.has_coordinator and self.plan.topology.batches is not None
 
     @property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, WorkerPart]:
         return {part.name: part for part in self.plan.parts if part.node.name in self.nodes}
 
     @property

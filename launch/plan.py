@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WorkerPart:
     """The ranks of one worker on one node, under one agent. `gpus` is the value of CUDA_VISIBLE_DEVICES there, empty
     without GPUs; `gpu_ranks` is how many ranks of the cluster share the busiest of them."""
 
@@ -79,7 +79,7 @@ class Plan:
     topology: Topology
     model: str
     served_name: str
-    parts: tuple[Part, ...]
+    parts: tuple[WorkerPart, ...]
 
     @property
     def control(self) -> str:
@@ -129,7 +129,7 @@ class Plan:
         given = {name: value for name, value in place.options.items() if value != ""}
         return tuple(flags_of({**options, **shared, **given}))
 
-    def agent_flags(self, part: Part) -> tuple[str, ...]:
+    def agent_flags(self, part: WorkerPart) -> tuple[str, ...]:
         """Returns the flags of the agent of a part; torchrun accepts the same."""
         worker = part.worker
         words = ["--nnodes", str(len(worker.nodes))]
@@ -141,7 +141,7 @@ class Plan:
             words += ["--master-addr", leader.address, "--master-port", str(worker.rendezvous_port)]
         return tuple(words)
 
-    def worker_command(self, part: Part, control: str = "") -> tuple[str, ...]:
+    def worker_command(self, part: WorkerPart, control: str = "") -> tuple[str, ...]:
         """Returns the flags of each rank of a part."""
         worker, config = part.worker, part.worker.config
         share = config.gpu_share or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0)
@@ -247,14 +247,14 @@ def check_addresses(topology: Topology) -> None:
             raise StartupError(f"topology: node {node.name!r} has no address; only `baton emit slurm` works without it")
 
 
-def _parts(topology: Topology) -> tuple[Part, ...]:
-    parts: dict[tuple[str, str], Part] = {}
+def _parts(topology: Topology) -> tuple[WorkerPart, ...]:
+    parts: dict[tuple[str, str], WorkerPart] = {}
     for node in topology.nodes:
         here = [worker for worker in topology.workers if node.name in worker.nodes]
         gpus = _gpus(node, here)
         placed = zip(here, _placements(node, here), gpus, _gpu_ranks(here, gpus), strict=True)
         for worker, where, seen, shared in placed:
-            parts[worker.name, node.name] = Part(worker, node, worker.nodes.index(node.name), where, seen, shared)
+            parts[worker.name, node.name] = WorkerPart(worker, node, worker.nodes.index(node.name), where, seen, shared)
     return tuple(parts[worker.name, name] for worker in topology.workers for name in worker.nodes)
 
 
@@ -297,7 +297,7 @@ def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]
     return [max(counts[name] for name in seen.split(",")) if seen else 1 for seen in gpus]
 
 
-def _kind_on_shared_gpus(parts: Sequence[Part]) -> str:
+def _kind_on_shared_gpus(parts: Sequence[WorkerPart]) -> str:
     """Returns the kind of edge where NCCL refuses to connect: between two ranks on one GPU, and between MIG instances,
     which it treats as the GPU that they are part of. If all are on one GPU it is `ipc`, which copies on the GPU, else
     `gloo`: CUDA shares memory neither between MIG instances nor with a process that does not see the GPU. Empty if NCCL

@@ -188,7 +188,7 @@ class Supervised:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedProcesses:
     """How processes that run together have ended: `children` in the order of their ends; whether a signal asked for it
     (`stopped`), and a second one killed those that still ran (`killed`)."""
 
@@ -197,7 +197,7 @@ class Ended:
     killed: bool
 
 
-def run_together(children: Sequence[Child], signals: Signals) -> Ended:
+def run_together(children: Sequence[Child], signals: Signals) -> EndedProcesses:
     """Runs processes until all have ended. The first signal passes SIGTERM on to them, a second one kills. One that
     outlives a failed one by KILL_DELAY_S is killed."""
     ended: list[Child] = []
@@ -220,4 +220,4 @@ def run_together(children: Sequence[Child], signals: Signals) -> Ended:
         if now - failed_at >= KILL_DELAY_S:
             for child in running:
                 child.kill(0.0, f"hung: still running {KILL_DELAY_S:g} s after another rank failed")
-    return Ended(ended, bool(asked), killed)
+    return EndedProcesses(ended, bool(asked), killed)

@@ -13,11 +13,11 @@ The code that executes an action (prefill.sender) reports the next event:
     SendChunk    -> Acknowledged | TargetFailed
     ReportParked -> Assigned
 
-A chunk is a `Span` of the sequence, tokens by layers, sent over all edges of the link concurrently, its own heads over
-each. Its size is decided only when it can be sent: on a busy link many small chunks become one. The tokens of the last
-step are sent as two chunks if they are many bytes: the first layers while the others compute, so that little is left to
-send at the end (decision 0007). Edges are never locked for layers that are not computed. Each edge is acknowledged
-separately; if the checksum does not match, only that edge resends the chunk, once.
+A chunk is a `ChunkSpan` of the sequence, tokens by layers, sent over all edges of the link concurrently, its own heads
+over each. Its size is decided only when it can be sent: on a busy link many small chunks become one. The tokens of the
+last step are sent as two chunks if they are many bytes: the first layers while the others compute, so that little is
+left to send at the end (decision 0007). Edges are never locked for layers that are not computed. Each edge is
+acknowledged separately; if the checksum does not match, only that edge resends the chunk, once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from baton.core.sections import early_layers
 from baton.core.sequence import Sequence
 
 
-class Stage(Enum):
+class SendStage(Enum):
     WAITING = "waiting"
     OFFERING = "offering"
     SENDING = "sending"
@@ -50,7 +50,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class ComputeStarted:
     """The sequence has blocks, and its first chunk is about to be computed."""
 
 
@@ -81,7 +81,7 @@ class LayersComputed:
 class SpanAnnounced:
     """This `next_span` is about to be announced: a resend repeats the same one."""
 
-    span: Span
+    span: ChunkSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Aborted:
 
 
 Event = (
-    Started
+    ComputeStarted
     | Connected
     | Accept
     | Refuse
@@ -177,7 +177,7 @@ Action = Dial | SendOffer | SendChunk | SendAbort | ReportParked | ReportHandedO
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChunkSpan:
     """Layers [start_layer, end_layer) of tokens [start, end): the chunk with this `index`."""
 
     index: int
@@ -188,7 +188,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Counters:
+class SendCounters:
     """Totals of one worker over all its hand-overs."""
 
     bytes_sent: int = 0
@@ -208,7 +208,7 @@ class Wire:
         # Per edge: cumulative bytes per token by layer. Every chunk needs them.
         self._up_to = {plan.key: _bytes_up_to(plan, layout) for plan in self.plans}
 
-    def bytes_on(self, edge: EdgeKey, span: Span) -> int:
+    def bytes_on(self, edge: EdgeKey, span: ChunkSpan) -> int:
         up_to = self._up_to[edge]
         return (up_to[span.end_layer] - up_to[span.start_layer]) * (span.end - span.start)
 
@@ -220,7 +220,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ChunkLimits:
     """Bounds on the chunks of a worker: `layout` is the whole model's, `staging_bytes` its staging memory."""
 
     layout: KVLayout
@@ -236,9 +236,9 @@ class HandOver:
     sequence: Sequence
     targets: tuple[Target, ...]
     deadline_at: float
-    limits: Limits
-    counters: Counters
-    state: Stage = Stage.WAITING
+    limits: ChunkLimits
+    counters: SendCounters
+    state: SendStage = SendStage.WAITING
     # First layers of tokens that are not computed completely.
     first_layers: LayersComputed | None = None
     # That of the link to the present target.
@@ -249,7 +249,7 @@ class HandOver:
     num_chunks: int = 0
     bytes_sent: int = 0
     # The chunk being sent, the edges that still have to send it, and how often it has been sent.
-    span: Span | None = None
+    span: ChunkSpan | None = None
     edges: tuple[EdgePlan, ...] = ()
     sends: int = 0
     _next_target: int = 0
@@ -273,12 +273,12 @@ class HandOver:
 
     # Targets.
 
-    def _offer_next(self, event: Started | Refuse | None, now: float) -> list[Action]:
+    def _offer_next(self, event: ComputeStarted | Refuse | None, now: float) -> list[Action]:
         if isinstance(event, Refuse):
             self._reason = f"{self._target.worker_id} refused: {event.message}"
         if self._next_target == len(self.targets):
             return self._park()
-        self.state = Stage.OFFERING
+        self.state = SendStage.OFFERING
         self._next_target += 1
         return [Dial(self._target)]
 
@@ -288,7 +288,7 @@ class HandOver:
         return [SendOffer(Offer(request, self._target.handle, self._num_tokens))]
 
     def _accepted(self, event: Accept, now: float) -> list[Action]:
-        self.state, self._accepted_at, self.bytes_sent = Stage.SENDING, now, 0
+        self.state, self._accepted_at, self.bytes_sent = SendStage.SENDING, now, 0
         self.acked_tokens, self.acked_layers, self.num_chunks = event.prefix_tokens, None, 0
         worker, total = self._target.worker_id, self._num_tokens
         if not 0 <= event.prefix_tokens < total:
@@ -305,24 +305,24 @@ class HandOver:
         self._reason = f"{self._target.worker_id}: {error.message}"
         abort = SendAbort(AbortTransfer(self.sequence.id, self._reason, self._left_s(now)))
         if isinstance(error, KVCorrupt):
-            self.state = Stage.ENDED
+            self.state = SendStage.ENDED
             return [abort, ReportFailed(error)]
-        return [abort, *(self._park() if self.state is Stage.SENDING else self._offer_next(None, now))]
+        return [abort, *(self._park() if self.state is SendStage.SENDING else self._offer_next(None, now))]
 
     def _assigned(self, event: Assigned, now: float) -> list[Action]:
         self.targets, self._next_target, self._reason = event.targets, 0, "no target assigned"
         return self._offer_next(None, now)
 
     def _abort(self, event: Aborted, now: float) -> list[Action]:
-        self.state = Stage.ENDED
+        self.state = SendStage.ENDED
         return []
 
     def _abort_at_target(self, event: Aborted, now: float) -> list[Action]:
-        self.state = Stage.ENDED
+        self.state = SendStage.ENDED
         return [SendAbort(AbortTransfer(self.sequence.id, event.reason, self._left_s(now)))]
 
     def _park(self) -> list[Action]:
-        self.state, self.span = Stage.PARKED, None
+        self.state, self.span = SendStage.PARKED, None
         return [ReportParked(Parked(self.sequence.id, self._reason))]
 
     # Chunks.
@@ -331,24 +331,24 @@ class HandOver:
         self.first_layers = event
         return []
 
-    def next_span(self) -> Span | None:
+    def next_span(self) -> ChunkSpan | None:
         """Returns the largest span that can be sent now, or None."""
         if self.span is not None:
             return self.span  # a resend
         num_layers, first, acked = len(self.limits.layout.layers), self.first_layers, self.acked_layers
         computed, start = self.sequence.num_computed, self.acked_tokens
         if acked is not None:
-            remainder = Span(self.num_chunks, start, acked.end, acked.layers, num_layers)
+            remainder = ChunkSpan(self.num_chunks, start, acked.end, acked.layers, num_layers)
             return remainder if remainder.end <= computed else None
         if computed > start:
-            return Span(self.num_chunks, start, min(computed, start + self._max_tokens()), 0, num_layers)
+            return ChunkSpan(self.num_chunks, start, min(computed, start + self._max_tokens()), 0, num_layers)
         if first is None or not 0 < first.end - start <= self._max_tokens():
             return None
         sizes = [layer.bytes_per_token * (first.end - start) for layer in self.limits.layout.layers]
         if not early_layers(sizes, self.limits.section_bytes):  # few bytes: one more message would cost as much
             return None
-        early = Span(self.num_chunks, start, first.end, 0, first.layers)
-        remainder = Span(self.num_chunks + 1, start, first.end, first.layers, num_layers)
+        early = ChunkSpan(self.num_chunks, start, first.end, 0, first.layers)
+        remainder = ChunkSpan(self.num_chunks + 1, start, first.end, first.layers, num_layers)
         wire = self._wire
         return early if all(wire.bytes_on(plan.key, s) for s in (early, remainder) for plan in wire.plans) else None
 
@@ -402,7 +402,7 @@ class HandOver:
             self.acked_layers, self.acked_tokens = None, span.end
         if self.acked_tokens < self._num_tokens:
             return self._send_next()
-        self.state = Stage.ENDED
+        self.state = SendStage.ENDED
         stamps = StageStamps(reserve_s=self.reserve_s, transfer_s=now - self._accepted_at)
         return [ReportHandedOver(HandedOver(sequence.id, worker, self.bytes_sent, stamps))]
 
@@ -425,7 +425,7 @@ class HandOver:
         return self.wire
 
     @property
-    def _span(self) -> Span:
+    def _span(self) -> ChunkSpan:
         if self.span is None:
             raise InvariantError(f"{self!r} has no chunk in flight")
         return self.span
@@ -438,36 +438,36 @@ class HandOver:
         return max(self.deadline_at - now, 0.001)
 
 
-_OFFER_NEXT = to(HandOver._offer_next, Stage.OFFERING, Stage.PARKED)
-_TARGET_FAILED = to(HandOver._target_failed, Stage.OFFERING, Stage.PARKED, Stage.ENDED)
-_ABORT = to(HandOver._abort, Stage.ENDED)
-_ABORT_AT_TARGET = to(HandOver._abort_at_target, Stage.ENDED)
+_OFFER_NEXT = to(HandOver._offer_next, SendStage.OFFERING, SendStage.PARKED)
+_TARGET_FAILED = to(HandOver._target_failed, SendStage.OFFERING, SendStage.PARKED, SendStage.ENDED)
+_ABORT = to(HandOver._abort, SendStage.ENDED)
+_ABORT_AT_TARGET = to(HandOver._abort_at_target, SendStage.ENDED)
 _LAYERS_COMPUTED = to(HandOver._layers_computed)
 _EDGE_SENT = to(HandOver._edge_sent)
 
 TABLE: Table = {
-    (Stage.WAITING, Started): _OFFER_NEXT,
-    (Stage.WAITING, LayersComputed): _LAYERS_COMPUTED,
-    (Stage.WAITING, Aborted): _ABORT,
-    (Stage.OFFERING, Connected): to(HandOver._connected),
-    (Stage.OFFERING, Accept): to(HandOver._accepted, Stage.SENDING, Stage.PARKED),
-    (Stage.OFFERING, Refuse): _OFFER_NEXT,
-    (Stage.OFFERING, TargetFailed): _TARGET_FAILED,
-    (Stage.OFFERING, LayersComputed): _LAYERS_COMPUTED,
-    (Stage.OFFERING, Aborted): _ABORT_AT_TARGET,
-    (Stage.SENDING, TargetFailed): _TARGET_FAILED,
-    (Stage.SENDING, LayersComputed): _LAYERS_COMPUTED,
-    (Stage.SENDING, SpanAnnounced): to(HandOver._announced),
-    (Stage.SENDING, EdgeSent): _EDGE_SENT,
-    (Stage.SENDING, Acknowledged): to(HandOver._acknowledged, Stage.PARKED, Stage.ENDED),
-    (Stage.SENDING, Aborted): _ABORT_AT_TARGET,
-    (Stage.PARKED, LayersComputed): _LAYERS_COMPUTED,
-    (Stage.PARKED, Assigned): to(HandOver._assigned, Stage.OFFERING),
-    (Stage.PARKED, Aborted): _ABORT,
+    (SendStage.WAITING, ComputeStarted): _OFFER_NEXT,
+    (SendStage.WAITING, LayersComputed): _LAYERS_COMPUTED,
+    (SendStage.WAITING, Aborted): _ABORT,
+    (SendStage.OFFERING, Connected): to(HandOver._connected),
+    (SendStage.OFFERING, Accept): to(HandOver._accepted, SendStage.SENDING, SendStage.PARKED),
+    (SendStage.OFFERING, Refuse): _OFFER_NEXT,
+    (SendStage.OFFERING, TargetFailed): _TARGET_FAILED,
+    (SendStage.OFFERING, LayersComputed): _LAYERS_COMPUTED,
+    (SendStage.OFFERING, Aborted): _ABORT_AT_TARGET,
+    (SendStage.SENDING, TargetFailed): _TARGET_FAILED,
+    (SendStage.SENDING, LayersComputed): _LAYERS_COMPUTED,
+    (SendStage.SENDING, SpanAnnounced): to(HandOver._announced),
+    (SendStage.SENDING, EdgeSent): _EDGE_SENT,
+    (SendStage.SENDING, Acknowledged): to(HandOver._acknowledged, SendStage.PARKED, SendStage.ENDED),
+    (SendStage.SENDING, Aborted): _ABORT_AT_TARGET,
+    (SendStage.PARKED, LayersComputed): _LAYERS_COMPUTED,
+    (SendStage.PARKED, Assigned): to(HandOver._assigned, SendStage.OFFERING),
+    (SendStage.PARKED, Aborted): _ABORT,
     # What was under way when the hand-over ended.
-    (Stage.ENDED, LayersComputed): to(ignore),
-    (Stage.ENDED, EdgeSent): _EDGE_SENT,  # a posted chunk is sent completely
-    (Stage.ENDED, Aborted): to(ignore),
+    (SendStage.ENDED, LayersComputed): to(ignore),
+    (SendStage.ENDED, EdgeSent): _EDGE_SENT,  # a posted chunk is sent completely
+    (SendStage.ENDED, Aborted): to(ignore),
 }
 
 

@@ -33,24 +33,24 @@ from prefill.handover import (
     Acknowledged,
     Action,
     Assigned,
+    ChunkLimits,
+    ChunkSpan,
+    ComputeStarted,
     Connected,
-    Counters,
     Dial,
     EdgeSent,
     Event,
     HandOver,
     LayersComputed,
-    Limits,
     ReportFailed,
     ReportHandedOver,
     ReportParked,
     SendAbort,
     SendChunk,
+    SendCounters,
     SendOffer,
-    Span,
+    SendStage,
     SpanAnnounced,
-    Stage,
-    Started,
     TargetFailed,
 )
 from prefill.link import Link
@@ -93,7 +93,7 @@ class _Run:
     task: asyncio.Task[None] | None = None
     started: bool = False
     # The task of the present chunk, and whether it uses the link's edges and must run to its end.
-    sending: asyncio.Task[Span] | None = None
+    sending: asyncio.Task[ChunkSpan] | None = None
     holds_edges: bool = False
 
 
@@ -116,12 +116,12 @@ class Sender:
     ) -> None:
         self._tls = tls
         self.staging = staging
-        self.counters = Counters()
+        self.counters = SendCounters()
         self._owner = owner
         self._make_endpoint = make_endpoint
         self._make_hello = make_hello
         self._events = event_log
-        self._limits = Limits(layout, make_endpoint.section_bytes, max_chunk_tokens, staging.limit_bytes)
+        self._limits = ChunkLimits(layout, make_endpoint.section_bytes, max_chunk_tokens, staging.limit_bytes)
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
         # By decode worker and incarnation.
@@ -164,7 +164,7 @@ class Sender:
     def is_parked(self, sequence: Sequence) -> bool:
         """Whether the KV of a sequence waits for new targets."""
         run = self._runs.get(sequence)
-        return run is not None and run.over.state is Stage.PARKED
+        return run is not None and run.over.state is SendStage.PARKED
 
     def assign(self, sequence: Sequence, targets: Iterable[Target]) -> None:
         """Assigns new targets to parked KV, whose sequence has the attempt that they were named for."""
@@ -174,7 +174,7 @@ class Sender:
 
     def abort(self, sequence: Sequence, reason: str) -> None:
         run = self._runs.get(sequence)
-        if run is None or run.over.state is Stage.ENDED:
+        if run is None or run.over.state is SendStage.ENDED:
             return
         log.info("hand-over of %s aborted: %s", sequence.id, reason)
         run.next_actions = run.over.on(Aborted(reason), time.monotonic())
@@ -206,7 +206,7 @@ class Sender:
         run.started = True
         sequence = run.over.sequence
         try:
-            actions = run.over.on(Started(), time.monotonic())
+            actions = run.over.on(ComputeStarted(), time.monotonic())
             while actions:
                 following: list[Action] = []
                 for action in actions:  # only the last one has an event that others follow
@@ -318,7 +318,7 @@ class Sender:
             log.warning("chunk %d of %s arrived damaged at %s", index, run.over.sequence.id, link.decode_worker)
         return intact
 
-    async def _when_computed(self, run: _Run, link: Link, edges: tuple[EdgePlan, ...]) -> Span:
+    async def _when_computed(self, run: _Run, link: Link, edges: tuple[EdgePlan, ...]) -> ChunkSpan:
         """Sends all KV that is computed by the time the edges are free as one chunk. It waits for both within this
         task, so that a chunk that need not wait is announced without another iteration of the event loop."""
         over = run.over
@@ -328,7 +328,7 @@ class Sender:
         async with link.edge_lock:
             run.holds_edges = True
             await link.open_edges(edges)
-            if over.state is Stage.ENDED:  # while this task could not be cancelled
+            if over.state is SendStage.ENDED:  # while this task could not be cancelled
                 raise HandoffError(f"the hand-over of {over.sequence.id} was aborted")
             span = over.next_span()
             if span is None:
@@ -341,7 +341,7 @@ class Sender:
                 await self._send_on_edges(over, link, edges, span)
                 return span
 
-    async def _send_on_edges(self, over: HandOver, link: Link, edges: tuple[EdgePlan, ...], span: Span) -> None:
+    async def _send_on_edges(self, over: HandOver, link: Link, edges: tuple[EdgePlan, ...], span: ChunkSpan) -> None:
         noted = {"sequence": over.sequence.id, "index": span.index, "start": span.start, "end": span.end}
         noted["layers"] = (span.start_layer, span.end_layer)
         self._events.write("chunk_send", **noted, resend=over.sends - 1)

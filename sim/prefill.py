@@ -45,22 +45,22 @@ from prefill.handover import (
     Acknowledged,
     Action,
     Assigned,
+    ChunkLimits,
+    ComputeStarted,
     Connected,
-    Counters,
     Dial,
     EdgeSent,
     HandOver,
     LayersComputed,
-    Limits,
     ReportFailed,
     ReportHandedOver,
     ReportParked,
     SendAbort,
     SendChunk,
+    SendCounters,
     SendOffer,
+    SendStage,
     SpanAnnounced,
-    Stage,
-    Started,
     TargetFailed,
     Wire,
 )
@@ -294,7 +294,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        return self.over.state is Stage.ENDED
+        return self.over.state is SendStage.ENDED
 
     def next_wait(self) -> int:
         self.waits += 1
@@ -320,10 +320,10 @@ class Sender:
         self.tier, self.worker = tier, tier.worker
         self.runs: dict[Sequence, Run] = {}
         self.links: dict[tuple[str, int], SendingLink] = {}
-        self.counters = Counters()
+        self.counters = SendCounters()
         self.generations = itertools.count(1)
         self.offered: deque[tuple[SendingLink, Offer]] = deque(maxlen=8)
-        self._limits = Limits(tier.facts.layout, SECTION_BYTES, MAX_CHUNK_TOKENS, STAGING_BYTES)
+        self._limits = ChunkLimits(tier.facts.layout, SECTION_BYTES, MAX_CHUNK_TOKENS, STAGING_BYTES)
 
     # From the worker.
 
@@ -335,8 +335,8 @@ class Sender:
 
     def start(self, sequence: Sequence) -> None:
         run = self.runs.get(sequence)
-        if run is not None and run.over.state is Stage.WAITING:
-            self._execute(run, run.over.on(Started(), self.worker.now))
+        if run is not None and run.over.state is SendStage.WAITING:
+            self._execute(run, run.over.on(ComputeStarted(), self.worker.now))
 
     def progressed(self, sequence: Sequence) -> None:
         run = self.runs.get(sequence)
@@ -351,7 +351,7 @@ class Sender:
 
     def is_parked(self, sequence: Sequence) -> bool:
         run = self.runs.get(sequence)
-        return run is not None and run.over.state is Stage.PARKED
+        return run is not None and run.over.state is SendStage.PARKED
 
     def assign(self, sequence: Sequence, targets: Iterable[Target]) -> None:
         run = self.runs[sequence]

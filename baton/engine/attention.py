@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.batch import Span
+from baton.engine.batch import RowSpan
 
 _SHORT_ROW = 8
 _PADDING_BLOCKS = 8  # contexts share a group if the longest is at most twice the shortest, or this many blocks longer
@@ -29,7 +29,7 @@ _TILE = 256  # queries of a long row whose scores are in memory at once, where t
 class Attention(Protocol):
     """Attention of queries to the cache. `prepare` is called once per step and window, `attend` once per layer."""
 
-    def prepare(self, spans: Sequence[Span], window: int) -> Any: ...
+    def prepare(self, spans: Sequence[RowSpan], window: int) -> Any: ...
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: Any) -> Tensor:
         """queries [T, H, D] (T may include padding), keys and values [blocks + 1, block_size, K, D] -> [T, H * D]."""
@@ -97,7 +97,7 @@ class FastAttention:
         self._block_size, self._zero_block = block_size, zero_block
         self._dtype, self._device = dtype, device
 
-    def prepare(self, spans: Sequence[Span], window: int, chunk: int = 0) -> list[Group]:
+    def prepare(self, spans: Sequence[RowSpan], window: int, chunk: int = 0) -> list[Group]:
         """With `chunk` a query attends only to positions p of its own chunk, those of equal p // chunk (Llama 4)."""
         reach = Reach(window, chunk)
         return [self._group(members, reach) for members in self._divide(spans, reach)]
@@ -126,8 +126,8 @@ class FastAttention:
             output.index_copy_(0, group.queries, self._attend_group(q, k, v, group, scores))
         return output
 
-    def _divide(self, spans: Sequence[Span], reach: Reach) -> list[list[Span]]:
-        groups: list[list[Span]] = []
+    def _divide(self, spans: Sequence[RowSpan], reach: Reach) -> list[list[RowSpan]]:
+        groups: list[list[RowSpan]] = []
         for span in sorted(spans, key=lambda s: (s.length, self._context_blocks(s, reach), s.first)):
             if groups and span.length <= _SHORT_ROW and span.length == groups[-1][0].length:
                 shortest = self._context_blocks(groups[-1][0], reach)
@@ -137,14 +137,14 @@ class FastAttention:
             groups.append([span])
         return groups
 
-    def _first_block(self, span: Span, reach: Reach) -> int:
+    def _first_block(self, span: RowSpan, reach: Reach) -> int:
         """The first block that the row's first query can see."""
         return reach.first_position(span.start) // self._block_size
 
-    def _context_blocks(self, span: Span, reach: Reach) -> int:
+    def _context_blocks(self, span: RowSpan, reach: Reach) -> int:
         return -(-span.end // self._block_size) - self._first_block(span, reach)
 
-    def _group(self, spans: list[Span], reach: Reach) -> Group:
+    def _group(self, spans: list[RowSpan], reach: Reach) -> Group:
         size, length, device = self._block_size, spans[0].length, self._device
         width = max(self._context_blocks(span, reach) for span in spans)
         blocks: list[int] = []
@@ -168,7 +168,7 @@ class FastAttention:
             mask=self._mask(starts, positions, reach),
         )
 
-    def _unwritten(self, spans: list[Span], positions: Tensor) -> Tensor:
+    def _unwritten(self, spans: list[RowSpan], positions: Tensor) -> Tensor:
         ends = torch.tensor([span.end for span in spans])[:, None]
         partial = torch.tensor([-(-span.end // self._block_size) * self._block_size for span in spans])[:, None]
         return ((positions >= ends) & (positions < partial)).flatten().nonzero().flatten().to(self._device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.batch import Span
+from baton.engine.batch import RowSpan
 
 TILE = 16
 KEY_STEP = 64
@@ -54,7 +54,7 @@ class ExactAttention:
         self._block_size, self._zero_block = block_size, zero_block
         self._device = device
 
-    def prepare(self, spans: Sequence[Span], window: int) -> list[Context]:
+    def prepare(self, spans: Sequence[RowSpan], window: int) -> list[Context]:
         return [self._context(span, window) for span in spans]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: list[Context]) -> Tensor:
@@ -66,7 +66,7 @@ class ExactAttention:
                 output[tile.first : tile.last] = out
         return output.flatten(1)
 
-    def _context(self, span: Span, window: int) -> Context:
+    def _context(self, span: RowSpan, window: int) -> Context:
         numbers = range(span.start // TILE, (span.end - 1) // TILE + 1)
         base = _key_range(numbers[0], window)[0]
         last = _key_range(numbers[-1], window)[1]

@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.batch import Span
+from baton.engine.batch import RowSpan
 from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention, rows_of
 
@@ -79,7 +79,7 @@ class FlashRows:
     longest: tuple[int, int]
 
     @classmethod
-    def of(cls, spans: Sequence[Span], block_size: int, window: int, device: torch.device) -> FlashRows:
+    def of(cls, spans: Sequence[RowSpan], block_size: int, window: int, device: torch.device) -> FlashRows:
         lengths = [span.length for span in spans]
         lows = [max(span.start - window + 1, 0) if window else 0 for span in spans]
         keys = [span.end - low for span, low in zip(spans, lows, strict=True)]
@@ -103,9 +103,9 @@ class FlashRows:
         return cls(where, slots, ends[0], ends[1], (max(lengths), max(keys)))
 
 
-def _in_calls(spans: Sequence[Span]) -> Iterator[list[Span]]:
+def _in_calls(spans: Sequence[RowSpan]) -> Iterator[list[RowSpan]]:
     """Divides long rows so that the contexts of a call are together not much longer than the longest."""
-    call: list[Span] = []
+    call: list[RowSpan] = []
     for span in spans:
         if call and sum(other.end for other in call) + span.end > _FLASH_KEYS:
             yield call
@@ -172,7 +172,7 @@ class TritonAttention:
         lengths = (1, self._short_tile + 1, max(_FLASH_TOKENS, self._short_tile + 1))
         return lengths if self._flash and lengths[1] < lengths[2] else tuple(sorted({lengths[0], lengths[-1]}))
 
-    def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
+    def prepare(self, spans: Sequence[RowSpan], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
         flash_from = _FLASH_TOKENS if self._flash else UNSPLIT  # longer rows use FlashAttention
         long = [span for span in spans if self._short_tile < span.length < flash_from]
@@ -191,7 +191,7 @@ class TritonAttention:
             flash_attention(queries, keys, values, rows, prepared.window, out)
         return out.flatten(1)
 
-    def _tiles(self, spans: list[Span], queries: int) -> Tiles:
+    def _tiles(self, spans: list[RowSpan], queries: int) -> Tiles:
         offsets = [offset for span in spans for offset in range(0, span.length, queries)]
         rows = [number for number, span in enumerate(spans) for _ in range(0, span.length, queries)]
         width = max(-(-span.end // self._block_size) for span in spans)

@@ -28,7 +28,7 @@ _FEW = 100  # numbers that Python compares as fast as numpy
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """One row in the packed batch: packed index `first`, absolute positions [start, end), the sequence's blocks."""
 
     first: int
@@ -100,10 +100,10 @@ class Batch:
         return self._column(2)
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[RowSpan, ...]:
         firsts = self.firsts.tolist()
         return tuple(
-            Span(first, row.start, row.end, row.block_ids) for first, row in zip(firsts, self.rows, strict=True)
+            RowSpan(first, row.start, row.end, row.block_ids) for first, row in zip(firsts, self.rows, strict=True)
         )
 
     @cached_property
@@ -134,7 +134,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RowLimits:
     """The limits that each row must respect."""
 
     block_size: int
@@ -147,7 +147,7 @@ class Limits:
 
 
 def make_batch(
-    plan: StepPlan, limits: Limits, device: torch.device, min_tokens: int = 1, tables: BlockTables | None = None
+    plan: StepPlan, limits: RowLimits, device: torch.device, min_tokens: int = 1, tables: BlockTables | None = None
 ) -> Batch:
     """Packs a plan; `tables` are those of the plans before it. Raises InvariantError if a row does not fit the model
     (the scheduler's bug, not the client's)."""
@@ -228,7 +228,7 @@ def _beyond(numbers: array[int], limit: int) -> bool:
     return bool(many.min() < 0 or many.max() >= limit)
 
 
-def _check_row(row: Row, limits: Limits) -> None:
+def _check_row(row: Row, limits: RowLimits) -> None:
     """Checks everything but the ids."""
     length = len(row.tokens)
     end = row.start + length

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
-from baton.engine.batch import Batch, Limits
+from baton.engine.batch import Batch, RowLimits
 from baton.engine.block_tables import LINES
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kernels.native import Kernels, choose_kernels
@@ -115,7 +115,7 @@ def _on_cuda(
     attention = TritonAttention(local, size, dtype, kv.device, exact=options.exact)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
     prepare: Callable[[], None] | None = None
-    limits = Limits(size, kv.num_blocks, config.vocab_size, longest)
+    limits = RowLimits(size, kv.num_blocks, config.vocab_size, longest)
     # Twice as many lines as rows: in each step those of sequences that ended can be freed.
     tables = limits.new_tables(max(2 * options.decode_rows, LINES))
     if options.decode_rows:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.core.step import Row, StepPlan
-from baton.engine.batch import Batch, Limits, make_batch
+from baton.engine.batch import Batch, RowLimits, make_batch
 from baton.engine.block_tables import BlockTables
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device
 from baton.engine.draw import Draw
@@ -47,7 +47,7 @@ class DeviceDraftTokens:
     def __init__(
         self,
         compute: Callable[[Batch], Tensor],
-        limits: Limits,
+        limits: RowLimits,
         device: torch.device,
         decide: Decide,
         tables: BlockTables,

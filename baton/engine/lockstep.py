@@ -4,7 +4,7 @@ Life cycle of a channel. The followers dial the leader (baton.engine.rank_peer).
 carries frames (baton.runtime.frames) in order: plans and orders from the leader, reports to it, a heartbeat each second
 in both directions. One control thread per process reads them. If a connection closes or is silent for too long, its
 rank is lost: `on_lost` is called once, on the thread that detects it, and the process must end, because a worker cannot
-compute without all its ranks. A drained leader sends `Stop` first: closed connections are then ignored.
+compute without all its ranks. A drained leader sends `RankStop` first: closed connections are then ignored.
 
 A follower's control thread passes plans to the compute thread (`follow`). Any other frame is an order
 (`set_order_handler`), executed immediately on the control thread or, if it has an attribute `after_step` and that step
@@ -27,7 +27,7 @@ from baton.core.listening import ListeningClock
 from baton.core.liveness import LOADING_SILENCE_S, MAX_RANK_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, RankPeer, Store, dial_leader, gather_followers
-from baton.runtime.frames import Failed, Heartbeat, Hello, Leave, Lost, Stop, encode
+from baton.runtime.frames import Failed, Hello, Lost, RankHeartbeat, RankLeave, RankStop, encode
 
 log = logging.getLogger("baton.lockstep")
 
@@ -146,13 +146,13 @@ class Channel:
             raise RankLost(f"{peer.name}: {frame.message}", code=RANK_FAILED)
         if isinstance(frame, Lost):
             raise RankLost(f"{peer.name}: {frame.message}")
-        if not isinstance(frame, Heartbeat):
+        if not isinstance(frame, RankHeartbeat):
             self.handle(peer, frame)
 
     def _beat(self, number: int) -> None:
         for peer in self._peers:
             peer.check_silence(self._clock.at(time.monotonic()), self._silence_s)
-            peer.send(encode(Heartbeat(number)))
+            peer.send(encode(RankHeartbeat(number)))
 
 
 class LeaderChannel(Channel):
@@ -192,7 +192,7 @@ class LeaderChannel(Channel):
 
     def stop(self, reason: str) -> None:
         """Stops the followers without an error, and closes the channel."""
-        self._send_final(Stop(reason))
+        self._send_final(RankStop(reason))
         self.close()
 
     def report_loss(self, error: RankLost) -> None:
@@ -202,9 +202,9 @@ class LeaderChannel(Channel):
             peer.send_last(data)
 
     def handle(self, peer: RankPeer, frame: Any) -> None:
-        if isinstance(frame, Hello | Stop | StepPlan):
+        if isinstance(frame, Hello | RankStop | StepPlan):
             raise RankLost(f"{peer.name} sent an unexpected {type(frame).__name__} to the leader")
-        if isinstance(frame, Leave):
+        if isinstance(frame, RankLeave):
             self._leaving = peer.rank
             if self._on_leave is not None:
                 self._on_leave(peer.rank)
@@ -246,7 +246,7 @@ class FollowerChannel(Channel):
     def leave(self) -> None:
         """Asks the leader to drain the worker, from any thread; without effect if the leader is lost or has drained."""
         with contextlib.suppress(RankLost):
-            self._send(self._peers, Leave())
+            self._send(self._peers, RankLeave())
 
     def follow(self, step: Callable[[StepPlan], StepOutcome]) -> str:
         """Computes the leader's plans on the calling thread until the leader sends Stop; returns its reason. Raises
@@ -255,7 +255,7 @@ class FollowerChannel(Channel):
             frame = self._work.get()  # returns: the control thread enqueues a frame, or None once the leader is lost
             if frame is None:
                 raise self.lost or RankLost("lost the connection to the leader")
-            if isinstance(frame, Stop):
+            if isinstance(frame, RankStop):
                 return frame.reason
             step(frame)
             with self._computing:
@@ -266,9 +266,9 @@ class FollowerChannel(Channel):
                 self._execute_order(order)
 
     def handle(self, peer: RankPeer, frame: Any) -> None:
-        if isinstance(frame, Stop):
+        if isinstance(frame, RankStop):
             self._ended.set()
-        if isinstance(frame, Stop | StepPlan):
+        if isinstance(frame, RankStop | StepPlan):
             self._work.put(frame)
             return
         with self._computing:

@@ -62,7 +62,7 @@ class NativeModel:
         self._norm = RMSNorm(final_norm, config.rms_norm_eps)
         self._few = torch.empty((_FEW_TOKENS, config.hidden_size), dtype=weights.dtype)
         self._few_logits = torch.empty((_FEW_DRAFTED, head.n), dtype=torch.float32)
-        self._model = native.Model(
+        self._model = native.ModelStruct(
             hidden=config.hidden_size,
             heads=local.num_heads,
             kv_heads=local.num_kv_heads,

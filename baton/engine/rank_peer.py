@@ -17,7 +17,7 @@ import time
 from typing import Any, Protocol
 
 from baton.core.errors import RankLost, StartupError
-from baton.runtime.frames import FrameError, FrameReader, Heartbeat, Hello, encode
+from baton.runtime.frames import FrameError, FrameReader, Hello, RankHeartbeat, encode
 
 log = logging.getLogger("baton.worker")
 CONNECT_TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ _HELLO_BYTES = 1024
 _SEND_TIMEOUT_S = 4.0
 _READ_BYTES = 1 << 18
 _KEY = "lockstep"
-ACCEPTED = encode(Heartbeat(0))
+ACCEPTED = encode(RankHeartbeat(0))
 """A leader's first frame, which accepts a follower; orders and plans may follow immediately."""
 
 

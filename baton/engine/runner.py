@@ -19,7 +19,7 @@ from baton.core.compatibility import Compatibility
 from baton.core.errors import InvariantError
 from baton.core.model_config import AnyConfig
 from baton.core.step import StepOutcome, StepPlan
-from baton.engine.batch import Batch, Limits, make_batch
+from baton.engine.batch import Batch, RowLimits, make_batch
 from baton.engine.block_tables import BlockTables
 from baton.engine.device_stream import StepMarks
 from baton.engine.draft_tokens_device import DeviceDraftTokens, Queued
@@ -105,7 +105,7 @@ class Runner:
         self._propose = computing.propose
         self._compute_in_two = computing.compute_in_two
         self._first_layers: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
-        self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
+        self._limits = RowLimits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._tables = computing.tables or self._limits.new_tables()
         self.max_num_tokens = options.max_num_tokens
         self._min_tokens = computing.min_tokens

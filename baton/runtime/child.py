@@ -21,7 +21,7 @@ def start_child(prepare: Callable[..., None] | None = None, *arguments: Any, nic
     return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), nice, prepare, arguments))
 
 
-class Child:
+class ChildExecutor:
     """A slot for a child. State: its executor, from the first work item until it is killed; the next one starts
     another."""
 

@@ -53,12 +53,12 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class RankHeartbeat:
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class RankStop:
     """The leader has drained; followers exit normally."""
 
     reason: str
@@ -79,14 +79,14 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class RankLeave:
     """A follower received SIGTERM: the leader is to drain the worker."""
 
 
 KINDS: dict[int, type[Any]] = {
     1: Hello,
-    2: Heartbeat,
-    3: Stop,
+    2: RankHeartbeat,
+    3: RankStop,
     4: Failed,
     5: StepPlan,
     6: OpenEdge,
@@ -100,7 +100,7 @@ KINDS: dict[int, type[Any]] = {
     14: DropEdge,  # 15 was used and must not be reused
     16: MaskRequest,
     17: MasksComputed,
-    18: Leave,
+    18: RankLeave,
     19: Lost,
 }
 

@@ -46,7 +46,7 @@ async def dial_link(address: str, hello: LinkHello, timeout_s: float, tls: Clust
 LinkHandler = Callable[[MessageStream, LinkHello], Awaitable[None]]
 
 
-class _Servicer(kv_pb2_grpc.KVLinkServicer):  # type: ignore[misc]
+class _LinkServicer(kv_pb2_grpc.KVLinkServicer):  # type: ignore[misc]
     def __init__(self, handler: LinkHandler, tls: ClusterTls | None) -> None:
         self._handler = handler
         self._tls = tls
@@ -70,7 +70,7 @@ async def serve_links(
         StartupError: the port cannot be opened.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    kv_pb2_grpc.add_KVLinkServicer_to_server(_Servicer(handler, tls), server)
+    kv_pb2_grpc.add_KVLinkServicer_to_server(_LinkServicer(handler, tls), server)
     bound = open_port(server, host, port, "link", "--link-port", tls and tls.server())
     await server.start()
     return server, bound

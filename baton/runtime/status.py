@@ -24,7 +24,7 @@ _HIDDEN = "internal error; see the server's log"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ErrorRow:
     """`retry` is True when a client may retry after a while, False when a retry is futile, None when that is unknown.
     `hide` keeps the message, which describes internals, out of responses."""
 
@@ -35,25 +35,25 @@ class Row:
     hide: bool = False
 
 
-TABLE: dict[type[BatonError], Row] = {
-    errors.InvalidRequest: Row(400, "INVALID_ARGUMENT"),
-    errors.Unauthenticated: Row(401, "UNAUTHENTICATED", retry=False),
-    errors.NotFound: Row(404, "NOT_FOUND"),
-    errors.DuplicateRequest: Row(409, "ALREADY_EXISTS", retry=False),
-    errors.QuotaExceeded: Row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retry=True),
-    errors.Unavailable: Row(503, "UNAVAILABLE", "server_error", retry=True),
-    errors.HandoffError: Row(503, "UNAVAILABLE", "server_error", retry=True),
-    errors.GrammarLimit: Row(500, "RESOURCE_EXHAUSTED", "server_error", retry=False),
-    errors.KVCorrupt: Row(500, "DATA_LOSS", "server_error"),
-    errors.DeadlineExceeded: Row(504, "DEADLINE_EXCEEDED", "server_error", retry=False),
-    errors.Cancelled: Row(499, "CANCELLED"),
-    errors.JoinRefused: Row(500, "FAILED_PRECONDITION", "server_error", retry=False, hide=True),
-    errors.StartupError: Row(500, "INTERNAL", "server_error", retry=False, hide=True),
-    BatonError: Row(500, "INTERNAL", "server_error", retry=False, hide=True),
+TABLE: dict[type[BatonError], ErrorRow] = {
+    errors.InvalidRequest: ErrorRow(400, "INVALID_ARGUMENT"),
+    errors.Unauthenticated: ErrorRow(401, "UNAUTHENTICATED", retry=False),
+    errors.NotFound: ErrorRow(404, "NOT_FOUND"),
+    errors.DuplicateRequest: ErrorRow(409, "ALREADY_EXISTS", retry=False),
+    errors.QuotaExceeded: ErrorRow(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retry=True),
+    errors.Unavailable: ErrorRow(503, "UNAVAILABLE", "server_error", retry=True),
+    errors.HandoffError: ErrorRow(503, "UNAVAILABLE", "server_error", retry=True),
+    errors.GrammarLimit: ErrorRow(500, "RESOURCE_EXHAUSTED", "server_error", retry=False),
+    errors.KVCorrupt: ErrorRow(500, "DATA_LOSS", "server_error"),
+    errors.DeadlineExceeded: ErrorRow(504, "DEADLINE_EXCEEDED", "server_error", retry=False),
+    errors.Cancelled: ErrorRow(499, "CANCELLED"),
+    errors.JoinRefused: ErrorRow(500, "FAILED_PRECONDITION", "server_error", retry=False, hide=True),
+    errors.StartupError: ErrorRow(500, "INTERNAL", "server_error", retry=False, hide=True),
+    BatonError: ErrorRow(500, "INTERNAL", "server_error", retry=False, hide=True),
 }
 
 
-def row(error: BaseException) -> Row:
+def row(error: BaseException) -> ErrorRow:
     """Returns the row of the nearest class in the table, or BatonError's for other errors, which are bugs."""
     for cls in type(error).__mro__:
         if cls in TABLE:

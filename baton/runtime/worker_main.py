@@ -51,14 +51,14 @@ _OWN_SIGNAL = "signal"
 OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared memory
 
 
-class Worker(Protocol):
+class RunnableWorker(Protocol):
     main_loop: WorkerLoop
 
     async def run(self) -> None: ...
 
 
 # (config, runner, facts, pids, make_endpoint) -> worker. The second and the last are Any: `--help` needs no torch.
-MakeWorker = Callable[[WorkerConfig, Any, Compatibility, tuple[int, ...], Any], Worker]
+MakeWorker = Callable[[WorkerConfig, Any, Compatibility, tuple[int, ...], Any], RunnableWorker]
 
 
 def code_version() -> str:
@@ -123,7 +123,7 @@ def _take_signals() -> None:
         signal.signal(number, lambda number, frame: os._exit(0))
 
 
-def _drain_on_signal(worker: Worker, group: RankGroup, timeout_s: float) -> set[str]:
+def _drain_on_signal(worker: RunnableWorker, group: RankGroup, timeout_s: float) -> set[str]:
     """Drains the worker on the first signal, to this rank or another, and ends the process on the second to this one.
     Returns the set to which the sources of signals are added."""
     loop, received = asyncio.get_running_loop(), set[str]()

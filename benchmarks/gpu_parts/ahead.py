@@ -31,7 +31,7 @@ from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.model_config import parse_model_config
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepPlan
-from baton.engine.batch import Limits
+from baton.engine.batch import RowLimits
 from baton.engine.draw import Draw
 from baton.engine.kv_pool import KVPool
 from baton.engine.loading import load_runner
@@ -185,7 +185,7 @@ def idle_device(batch: int, context: int) -> Runner:
             captured, logits = super()._capture(shape), torch.zeros(shape.tokens, 8)
             return replace(captured, replay=lambda: logits)
 
-    tables = Limits(16, kv.num_blocks, config.vocab_size, longest).new_tables(2 * batch)
+    tables = RowLimits(16, kv.num_blocks, config.vocab_size, longest).new_tables(2 * batch)
     attention = TritonAttention(config, 16, torch.bfloat16, kv.device)
     graphs = Graphs(NoModel(), kv, attention, tables, longest, batch)  # type: ignore[arg-type]
     graphs.capture(8)

@@ -77,7 +77,7 @@ def kernel_times(checks: Checks) -> None:
     import torch
 
     from baton.engine.attention_triton import TritonAttention
-    from baton.engine.batch import Span
+    from baton.engine.batch import RowSpan
     from tests.support.attention import shape
 
     least = 1.0
@@ -90,7 +90,7 @@ def kernel_times(checks: Checks) -> None:
     for batch, context in [(1, 40), (3, 40)][: 2 - QUICK] if REHEARSAL else shapes:
         each = -(-context // 16)
         keys, values = (torch.randn(batch * each + 1, 16, 8, 128, device=DEVICE).to(dtype) for _ in range(2))
-        spans = [Span(row, context - 1, context, tuple(range(row * each, (row + 1) * each))) for row in range(batch)]
+        spans = [RowSpan(row, context - 1, context, tuple(range(row * each, (row + 1) * each))) for row in range(batch)]
         attention = TritonAttention(config, 16, dtype, torch.device(DEVICE))
         prepared, queries = attention.prepare(spans, 0), torch.randn(batch, 32, 128, device=DEVICE).to(dtype)
         took = median_s(
@@ -112,7 +112,7 @@ def graphs(checks: Checks) -> None:
     from baton.core.request import SamplingParams, SequenceId
     from baton.core.step import Row, StepPlan
     from baton.engine.attention_triton import TritonAttention
-    from baton.engine.batch import Limits, make_batch
+    from baton.engine.batch import RowLimits, make_batch
     from baton.engine.decode_graphs import DecodeGraphs
     from baton.engine.kernels.fused import fused
     from baton.engine.kv_pool import KVPool
@@ -129,7 +129,7 @@ def graphs(checks: Checks) -> None:
         model = Model(config, weights, group, fused(Rotary(config, longest, torch.float32, device)))
     pools = [KVPool(config.kv_layout(16, "float32"), blocks, device) for _ in range(2)]
     attentions = [TritonAttention(config, 16, torch.float32, device) for _ in range(2)]
-    limits, most_rows = Limits(16, blocks, config.vocab_size, longest), 4 if REHEARSAL else 64
+    limits, most_rows = RowLimits(16, blocks, config.vocab_size, longest), 4 if REHEARSAL else 64
     tables = limits.new_tables(2 * most_rows)
     made = DecodeGraphs(model, pools[0], attentions[0], tables, longest, most_rows, (1, 5))
     started = time.perf_counter()

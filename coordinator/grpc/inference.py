@@ -28,7 +28,7 @@ from coordinator.api_keys import ApiKeys
 from coordinator.grpc.calls import abort, refuse, sent_value, write
 from coordinator.inference import model as oip
 from coordinator.inference.served import VERSION, ServedModel
-from coordinator.inference.statistics import Measured
+from coordinator.inference.statistics import CountingPipeline
 from coordinator.inference.submit import submissions_of
 from coordinator.inference.tensors import Tensor, checked, packed, unpacked
 from coordinator.pipeline import Pipeline
@@ -73,7 +73,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         self._pipeline, self._translator, self._served = pipeline, translator, served
         self._keys, self._strict = keys, strict_fields
-        self._measured = Measured(pipeline, served.statistics)
+        self._measured = CountingPipeline(pipeline, served.statistics)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Returns the handler of one call; None for other services and for extensions that are not served."""

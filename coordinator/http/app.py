@@ -31,7 +31,7 @@ from coordinator.anthropic.models import model_object, model_page
 from coordinator.anthropic.render import MessagesRender
 from coordinator.anthropic.schema import CountTokensBody, MessagesBody
 from coordinator.api_keys import ApiKeys
-from coordinator.http.batches import BatchRoutes, limit_of
+from coordinator.http.batches import BatchesProxy, limit_of
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import (
     MESSAGES,
@@ -147,9 +147,9 @@ def create_app(
         parts = front.reader, front.parser, settings.strict_fields
         InferenceRoutes(pipeline, front.translator, inference, *parts).add_to(app)
         PoolingRoutes(pipeline, front.translator, front.read_body, front.make_head).add_to(app)
-    batches: BatchRoutes | None = None
+    batches: BatchesProxy | None = None
     if settings.batches_address and settings.routes != "admin":
-        batches = BatchRoutes(
+        batches = BatchesProxy(
             app,
             settings.batches_address,
             settings.batches_key or "",

@@ -47,7 +47,7 @@ BUFFER_BYTES = 64 * 1024
 """Of the kernel, for each connection: by default it would hold megabytes for a client that reads slowly."""
 
 
-class BatchRoutes:
+class BatchesProxy:
     """State: the connections to the batches process at `address`. `key` is that of `access_key`; `report` is called
     with the endpoint and the names of ignored fields."""
 

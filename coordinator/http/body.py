@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, InvalidRequest, Unavailable
-from baton.runtime.child import Child, start_child
+from baton.runtime.child import ChildExecutor, start_child
 from baton.runtime.status import HttpProblem
 from coordinator.openai.validation import count_values
 
@@ -87,7 +87,7 @@ def check_declared(request: Request, max_bytes: int, *, undeclared: bool = False
         raise _too_large(max_bytes)
 
 
-class BodyParser(Child):
+class BodyParser(ChildExecutor):
     """Parses small bodies inline and large ones in a child process, one at a time: a JSON parser holds the GIL, so a
     thread would block the event loop (0.1 to 0.4 s for 4 MiB).
 

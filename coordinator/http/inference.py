@@ -23,7 +23,7 @@ from coordinator.inference.model import Generation, generation, text_generation
 from coordinator.inference.render import InferRender, WholeAnswer
 from coordinator.inference.schema import InferBody, infer_response, parse_generate, parse_infer
 from coordinator.inference.served import ServedModel
-from coordinator.inference.statistics import Measured
+from coordinator.inference.statistics import CountingPipeline
 from coordinator.inference.submit import submissions_of
 from coordinator.inference.tensors import Tensor
 from coordinator.pipeline import Pipeline
@@ -137,5 +137,5 @@ class InferenceRoutes:
         self.pipeline.ignored(request.scope[ROUTE], names)
         submissions = [owned(each, request) for each in submissions]
         render = InferRender(self.served.name, request_id, made, submissions[0].n, answer)
-        measured = Measured(self.pipeline, self.served.statistics)
+        measured = CountingPipeline(self.pipeline, self.served.statistics)
         return GenerationResponse(measured, submissions, render, stream=events)

@@ -68,7 +68,7 @@ class Statistics:
         }
 
 
-class Measured:
+class CountingPipeline:
     """A pipeline that counts what it generates."""
 
     def __init__(self, pipeline: Pipeline, statistics: Statistics) -> None:

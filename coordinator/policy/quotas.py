@@ -15,7 +15,7 @@ MINUTE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """Limits of one key; 0 means unlimited."""
 
     requests_at_once: int = 0
@@ -31,7 +31,7 @@ class Client:
     key: str = ""
     tenant: str = ""
     priority: int = 0
-    limits: Limits = field(default_factory=Limits)
+    limits: KeyLimits = field(default_factory=KeyLimits)
 
 
 ANONYMOUS = Client()
@@ -74,7 +74,7 @@ class Quotas:
             QuotaExceeded: a limit is reached; nothing was counted.
         """
         limits = client.limits
-        if limits == Limits():
+        if limits == KeyLimits():
             return
         account = self._accounts.get(client.key)
         if account is None:
@@ -99,7 +99,7 @@ class Quotas:
 
     def ended(self, client: Client, choices: int = 1) -> None:
         """Records the end of a request that was admitted."""
-        if client.limits == Limits():
+        if client.limits == KeyLimits():
             return
         account = self._accounts[client.key]
         account.running -= choices
@@ -108,7 +108,7 @@ class Quotas:
 
     def charge(self, client: Client, tokens: int, now: float) -> None:
         """Charges the tokens that an admitted request, or a part of it, used."""
-        if client.limits == Limits():
+        if client.limits == KeyLimits():
             return
         account = self._accounts[client.key]
         if account.tokens is not None:

@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import InvalidRequest, StartupError, Unavailable
-from baton.runtime.child import Child, ready, start_child
+from baton.runtime.child import ChildExecutor, ready, start_child
 
 TIME_LIMIT_S = 0.2
 KILL_S = 5.0
@@ -35,7 +35,7 @@ CHILD_BYTES = 512 << 20
 MAX_EXTRA_CHARS = 1 << 18
 
 
-class Renderer(Child):
+class Renderer(ChildExecutor):
     """State: the child, once it is needed, and a future that is done when it has started. Renderings run one at a time,
     for KILL_S each at most."""
 

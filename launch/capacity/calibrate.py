@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from baton.core.errors import BatonError, StartupError
 from launch.bench.report import PACKAGES, machine_line
-from launch.capacity.loads import Cluster, Load, Sample, started_s
+from launch.capacity.loads import ClosedLoop, LoadClient, Sample, started_s
 from launch.cluster_api import Row
 from launch.console import versions
 from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, Residual, WorkerKind
@@ -33,7 +33,7 @@ _QUIET = 25
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LoadLimits:
     """What the loads may use of the cluster."""
 
     max_model_len: int
@@ -41,7 +41,7 @@ class Limits:
     max_running: int
 
 
-def loads(limits: Limits) -> list[Load]:
+def loads(limits: LoadLimits) -> list[ClosedLoop]:
     """Returns the loads: prompts of several lengths, alone and with a backlog; decode batches of several sizes and
     contexts; hand-overs of several sizes. A load that the cluster cannot hold is left out."""
     longest = limits.max_model_len - OUTPUT_LEN - 1
@@ -52,15 +52,15 @@ def loads(limits: Limits) -> list[Load]:
     contexts += [
         (length, n, False) for length in (longest // 4, longest - OUTPUT_LEN) for n in batches[:5] if length > 0
     ]
-    chosen = [Load("warm-up", SEQUENTIAL, 2, min(64, longest), 8)]
-    chosen += [Load("prefill", SEQUENTIAL, 1, n, 1) for n in lengths]
-    chosen += [Load("prefill backlog", 4 * BACKLOG, BACKLOG, n, 1) for n in lengths[1::2]]
-    chosen += [Load("decode", n, n, context, OUTPUT_LEN, shared=shared) for context, n, shared in contexts]
-    chosen += [Load("hand-over", HAND_OVERS, 1, n, 8) for n in lengths if n <= limits.step_tokens]
+    chosen = [ClosedLoop("warm-up", SEQUENTIAL, 2, min(64, longest), 8)]
+    chosen += [ClosedLoop("prefill", SEQUENTIAL, 1, n, 1) for n in lengths]
+    chosen += [ClosedLoop("prefill backlog", 4 * BACKLOG, BACKLOG, n, 1) for n in lengths[1::2]]
+    chosen += [ClosedLoop("decode", n, n, context, OUTPUT_LEN, shared=shared) for context, n, shared in contexts]
+    chosen += [ClosedLoop("hand-over", HAND_OVERS, 1, n, 8) for n in lengths if n <= limits.step_tokens]
     return chosen
 
 
-def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Callable[[str], None]) -> Calibration:
+def calibrate(cluster: LoadClient, name: str, *, shared_host: bool, progress: Callable[[str], None]) -> Calibration:
     """Measures a cluster of one prefill and one decode worker, which serves nothing else meanwhile.
 
     Raises:
@@ -68,7 +68,7 @@ def calibrate(cluster: Cluster, name: str, *, shared_host: bool, progress: Calla
     """
     rows = cluster.rows()
     prefill, decode = (_only(rows, role) for role in ("prefill", "decode"))
-    limits = Limits(
+    limits = LoadLimits(
         min(int(prefill["max_model_len"]), int(decode["max_model_len"])),
         int(prefill["step_tokens"]),
         int(decode["max_running"]) or 256,

@@ -130,10 +130,10 @@ def calibrate_command(
     """Measure the costs of the idle cluster at URL, one prefill and one decode worker, for `baton plan`."""
     from launch.bench.run import find_target
     from launch.capacity.calibrate import calibrate
-    from launch.capacity.loads import Cluster
+    from launch.capacity.loads import LoadClient
 
     target = find_target(url, model, api_key, timeout_s)
-    cluster = Cluster(url, target, secrets.randbelow(1 << 31))
+    cluster = LoadClient(url, target, secrets.randbelow(1 << 31))
     measured = calibrate(cluster, name, shared_host=shared_host, progress=lambda line: click.echo(line, err=True))
     _write(out, "--out", lambda: json.dumps(measured.as_json(), indent=1) + "\n")
     for fit, residual in measured.residuals.items():

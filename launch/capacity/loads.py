@@ -24,7 +24,7 @@ COUNTED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ClosedLoop:
     """Requests of equal lengths in a closed loop. With `shared` all have the same prompt, of which prefill computes
     little after the first."""
 
@@ -37,7 +37,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class RoleCounters:
     """Sums over the workers of one role: steps and the seconds in them, tokens, bytes; `cpu_s` is the processor time of
     their processes, 0 if they are not on this host."""
 
@@ -50,18 +50,18 @@ class Counters:
     accepted: int = 0
     cpu_s: float = 0.0
 
-    def since(self, before: Counters) -> Counters:
-        return Counters(*(getattr(self, n) - getattr(before, n) for n in Counters.__slots__))
+    def since(self, before: RoleCounters) -> RoleCounters:
+        return RoleCounters(*(getattr(self, n) - getattr(before, n) for n in RoleCounters.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One load and what it cost."""
 
-    load: Load
+    load: ClosedLoop
     records: tuple[RequestRecord, ...]
-    prefill: Counters
-    decode: Counters
+    prefill: RoleCounters
+    decode: RoleCounters
     front_cpu_s: float
     client_cpu_s: float
     elapsed_s: float
@@ -82,7 +82,7 @@ class Sample:
         return self.load.requests * count * (first + (count - 1) / 2)
 
 
-class Cluster:
+class LoadClient:
     """A running cluster and its client. Complete state: the target, and a generator of prompts."""
 
     def __init__(self, url: str, target: ServerTarget, seed: int) -> None:
@@ -92,7 +92,7 @@ class Cluster:
     def rows(self) -> tuple[Row, ...]:
         return get_cluster(self.url).workers
 
-    def measure(self, load: Load) -> Sample:
+    def measure(self, load: ClosedLoop) -> Sample:
         """Applies a load.
 
         Raises:
@@ -123,7 +123,7 @@ class Cluster:
     def _run(self, sessions: Iterable[Session], concurrency: int) -> list[RequestRecord]:
         return asyncio.run(run_load(self.target, sessions, concurrency, lambda _: None))
 
-    def _counted(self, tokens: int) -> dict[str, Counters]:
+    def _counted(self, tokens: int) -> dict[str, RoleCounters]:
         """Returns the counters once they include `tokens` tokens, or do not change any more."""
         deadline, last = time.monotonic() + COUNTED_S, self._counters()
         while time.monotonic() < deadline and last["prefill"].tokens + last["decode"].tokens < tokens:
@@ -131,13 +131,13 @@ class Cluster:
             last = self._counters()
         return last
 
-    def _counters(self) -> dict[str, Counters]:
+    def _counters(self) -> dict[str, RoleCounters]:
         counters = {}
         rows = self.rows()
         for role in ("prefill", "decode"):
             mine = [row for row in rows if row["role"] == role and row["state"] == "ready"]
             drafts = [row["speculation"] or {} for row in mine]
-            counters[role] = Counters(
+            counters[role] = RoleCounters(
                 steps=_sum(mine, "steps"),
                 step_s=sum(float(row["step_s"]) for row in mine),
                 prompt_tokens=_sum(mine, "prompt_tokens_computed"),

@@ -31,7 +31,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredHandOver:
     """A hand-over that succeeded: its KV, and from the reply to the offer to the last acknowledgement, while the prompt
     was computed."""
 
@@ -62,7 +62,7 @@ class CheckSessions:
     def connected(self) -> frozenset[str]:
         return frozenset(self._queues)
 
-    async def hand_over(self, prefill: str, decode: str, limit_s: float) -> Measured:
+    async def hand_over(self, prefill: str, decode: str, limit_s: float) -> MeasuredHandOver:
         """Lets `prefill` compute a prompt and hand it to `decode`, which computes one more token.
 
         Raises:
@@ -184,7 +184,7 @@ class CheckSessions:
 class _Try:
     """One hand-over. It has succeeded when both workers have reported their part, in any order."""
 
-    def __init__(self, prefill: str, decode: str, result: asyncio.Future[Measured]) -> None:
+    def __init__(self, prefill: str, decode: str, result: asyncio.Future[MeasuredHandOver]) -> None:
         self.prefill, self.decode, self.result = prefill, decode, result
         self._sent: HandedOver | None = None
         self._decoded = False
@@ -203,7 +203,7 @@ class _Try:
 
     def _finish(self) -> None:
         if self._sent is not None and self._decoded and not self.result.done():
-            self.result.set_result(Measured(self._sent.bytes, self._sent.stamps.transfer_s))
+            self.result.set_result(MeasuredHandOver(self._sent.bytes, self._sent.stamps.transfer_s))
 
 
 def check_prompt(source: Worker, target: Worker) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ import pytest
 from baton.core.errors import StartupError
 from launch.bench.run import find_target
 from launch.capacity import calibrate as command
-from launch.capacity.loads import Cluster as Measured
-from launch.capacity.loads import Load
+from launch.capacity.loads import ClosedLoop
+from launch.capacity.loads import LoadClient as Measured
 from sim.scale.costs import parse_calibration
 from sim.scale.replay import ClusterShape, Replay
 from sim.trace import TraceRow
@@ -17,12 +17,12 @@ from tests.support.cluster import cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 LOADS = [
-    Load("warm-up", 2, 2, 30, 4),
-    *(Load("prefill", 2, 1, n, 1) for n in (16, 100, 300, 600)),
-    *(Load("prefill backlog", 6, 3, n, 1) for n in (30, 200)),
-    *(Load("decode", n, n, 30, 20, shared=True) for n in (1, 3, 6)),
-    *(Load("decode", n, n, 300, 20) for n in (1, 2, 4)),
-    *(Load("hand-over", 3, 1, n, 4) for n in (20, 200, 400)),
+    ClosedLoop("warm-up", 2, 2, 30, 4),
+    *(ClosedLoop("prefill", 2, 1, n, 1) for n in (16, 100, 300, 600)),
+    *(ClosedLoop("prefill backlog", 6, 3, n, 1) for n in (30, 200)),
+    *(ClosedLoop("decode", n, n, 30, 20, shared=True) for n in (1, 3, 6)),
+    *(ClosedLoop("decode", n, n, 300, 20) for n in (1, 2, 4)),
+    *(ClosedLoop("hand-over", 3, 1, n, 4) for n in (20, 200, 400)),
 ]
 
 

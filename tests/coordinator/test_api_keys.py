@@ -21,7 +21,7 @@ from baton.v1 import serving_pb2, serving_pb2_grpc
 from coordinator.api_keys import ApiKeys, is_short, read_api_keys
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.guard import OPEN_PATHS
-from coordinator.policy.quotas import ANONYMOUS, Client, Limits
+from coordinator.policy.quotas import ANONYMOUS, Client, KeyLimits
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
 from tests.support.front_kit import RawClient, running
@@ -227,7 +227,7 @@ LINES = f"""
 
 def test_a_key_line_sets_name_tenant_priority_and_limits(tmp_path: Path) -> None:
     keys = read_api_keys(key_file(tmp_path, LINES))
-    assert keys.client(f"Bearer {KEY}") == Client("search", "acme", 5, Limits(2, 9, 1000))
+    assert keys.client(f"Bearer {KEY}") == Client("search", "acme", 5, KeyLimits(2, 9, 1000))
     name = hashlib.sha256(OTHER.encode()).hexdigest()[:8]
     assert keys.client(f"Bearer {OTHER}") == Client(name, name)
 

@@ -14,7 +14,7 @@ from baton.core.commands import Abort, Prefill
 from baton.core.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, Unavailable
 from baton.core.events import StepEvents, TokenEvent
 from baton.core.request import SamplingParams, TokenLogprob
-from coordinator.policy.quotas import Client, Limits
+from coordinator.policy.quotas import Client, KeyLimits
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
 from coordinator.text.stream import TextStream, Vocabulary
@@ -121,7 +121,7 @@ async def test_failure_frees_both_pools_even_if_the_client_does_not_read() -> No
 
 
 async def test_quota_charges_used_tokens_and_is_released_however_a_request_ends() -> None:
-    who = Client("k", "t", limits=Limits(requests_at_once=1, tokens_per_minute=600))
+    who = Client("k", "t", limits=KeyLimits(requests_at_once=1, tokens_per_minute=600))
     async with bench("p0", "d0") as b:
         p, d = b.workers
 
@@ -144,7 +144,7 @@ async def test_quota_charges_used_tokens_and_is_released_however_a_request_ends(
 
 
 async def test_prompts_admitted_as_one_request_are_charged_for_their_tokens_alone() -> None:
-    who = Client("k", "t", limits=Limits(requests_at_once=1, requests_per_minute=60, tokens_per_minute=600))
+    who = Client("k", "t", limits=KeyLimits(requests_at_once=1, requests_per_minute=60, tokens_per_minute=600))
     async with bench("p0", "d0") as b:
         p, d = b.workers
         with b.pipeline.admitted(who, choices=2):
@@ -393,7 +393,7 @@ class SlowGrammars:
 
 
 async def test_request_waiting_for_its_grammar_counts_against_the_quota() -> None:
-    who = Client("k", "t", limits=Limits(requests_at_once=2))
+    who = Client("k", "t", limits=KeyLimits(requests_at_once=2))
     async with bench("p0", "d0") as b:
         p, d = b.workers
         grammars: Any = SlowGrammars()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from baton.core.errors import InvariantError, QuotaExceeded
-from coordinator.policy.quotas import ANONYMOUS, Client, Limits, Quotas
+from coordinator.policy.quotas import ANONYMOUS, Client, KeyLimits, Quotas
 
 
 def client(**limits: int) -> Client:
-    return Client("k", "t", limits=Limits(**limits))
+    return Client("k", "t", limits=KeyLimits(**limits))
 
 
 def refused(quotas: Quotas, who: Client, now: float, choices: int = 1) -> QuotaExceeded:

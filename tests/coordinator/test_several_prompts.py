@@ -19,7 +19,7 @@ from coordinator import translate
 from coordinator.api_keys import ApiKeys, digest_of
 from coordinator.http import app as http_app
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.policy.quotas import Client, Limits
+from coordinator.policy.quotas import Client, KeyLimits
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from coordinator.translate import Options
@@ -193,7 +193,7 @@ async def test_a_list_of_prompts_is_admitted_as_one_request(
     generator: EchoGenerator, text_model: TextModel, refuse: int
 ) -> None:
     """More prompts than a key may run at once need the key to have nothing else running, as more choices do."""
-    who = Client("k", "t", limits=Limits(requests_at_once=8, requests_per_minute=2))
+    who = Client("k", "t", limits=KeyLimits(requests_at_once=8, requests_per_minute=2))
     generator.refuse = refuse
     app = create_app(generator, text_model, HttpSettings("tiny", api_keys=ApiKeys({digest_of("sk-k"): who})))
     body, headers = {"prompt": ["a"] * 9}, {"authorization": "Bearer sk-k"}

@@ -38,8 +38,8 @@ from decode.handover import (
     Ready,
     Receive,
     ReceiveFailed,
+    ReceiveStage,
     Reply,
-    Stage,
 )
 from decode.scheduler import DecodeScheduler
 from tests.support.builders import make_layout, make_outcome, make_request
@@ -224,17 +224,17 @@ def test_abort_of_a_sequence_whose_end_is_reported_reports_nothing() -> None:
     assert not kit.scheduler.num_sequences
 
 
-def in_stage(stage: Stage) -> tuple[Kit, HandOver]:
+def in_stage(stage: ReceiveStage) -> tuple[Kit, HandOver]:
     kit = Kit()
-    if stage is Stage.ABSENT:
+    if stage is ReceiveStage.ABSENT:
         return kit, HandOver(R, kit.machine.destination, kit.machine.counters)
     kit.offer()
     over: HandOver = kit.scheduler.sequences[R].hand_over
-    if stage in (Stage.RECEIVING, Stage.CLOSING):
+    if stage in (ReceiveStage.RECEIVING, ReceiveStage.CLOSING):
         kit.announce(kit.chunk(FIRST))
-    if stage is Stage.RECEIVED:
+    if stage is ReceiveStage.RECEIVED:
         kit.receive_all()
-    if stage in (Stage.CLOSING, Stage.ENDED):
+    if stage in (ReceiveStage.CLOSING, ReceiveStage.ENDED):
         kit.abort(kit.peer, "the client left")
     assert over.state is stage
     return kit, over
@@ -253,8 +253,8 @@ def event(kind: type, kit: Kit) -> Event:
     }[kind]
 
 
-@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(Stage, get_args(Event))))
-def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: Stage, kind: type) -> None:
+@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(ReceiveStage, get_args(Event))))
+def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: ReceiveStage, kind: type) -> None:
     kit, over = in_stage(stage)
     if (stage, kind) in TABLE:
         actions = over.on(event(kind, kit), NOW)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.core.model_config import ModelConfig
 from baton.engine.attention import FastAttention
-from baton.engine.batch import Span
+from baton.engine.batch import RowSpan
 from tests.support.attention import shape
 
 pytest.importorskip("triton")
@@ -34,14 +34,14 @@ def triton_attention(config: ModelConfig, block_size: int, dtype: torch.dtype = 
     return TritonAttention(config, block_size, dtype, CPU)
 
 
-def paged(config: ModelConfig, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list[Span]]:
+def paged(config: ModelConfig, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, list[RowSpan]]:
     """Queries, keys, values and rows whose blocks are scattered; positions after the end of a row are NaN."""
     generator = torch.Generator().manual_seed(7)
     num_blocks = sum(-(-(start + length) // block_size) for start, length in ROWS)
     pool = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
     keys, values = (torch.randn(pool, generator=generator).to(dtype) for _ in range(2))
     free = torch.randperm(num_blocks, generator=generator).tolist()
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     packed = 0
     for start, length in ROWS:
         end = start + length
@@ -49,7 +49,7 @@ def paged(config: ModelConfig, block_size: int, dtype: torch.dtype) -> tuple[Ten
         for cache in (keys, values):
             if end % block_size:
                 cache[used[-1], end % block_size :] = float("nan")
-        spans.append(Span(packed, start, end, used))
+        spans.append(RowSpan(packed, start, end, used))
         packed += length
     keys[num_blocks] = values[num_blocks] = 0.0
     queries = torch.randn((packed, config.num_heads, config.head_dim), generator=generator).to(dtype)
@@ -95,7 +95,7 @@ def test_only_results_of_live_rows_and_used_splits_are_stored(monkeypatch: pytes
     config, stored = shape(4, 2, 16), []
     _, keys, values, _ = paged(config, 16, torch.float32)
     keys, values, queries = keys.nan_to_num(), values.nan_to_num(), torch.randn(3, 4, 16)
-    spans = [Span(0, 5, 6, (0,)), Span(1, 299, 300, tuple(range(19))), Span(2, 1099, 1100, tuple(range(69)))]
+    spans = [RowSpan(0, 5, 6, (0,)), RowSpan(1, 299, 300, tuple(range(19))), RowSpan(2, 1099, 1100, tuple(range(69)))]
     kernel = triton_attention(config, 16)
     prepared = kernel.prepare(spans, 0)
 
@@ -139,7 +139,7 @@ def test_row_has_the_same_bits_alone_and_in_a_batch_with_the_same_split_size() -
     assert split_plan(2, 1102)[1] == split_plan(2 * len(spans), 1102)[1]
     together = kernel.attend(queries, keys, values, kernel.prepare(spans, 0))
     for span in spans:
-        alone = Span(0, span.start, span.end, span.block_ids)
+        alone = RowSpan(0, span.start, span.end, span.block_ids)
         part = slice(span.first, span.first + span.length)
         assert torch.equal(kernel.attend(queries[part], keys, values, kernel.prepare([alone], 0)), together[part])
 
@@ -241,7 +241,7 @@ def test_rows_between_the_long_ones_are_left_to_the_other_kernels(monkeypatch: p
 def test_keys_of_a_long_chunk_are_not_split_and_keys_of_a_short_last_chunk_are() -> None:
     """Split results of 8,192 tokens at 131,072 would take 17 GB; 20 tokens there, not split, would be 24 programs."""
     kernel, blocks = triton_attention(shape(32, 8, 128), 16), tuple([0] * 8192)
-    (tiles,) = kernel.prepare([Span(0, 131_072 - 8192, 131_072, blocks)], 0).tiles
+    (tiles,) = kernel.prepare([RowSpan(0, 131_072 - 8192, 131_072, blocks)], 0).tiles
     assert tiles.splits == 1 and tiles.least_split > 131_072
-    (tail,) = kernel.prepare([Span(0, 131_072 - 20, 131_072, blocks)], 0).tiles
+    (tail,) = kernel.prepare([RowSpan(0, 131_072 - 20, 131_072, blocks)], 0).tiles
     assert len(tail.row) == 3 and tail.splits == 64

@@ -10,9 +10,9 @@ import torch
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine.batch import Batch, Limits, make_batch
+from baton.engine.batch import Batch, RowLimits, make_batch
 
-LIMITS = Limits(block_size=4, num_blocks=50, vocab_size=1000, max_model_len=400)
+LIMITS = RowLimits(block_size=4, num_blocks=50, vocab_size=1000, max_model_len=400)
 SAMPLING = SamplingParams(seed=3)
 FITS = Row(SequenceId("a"), 6, (7, 8, 9), (11, 12, 13), SAMPLING, 2, 5)
 

@@ -11,7 +11,7 @@ import torch
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine.batch import Limits, make_batch
+from baton.engine.batch import RowLimits, make_batch
 from baton.engine.block_tables import BlockTables, BlockTablesMirror
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_step_writes_only_new_blocks_whatever_the_context() -> None:
 
 
 def test_batches_share_tables_and_a_refused_plan_leaves_them_valid() -> None:
-    limits = Limits(block_size=4, num_blocks=50, vocab_size=100, max_model_len=40)
+    limits = RowLimits(block_size=4, num_blocks=50, vocab_size=100, max_model_len=40)
     tables = limits.new_tables()
     one = Row(SequenceId("a"), 5, (7,), (11, 12), SAMPLING, 1)
     bad = Row(SequenceId("b"), 5, (7,), (13, 50), SAMPLING, 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.attention import FastAttention
-from baton.engine.batch import Batch, Limits, make_batch
+from baton.engine.batch import Batch, RowLimits, make_batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary, plain
@@ -60,7 +60,7 @@ class Twins:
         local = shard_config(config, group)
         attention = TritonAttention(local, size, torch.float32, CPU)
         attention.long_tile = long_tile or attention.long_tile
-        self.limits = Limits(size, BLOCKS, config.vocab_size, LONGEST)
+        self.limits = RowLimits(size, BLOCKS, config.vocab_size, LONGEST)
         self.tables = self.limits.new_tables(2 * max_rows)
         self.graphs = DecodeGraphs(
             self.model, self.pools[0], attention, self.tables, LONGEST, max_rows=max_rows, lengths=lengths

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.core.request import SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.attention import FastAttention
-from baton.engine.batch import Span
+from baton.engine.batch import RowSpan
 from baton.engine.layers import PlainLinear
 from baton.engine.weights import Projection
 from tests.support.attention import shape
@@ -80,7 +80,7 @@ def scattered(lengths: list[tuple[int, int]], block_size: int, heads: tuple[int,
         blocks = tuple(free.pop() for _ in range(count))
         for cache in (keys, values):
             cache[blocks[-1], (start + length - 1) % block_size + 1 :] = float("nan")
-        spans.append(Span(packed, start, start + length, blocks))
+        spans.append(RowSpan(packed, start, start + length, blocks))
         packed += length
     keys[-1] = values[-1] = 0.0
     return randn(packed, num_heads, head_dim, seed=4, dtype=dtype), keys, values, spans
@@ -102,7 +102,7 @@ def test_attention_of_a_query_has_the_same_bits_in_any_tile_and_batch(
     kernel = attention_triton.TritonAttention(config, 16, dtype, CPU, exact=True)
     assert kernel.exact_split == 128
 
-    def attend(*some: Span) -> Tensor:
+    def attend(*some: RowSpan) -> Tensor:
         return kernel.attend(queries, keys, values, kernel.prepare(some, window))
 
     together = attend(*spans)
@@ -116,7 +116,7 @@ def test_attention_of_a_query_has_the_same_bits_in_any_tile_and_batch(
         for at in range(span.first, whole.stop, 7) if span.length > 1 else ():
             part = slice(at, min(at + 7, whole.stop))
             start = span.start + at - span.first
-            piece = Span(at, start, start + part.stop - part.start, span.block_ids)
+            piece = RowSpan(at, start, start + part.stop - part.start, span.block_ids)
             assert torch.equal(attend(piece)[part], together[part]), "in pieces of 7"
     monkeypatch.setattr(attention_triton, "_STORED_BYTES", 1)
     prepared = kernel.prepare(spans, window)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History, Row, StepPlan
-from baton.engine.batch import Limits, make_batch
+from baton.engine.batch import RowLimits, make_batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary
@@ -174,7 +174,7 @@ class Engine:
         )
         self.kv = KVPool(config.kv_layout(16, "bfloat16"), 60, CUDA)
         self.attention = TritonAttention(shard_config(config, group), 16, torch.bfloat16, CUDA, exact=exact)
-        self.limits = Limits(16, 60, config.vocab_size, 256)
+        self.limits = RowLimits(16, 60, config.vocab_size, 256)
 
     def forward(self, *rows: Row) -> Tensor:
         return self.model.forward(make_batch(StepPlan(1, rows), self.limits, CUDA), self.kv, self.attention)

@@ -14,7 +14,7 @@ from baton.core.request import SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine import layers
 from baton.engine.attention import FastAttention
-from baton.engine.batch import Limits, make_batch
+from baton.engine.batch import RowLimits, make_batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import PlainHeads, RMSNorm, Rotary
@@ -99,7 +99,7 @@ def test_model_of_fused_layers_matches_the_plain_model(arch: Arch, tmp_path: Pat
     pools = [KVPool(config.kv_layout(16, "float32"), 4, CPU) for _ in range(2)]
     rows = (Row(SequenceId("a"), 0, tuple(random_tokens(20)), (0, 3), GREEDY, 1),)
     rows += (Row(SequenceId("b"), 0, tuple(random_tokens(7, seed=1)), (2,), GREEDY, 7),)
-    batch = make_batch(StepPlan(1, rows), Limits(16, 4, config.vocab_size, 64), CPU)
+    batch = make_batch(StepPlan(1, rows), RowLimits(16, 4, config.vocab_size, 64), CPU)
     with torch.no_grad():
         expected = plain.forward(batch, pools[0], FastAttention(16, 4, torch.float32, CPU))
         found = quick.forward(batch, pools[1], TritonAttention(config, 16, torch.float32, CPU))

@@ -17,7 +17,7 @@ from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine import device as device_module
-from baton.engine.batch import Span
+from baton.engine.batch import RowSpan
 from baton.engine.device import choose_dtype
 from baton.engine.draw import Draw
 from baton.engine.kernels import build
@@ -331,7 +331,7 @@ def test_warm_up_has_rows_of_every_kind_that_attention_computes_differently(
                 kernel._flash = flash
 
                 def variants(length: int, kernel: Any = kernel, heads: int = heads // kv_heads) -> set[object]:
-                    prepared = kernel.prepare([Span(0, 0, length, (0,) * 64)], 0)
+                    prepared = kernel.prepare([RowSpan(0, 0, length, (0,) * 64)], 0)
                     rows = {max(16, 1 << (tiles.queries * heads - 1).bit_length()) for tiles in prepared.tiles}
                     return rows | ({"flash"} if prepared.flash else set())
 

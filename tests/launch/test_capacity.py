@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 
 from baton.core.errors import InvalidRequest, StartupError
 from launch.bench.stats import RequestRecord
-from launch.capacity.calibrate import Limits, costs, loads
+from launch.capacity.calibrate import LoadLimits, costs, loads
 from launch.capacity.command import plan_command, read_calibration, simulate_command
-from launch.capacity.loads import Counters, Load, Sample
+from launch.capacity.loads import ClosedLoop, RoleCounters, Sample
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
 from tests.support.scale import CALIBRATION
@@ -30,10 +30,10 @@ FRONT = replace(
 )
 TRUE = replace(CALIBRATION, link=LINK, front=FRONT)
 IDLE_S = 1e-4
-LIMITS = Limits(max_model_len=4096, step_tokens=512, max_running=64)
+LIMITS = LoadLimits(max_model_len=4096, step_tokens=512, max_running=64)
 
 
-def sample(load: Load, kind: Calibration, *, shared_host: bool) -> Sample:
+def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool) -> Sample:
     """What a cluster with these costs shows under a load, without chance. A batch runs whole from its first step on."""
     prefill, decode, link, front = kind.prefill, kind.decode, kind.link, kind.front
     tokens, n = load.input_len, load.requests
@@ -45,7 +45,7 @@ def sample(load: Load, kind: Calibration, *, shared_host: bool) -> Sample:
     sent = 0 if load.shared else handed * tokens
     rounds = load.output_len - 1
     batches = -(-n // load.concurrency)
-    made = Sample(load, (), Counters(), Counters(), 0.0, 0.0, 0.0)
+    made = Sample(load, (), RoleCounters(), RoleCounters(), 0.0, 0.0, 0.0)
     decode_s = rounds * batches * decode.base_s + decode.row_s * rounds * n + decode.context_s * made.context
     gap_s = link.latency_s + tokens * kind.token_bytes / link.bytes_per_s + decode.plain_s(1, tokens + 1)
     if shared_host:
@@ -62,8 +62,8 @@ def sample(load: Load, kind: Calibration, *, shared_host: bool) -> Sample:
     return Sample(
         load,
         (record,) * n,
-        Counters(steps, step_s, tokens * n, n, kind.token_bytes * sent, cpu_s=step_s + send_s),
-        Counters(rounds * batches, decode_s, 0, rounds * n, cpu_s=decode_s + receive_s),
+        RoleCounters(steps, step_s, tokens * n, n, kind.token_bytes * sent, cpu_s=step_s + send_s),
+        RoleCounters(rounds * batches, decode_s, 0, rounds * n, cpu_s=decode_s + receive_s),
         front_s,
         client_s,
         step_s + steps * IDLE_S,
@@ -90,7 +90,7 @@ def test_fits_find_the_costs_behind_the_samples(shared_host: bool) -> None:
 
 
 def test_loads_stay_within_the_limits_of_the_cluster() -> None:
-    small = loads(Limits(max_model_len=300, step_tokens=128, max_running=4))
+    small = loads(LoadLimits(max_model_len=300, step_tokens=128, max_running=4))
     assert all(load.input_len + load.output_len <= 300 and load.concurrency <= 6 for load in small)
     assert {load.name for load in small} == {load.name for load in loads(LIMITS)}
 

@@ -25,7 +25,7 @@ from baton.runtime.options import read_config_file
 from coordinator.policy.pool import Pool, Worker
 from launch.doctor.findings import Finding, print_verdict
 from launch.doctor.run import doctor
-from launch.doctor.sessions import CHECK_BYTES, CheckSessions, Measured, check_prompt
+from launch.doctor.sessions import CHECK_BYTES, CheckSessions, MeasuredHandOver, check_prompt
 from launch.members import Programs
 from launch.plan import Plan, make_plan
 from launch.topology import parse_topology
@@ -67,7 +67,7 @@ class Sessions:
 
 
 @asynccontextmanager
-async def handing_over(limit_s: float = 5.0) -> AsyncIterator[tuple[Sessions, Prefill, asyncio.Task[Measured]]]:
+async def handing_over(limit_s: float = 5.0) -> AsyncIterator[tuple[Sessions, Prefill, asyncio.Task[MeasuredHandOver]]]:
     check = Sessions()
     check.key = (await check.command("p0", Welcome)).handle_key
     task = asyncio.create_task(check.sessions.hand_over("p0", "d0", limit_s))
@@ -89,7 +89,7 @@ async def test_hand_over_has_succeeded_when_both_workers_have_reported_it(order:
             else:
                 check.report("d0", ended=SequenceEnded(name, "length"))
             await asyncio.sleep(0)
-        assert await task == Measured(512, 0.5)
+        assert await task == MeasuredHandOver(512, 0.5)
 
 
 @pytest.mark.parametrize(

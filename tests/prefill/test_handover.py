@@ -22,23 +22,23 @@ from prefill.handover import (
     Acknowledged,
     Action,
     Assigned,
+    ChunkLimits,
+    ChunkSpan,
     Connected,
-    Counters,
     Dial,
     EdgeSent,
     Event,
     HandOver,
     LayersComputed,
-    Limits,
     ReportFailed,
     ReportHandedOver,
     ReportParked,
     SendAbort,
     SendChunk,
+    SendCounters,
     SendOffer,
-    Span,
+    SendStage,
     SpanAnnounced,
-    Stage,
     TargetFailed,
     Wire,
 )
@@ -49,7 +49,7 @@ LAYOUT = make_layout(layers=4)
 PLANS = reshard_layout(LAYOUT, 1, 2)
 WIRE = Wire(PLANS, LAYOUT, 1 << 20)
 TOKENS = 20
-BEGIN = machine.Started()
+BEGIN = machine.ComputeStarted()
 
 
 def target(name: str) -> Target:
@@ -57,10 +57,10 @@ def target(name: str) -> Target:
 
 
 def hand_over(*names: str, max_chunk_tokens: int = 8, staging_bytes: int = 1 << 20) -> HandOver:
-    limits = Limits(LAYOUT, LAYOUT.layers[0].bytes_per_token, max_chunk_tokens, staging_bytes)
+    limits = ChunkLimits(LAYOUT, LAYOUT.layers[0].bytes_per_token, max_chunk_tokens, staging_bytes)
     sequence = Sequence(make_request("r", TOKENS, max_tokens=4), State.WAITING, 0.0, block_ids=(1, 2, 3, 4, 5))
     sequence.on(Started(), 0.0)
-    return HandOver(sequence, tuple(map(target, names)), 60.0, limits, Counters())
+    return HandOver(sequence, tuple(map(target, names)), 60.0, limits, SendCounters())
 
 
 def computed(over: HandOver, tokens: int, first_token: int | None = None) -> None:
@@ -84,14 +84,14 @@ def sending(held: int = 0, **limits: int) -> HandOver:
     return over
 
 
-def announce(over: HandOver) -> Span:
+def announce(over: HandOver) -> ChunkSpan:
     span = over.next_span()
     assert span is not None
     assert over.on(SpanAnnounced(span), 3.0) == []
     return span
 
 
-def send(over: HandOver, *damaged: EdgePlan) -> tuple[Span, list[Action]]:
+def send(over: HandOver, *damaged: EdgePlan) -> tuple[ChunkSpan, list[Action]]:
     span = announce(over)
     for plan in over.edges:
         over.on(EdgeSent(over.chunk(plan, 1).num_bytes), 3.0)
@@ -118,12 +118,12 @@ def test_parked_kv_is_offered_again_under_the_next_attempt() -> None:
     over = hand_over()
     (action,) = over.on(BEGIN, 0.0)
     assert isinstance(action, ReportParked) and action.event.reason == "no target assigned"
-    assert over.state is Stage.PARKED
+    assert over.state is SendStage.PARKED
     over.sequence.begin_attempt(2)
     assert over.on(Assigned((target("d7"),)), 1.0) == [Dial(target("d7"))]
     (sent,) = over.on(Connected(WIRE), 2.0)
     assert isinstance(sent, SendOffer) and sent.offer.request.sequence_id == R._replace(attempt=2)
-    assert over.state is not Stage.PARKED
+    assert over.state is not SendStage.PARKED
     with pytest.raises(InvariantError, match="in state offering cannot handle Assigned"):
         over.on(Assigned((target("d8"),)), 3.0)
 
@@ -132,15 +132,15 @@ def test_chunks_follow_the_computed_tokens_and_the_last_one_carries_the_first_to
     over = sending(held=4)
     assert over.next_span() is None
     computed(over, 6)
-    assert send(over) == (Span(0, 4, 6, 0, 4), [SendChunk()])
+    assert send(over) == (ChunkSpan(0, 4, 6, 0, 4), [SendChunk()])
     computed(over, TOKENS, 9)
-    assert send(over)[0] == Span(1, 6, 14, 0, 4)
-    assert announce(over) == Span(2, 14, TOKENS, 0, 4)
+    assert send(over)[0] == ChunkSpan(1, 6, 14, 0, 4)
+    assert announce(over) == ChunkSpan(2, 14, TOKENS, 0, 4)
     chunks = [over.chunk(plan, 5) for plan in over.edges]
     assert all(c.last and c.first_token == 9 and c.edge_generation == 5 for c in chunks)
     assert sum(c.num_bytes for c in chunks) == 6 * LAYOUT.bytes_per_token
     (action,) = over.on(Acknowledged({plan.key: True for plan in over.edges}), 5.0)
-    assert isinstance(action, ReportHandedOver) and over.state is Stage.ENDED
+    assert isinstance(action, ReportHandedOver) and over.state is SendStage.ENDED
     assert (action.event.decode_worker, action.event.stamps.reserve_s, action.event.stamps.transfer_s) == (
         "d0",
         1.0,
@@ -154,11 +154,11 @@ def test_first_layers_of_the_last_tokens_are_sent_while_the_other_layers_compute
     send(over)
     send(over)
     over.on(LayersComputed(TOKENS, 3), 2.5)
-    assert send(over)[0] == Span(2, 12, TOKENS, 0, 3)
+    assert send(over)[0] == ChunkSpan(2, 12, TOKENS, 0, 3)
     assert over.next_span() is None  # their other layers are not computed yet
     computed(over, TOKENS, 9)
     span, (action,) = send(over)
-    assert span == Span(3, 12, TOKENS, 3, 4) and isinstance(action, ReportHandedOver)
+    assert span == ChunkSpan(3, 12, TOKENS, 3, 4) and isinstance(action, ReportHandedOver)
     assert over.counters.chunks_early == 1
     assert over.bytes_sent == over.counters.bytes_sent == TOKENS * LAYOUT.bytes_per_token
 
@@ -168,7 +168,7 @@ def test_only_the_edge_with_a_damaged_chunk_resends_it_and_only_once() -> None:
     computed(over, 8)
     assert send(over, bad)[1] == [SendChunk()] and over.edges == (bad,)
     computed(over, TOKENS, 9)
-    assert over.next_span() == Span(0, 0, 8, 0, 4)  # the same span, whatever was computed meanwhile
+    assert over.next_span() == ChunkSpan(0, 0, 8, 0, 4)  # the same span, whatever was computed meanwhile
     assert over.counters.chunks_resent == 1
     _, (abort, action) = send(over, bad)
     assert isinstance(abort, SendAbort) and isinstance(action, ReportFailed) and isinstance(action.error, KVCorrupt)
@@ -180,12 +180,12 @@ def test_no_second_target_gets_an_offer_under_an_accepted_attempt() -> None:
     computed(over, 8)
     announce(over)
     _, action = over.on(TargetFailed(HandoffError("the link has ended")), 3.0)
-    assert isinstance(action, ReportParked) and over.state is Stage.PARKED
+    assert isinstance(action, ReportParked) and over.state is SendStage.PARKED
     over.sequence.begin_attempt(2)
     over.on(Assigned((target("d1"),)), 4.0)
     over.on(Connected(WIRE), 4.0)
     over.on(Accept(R, 0), 4.0)
-    assert over.next_span() == Span(0, 0, 8, 0, 4) and over.bytes_sent == 0  # from the beginning
+    assert over.next_span() == ChunkSpan(0, 0, 8, 0, 4) and over.bytes_sent == 0  # from the beginning
 
 
 @pytest.mark.parametrize("held", [-1, TOKENS, TOKENS + 1])
@@ -198,7 +198,7 @@ def test_target_that_claims_an_impossible_number_of_cached_tokens_is_refused(hel
 def test_staging_memory_bounds_a_chunk() -> None:
     over = sending(staging_bytes=3 * LAYOUT.bytes_per_token)
     computed(over, 8)
-    assert over.next_span() == Span(0, 0, 3, 0, 4)
+    assert over.next_span() == ChunkSpan(0, 0, 3, 0, 4)
     abort, action = offering(staging_bytes=1).on(Accept(R, 0), 2.0)
     assert isinstance(action, ReportParked) and isinstance(abort, SendAbort)
     reason = "KV of one token does not fit into staging memory on this worker or on d0"
@@ -215,7 +215,7 @@ def test_abort_is_sent_to_the_target_that_received_an_offer() -> None:
     assert over.on(Aborted("again"), 21.0) == []
     over = hand_over()
     over.on(BEGIN, 0.0)
-    assert over.on(Aborted("the client left"), 1.0) == [] and over.state is Stage.ENDED
+    assert over.on(Aborted("the client left"), 1.0) == [] and over.state is SendStage.ENDED
 
 
 def test_chunk_that_is_being_sent_at_an_abort_is_sent_completely() -> None:
@@ -228,13 +228,13 @@ def test_chunk_that_is_being_sent_at_an_abort_is_sent_completely() -> None:
 
 
 EVENTS = {
-    machine.Started: BEGIN,
+    machine.ComputeStarted: BEGIN,
     Connected: Connected(WIRE),
     Accept: Accept(R),
     Refuse: Refuse(R, ErrorCode.DRAINING, "it drains"),
     TargetFailed: TargetFailed(HandoffError("it failed")),
     LayersComputed: LayersComputed(TOKENS, 3),
-    SpanAnnounced: SpanAnnounced(Span(0, 0, 8, 0, 4)),
+    SpanAnnounced: SpanAnnounced(ChunkSpan(0, 0, 8, 0, 4)),
     EdgeSent: EdgeSent(1),
     Acknowledged: Acknowledged({plan.key: True for plan in PLANS}),
     Assigned: Assigned((target("d7"),)),
@@ -242,30 +242,30 @@ EVENTS = {
 }
 
 
-def in_stage(stage: Stage) -> HandOver:
-    over = hand_over() if stage is Stage.PARKED else hand_over("d0", "d1")
-    if stage is Stage.OFFERING:
+def in_stage(stage: SendStage) -> HandOver:
+    over = hand_over() if stage is SendStage.PARKED else hand_over("d0", "d1")
+    if stage is SendStage.OFFERING:
         over = offering()
-    elif stage is Stage.PARKED:
+    elif stage is SendStage.PARKED:
         over.on(BEGIN, 0.0)
-    elif stage is not Stage.WAITING:
+    elif stage is not SendStage.WAITING:
         over = sending()
         computed(over, 8)
         announce(over)
-        if stage is Stage.ENDED:
+        if stage is SendStage.ENDED:
             over.on(Aborted("it was aborted"), 3.0)
     assert over.state is stage
     return over
 
 
-@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(Stage, get_args(Event))))
-def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: Stage, kind: type) -> None:
+@pytest.mark.parametrize(("stage", "kind"), list(itertools.product(SendStage, get_args(Event))))
+def test_every_event_in_every_stage_is_in_the_table_or_a_violated_invariant(stage: SendStage, kind: type) -> None:
     over = in_stage(stage)
     if (stage, kind) in TABLE:
         actions = over.on(EVENTS[kind], 5.0)
         assert all(isinstance(action, get_args(Action)) for action in actions)
         # What waits for something must say for what: only then does another event follow.
-        assert over.state is stage or over.state is Stage.ENDED or actions
+        assert over.state is stage or over.state is SendStage.ENDED or actions
     else:
         with pytest.raises(InvariantError, match=f"in state {stage.value} cannot handle {kind.__name__}"):
             over.on(EVENTS[kind], 5.0)

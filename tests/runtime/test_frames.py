@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History, Row, StepPlan
-from baton.runtime.frames import VERSION, Failed, FrameError, FrameReader, Heartbeat, Hello, Stop, encode
+from baton.runtime.frames import VERSION, Failed, FrameError, FrameReader, Hello, RankHeartbeat, RankStop, encode
 
 IDS = st.integers(0, 2**31 - 1)
 SAMPLING = st.builds(
@@ -48,8 +48,8 @@ FRAMES = st.one_of(
         drafted=st.lists(st.integers(0, 9), max_size=4).map(tuple),
     ),
     st.builds(Hello, token=st.text(max_size=40), rank=IDS, pid=IDS),
-    st.builds(Heartbeat, number=IDS),
-    st.builds(Stop, reason=st.text(max_size=40)),
+    st.builds(RankHeartbeat, number=IDS),
+    st.builds(RankStop, reason=st.text(max_size=40)),
     st.builds(Failed, message=st.text(max_size=40)),
 )
 PLAN = StepPlan(3, (Row(SequenceId("r"), 0, (1, 2), (5,), SamplingParams(temperature=0.5, seed=2**64 - 1), 1),))
@@ -98,7 +98,7 @@ def test_a_truncated_frame_is_refused(cut: int) -> None:
         (raw(KIND_HEARTBEAT, b"", length=1), "too short"),
         (raw(KIND_HEARTBEAT, b""), "not msgpack"),
         (raw(KIND_HEARTBEAT, msgpack.packb([1]) + b"\0"), "not msgpack"),
-        (raw(KIND_HEARTBEAT, msgpack.packb([1, 2])), "tuple where Heartbeat is expected"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1, 2])), "tuple where RankHeartbeat is expected"),
         (raw(KIND_HEARTBEAT, msgpack.packb([True])), "bool where int is expected"),
         (raw(KIND_HEARTBEAT, msgpack.packb([1.0])), "float where int is expected"),
         (raw(KIND_HEARTBEAT, msgpack.packb({"number": 1})), "not msgpack"),
@@ -138,7 +138,7 @@ def test_a_flipped_bit_raises_only_frame_error(position: int, bit: int) -> None:
 
 
 def test_unknown_kinds_and_values_that_do_not_fit_are_not_sent() -> None:
-    for odd in ("text", SamplingParams(), Heartbeat(2**70), Failed("x" * (33 << 20)), Failed({})):  # type: ignore[arg-type]
+    for odd in ("text", SamplingParams(), RankHeartbeat(2**70), Failed("x" * (33 << 20)), Failed({})):  # type: ignore[arg-type]
         try:
             FrameReader().feed(encode(odd))
         except FrameError:

@@ -36,7 +36,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import Unavailable
 from baton.core.handover import Chunk
 from baton.core.step import StepPlan
-from baton.runtime.worker_main import MakeWorker, Worker, worker_main
+from baton.runtime.worker_main import MakeWorker, RunnableWorker, worker_main
 
 VARIABLE = "BATON_TEST_FAULTS"
 HOLD_LIMIT_S = 60.0
@@ -180,7 +180,7 @@ def main() -> None:
         make = importlib.import_module(f"{role}.__main__")._load()
         _install(faults)
 
-        def made(*given: Any) -> Worker:
+        def made(*given: Any) -> RunnableWorker:
             faults.worker, faults.loop = make(*given), asyncio.get_running_loop()
             _refuse(faults, faults.worker)
             return faults.worker  # type: ignore[no-any-return]

@@ -52,7 +52,7 @@ class Layer(ctypes.Structure):
     )
 
 
-class Model(ctypes.Structure):
+class ModelStruct(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "block_size", "num_layers")),
         ("cos", c_void_p),
@@ -82,13 +82,13 @@ class Step(ctypes.Structure):
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "baton_pack_blocks": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
-    "baton_forward": (POINTER(Model), POINTER(Step), c_int64, c_int64),
-    "baton_attention": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
-    "baton_mlp": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
-    "baton_head": (POINTER(Model), POINTER(Step)),
+    "baton_forward": (POINTER(ModelStruct), POINTER(Step), c_int64, c_int64),
+    "baton_attention": (POINTER(ModelStruct), c_int64, POINTER(Step), c_void_p),
+    "baton_mlp": (POINTER(ModelStruct), c_int64, POINTER(Step), c_void_p),
+    "baton_head": (POINTER(ModelStruct), POINTER(Step)),
     "baton_choose": (c_void_p, c_int64, c_int64, c_char_p, c_int64, c_int, c_void_p),
     "baton_mask": (c_void_p, c_void_p, c_int64),
-    "baton_propose": (POINTER(Model), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
+    "baton_propose": (POINTER(ModelStruct), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
 }
 
 
