@@ -78,8 +78,7 @@ class Slots:
 
 
 class BatchRoutes:
-    """Complete state: the store and its runner, and the running uploads and downloads. `key` is that of `access_key`;
-    `strict_fields` refuses unknown fields of forms."""
+    """`key` is that of `access_key`; `strict_fields` refuses unknown fields of forms."""
 
     def __init__(
         self, store: BatchStore, runner: BatchRunner, key: str, *, max_file_bytes: int, strict_fields: bool = False

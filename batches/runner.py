@@ -46,9 +46,7 @@ Ask = Callable[[str, bytes, str], Awaitable[Answer]]
 
 
 class BatchRunner:
-    """Complete state: the store and its thread, the validation of input files, the event that wakes the loop, the task
-    of each batch and which of them send lines, when each batch expires, the semaphore of running requests, and the
-    event after which no line is sent any more."""
+    """Runs batches: one task each, whose requests share MAX_RUNNING places."""
 
     def __init__(self, store: BatchStore, ask: Ask, *, strict_fields: bool = False) -> None:
         self._store, self._ask = store, ask
@@ -58,8 +56,8 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._expiry = Expiry(WINDOW_S)
         self._room = asyncio.Semaphore(MAX_RUNNING)
-        self._sending: set[str] = set()
-        self._draining = asyncio.Event()
+        self._sending: set[str] = set()  # batches that send lines
+        self._draining = asyncio.Event()  # no line is sent any more
 
     async def on_disk(self, call: Callable[..., _T], *args: Any) -> _T:
         """Runs a method of the store on its thread. Raises StorageFailed, besides what the method raises."""

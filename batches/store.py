@@ -85,7 +85,7 @@ _LINE = frozenset({"custom_id", "method", "url", "body"})
 
 
 class BatchStore:
-    """Complete state: the contents of its directory, and the lock on it."""
+    """Files and batches in one directory, which it locks."""
 
     def __init__(self, directory: str, max_bytes: int) -> None:
         """Raises StartupError if the directory cannot be used, or another process uses it."""

@@ -28,13 +28,12 @@ PIECE_BYTES, PIECE_LINES = 1 << 20, 1000
 
 
 class Validator:
-    """Complete state: the thread that reads and parses, the child that parses long lines (started by the first one),
-    and the turn of each owner. `stored` is the thread of the store."""
+    """Checks input files, one at a time per owner. `stored` is the thread of the store."""
 
     def __init__(self, store: BatchStore, stored: DiskThread, *, strict_fields: bool) -> None:
         self._store, self._stored, self._strict = store, stored, strict_fields
         self._reading = DiskThread(FLAG, "input files of batches")
-        self._child = ChildExecutor(lambda: start_child())
+        self._child = ChildExecutor(lambda: start_child())  # parses long lines
         self._closing = False
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 

@@ -34,10 +34,10 @@ _MOST = 10**12
 
 
 class ApiKeys:
-    """Complete state: the clients by the digest of their key. Without any keys, every client is accepted."""
+    """Without any keys, every client is accepted."""
 
     def __init__(self, clients: Mapping[bytes, Client] | None = None) -> None:
-        self._clients = dict(clients or {})
+        self._clients = dict(clients or {})  # by the digest of their key
 
     def __bool__(self) -> bool:
         return bool(self._clients)

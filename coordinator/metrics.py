@@ -66,8 +66,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the sample
 
 
 class Metrics:
-    """Complete state: the metrics registry, and which ignored fields were logged, at most MAX_LOGGED_FIELDS. Requests
-    longer than `slow_s` are logged as warnings; 0 disables this."""
+    """Requests longer than `slow_s` are logged as warnings; 0 disables this."""
 
     def __init__(self, model: str = "", compat: str = "none", slow_s: float = 0.0) -> None:
         self._registry = CollectorRegistry()
@@ -84,7 +83,7 @@ class Metrics:
         self.responses = Counter("baton_http_responses", "responses begun, by HTTP status", ["status"], **new)
         without = "fields of requests that were accepted without effect, by endpoint"
         self.ignored_fields = Counter("baton_ignored_fields", without, ["endpoint"], **new)
-        self._logged_fields: set[str] = set()
+        self._logged_fields: set[str] = set()  # at most MAX_LOGGED_FIELDS
         first = "time from admission to the first token, at the coordinator"
         self.first_token = Histogram("baton_time_to_first_token_seconds", first, buckets=TTFT_S, **new)
         mean = "a request's mean time per token after the first"
@@ -137,12 +136,11 @@ class Metrics:
 
 class PerToken(Collector):
     """The metrics of each delta, as plain numbers: the library's locks would cost a tenth of the time of a token.
-    Written only by the event loop. Complete state: tokens, gaps by bucket (`gaps[i]` up to GAP_S[i], the last one above
-    all), and their sum in seconds."""
+    Written only by the event loop."""
 
     def __init__(self) -> None:
         self.generated = 0
-        self.gaps = [0] * (len(GAP_S) + 1)
+        self.gaps = [0] * (len(GAP_S) + 1)  # by bucket: gaps[i] up to GAP_S[i], the last one above all
         self.gap_s = 0.0
 
     def gap(self, seconds: float) -> None:
@@ -158,16 +156,14 @@ class PerToken(Collector):
 
 
 class Observed:
-    """Observes one request on its way to the client. Complete state: when its first token and the latest token of each
-    choice were sent; the number of tokens sent; and the usage, timeline and finish reasons of the choices that have
-    ended."""
+    """Observes one request on its way to the client."""
 
     def __init__(self, metrics: Metrics, submission: Submission, now: float) -> None:
         self._metrics, self._submission, self._began = metrics, submission, now
-        self._first = 0.0
-        self._last: dict[int, float] = {}
-        self._tokens = 0
-        self._usages: list[Usage] = []
+        self._first = 0.0  # when the first token was sent
+        self._last: dict[int, float] = {}  # when the latest token of each choice was
+        self._tokens = 0  # sent
+        self._usages: list[Usage] = []  # of choices that have ended, as the next two
         self._timeline: Timeline | None = None
         self._reasons: list[str] = []
 

@@ -19,8 +19,6 @@ _PATH = "/v1/traces"
 
 
 class Tracing:
-    """Complete state: the tracer and the provider whose thread exports."""
-
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
         """`endpoint` is the URL of a collector's HTTP receiver, such as http://127.0.0.1:4318, with or without the path
         of traces.

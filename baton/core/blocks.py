@@ -38,17 +38,16 @@ class BlockCounts:
 
 
 class BlockTable:
-    """The blocks of one KV pool. Complete state: `_free` (oldest first), `_idle` (longest idle first), `_holders` and
-    `_generation` per block, and how many blocks each holder other than the cache has (`_num_held`)."""
+    """The blocks of one KV pool."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.on_evict: Callable[[int], None] = lambda block: None
-        self._free: deque[int] = deque(range(num_blocks))
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._free: deque[int] = deque(range(num_blocks))  # oldest first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self._holders: list[set[Holder]] = [set() for _ in range(num_blocks)]
         self._generation = [0] * num_blocks
-        self._num_held: dict[Holder, int] = {}
+        self._num_held: dict[Holder, int] = {}  # without the cache
 
     def __repr__(self) -> str:
         c = self.counts()

@@ -90,11 +90,10 @@ def verify(
 
 
 class SpentHandles:
-    """Makes each handle valid once. Complete state: `_until`, signature -> expiry of the handle, after which `verify`
-    refuses it."""
+    """Makes each handle valid once."""
 
     def __init__(self) -> None:
-        self._until: dict[bytes, int] = {}
+        self._until: dict[bytes, int] = {}  # signature -> expiry, after which `verify` refuses the handle
         self._sweep_at = 0.0
 
     def __len__(self) -> int:

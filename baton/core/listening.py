@@ -9,8 +9,6 @@ from __future__ import annotations
 
 
 class ListeningClock:
-    """Complete state: the time of the last `advance`, and the clock's reading then."""
-
     def __init__(self, now: float, most_s: float) -> None:
         self._most_s = most_s
         self._advanced_at = self._reading = now

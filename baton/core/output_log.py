@@ -35,12 +35,12 @@ class _Record:
 
 
 class OutputLog:
-    """Complete state: `_records`, oldest first. At most `limit` sequences are kept for a coordinator that never
-    releases them; beyond that, sequences that are done are dropped first, the oldest of them first."""
+    """At most `limit` sequences are kept for a coordinator that never releases them; beyond that, sequences that are
+    done are dropped first, the oldest of them first."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
-        self._records: dict[SequenceId, _Record] = {}
+        self._records: dict[SequenceId, _Record] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._records)

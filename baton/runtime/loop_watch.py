@@ -23,14 +23,13 @@ _FRAMES = 3
 
 
 class LoopWatch:
-    """Complete state: the time of the loop's last beat, how often it was late and for how long at most (seconds), and
-    when that was last logged."""
+    """Logs when callbacks hold up an event loop for more than `limit_s`."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self._limit_s, self._beat_s = limit_s, limit_s / 2
-        self.stalls = 0
+        self.stalls = 0  # how often the loop was late
         self.longest_s = 0.0
-        self._beat = time.monotonic()
+        self._beat = time.monotonic()  # time of the loop's last beat
         self._logged_at = -LOG_EVERY_S
         self._ended = threading.Event()
         self._loop_thread = threading.get_ident()

@@ -70,9 +70,7 @@ class SessionOwner(Protocol):
 
 
 class WorkerSession:
-    """Complete state: the outgoing queue, the output log, the open stream if any, the run that it belongs to, when it
-    last received from that run, the deadline of a drain if any, whether no sequences are left, and whether that was
-    acknowledged."""
+    """A worker's side of its session: joins, redials, sends events and heartbeats, hands commands to its owner."""
 
     def __init__(
         self,
@@ -87,13 +85,13 @@ class WorkerSession:
         self._clock = clock
         self._outgoing: asyncio.Queue[StepEvents | Leave | Drained] = asyncio.Queue()
         self.connected = False  # whether posted events are sent immediately
-        self._leaves_by: float | None = None
-        self._empty = False
-        self._left = asyncio.Event()
+        self._leaves_by: float | None = None  # deadline of a drain
+        self._empty = False  # draining, and no sequence is left
+        self._left = asyncio.Event()  # the coordinator has acknowledged that
         self._stream: MessageStream | None = None
         self._last_received_at = clock()
         self._lease_s = 3.0
-        self.run_id = ""
+        self.run_id = ""  # of the coordinator
         self.output_log = OutputLog()
         self._gpu: GpuUsage | None = None
 

@@ -37,8 +37,7 @@ class Launcher(Protocol):
 
 
 class StepThread:
-    """Complete state: the queue to the thread, the steps in flight with their futures and start times, oldest first,
-    when the last one ended, and `busy_s`, the seconds that the thread has computed or waited for its device."""
+    """Computes steps, one after the other, on a thread of its own."""
 
     def __init__(self, step: Step, launcher: Launcher | None = None) -> None:
         """Must be created and used in a running event loop. `step`, or the `launcher` in its place, is called only on
@@ -47,9 +46,9 @@ class StepThread:
         self._loop = asyncio.get_running_loop()
         self._work: queue.SimpleQueue[tuple[Callable[[], StepOutcome | None], _Out | None] | None]
         self._work = queue.SimpleQueue()
-        self._out: deque[tuple[StepPlan, _Out, float]] = deque()
-        self._ended_at = float("-inf")
-        self.busy_s = 0.0
+        self._out: deque[tuple[StepPlan, _Out, float]] = deque()  # in flight, with start times; oldest first
+        self._ended_at = float("-inf")  # of the last step
+        self.busy_s = 0.0  # that the thread has computed or waited for its device
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def __len__(self) -> int:

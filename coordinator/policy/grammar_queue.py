@@ -20,16 +20,12 @@ G = TypeVar("G", bound=Hashable)
 
 
 class GrammarQueue(Generic[G]):
-    """Complete state: for each waiting client its grammars, in order, with how many of its requests want each; the
-    grammar that is being compiled for each client; the seconds that each client has used; and the most that any client
-    had used when its turn began (`_level_s`)."""
-
     def __init__(self, limit: int = MAX_WAITING) -> None:
         self._limit = limit
-        self._waiting: dict[str, dict[G, int]] = {}
-        self._running: dict[str, G] = {}
-        self._used_s: dict[str, float] = {}
-        self._level_s = 0.0
+        self._waiting: dict[str, dict[G, int]] = {}  # by client, in order, with the requests that wait for each
+        self._running: dict[str, G] = {}  # by client
+        self._used_s: dict[str, float] = {}  # by client
+        self._level_s = 0.0  # the most that any client had used when its turn began
 
     def add(self, client: str, grammar: G) -> None:
         """Adds a request for a grammar. `client` is a name; the empty one stands for all clients without an API key.

@@ -61,7 +61,7 @@ class _Account:
 
 
 class Quotas:
-    """Complete state: for each key with limits, how many choices of its requests run and its two buckets."""
+    """Running choices and token buckets of each key that has limits."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}

@@ -38,7 +38,7 @@ def followed(expected: float, seconds: float) -> float:
 
 
 class StepCost:
-    """Complete state: the curve as `(tokens, seconds)` with both rising, at least one point, and `scale`."""
+    """Seconds of a step by its tokens: a curve of at least one point, both rising, times a learned `scale`."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self._tokens = [tokens for tokens, _ in points]
@@ -93,8 +93,7 @@ class StepCost:
 class StepModel:
     """The cost of this worker's steps, and how much of a step long rows may take. There are curves for steps with and
     without long rows, and for the draft model's long rows, its first pass of draft tokens by its tokens (`draft_first`)
-    and its later passes (`draft_next`), both by default like its long rows. Complete state: these, `more`, the cost of
-    verifying a draft token relative to the measured one, and `fixed_s`, the overhead around both models' passes."""
+    and its later passes (`draft_next`), both by default like its long rows."""
 
     def __init__(
         self,
@@ -118,12 +117,12 @@ class StepModel:
         # On a busy machine the measured difference of two steps may be zero, which `more` could not correct.
         least = [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
         self._per_draft_token = StepCost(least) if per_draft_token else None
-        self.more = 1.0
+        self.more = 1.0  # cost of verifying a draft token relative to the measured one
         self.draft = StepCost(draft)
         self.draft_next = StepCost(draft_next or draft)
         self.draft_first = StepCost(draft_first) if draft_first else self.draft
         self.budget_s, self.step_tokens = budget_s, step_tokens
-        self.fixed_s = 0.0
+        self.fixed_s = 0.0  # overhead around both models' passes
         self._planning_s, self._switching_s = planning_s, switching_s
         self._steps = 0
 

@@ -20,14 +20,13 @@ _LONGEST = 64  # steps that a trial may take, including filling its draft KV
 
 
 class Trials:
-    """Complete state: the allowance; the sequence of the running trial, its remaining draft tokens and steps; how many
-    of the worker's first draft tokens and steps remain."""
+    """Whether a sequence may try draft tokens at a loss, and which one does."""
 
     def __init__(self) -> None:
         self.allowance_s = 0.0
-        self.sequence_id: SequenceId | None = None
-        self._draft_tokens = self._steps = 0
-        self._first, self._first_steps = FIRST, FIRST_STEPS
+        self.sequence_id: SequenceId | None = None  # of the running trial
+        self._draft_tokens = self._steps = 0  # that remain of it
+        self._first, self._first_steps = FIRST, FIRST_STEPS  # that remain of the worker's first ones
         self.started = 0
 
     def stepped(self, step_s: float, steps: int = 1) -> None:

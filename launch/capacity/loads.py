@@ -83,7 +83,7 @@ class Sample:
 
 
 class LoadClient:
-    """A running cluster and its client. Complete state: the target, and a generator of prompts."""
+    """A client that applies loads to a running cluster. `seed` determines its prompts."""
 
     def __init__(self, url: str, target: ServerTarget, seed: int) -> None:
         self.url, self.target = url, target
