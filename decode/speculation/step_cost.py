@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from baton.core.step import StepOutcome, StepPlan
 
@@ -27,7 +27,6 @@ _FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # below this ratio, this weight: rarely
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
 _LEAST_PER_DRAFT_TOKEN = 0.03  # of a step: least initial cost of one more token in each row
 _LEAST_AROUND = 0.5  # of the overhead of a step with draft tokens, that a step without them has at least
-_KNOWN = 4096  # points of a curve that are cached
 _FIRST_STEPS = 4  # the least overhead of these is the initial `fixed_s`
 
 
@@ -45,7 +44,7 @@ class StepCost:
         self._seconds: list[float] = []
         for _, seconds in points:  # noise may make a longer step look faster
             self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0, 1e-6))
-        self._known: dict[int, float] = {}  # cached points of the curve: steps request the same ones again and again
+        self._cached = cache(self._curve)  # steps request the same points again and again
         self.scale = 1.0
 
     def __repr__(self) -> str:
@@ -56,12 +55,7 @@ class StepCost:
         """Returns the seconds that a step of `tokens` tokens is expected to take; 0 for an empty one."""
         if tokens <= 0:
             return 0.0
-        curve = self._known.get(tokens)
-        if curve is None:
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
-            curve = self._known[tokens] = self._curve(tokens)
-        return curve * self.scale
+        return self._cached(tokens) * self.scale
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Records that a step of `tokens` tokens took `seconds`."""
@@ -216,9 +210,7 @@ class StepModel:
         elif plan.drafts and not any(row.num_draft_tokens for row in plan.drafts):
             self.draft.observe(sum(len(row.tokens) for row in plan.drafts), outcome.draft_s)
         around_s = max(wall_s - outcome.elapsed_s, 1e-6)
-        if any(
-            row.num_draft_tokens for row in plan.drafts
-        ):  # their overhead has a price of its own, and may be mismeasured
+        if any(row.num_draft_tokens for row in plan.drafts):  # has a price of its own, which may be mismeasured
             around_s = max(around_s - self.planning_s, around_s * _LEAST_AROUND)
         self._steps += 1
         if self._steps <= _FIRST_STEPS:
