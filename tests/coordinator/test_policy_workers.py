@@ -63,6 +63,7 @@ def layers(**changes: object) -> KVLayout:
         ("code_version", {"code_version": "9.9"}),
         ("exact", {"exact": True}),
         ("quantize", {"quantize": "int8"}),
+        ("model_impl", {"model_impl": "transformers"}),
         ("edge_kind", {"edge_kind": "ipc"}),
         ("vocab_size", {"vocab_size": 7}),
         ("max_model_len", {"max_model_len": 7}),

@@ -18,7 +18,9 @@ from baton.core.step import Row, StepPlan
 from baton.engine import transformers_path
 from baton.engine.attention import Reach, Scores
 from baton.engine.attention_calls import reach_of
+from baton.engine.checkpoint import read_model_config
 from baton.engine.loading import load_runner
+from baton.engine.memory import unread_sizes
 from baton.engine.options import EngineOptions
 from tests.support.engine_driver import Job, random_tokens, run, tiny_runner
 from tests.support.transformers_models import SERVED, generated, make_transformers_checkpoint
@@ -166,6 +168,14 @@ def test_bfloat16_passes_its_self_check_and_latents_take_their_own_size(tmp_path
     runner = tiny_runner(path, dtype="bfloat16")
     assert runner.layout.bytes_per_token == 4 * (20 + 8) * 2  # layers, latent and rotated key, bytes
     assert {t.dtype for pair in runner.kv.storage for t in pair} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma2"])  # with storages that are read twice, and without
+def test_sizes_are_known_before_weights_are_read(kind: str, tmp_path: Path) -> None:
+    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    runner = tiny_runner(path)
+    sizes = unread_sizes(path, read_model_config(path), 16, "float32")
+    assert sizes == (runner.layout, runner.parameter_bytes)
 
 
 def test_two_models_of_this_path_keep_their_states_apart(gemma2: Path, tmp_path: Path) -> None:

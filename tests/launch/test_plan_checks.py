@@ -76,11 +76,19 @@ def test_incompatible_workers_are_refused_with_the_message_of_a_join(
     [
         ({"exact": True}, "exact: False at prefill-0 and True at decode-0"),
         ({"quantize": "int8"}, "quantize: 'none' at prefill-0 and 'int8' at decode-0"),
+        ({"model_impl": "transformers"}, "model_impl: 'baton' at prefill-0 and 'transformers' at decode-0"),
     ],
 )
 def test_unset_option_counts_as_its_default(last: dict[str, object], difference: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=f"decode worker decode-0 refused: {difference}"):
         check_plan(plan(model_dir(tmp_path), {}, last), {})
+
+
+def test_a_model_that_transformers_computes_has_one_rank_a_worker(tmp_path: Path) -> None:
+    model = model_dir(tmp_path, architectures=["Gemma2ForCausalLM"], model_type="gemma2")
+    check_plan(plan(model, {}, {}), {})
+    with pytest.raises(StartupError, match=r"decode-0.*tensor_parallel 2: transformers computes on 1 rank"):
+        check_plan(plan(model, {}, {}, decode_tp=2), {})
 
 
 def test_ipc_edges_between_two_hosts_are_refused(tmp_path: Path) -> None:
