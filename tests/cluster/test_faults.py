@@ -125,6 +125,7 @@ async def test_a_stopped_worker_is_lost_within_five_seconds_and_joins_again(
     for _ in range(times):
         request, bystander = await disturbed(running, client, "hold_send")
         incarnations = {w: f["incarnation"] for w, f in running.cluster.workers().items()}
+        leader = running.cluster.pids(victim)[0]
         try:
             with Stall() as stall:
                 stopped = running.signal(victim, signal.SIGSTOP)
@@ -141,7 +142,7 @@ async def test_a_stopped_worker_is_lost_within_five_seconds_and_joins_again(
         finally:
             if times > 1 or running.edges > 1:  # else as soon as its request has been rescheduled
                 await asyncio.sleep(max(stopped + STOPPED_S - time.monotonic(), 0))
-            running.signal(victim, signal.SIGCONT)
+            running.resume(leader)
         await calm(running, client, bystander, stream)
         now = running.cluster.workers()
         # A worker of one rank continues; with more, the other ranks end it after 4 s of silence.

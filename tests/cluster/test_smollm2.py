@@ -64,6 +64,7 @@ def test_an_answer_follows_a_schema(running: Cluster) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_greedy_answers_equal_those_of_transformers_in_float32(running: Cluster) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

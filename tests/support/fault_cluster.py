@@ -81,9 +81,16 @@ class FaultCluster:
         await self.until(lambda: self.events(worker, kind, since), f"{kind} at {worker}")
         return float(self.events(worker, kind, since)[0]["t"])
 
+    def resume(self, pid: int) -> None:
+        """Sends SIGCONT to a stopped process, unless its own launcher has ended it meanwhile."""
+        if pid in self.cluster.processes():
+            self.cluster.kill(pid, signal.SIGCONT)
+
     def ready(self) -> bool:
-        known = self.cluster.workers()
-        return all(known.get(w, {}).get("state") == "ready" for w in self.workers)
+        """Whether all workers are, and run: the coordinator needs a moment to see a killed one."""
+        known, running = self.cluster.workers(), set(self.cluster.processes())
+        rows = [known.get(worker, {}) for worker in self.workers]
+        return all(row.get("state") == "ready" and running.issuperset(row["pids"]) for row in rows)
 
     def state(self, worker: str) -> dict[str, Any]:
         """Requests the current state of a worker's leader, or of another rank (WORKER.RANK)."""
