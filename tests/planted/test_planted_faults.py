@@ -30,7 +30,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in CODE:
         shutil.copytree(ROOT / name, where / name, ignore=shutil.ignore_patterns("__pycache__", "builtin"))
     (where / "baton" / "builtin").symlink_to(ROOT / "baton" / "builtin")
-    for name in ("tests", "tools", "benchmarks", "training", "docs", "pyproject.toml"):
+    for name in ("tests", "tools", "benchmarks", "training", "sim", "docs", "pyproject.toml"):
         (where / name).symlink_to(ROOT / name)
     return where
 
