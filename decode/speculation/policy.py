@@ -164,11 +164,11 @@ class Speculation:
         lone = self.model.of_one_row() if plan.num_tokens == 1 else None
         if lone is not None:
             plain_s = lone[0]
-            lengths = [choose_length(self._rate(sequences[0]), limits[0], *lone)]
+            lengths = [choose_length(self.acceptance.rate(sequences[0]), limits[0], *lone)]
         else:
             price = self._price(len(plan.rows), plan.num_tokens)
             plain_s = price.plain_s
-            lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
+            lengths = choose_lengths([self.acceptance.rate(s) for s in sequences], limits, price)
         self.trials.stepped(plain_s, 1 + self._skipped)
         self._skipped = 0
         if self._num_sequences > 1 or self._steps % _CHECK_INTERVAL == 0:
@@ -186,13 +186,10 @@ class Speculation:
         price = self._price(len(plan.rows), plan.num_tokens)
         each_s = price.draft_token_s(1)
         if behind <= CATCH_UP:  # it can draft immediately: if that almost pays off, it is nearly free
-            each_s = max(each_s - self._rate(sequence) * price.plain_s / rows, 0.0)
+            each_s = max(each_s - self.acceptance.rate(sequence) * price.plain_s / rows, 0.0)
         cost_s = self._fill_s(behind) + TRIAL_DRAFT_TOKENS * each_s
         if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s, alone=self._num_sequences == 1):
             self._to_fill[sequence.id] = sequence
-
-    def _rate(self, sequence: Sequence) -> float:
-        return self.acceptance.rate(sequence)
 
     def _price(self, rows: int, tokens: int) -> StepPrice:
         model = self.model
@@ -211,7 +208,7 @@ class Speculation:
             return False
         rows, done = self._num_sequences, len(sequence.output)
         left = min(sequence.request.max_tokens - done, max(self._usual_tokens - done, self._usual_tokens / 4))
-        saved_s = left * saved_per_token(self._rate(sequence), rows, self._price(rows, rows))
+        saved_s = left * saved_per_token(self.acceptance.rate(sequence), rows, self._price(rows, rows))
         return saved_s > _MARGIN * self._fill_s(self.drafts.behind(sequence))
 
     def _fills(self, idle: bool) -> list[DraftRow]:

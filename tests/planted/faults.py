@@ -201,7 +201,10 @@ FAULTS = (
     Fault(REQUESTS, "len(choice.deaths) >= self._max_deaths:", "len(choice.deaths) > self._max_deaths:", T_REQUESTS),
     Fault(REQUESTS, "(choice.name == loss.alone if choice.alone else loss.alone is None)", "True", T_REQUESTS),
     Fault(
-        "decode/scheduler.py", "groups = [others, *alone] if", "groups = [running] if", "tests/decode/test_scheduler.py"
+        "decode/scheduler.py",
+        "groups = [together, *alone] if",
+        "groups = [running] if",
+        "tests/decode/test_scheduler.py",
     ),
     Fault(REQUESTS, "if ran and not loss.drained and", "if ran and", T_REQUESTS),
     Fault(REQUESTS, "ran=choice.stage is PREFILL", "ran=True", T_REQUESTS),
@@ -221,7 +224,7 @@ FAULTS = (
     ),
     Fault("batches/runner.py", "if answer.status not in RETRIED or", "if True or", T_BATCHES),
     Fault("baton/runtime/tls.py", ", require_client_auth=True)", ")", T_TLS),
-    Fault("baton/runtime/tls.py", "if tls is not None and found not in wanted:", "if False:", T_TLS),
+    Fault("baton/runtime/tls.py", "if tls is not None and role not in expected:", "if False:", T_TLS),
     Fault("baton/runtime/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),
     Fault("coordinator/control.py", '("operator",), "drain")', '("operator", "decode"), "drain")', T_TLS),
     Fault("coordinator/policy/quotas.py", "        account.running -= choices\n", "", T_QUOTAS),
@@ -311,7 +314,7 @@ FAULTS = (
         T_DISPATCH,
     ),
     Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
-    Fault(POOL, "        return found[::-1]\n", "        return found\n", T_PICK),
+    Fault(POOL, "        return holders[::-1]\n", "        return holders\n", T_PICK),
     Fault(
         POOL,
         "            self._pool.grown = True\n        self.room = room",
@@ -428,7 +431,7 @@ FAULTS = (
     # The two ends of a hand-over.
     Fault(
         "prefill/handover.py",
-        "*(self._park() if self.state is Stage.SENDING else self._offer_next(None, now))",
+        "*(self._park() if self.state is SendStage.SENDING else self._offer_next(None, now))",
         "*self._offer_next(None, now)",
         "tests/prefill/test_handover.py",
     ),

@@ -128,7 +128,7 @@ BUGS = (
         "worker whose session broke is not ready again",
         1,
         WORKERS,
-        '            if known.state == "joining":\n                known.state, known.since = "ready", now\n',
+        '            if known.state == "disconnected":\n                known.state, known.since = "ready", now\n',
         "",
     ),
     # Sessions: what is sent again.
@@ -204,7 +204,7 @@ BUGS = (
         "        sequence.block_ids = ()\n",
     ),
     bug(
-        "preempted sequences never resume", 1, D_SCHEDULER, "if blocked or not self._return(sequence, end):", "if True:"
+        "preempted sequences never resume", 1, D_SCHEDULER, "if blocked or not self._resume(sequence, end):", "if True:"
     ),
     bug(
         "partly received block is cached",
