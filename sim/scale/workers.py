@@ -112,7 +112,7 @@ class PrefillWorker:
         self.wake()
 
     def wake(self) -> None:
-        if self._busy:
+        if self._busy or not (self.scheduler.num_waiting or self.scheduler.num_running):
             return
         plan = self.scheduler.begin_step(self._loop.now)
         if plan is None:
@@ -217,8 +217,8 @@ class DecodeWorker:
         blocks = self.scheduler.layout.blocks_for(request.num_prefill_tokens)
         if self._run is not None and self._reserved + blocks <= self._spare:
             self._reserved += blocks  # a run leaves that many blocks free: it continues
-        else:
-            self.interrupt()
+            return self.scheduler.reserve(request, self._loop.now).prefix_tokens
+        self.interrupt()
         sequence = self.scheduler.reserve(request, self._loop.now)
         self.wake()
         return sequence.prefix_tokens
@@ -253,7 +253,7 @@ class DecodeWorker:
         self._loop.at(run.ends_at(done + 1), self._stepped, plan, seconds)
 
     def wake(self) -> None:
-        if self._busy or self._run is not None:
+        if self._busy or self._run is not None or not self._generating():
             return
         now = self._loop.now
         leave = self.scheduler.blocks.num_blocks // ROOM_SHARE
@@ -275,6 +275,9 @@ class DecodeWorker:
         seconds = self.costs.seconds(plan, sum(draft.num_draft_tokens for draft in plan.drafts))
         self._measured.decode_busy_s += seconds
         self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
+
+    def _generating(self) -> bool:
+        return any(s.state is not State.RECEIVING for s in self.scheduler.sequences.values())
 
     def _begin_run(self, steps: int, now: float) -> None:
         rows, context = running_context(self.scheduler)
