@@ -1,9 +1,10 @@
 """The simulator against a real cluster on this machine: three loads on which it was not calibrated.
 
-Starts `baton up` with the built-in model on the CPU, calibrates one prefill and one decode worker (`baton calibrate
---shared-host`), measures the loads with the client of `baton bench`, and replays the same requests in the simulator.
-`--rounds` repeats everything; the table has the medians. `--calibration FILE` keeps the last calibration, with these
-errors in it, for `baton plan`.
+Starts `baton up` with the built-in model on the CPU with one worker of each role and with two, calibrates each cluster
+(`baton calibrate --shared-host`; four processes share the processor's caches otherwise than two), measures the loads
+with the client of `baton bench`, and replays the same requests in the simulator. `--rounds` repeats everything; the
+table has the medians. `--calibration FILE` keeps the last calibration of one worker of each role, with these errors in
+it, for `baton plan`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,22 +95,37 @@ def connected(url: str) -> ServerTarget:
     return ServerTarget(base, first_model(base, ""), "", 300.0, {"return_timeline": True})
 
 
-def one_round(todo: Sequence[Case], number: int) -> tuple[Calibration, list[dict[str, float]]]:
-    """Returns a calibration, and the numbers of each case on the real cluster."""
-    found: dict[str, dict[str, float]] = {}
-    calibration: Calibration | None = None
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Calibrations by the workers of each role; by the name of a case its numbers on the real cluster, and which share
+    of the host's processor time other processes used meanwhile."""
+
+    calibrations: dict[int, Calibration]
+    numbers: dict[str, dict[str, float]]
+    others: dict[str, float]
+
+
+def one_round(todo: Sequence[Case], number: int) -> Round:
+    done = Round({}, {}, {})
     for workers in sorted({case.workers for case in todo}):
         flags = ("--model", "builtin", "--device", "cpu", "--draft", "none")
         with kit.cluster(*flags, "--prefill", str(workers), "--decode", str(workers)) as running:
             target = connected(running.url)
-            if calibration is None:
-                cluster = LoadClient(running.url, target, number)
-                calibration = calibrate(cluster, "cpu", shared_host=True, progress=_print)
+            cluster = LoadClient(running.url, target, number)
+            done.calibrations[workers] = calibrate(cluster, "cpu", shared_host=True, progress=_print)
             for case in (case for case in todo if case.workers == workers):
-                found[case.name] = real(case, target, number)
-    if calibration is None:
-        raise SystemExit("there is no load")
-    return calibration, [found[case.name] for case in todo]
+                began, host_s, own_s = time.perf_counter(), host_cpu_s(), cluster.cpu_s() + time.process_time()
+                done.numbers[case.name] = real(case, target, number)
+                own_s = cluster.cpu_s() + time.process_time() - own_s
+                available_s = (time.perf_counter() - began) * len(cores_here())
+                done.others[case.name] = max(0.0, host_cpu_s() - host_s - own_s) / available_s
+    return done
+
+
+def host_cpu_s() -> float:
+    """Returns the processor time of all processes on this host, without waiting for I/O or another virtual machine."""
+    user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split()[1:8])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def _print(line: str) -> None:
@@ -127,40 +144,53 @@ def main() -> None:
     parser.add_argument("--about", default="", help="remark about this run")
     options = parser.parse_args()
     todo = cases(options.seconds)
-    measured: list[list[dict[str, float]]] = []
-    modelled: list[list[dict[str, float]]] = []
-    for number in range(options.rounds):
-        calibration, found = one_round(todo, number)
-        measured.append(found)
-        modelled.append([simulated(case, calibration) for case in todo])
+    rounds = [one_round(todo, number) for number in range(options.rounds)]
     rows, errors = [], dict[str, list[float]]()
-    for index, case in enumerate(todo):
+    for case in todo:
+        measured = [done.numbers[case.name] for done in rounds]
+        modelled = [simulated(case, done.calibrations[case.workers]) for done in rounds]
+        others = f"{max(done.others[case.name] for done in rounds):.0%}"
         for name in NUMBERS:
-            a = median(found[index][name] for found in measured)
-            b = median(found[index][name] for found in modelled)
-            spread = (max(f[index][name] for f in measured) - min(f[index][name] for f in measured)) / a
+            a, b = (median(numbers[name] for numbers in many) for many in (measured, modelled))
+            spread = (max(numbers[name] for numbers in measured) - min(numbers[name] for numbers in measured)) / a
             error = b / a - 1
             errors.setdefault(name, []).append(abs(error))
             unit, scale = ("", 1.0) if name == NUMBERS[0] else (" ms", 1e3)
             met = "yes" if abs(error) <= bar(name) else "no"
             cells = [f"{a * scale:.1f}{unit}", f"{b * scale:.1f}{unit}", f"{error:+.1%}"]
-            rows.append([case.name, name, *cells, f"{bar(name):.0%}", met, f"{spread:.0%}"])
-    headings = ("load", "number", "real", "simulated", "error", "bar", "within", "spread of the real one")
-    fits = [[name, f"{r.median:.1%}", f"{r.largest:.1%}", str(r.count)] for name, r in calibration.residuals.items()]
+            rows.append([case.name, name, *cells, f"{bar(name):.0%}", met, f"{spread:.0%}", others])
+    headings = (
+        "load",
+        "number",
+        "real",
+        "simulated",
+        "error",
+        "bar",
+        "within",
+        "spread of the real one",
+        "other processes",
+    )
+    last = rounds[-1].calibrations
+    fits = [
+        [f"{workers}x{workers}", name, f"{r.median:.1%}", f"{r.largest:.1%}", str(r.count)]
+        for workers, calibration in last.items()
+        for name, r in calibration.residuals.items()
+    ]
     largest = {_key(name): max(values) for name, values in errors.items()}
     if options.calibration:
-        document = replace(calibration, errors=largest).as_json()
+        document = replace(last[min(last)], errors=largest).as_json()
         options.calibration.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     within = sum(row[6] == "yes" for row in rows)
     kit.report(
         options.out,
         "The simulator against a real cluster",
-        f"{within} of {len(rows)} numbers are within their bars. Medians of {options.rounds} rounds; the last column is"
-        " the difference between the largest and the smallest measurement, relative to the median: what"
-        " repeats so far apart cannot be predicted more closely.",
+        f"{within} of {len(rows)} numbers are within their bars. Medians of {options.rounds} rounds; the"
+        " spread is the difference between the largest and the smallest measurement, relative to the median: what"
+        " repeats so far apart cannot be predicted more closely. The last column is the share of the host's"
+        " processor time that other processes used meanwhile, at most.",
         kit.table(headings, rows),
-        "Errors of the last calibration's fits:",
-        kit.table(("fit", "median", "largest", "loads"), fits),
+        "Errors of the last calibrations' fits:",
+        kit.table(("cluster", "fit", "median", "largest", "loads"), fits),
         about=f"The coordinator, all workers and the client share {len(cores_here())} cores. {options.about}".rstrip(),
     )
 

@@ -26,6 +26,9 @@ BACKLOG = 6  # clients that keep a prefill worker busy
 SEQUENTIAL = 8  # requests of one client
 OUTPUT_LEN = 96
 HAND_OVERS = 12
+MIXED_TURNS = 3  # requests of each client
+REPEATS = 3
+"""Each load is applied so often, and the median cost counts: processor time varies with what else is in the caches."""
 _LEAST_LATENCY_S = 1e-5
 _LEAST_BYTE_S = 1e-15  # where larger hand-overs take no longer
 _QUIET = 25
@@ -50,24 +53,35 @@ def loads(limits: LoadLimits) -> list[ClosedLoop]:
     # KV that all rows share would stay in a processor's cache: with long contexts each row has its own.
     contexts = [(min(32, longest), n, True) for n in batches]
     contexts += [
-        (length, n, False) for length in (longest // 4, longest - OUTPUT_LEN) for n in batches[:5] if length > 0
+        (length, n, False)
+        for length, limit in ((longest // 4, 4), (longest - OUTPUT_LEN, 3))
+        for n in batches[:limit]
+        if length > 0
     ]
     chosen = [ClosedLoop("warm-up", SEQUENTIAL, 2, min(64, longest), 8)]
     chosen += [ClosedLoop("prefill", SEQUENTIAL, 1, n, 1) for n in lengths]
     chosen += [ClosedLoop("prefill backlog", 4 * BACKLOG, BACKLOG, n, 1) for n in lengths[1::2]]
     chosen += [ClosedLoop("decode", n, n, context, OUTPUT_LEN, shared=shared) for context, n, shared in contexts]
     chosen += [ClosedLoop("hand-over", HAND_OVERS, 1, n, 8) for n in lengths if n <= limits.step_tokens]
+    # Both roles at work at once, as they share caches and memory; other numbers of tokens per request than above.
+    chosen += [
+        ClosedLoop("mixed", MIXED_TURNS * clients, clients, length, output_len)
+        for clients in batches[1:6:2]
+        for length in lengths[2:6:2]
+        for output_len in (OUTPUT_LEN // 6, OUTPUT_LEN // 2)
+    ]
     return chosen
 
 
 def calibrate(cluster: LoadClient, name: str, *, shared_host: bool, progress: Callable[[str], None]) -> Calibration:
-    """Measures a cluster of one prefill and one decode worker, which serves nothing else meanwhile.
+    """Measures a cluster of one prefill and one decode worker, which serves nothing else meanwhile; on a shared host of
+    any number of equal ones, whose costs depend on each other: they share caches.
 
     Raises:
         StartupError: it has other workers, a request failed, or its processes are not on this host (`shared_host`).
     """
     rows = cluster.rows()
-    prefill, decode = (_only(rows, role) for role in ("prefill", "decode"))
+    prefill, decode = (_kind_of(rows, role, alone=not shared_host) for role in ("prefill", "decode"))
     limits = LoadLimits(
         min(int(prefill["max_model_len"]), int(decode["max_model_len"])),
         int(prefill["step_tokens"]),
@@ -77,7 +91,8 @@ def calibrate(cluster: LoadClient, name: str, *, shared_host: bool, progress: Ca
     samples = []
     for load in loads(limits):
         progress(f"{load.name}: {load.requests} requests of {load.input_len} + {load.output_len} tokens")
-        samples.append(cluster.measure(load))
+        tried = [cluster.measure(load) for _ in range(REPEATS)]
+        samples.append(sorted(tried, key=lambda s: s.cpu_s if shared_host else s.elapsed_s)[REPEATS // 2])
     if shared_host and not all(s.front_cpu_s and s.prefill.cpu_s for s in samples):
         raise StartupError("--shared-host: the processes of this cluster are not on this host")
     made = costs(samples, limits.step_tokens, shared_host=shared_host)
@@ -112,10 +127,13 @@ def _kind(row: Row) -> WorkerKind:
     return WorkerKind(blocks, step_tokens, max_running, round(started_s(row), 2))
 
 
-def _only(rows: Iterable[Row], role: str) -> Row:
+def _kind_of(rows: Iterable[Row], role: str, *, alone: bool) -> Row:
     mine = [row for row in rows if row["role"] == role and row["state"] == "ready"]
-    if len(mine) != 1:
+    if not mine or (alone and len(mine) > 1):
         raise StartupError(f"calibration needs one ready {role} worker; this cluster has {len(mine)}")
+    for name in ("block_size", "max_model_len", "blocks_total", "step_tokens", "max_running", "tensor_parallel"):
+        if len(values := {row.get(name) for row in mine}) > 1:
+            raise StartupError(f"calibration needs equal {role} workers; their {name} are {sorted(values, key=str)}")
     return mine[0]
 
 
@@ -140,7 +158,7 @@ def costs(samples: Sequence[Sample], step_tokens: int, *, shared_host: bool) -> 
         by_name.setdefault(sample.load.name, []).append(sample)
     try:
         prefill, decode, sends, residuals = _steps(by_name, step_tokens, shared_host)
-        link, token_bytes, residuals["hand-over"] = _link(by_name["hand-over"], decode, sends)
+        link, token_bytes, residuals["hand-over"] = _link(by_name["hand-over"], by_name["prefill"], decode, sends)
         front, more = _front(samples, by_name["prefill"], prefill)
     except BatonError as error:
         raise StartupError(f"the measurements do not determine the costs: {error.message}") from None
@@ -151,7 +169,7 @@ def _steps(
     by_name: Mapping[str, Sequence[Sample]], step_tokens: int, shared_host: bool
 ) -> tuple[PrefillCosts, DecodeCosts, dict[str, float], dict[str, Residual]]:
     """Fits the steps of both roles and, on a shared host, the processor time of hand-overs (fields of LinkCosts)."""
-    alone = by_name["hand-over"] if shared_host else []
+    alone = [*by_name["hand-over"], *by_name.get("mixed", ())] if shared_host else []
     prompts = [*by_name["prefill"], *by_name["prefill backlog"], *alone]
     coefficients, of_prefill = fit(
         {
@@ -187,7 +205,7 @@ def _steps(
     if not drafted:
         computed, lone = DecodeCosts(**coefficients), [s for s in by_name["decode"] if s.load.concurrency == 1]
         idle = [_period_s(s) - computed.plain_s(1, s.context / s.decode.steps) for s in lone]
-        coefficients["idle_s"] = max(0.0, min(idle, default=0.0))
+        coefficients["idle_s"] = max(0.0, percentile(sorted(idle), 50))
     return prefill, DecodeCosts(**coefficients), sends, {"prefill step": of_prefill, "decode step": of_decode}
 
 
@@ -197,31 +215,53 @@ def _pairs(tokens: float) -> float:
 
 
 def _period_s(sample: Sample) -> float:
-    """Returns the median time between two tokens of a stream; its first gap, with the hand-over, does not count."""
-    return percentile(sorted(gap for record in sample.records for gap in record.gaps_s[1:]), 50)
+    """Returns the mean time between two tokens of a stream; its first gap, with the hand-over, does not count. (Not the
+    median: a client may read several tokens at once.)"""
+    gaps = [gap for record in sample.records for gap in record.gaps_s[1:]]
+    return sum(gaps) / max(len(gaps), 1)
 
 
 def _link(
-    samples: Sequence[Sample], decode: DecodeCosts, sends: Mapping[str, float]
+    samples: Sequence[Sample], alone: Sequence[Sample], decode: DecodeCosts, work: Mapping[str, float]
 ) -> tuple[LinkCosts, int, Residual]:
-    """Fits hand-overs: the gap between the first two tokens of a lone request, less one decode step and `sends`."""
+    """Fits hand-overs: the gap between the first two tokens of a lone request, less one decode step and the processor
+    time (`work`) between them. What a hand-over adds to the time of the first token, compared with the requests
+    `alone`, is spent before; so is what does not fit into the gap."""
     tokens = sum(s.prefill.prompt_tokens for s in samples)
     token_bytes = max(1, round(sum(s.prefill.kv_bytes for s in samples) / tokens))
+    without = {s.load.input_len: _ttft_s(s) for s in alone}
+    added = sorted(_ttft_s(s) - without[s.load.input_len] for s in samples)
+    offer_s = min(max(percentile(added, 50), 0.0), work["send_s"])
     sizes, gaps, known_s = list[float](), list[float](), list[float]()
     for s in samples:
         sizes.append(s.load.input_len * token_bytes)
         gaps.append(percentile(sorted(r.gaps_s[0] for r in s.records if r.gaps_s), _QUIET))
         step_s = decode.plain_s(1, s.load.input_len + 1) + decode.idle_s
-        each_s = sends["send_token_s"] + sends["receive_token_s"]
-        known_s.append(step_s + sends["send_s"] + sends["receive_s"] + each_s * s.load.input_len)
+        each_s = work["send_token_s"] + work["receive_token_s"]
+        known_s.append(step_s + work["send_s"] - offer_s + work["receive_s"] + each_s * s.load.input_len)
+    excess = sorted(known - gap for gap, known in zip(gaps, known_s, strict=True))
+    accept_s = min(max(percentile(excess, 50), 0.0), work["receive_s"])
+    known_s = [known - accept_s for known in known_s]
     left = [max(gap - known, _LEAST_LATENCY_S) for gap, known in zip(gaps, known_s, strict=True)]
     coefficients, _ = fit({"latency_s": [1.0] * len(sizes), "byte_s": sizes}, left)
     link = LinkCosts(
-        coefficients["latency_s"], 1.0 / coefficients["byte_s"] if coefficients["byte_s"] else 1e15, **sends
+        coefficients["latency_s"],
+        1.0 / coefficients["byte_s"] if coefficients["byte_s"] > _LEAST_BYTE_S else 1 / _LEAST_BYTE_S,
+        work["send_s"] - offer_s,
+        work["send_token_s"],
+        work["receive_s"] - accept_s,
+        work["receive_token_s"],
+        offer_s,
+        accept_s,
     )
-    fitted = [o + link.latency_s + size / link.bytes_per_s for o, size in zip(known_s, sizes, strict=True)]
+    fitted = [known + link.latency_s + size / link.bytes_per_s for known, size in zip(known_s, sizes, strict=True)]
     errors = sorted(abs(value - gap) / gap for value, gap in zip(fitted, gaps, strict=True))
     return link, token_bytes, Residual(percentile(errors, 50), errors[-1], len(errors))
+
+
+def _ttft_s(sample: Sample) -> float:
+    """Returns the first-token time of a load's requests when nothing else delays them."""
+    return percentile(sorted(r.ttft_s for r in sample.records if r.ttft_s is not None), _QUIET)
 
 
 def _front(
@@ -231,8 +271,7 @@ def _front(
     for s in alone:
         steps, tokens = s.prefill.steps / s.load.requests, s.prefill.prompt_tokens / s.load.requests
         step_s = (prefill.base_s + prefill.row_s + prefill.idle_s) * steps + prefill.token_s * tokens
-        ttft = sorted(r.ttft_s for r in s.records if r.ttft_s is not None)
-        around.append(percentile(ttft, _QUIET) - step_s - prefill.pair_s * _pairs(tokens))
+        around.append(_ttft_s(s) - step_s - prefill.pair_s * _pairs(tokens))
     request_s = max(0.0, min(around))
     if not all(s.front_cpu_s for s in samples):
         return FrontCosts(request_s=request_s), {}

@@ -67,6 +67,11 @@ class Sample:
     elapsed_s: float
 
     @property
+    def cpu_s(self) -> float:
+        """The processor time of all processes that are on this host."""
+        return self.prefill.cpu_s + self.decode.cpu_s + self.front_cpu_s + self.client_cpu_s
+
+    @property
     def handed_over(self) -> int:
         """The requests that did not end at prefill."""
         return self.load.requests if self.load.output_len > 1 else 0
@@ -148,6 +153,10 @@ class LoadClient:
                 cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
             )
         return counters
+
+    def cpu_s(self) -> float:
+        """Returns the processor time of the coordinator and all workers, as far as they are on this host."""
+        return self._front_cpu_s() + sum(counters.cpu_s for counters in self._counters().values())
 
     def _front_cpu_s(self) -> float:
         return cpu_seconds(int(get_cluster(self.url).document["coordinator"].get("pid", 0)))

@@ -80,8 +80,9 @@ class DecodeCosts:
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
     """A hand-over. Its last chunk takes `latency_s` plus its bytes over `bytes_per_s`; a link sends one chunk at a
-    time. `send_s` and `send_token_s` are processor time of the prefill worker for a request and for each of its tokens,
-    `receive_s` and `receive_token_s` of the decode worker; 0 where it was not measured."""
+    time. The others are processor time: of the prefill worker `offer_s` while the first chunk computes, `send_s` after
+    the last one and `send_token_s` for each token; of the decode worker `accept_s` at the offer, `receive_s` at the end
+    and `receive_token_s` for each token; 0 where it was not measured."""
 
     latency_s: float
     bytes_per_s: float
@@ -89,6 +90,8 @@ class LinkCosts:
     send_token_s: float = 0.0
     receive_s: float = 0.0
     receive_token_s: float = 0.0
+    offer_s: float = 0.0
+    accept_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,13 @@ class Replay:
         # Half of the client's work for a request comes before it is sent, half after its end.
         computed_s = half_s + front.admit_cpu_s(0) + front.deliver_cpu_s(1, 1) + front.read_cpu_s(1, 1)
         wait_s = max(front.request_s - computed_s, 0.0)
-        self._client.run(half_s, lambda: self._front.run(admit_s, lambda: self.loop.later(wait_s, self._admit, job)))
+
+        def written() -> None:
+            if self._clients:  # in an open loop times count from when the request was due
+                times.sent_at = self.loop.now
+            self._front.run(admit_s, lambda: self.loop.later(wait_s, self._admit, job))
+
+        self._client.run(half_s, written)
 
     def _prompt(self, number: int, row: TraceRow) -> tuple[int, ...]:
         if not self._prefixes:
@@ -269,8 +275,11 @@ class Replay:
 
     def _offer(self, job: _Job) -> None:
         """Offers the KV to the targets in order; parks it if none accepts."""
+        link = self.shape.prefill.link
+        _present(job.prefill).core.work(link.offer_s)
         for target in job.choice.targets:
             worker = self._decode[target.worker_id]
+            worker.core.work(link.accept_s)
             try:
                 cached = worker.reserve(job.request)
             except Unavailable:
@@ -309,8 +318,8 @@ class Replay:
         seconds = link.receive_token_s * tokens + link.receive_s * last
         if last:
             self.loop.at(free_at + link.latency_s, self._receive, job, seconds)
-        elif seconds > 0.0:
-            self.loop.at(free_at, _present(job.decode).core.run, seconds, 0.0, _nothing)
+        else:
+            self.loop.at(free_at, _present(job.decode).core.work, seconds)
 
     def _receive(self, job: _Job, seconds: float) -> None:
         if seconds > 0.0:
@@ -403,8 +412,14 @@ class Replay:
         self._through(len(jobs), arrive)
 
     def _through(self, tokens: int, done: Callable[[], object]) -> None:
+        """One message of a worker on its way to the client, where it arrives before it is parsed."""
         front = self.shape.decode.front
-        self._front.run(front.token_cpu_s * tokens, lambda: self._client.run(front.client_token_cpu_s * tokens, done))
+
+        def read() -> None:
+            self._client.run(0.0, done)
+            self._client.run(front.read_cpu_s(1, tokens), _nothing)
+
+        self._front.run(front.deliver_cpu_s(1, tokens), read)
 
     def _arrived(self, job: _Job, produced: int) -> None:
         now, times = self.loop.now, job.times

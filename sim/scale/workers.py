@@ -75,6 +75,11 @@ class Core:
         else:
             self._host.run(seconds, self.cores, lambda: self._loop.later(idle_s, done))
 
+    def work(self, seconds: float) -> None:
+        """Computes beside the steps for `seconds`, which delays them on a shared core only."""
+        if seconds > 0.0:
+            self.run(seconds, 0.0, lambda: None)
+
 
 class PrefillWorker:
     """Complete state: the scheduler, the sequences that have started, and whether a step is computed."""

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 LOADS = [
     ClosedLoop("warm-up", 2, 2, 30, 4),
-    *(ClosedLoop("prefill", 2, 1, n, 1) for n in (16, 100, 300, 600)),
+    *(ClosedLoop("prefill", 2, 1, n, 1) for n in (20, 200, 400, 600)),
     *(ClosedLoop("prefill backlog", 6, 3, n, 1) for n in (30, 200)),
     *(ClosedLoop("decode", n, n, 30, 20, shared=True) for n in (1, 3, 6)),
     *(ClosedLoop("decode", n, n, 300, 20) for n in (1, 2, 4)),
@@ -51,3 +51,14 @@ def test_a_cluster_with_several_workers_of_a_role_is_refused() -> None:
 
     with pytest.raises(StartupError, match="one ready decode worker; this cluster has 2"):
         command.calibrate(Two(), "cpu", shared_host=False, progress=lambda line: None)  # type: ignore[arg-type]
+
+
+def test_workers_of_one_role_that_differ_are_refused() -> None:
+    class Different:
+        def rows(self) -> list[dict[str, object]]:
+            names = ("block_size", "max_model_len", "blocks_total", "max_running", "tensor_parallel")
+            same = {"state": "ready", **dict.fromkeys(names, 8)}
+            return [{"role": "prefill", "step_tokens": tokens, **same} for tokens in (8, 9)]
+
+    with pytest.raises(StartupError, match=r"needs equal prefill workers; their step_tokens are \[8, 9\]"):
+        command.calibrate(Different(), "cpu", shared_host=True, progress=lambda line: None)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.fit import fit
 from tests.support.scale import CALIBRATION
 
-LINK = replace(CALIBRATION.link, send_s=2e-3, send_token_s=1e-6, receive_s=1e-3, receive_token_s=2e-6)
+LINK = replace(CALIBRATION.link, send_s=2e-3, send_token_s=1e-6, receive_s=1e-3, receive_token_s=2e-6, offer_s=5e-4)
 FRONT = replace(
     CALIBRATION.front,
     prompt_token_cpu_s=1e-6,
@@ -50,15 +50,16 @@ def sample(load: ClosedLoop, kind: Calibration, *, shared_host: bool) -> Sample:
     gap_s = link.latency_s + tokens * kind.token_bytes / link.bytes_per_s + decode.plain_s(1, tokens + 1)
     if shared_host:
         gap_s += link.send_s + link.receive_s + (link.send_token_s + link.receive_token_s) * tokens
-    ttft_s = front.request_s + (step_s + (0.0 if shared_host else steps * IDLE_S)) / n
+    offer_s = link.offer_s if shared_host and handed else 0.0
+    ttft_s = front.request_s + (step_s + (0.0 if shared_host else steps * IDLE_S)) / n + offer_s
     step = decode.plain_s(1, tokens + 1)
     arrivals = [ttft_s, *(ttft_s + gap_s + i * step for i in range(load.output_len - 1))]
     record = RequestRecord(0.0, tuple(arrivals), arrivals[-1], arrivals[-1], tokens, 0, load.output_len)
     messages = steps + rounds * batches
     front_s = n * front.admit_cpu_s(tokens) + front.deliver_cpu_s(messages, n * load.output_len)
     client_s = n * front.client_request_cpu_s + front.read_cpu_s(messages, n * load.output_len)
-    send_s = link.send_s * handed + link.send_token_s * sent
-    receive_s = link.receive_s * handed + link.receive_token_s * sent
+    send_s = (link.send_s + link.offer_s) * handed + link.send_token_s * sent
+    receive_s = (link.receive_s + link.accept_s) * handed + link.receive_token_s * sent
     return Sample(
         load,
         (record,) * n,
@@ -84,9 +85,20 @@ def test_fits_find_the_costs_behind_the_samples(shared_host: bool) -> None:
     assert found.link.bytes_per_s == pytest.approx(TRUE.link.bytes_per_s, rel=0.05)
     sends = found.link.send_s, found.link.send_token_s, found.link.receive_s, found.link.receive_token_s
     assert sends == pytest.approx((2e-3, 1e-6, 1e-3, 2e-6) if shared_host else (0.0,) * 4, rel=0.05)
+    assert found.link.offer_s == pytest.approx(5e-4 if shared_host else 0.0, rel=0.05)
+    assert found.link.accept_s == 0.0
     assert found.prefill.idle_s == pytest.approx(0.0 if shared_host else IDLE_S, rel=0.1)
     assert found.token_bytes == TRUE.token_bytes
     assert all(residual.largest < 0.03 for residual in found.residuals.values()), found.residuals
+
+
+def test_what_does_not_fit_between_two_tokens_is_done_at_the_offer() -> None:
+    link = replace(LINK, latency_s=1e-5, bytes_per_s=1e15, accept_s=6e-4)
+    kind = replace(TRUE, link=link)
+    given = [sample(load, kind, shared_host=True) for load in loads(LIMITS)]
+    fitted = costs(given, LIMITS.step_tokens, shared_host=True).link
+    assert (fitted.accept_s, fitted.receive_s) == pytest.approx((6e-4, 1e-3), rel=0.05)
+    assert fitted.latency_s == pytest.approx(1e-5, rel=0.1)
 
 
 def test_loads_stay_within_the_limits_of_the_cluster() -> None:

@@ -101,6 +101,23 @@ def test_speculation_accepts_with_the_measured_probability() -> None:
     assert fast.steps < 0.6 * plain.steps and fast.tpot.p50 < 0.7 * plain.tpot.p50
 
 
+def test_on_a_shared_host_offers_delay_first_tokens_and_messages_take_time() -> None:
+    """One request: a first token is later by the work of the offer; each token passes coordinator and client."""
+    front = replace(CALIBRATION.front, request_s=0.0, request_cpu_s=0.0, message_cpu_s=1e-3, token_cpu_s=0.0)
+    front = replace(front, client_message_cpu_s=2e-3)
+    link = replace(CALIBRATION.link, offer_s=0.01, accept_s=0.02, receive_s=2e-3)
+    kind = replace(CALIBRATION, front=front, link=link)
+    host = ClusterShape(kind, 1, kind, 1, cores=((0,), (1,)), host_cores=3)
+    times = [Replay(host, [TraceRow(0.0, 1000, length)]) for length in (1, 3)]
+    alone, handed = (replay.run(SLO).ttft.p50 for replay in times)
+    assert alone == pytest.approx(kind.prefill.prompt_s(1000, 2048) + 1e-3)
+    assert handed == pytest.approx(alone + 0.01)
+    (request,) = times[1].measured.times
+    hand_over_s = link.latency_s + 1000 * kind.token_bytes / link.bytes_per_s + 2e-3
+    decode_s = kind.decode.plain_s(1, 1001) + kind.decode.plain_s(1, 1002)
+    assert request.last_at - request.first_at == pytest.approx(hand_over_s + decode_s, rel=1e-6)
+
+
 def test_tasks_on_one_core_share_it() -> None:
     loop, ended = Loop(0), dict[str, float]()
     host = Host(loop, 2)
