@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -222,5 +223,6 @@ def _interleave_gate_up(gate_up: Projection) -> Projection:
     bias, scale = (
         None if of_rows is None else interleave(of_rows[:, None])[:, 0] for of_rows in (gate_up.bias, gate_up.scale)
     )
-    blocks = None if gate_up.blocks is None else gate_up.blocks.each(interleave)
-    return Projection(interleave(gate_up.weight), bias, scale, blocks)
+    if gate_up.blocks is not None:  # torch imports 130 MB of modules for operations on a weight without data
+        return replace(gate_up, bias=bias, blocks=gate_up.blocks.each(interleave))
+    return Projection(interleave(gate_up.weight), bias, scale)

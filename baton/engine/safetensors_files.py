@@ -40,7 +40,7 @@ class SafetensorsFiles:
     model that was saved without its head lack the prefix `model.` in their files.
 
     A file is mapped for each read: the pages of a longer mapping would count as memory of this process, up to the whole
-    checkpoint beside the weights.
+    checkpoint beside the weights (tests/engine/test_load_memory.py).
     """
 
     def __init__(self, model_dir: Path, *, quantized: bool = False) -> None:

@@ -1,0 +1,65 @@
+"""A rank never holds more than its part of the weights, 0.3 of that, and a listed remainder, while it loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_kernels_blocks import LEVELS
+from tests.support.checkpoints import make_checkpoint
+from tests.support.quantized import awq, write_quantized
+
+PIECE = 66 << 20
+"""Remainder: the last piece of memory for packed weights (native.Arena), up to the size of a piece."""
+SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_layers": 4, "num_heads": 16, "num_kv_heads": 8}
+LOAD = """
+import json, sys, torch
+from pathlib import Path
+from baton.engine.checkpoint import Checkpoint, read_model_config
+from baton.engine.kernels.native import load
+from baton.engine.model_native import NativeModel
+from baton.engine.parallel import TPGroup
+from baton.engine.weights import WeightReader
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) << 10
+
+def build(directory, rank, size):
+    config, group = read_model_config(directory), TPGroup(rank, size)
+    reader = WeightReader(Checkpoint(directory), config, group, torch.bfloat16, torch.device("cpu"))
+    reader.in_blocks = True
+    return NativeModel(config, reader, group, kernels, 64, 1), reader.bytes_read
+
+torch.set_num_threads(1)
+kernels = load(sys.argv[1])
+build(Path(sys.argv[2]), 0, 1)  # allocates what is allocated once
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # restarts the peak
+model, part = build(Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
+print(json.dumps([status("VmHWM") - before, part]))
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("models")
+    large = make_checkpoint(made / "bf16", "llama", dtype="bfloat16", head_dim=64, **SHAPE)
+    write_quantized(large, made / "awq", awq(group=128))
+    return {"tiny": make_checkpoint(made / "tiny", "llama", dtype="bfloat16"), "bf16": large, "awq": made / "awq"}
+
+
+@pytest.mark.skipif(not LEVELS, reason="no processor with bf16 products")
+@pytest.mark.parametrize(("kind", "rank", "size"), [("bf16", 0, 1), ("bf16", 1, 2), ("awq", 0, 1), ("awq", 1, 2)])
+def test_the_peak_is_the_part_and_a_remainder(models: dict[str, Path], kind: str, rank: int, size: int) -> None:
+    arguments = [LEVELS[-1], str(models["tiny"]), str(models[kind]), str(rank), str(size)]
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=True, timeout=100
+    )
+    peak, part = json.loads(done.stdout)
+    assert part > {"bf16": 100 << 20, "awq": 35 << 20}[kind] // size
+    assert peak < 1.3 * part + PIECE, (peak / part, part)
