@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from tools.shape import classes, code_lines, complete_state, fillers, imports
+from tools.shape import classes, code_lines, complete_state, fillers, imports, product_files
 
 SOURCE = '''"""A module."""
 # a comment
@@ -46,3 +46,15 @@ def test_classes_of_one_name_are_listed_with_their_files() -> None:
 def test_paragraphs_of_state_are_counted() -> None:
     source = 'class A:\n    """What it is.\n\n    Complete state: `x`.\n    """\n\n    x = "Complete state"\n'
     assert complete_state(ast.parse(source)) == 1
+
+
+def test_a_class_name_says_which_class_it_is() -> None:
+    """Only the two ends of a hand-over share theirs. The engine's variants may have a name of the core in common."""
+    files = {path: tree for path, tree in product_files().items() if not path.startswith("baton/engine/")}
+    twice = classes(files)
+    assert len(files) > 200 and twice.keys() <= {"HandOver"}, twice
+
+
+def test_state_is_described_beside_its_fields() -> None:
+    paragraphs = [path for path, tree in product_files().items() if complete_state(tree)]
+    assert not paragraphs, "write comments at the fields instead of a paragraph"
