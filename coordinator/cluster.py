@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import (
+    AdapterStates,
     Assign,
     Command,
     Drain,
@@ -28,7 +29,7 @@ from baton.core.commands import (
     Target,
     Welcome,
 )
-from baton.core.errors import InvariantError, JoinRefused, ProtocolError, Unavailable
+from baton.core.errors import InvalidRequest, InvariantError, JoinRefused, ProtocolError, Unavailable
 from baton.core.events import StepEvents
 from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
@@ -44,6 +45,7 @@ from coordinator.policy.actions import (
     Send,
     StartPrefill,
 )
+from coordinator.policy.adapters import Adapter, AdapterTable
 from coordinator.policy.choice import Choice
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
@@ -52,6 +54,8 @@ from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
+LOAD_ADAPTER_S = 90.0  # how long the workers have to load an adapter
+LOAD_ADAPTER_POLL_S = 0.05
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster have to report it
 ToWorker = Welcome | Command | HeartbeatAck
 
@@ -88,8 +92,11 @@ class Cluster:
         token: str = "",
         hold_s: float = 30.0,
         max_deaths: int = 5,
+        adapters: AdapterTable | None = None,
     ) -> None:
         """Workers must present `token`, unless it is empty."""
+        self.adapters = adapters or AdapterTable()
+        self.own_model = own_model
         self.workers = WorkerTable(lease_s, own_model)
         self.requests = Requests(self.workers, max_queued_requests, max_queued_tokens, hold_s, max_deaths)
         self.run_id = secrets.token_hex(8)
@@ -130,6 +137,41 @@ class Cluster:
             self._notify.pop(choice.name, None)
         self.requests.forget(choice)
 
+    async def load_adapter(self, adapter: Adapter, *, replace: bool = False) -> None:
+        """Returns when every ready worker has the adapter, whose name clients may choose from then on.
+
+        Raises:
+            BatonError: its name is taken, or a worker cannot load it, with that worker's reason; then none keeps it.
+        """
+        if (role := self.requests.dispatcher.missing_role()) is not None:
+            raise Unavailable(f"no {role} worker is ready", code=f"no_{role}_worker", retry_after_s=2)
+        self.adapters.load(adapter, replace=replace)
+        digest, deadline, added = adapter.source.digest, time.monotonic() + LOAD_ADAPTER_S, False
+        try:
+            self._require_adapters()
+            while missing := [w for w in self.workers.present() if w.ready and not w.has(digest)]:
+                names = ", ".join(w.worker_id for w in missing)
+                for worker in missing:
+                    if (reason := worker.adapter_failures.get(digest)) is not None:
+                        raise InvalidRequest(f"{worker.worker_id}: {reason}", param="lora_path")
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"{names} did not load the adapter within {LOAD_ADAPTER_S:g} s")
+                await asyncio.sleep(LOAD_ADAPTER_POLL_S)
+            added = True
+        finally:
+            if added:
+                self.adapters.loaded(adapter)
+                log.info("adapter %s (%.12s) is loaded", adapter.name, digest)
+            else:
+                self.adapters.failed(adapter)
+            self._release_adapters()
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes the name of an adapter; requests that run finish with it. Raises NotFound."""
+        self.adapters.unload(name)
+        log.info("adapter %s is unloaded", name)
+        self._release_adapters()
+
     # For sessions with workers.
 
     def join(self, join: Join, peer: str) -> asyncio.Queue[ToWorker]:
@@ -160,6 +202,8 @@ class Cluster:
         queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._signer.key, tracked, now_ms))
         if joined.worker.drain_by is not None:  # the command may have been lost with the previous session
             queue.put_nowait(Drain(max(joined.worker.drain_by - time.monotonic(), 0.0)))
+        if self.adapters.required.adapters:
+            queue.put_nowait(self.adapters.required)
         self._outgoing[worker] = queue  # from here on, requests of the old incarnation may be placed on this one
         log.info("%s worker %s joined (incarnation %d)", join.role, worker, join.incarnation)
         if joined.replaced is not None:
@@ -185,6 +229,8 @@ class Cluster:
         match message:
             case StepEvents():
                 self._execute(self.requests.on_events(worker, message, time.monotonic()))
+            case AdapterStates():
+                self._adapters_changed(worker, message)
             case Heartbeat(number, _, gpu):
                 self.workers.update_gpu(worker, gpu)
                 self.send(worker, HeartbeatAck(number))
@@ -245,6 +291,7 @@ class Cluster:
                 self._outgoing.pop(worker.worker_id, None)
                 self._lost(worker, why)
             self._execute(self.requests.tick(time.monotonic()))
+            self._release_adapters()
             if not idle and not len(self.requests):
                 self.requests.check()
             idle = not len(self.requests)
@@ -272,6 +319,26 @@ class Cluster:
         give_up_at = time.monotonic() + DRAINED_TIMEOUT_S
         while self._outgoing and time.monotonic() < give_up_at:
             await asyncio.sleep(0.02)
+
+    def _require_adapters(self) -> None:
+        for worker in self.workers.present():
+            worker.adapter_failures = {}
+            self.send(worker.worker_id, self.adapters.required)
+
+    def _release_adapters(self) -> None:
+        """Makes the workers drop adapters that have no name and no request any more."""
+        if self.adapters.retired:
+            in_use = {choice.request.adapter for choice in self.requests if not choice.ended}
+            if self.adapters.release(in_use):
+                self._require_adapters()
+
+    def _adapters_changed(self, worker_id: str, states: AdapterStates) -> None:
+        if (worker := self.workers.get(worker_id)) is None:
+            return
+        worker.update_adapters(states)
+        for failure in states.failed:
+            log.error("%s cannot load adapter %.12s: %s", worker_id, failure.digest, failure.reason)
+        self._execute(self.requests.worker_joined(time.monotonic()))
 
     def _lost(self, worker: Worker, why: str) -> None:
         before = self.requests.rescheduled

@@ -28,9 +28,11 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
 from baton.runtime.loop_watch import LoopWatch
+from coordinator.adapters import load_adapter
 from coordinator.cluster import Cluster
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
+from coordinator.policy.adapters import AdapterTable
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.quotas import Client, Quotas
 from coordinator.reader import Reader
@@ -194,6 +196,19 @@ class Pipeline:
         """Returns the choices of a request; none if it is no longer recorded."""
         return self._recent.named(self._cluster.requests, request_id, time.monotonic())
 
+    @property
+    def adapters(self) -> AdapterTable:
+        """The LoRA adapters, which clients choose as the model."""
+        return self._cluster.adapters
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool) -> None:
+        """Loads an adapter at all workers. Raises BatonError."""
+        await load_adapter(self._cluster, name, path, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Removes the name of an adapter; running requests finish with it. Raises NotFound."""
+        self._cluster.unload_adapter(name)
+
     def max_model_len(self, prompt_tokens: int) -> int | None:
         """See `WorkerTable.max_model_len`."""
         return self._cluster.workers.max_model_len(prompt_tokens)
@@ -271,6 +286,7 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
         priority=submission.priority,
         cache_salt=submission.cache_salt,
         pooling=submission.pooling,
+        adapter=submission.adapter,
     )
 
 

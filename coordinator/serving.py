@@ -26,6 +26,7 @@ from baton.runtime.ports import bind
 from baton.runtime.ready_file import write_ready_file
 from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
+from coordinator.adapters import add_adapters
 from coordinator.api_keys import FROM_UP, SHORT, ApiKeys, is_short, read_api_keys
 from coordinator.cluster import Cluster
 from coordinator.connections import allow_connections, few_connections
@@ -38,6 +39,7 @@ from coordinator.http.server import HttpServer
 from coordinator.inference.served import ServedModel
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
+from coordinator.policy.adapters import AdapterTable
 from coordinator.policy.joining import OwnModel
 from coordinator.responses_store import DatabaseResponses, MemoryResponses, Responses
 from coordinator.structured_output import GrammarCompiler
@@ -87,7 +89,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         token,
         config.hold_s,
         config.max_deaths,
+        AdapterTable(name, config.max_loras, config.max_lora_rank),
     )
+    add_adapters(cluster, config.lora, own_model.config)
     loop_watch = LoopWatch()
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
@@ -101,7 +105,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     batches_key = _batches_key(config, keys, token)
     settings = _settings(config, name, keys, "api" if apart else "all", front, batches_key)
     responses = _responses(config)
-    inference = ServedModel(name, settings.version)
+    inference = ServedModel(name, settings.version, adapters=cluster.adapters)
     app = create_app(pipeline, text, settings, inference, responses)
     allow_connections()
     if few := few_connections():
@@ -187,6 +191,7 @@ def _settings(
         strict_fields=config.strict_fields,
         batches_address=config.batches_address,
         batches_key=batches_key,
+        allow_lora_updating=config.allow_runtime_lora_updating,
     )
 
 

@@ -27,7 +27,8 @@ class Submission:
     `traceparent` is the client's span (W3C Trace Context), if it sent one. The output has to match `constraint`; until
     that is compiled, `sampling` has no grammar. `admitted`: it is one of several prompts of a request that counts
     against its client's quota as a whole. `new_parser` makes a parser of tool calls and reasoning for the text of one
-    choice. With `pooling` nothing is generated: the only delta has a vector.
+    choice. `adapter` is the digest of the LoRA adapter that computes it; empty for the model itself. With `pooling`
+    nothing is generated: the only delta has a vector.
     """
 
     request_id: str
@@ -46,14 +47,16 @@ class Submission:
     traceparent: str = ""
     constraint: Constraint | None = None
     admitted: bool = False
+    adapter: str = ""
     new_parser: Callable[[], Parser | None] = field(default=lambda: None, compare=False)
     pooling: Pooling = ""
 
-    def of(self, client: Client, traceparent: str = "") -> Submission:
-        """Returns the submission as this client's, with the traceparent that it sent and a priority no more urgent than
-        the client's own."""
+    def of(self, client: Client, traceparent: str = "", adapter: str = "") -> Submission:
+        """Returns the submission as this client's, with the traceparent that it sent, the adapter that it chose and a
+        priority no more urgent than the client's own."""
         priority = max(self.priority, client.priority)
-        return replace(self, client=client, priority=priority, traceparent=traceparent[:MAX_TRACEPARENT])
+        own = replace(self, client=client, priority=priority, adapter=adapter)
+        return replace(own, traceparent=traceparent[:MAX_TRACEPARENT])
 
 
 @dataclass(frozen=True, slots=True)

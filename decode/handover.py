@@ -522,11 +522,13 @@ TABLE: Table = {
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What an offer is checked against: the run's handle key, the run's clock, and whether this worker drains."""
+    """What an offer is checked against: the run's handle key, the run's clock, whether this worker drains, and the
+    digests of its LoRA adapters."""
 
     handle_key: bytes
     run_clock_ms: float
     draining: bool = False
+    adapters: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -581,6 +583,8 @@ class HandOvers:
             raise Unavailable("the sequence was aborted", code=ErrorCode.ABORTED)
         if admission.draining:
             raise Unavailable("this decode worker is draining", code=ErrorCode.DRAINING)
+        if request.adapter and request.adapter not in admission.adapters:
+            raise Unavailable(f"adapter {request.adapter:.12} is not loaded at this decode worker")
         if offer.num_tokens != request.num_prefill_tokens:
             raise Unavailable(f"the offer has {offer.num_tokens} tokens, its request {request.num_prefill_tokens}")
         check_tokens(request, self.destination.vocab_size)

@@ -181,6 +181,9 @@ class DecodeWorker:
         self.receiver.end(sequence, reason)
         return True
 
+    def adapters_in_use(self) -> set[str]:
+        return {sequence.request.adapter for sequence in self.scheduler.sequences.values()}
+
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return self.scheduler.sequence_ids()
 
@@ -236,7 +239,8 @@ class DecodeWorker:
             raise JoinRefused(f"link refused: gpus: {reason}; {how}", param="gpus")
 
     def admission(self) -> Admission:
-        return Admission(self.main_loop.handle_key, self.main_loop.run_clock_ms(), self.main_loop.draining)
+        loop = self.main_loop
+        return Admission(loop.handle_key, loop.run_clock_ms(), loop.draining, loop.adapters.loaded)
 
     def ready(self, sequence: SequenceId) -> None:
         self._arrived.add(sequence)

@@ -246,9 +246,10 @@ class PrefillScheduler:
         tokens = sum(self._remainder(s, starts) - self.cache.num_matching_tokens(s) for s in after)
         return after if tokens >= self.step_tokens else []
 
-    def _beginning(self, sequence: Sequence) -> tuple[str, tuple[int, ...]]:
+    def _beginning(self, sequence: Sequence) -> tuple[str, str, tuple[int, ...]]:
         """Returns what two sequences that could share cached blocks have in common."""
-        return sequence.request.cache_salt, sequence.tokens(0, self.layout.block_size)
+        request = sequence.request
+        return request.cache_salt, request.adapter, sequence.tokens(0, self.layout.block_size)
 
     def _order(self, sequence: Sequence, starts: Mapping[Sequence, int]) -> tuple[float, int]:
         """Sort key: the sequence with the lowest one is computed first."""

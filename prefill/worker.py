@@ -194,6 +194,9 @@ class PrefillWorker:
             self.sender.abort(sequence, reason)
         return self.scheduler.abort(sequence_id)
 
+    def adapters_in_use(self) -> set[str]:
+        return {sequence.request.adapter for sequence in self.scheduler.sequences.values()}
+
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return self.scheduler.sequence_ids()
 
@@ -216,6 +219,7 @@ class PrefillWorker:
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
         try:
+            self.main_loop.adapters.check(request.adapter)
             check_tokens(request, self.facts.vocab_size)
             check_sampling(request.sampling, request.max_tokens, self.facts.vocab_size)
             hand_over = bool(command.targets)

@@ -90,6 +90,37 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """A LoRA adapter: its identity (`adapter_config.adapter_digest`), and the directory where workers read it."""
+
+    digest: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetAdapters:
+    """All LoRA adapters that a worker must have: it loads those that it lacks, and drops others. It reports the result
+    with `AdapterStates`, also if nothing changed."""
+
+    adapters: tuple[AdapterSource, ...] = ()
+    max_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFailure:
+    digest: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStates:
+    """From a worker: the digests of the LoRA adapters that it has, and those that it cannot load."""
+
+    loaded: tuple[str, ...] = ()
+    failed: tuple[AdapterFailure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseRecords:
     """The coordinator has received everything about these sequences."""
 
@@ -127,4 +158,4 @@ class HeartbeatAck:
     sequence_number: int
 
 
-Command = Prefill | Assign | Abort | ReleaseRecords | Drain
+Command = Prefill | Assign | Abort | ReleaseRecords | Drain | SetAdapters

@@ -78,6 +78,21 @@ class ModelConfig:
         """As `longest_of`."""
         return longest_of(self.max_position_embeddings, max_model_len)
 
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of every decoder layer by name, with the number of outputs and inputs of each."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+
     def kv_layout(self, block_size: int, dtype: DType) -> KVLayout:
         """Returns the KV cache layout of this model: one attention entry per layer, all KV heads."""
         return KVLayout(

@@ -159,7 +159,7 @@ class PrefixCache:
         chain = sequence.block_keys
         if chain is None:
             request = sequence.request
-            chain = KeyChain(self.model_digest, request.tenant, request.cache_salt, self.block_size)
+            chain = KeyChain(self.model_digest, request.tenant, request.cache_salt, request.adapter, self.block_size)
             sequence.block_keys = chain
         return chain.grow(sequence.tokens, num_tokens)
 

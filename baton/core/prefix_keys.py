@@ -1,8 +1,9 @@
 """Keys that identify KV blocks by their content.
 
 The key of a full block is a keyed hash over its tokens and the key of the block before it, so it represents all tokens
-from the first on; the hash is keyed by the model's digest, the request's tenant and its salt, so that equal keys mean
-equal KV and requests of different tenants or salts share no key. The coordinator computes the same keys as the workers.
+from the first on; the hash is keyed by the model's digest and the request's tenant, salt and LoRA adapter, so that
+equal keys mean equal KV and requests of different tenants, salts or adapters share no key. The coordinator computes the
+same keys as the workers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class KeyChain:
 
     __slots__ = ("_block_size", "_root", "keys")
 
-    def __init__(self, model_digest: str, tenant: str, salt: str, block_size: int) -> None:
+    def __init__(self, model_digest: str, tenant: str, salt: str, adapter: str, block_size: int) -> None:
         named = hashlib.blake2b(digest_size=32, person=b"baton prefix")
-        for part in (model_digest.encode(), tenant.encode(), salt.encode()):
+        for part in map(str.encode, (model_digest, tenant, salt, adapter)):
             named.update(struct.pack("<Q", len(part)) + part)
         self._root = named.digest()
         self._block_size = block_size

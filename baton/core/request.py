@@ -106,7 +106,8 @@ class GenerateRequest:
     attempt has the same request: `output` holds the tokens that earlier attempts produced.
 
     `eos_token_ids` is empty when the client asked to ignore EOS. `deadline_s` is the time left, in seconds, when the
-    value was created; each process converts it to an instant of its own monotonic clock.
+    value was created; each process converts it to an instant of its own monotonic clock. `adapter` is the digest of the
+    LoRA adapter that computes it (baton.core.adapter_config); empty for the model itself.
     """
 
     request_id: str
@@ -126,6 +127,7 @@ class GenerateRequest:
     pooling: Pooling = ""
     """Generate nothing: return one vector, the final hidden state of the prompt's last token or the mean of those of
     all tokens; of a model with a classification head, its scores of the last token."""
+    adapter: str = ""
 
     @property
     def sequence_id(self) -> SequenceId:

@@ -178,6 +178,7 @@ class Sequence:
             self._history(len(self.output)) if num_sampled else None,
             self._scored(start, end) if score else (),
             "" if self.request.pooling == "last" and end < self.num_tokens else self.request.pooling,
+            self.request.adapter,
         )
 
     def row_behind(self, last: Row) -> Row:
@@ -189,8 +190,10 @@ class Sequence:
         if self.request.sampling.depends_on_history or last.num_sampled != 1:
             raise InvariantError(f"{self.id}: the row after position {last.end - 1} depends on its token")
         index = last.output_index + 1
-        history = self._history(index)
-        return Row(self.id, last.end, (0,), self.block_ids, self.request.sampling, 1, index, history)
+        history, request = self._history(index), self.request
+        return Row(
+            self.id, last.end, (0,), self.block_ids, request.sampling, 1, index, history, adapter=request.adapter
+        )
 
     def _history(self, index: int) -> History | None:
         """Returns what sampling output `index` depends on, or None."""

@@ -37,7 +37,7 @@ class Row:
     tokens before it (drafts) were output. `num_sampled` 0 computes KV only. `history` is set when sampling depends on
     earlier tokens (Sequence.row decides that). `scored[i]` is the known token after position start + i, whose
     log-probability is requested. `pooling` requests the final hidden state of the row's last token, or the sum of those
-    of all its tokens.
+    of all its tokens. `adapter` is the digest of the LoRA adapter that computes it; empty for none.
     """
 
     sequence_id: SequenceId
@@ -50,6 +50,7 @@ class Row:
     history: History | None = None
     scored: tuple[int, ...] = ()
     pooling: str = ""
+    adapter: str = ""
 
     @property
     def end(self) -> int:
@@ -68,6 +69,7 @@ class Row:
             self.output_index,
             self.history,
             self.scored,
+            adapter=self.adapter,
         )
 
 

@@ -122,6 +122,15 @@ class Batch:
         slots = self.block_ids[indexes] * self.block_size + positions % self.block_size
         return to_device(torch.from_numpy(slots), self.device)
 
+    @cached_property
+    def adapters(self) -> dict[str, array[int]]:
+        """The packed indexes of the rows of each LoRA adapter, by its digest."""
+        tokens: dict[str, array[int]] = {}
+        for row, first in zip(self.rows, self.table[::4], strict=True):
+            if row.adapter:
+                tokens.setdefault(row.adapter, array("q")).extend(range(first, first + len(row.tokens)))
+        return tokens
+
     @property
     def _positions(self) -> Ints:
         return _ranges(self.starts, self.lengths)

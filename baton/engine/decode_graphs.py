@@ -140,9 +140,9 @@ class DecodeGraphs:
         return logits.index_select(0, to_device(at, self._device))
 
     def shape_of(self, batch: Batch) -> Shape | None:
-        """The shape whose graph computes this batch, or None if no shape fits."""
+        """The shape whose graph computes this batch, or None if no shape fits: no graph contains LoRA adapters."""
         lengths = batch.lengths
-        if not len(lengths):
+        if not len(lengths) or batch.adapters:
             return None
         longest = int(lengths.max())
         length = next((known for known in self._lengths if known >= longest), 0)

@@ -27,6 +27,7 @@ from baton.core.ranks import Ranks
 from baton.core.request import POOLINGS, Pooling, SamplingParams, SequenceId, TokenBias
 from baton.core.reshard import local_layout
 from baton.core.step import History, Row, StepPlan
+from baton.engine.adapters import Adapters
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.computing import build_model, how_to_compute
 from baton.engine.device import check_triton, choose_device, choose_dtype
@@ -123,6 +124,7 @@ def load_runner(
             parameter_bytes=weights.bytes_read,
             grammars=grammars,
             classifier=classifier,
+            adapters=Adapters(model, config, group, torch.empty(0, dtype=weights.dtype, device=device)),
         )
         return runner, computing
 

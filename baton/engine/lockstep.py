@@ -6,9 +6,9 @@ in both directions. One control thread per process reads them. If a connection c
 rank is lost: `on_lost` is called once, on the thread that detects it, and the process must end, because a worker cannot
 compute without all its ranks. A drained leader sends `RankStop` first: closed connections are then ignored.
 
-A follower's control thread passes plans to the compute thread (`follow`). Any other frame is an order
-(`set_order_handler`), executed immediately on the control thread or, if it has an attribute `after_step` and that step
-is not computed yet, on the compute thread right after that step. Step numbers rise.
+A follower's control thread passes plans, and adapters to drop, to the compute thread (`follow`). Any other frame is an
+order (`set_order_handler`), executed immediately on the control thread or, if it has an attribute `after_step` and that
+step is not computed yet, on the compute thread right after that step. Step numbers rise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton.core.listening import ListeningClock
 from baton.core.liveness import LOADING_SILENCE_S, MAX_RANK_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, RankPeer, Store, dial_leader, gather_followers
-from baton.runtime.frames import Failed, Hello, Lost, RankHeartbeat, RankLeave, RankStop, encode
+from baton.runtime.frames import DropAdapter, Failed, Hello, Lost, RankHeartbeat, RankLeave, RankStop, encode
 
 log = logging.getLogger("baton.lockstep")
 
@@ -248,7 +248,9 @@ class FollowerChannel(Channel):
         with contextlib.suppress(RankLost):
             self._send(self._peers, RankLeave())
 
-    def follow(self, step: Callable[[StepPlan], StepOutcome]) -> str:
+    def follow(
+        self, step: Callable[[StepPlan], StepOutcome], drop_adapter: Callable[[str], None] = lambda digest: None
+    ) -> str:
         """Computes the leader's plans on the calling thread until the leader sends Stop; returns its reason. Raises
         RankLost when the leader is lost."""
         while True:
@@ -257,6 +259,9 @@ class FollowerChannel(Channel):
                 raise self.lost or RankLost("lost the connection to the leader")
             if isinstance(frame, RankStop):
                 return frame.reason
+            if isinstance(frame, DropAdapter):
+                drop_adapter(frame.digest)
+                continue
             step(frame)
             with self._computing:
                 self._computed = frame.step_id
@@ -268,7 +273,7 @@ class FollowerChannel(Channel):
     def handle(self, peer: RankPeer, frame: Any) -> None:
         if isinstance(frame, RankStop):
             self._ended.set()
-        if isinstance(frame, RankStop | StepPlan):
+        if isinstance(frame, RankStop | StepPlan | DropAdapter):
             self._work.put(frame)
             return
         with self._computing:

@@ -10,21 +10,63 @@ Shapes: T tokens, S sampled positions, H and K query and KV heads of this rank, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
+from baton.engine.adapters import AdapterLayer, AdapterProjection, AdapterTable
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
+from baton.engine.device_stream import to_device
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import LayerOps
+from baton.engine.layers import LayerOps, Linear
 from baton.engine.parallel import TPGroup
-from baton.engine.weights import LayerWeights, WeightReader
+from baton.engine.weights import LayerWeights, Projection, WeightReader
+
+
+class LowRank:
+    """Adds x @ a.T @ b.T to a linear layer's output, for the rows of one adapter; b [outputs, ranks] has zeros where a
+    rank is of another of the layer's modules."""
+
+    def __init__(self, projection: AdapterProjection, outputs: int, layer_ops: LayerOps) -> None:
+        a = projection.a
+        b, rank = a.new_zeros(outputs, len(a)), 0
+        for part in projection.parts:
+            part_outputs, part_rank = part.weight.shape
+            b[part.first : part.first + part_outputs, rank : rank + part_rank] = part.weight
+            rank += part_rank
+        self._a, self._b = (layer_ops.make_linear(Projection(weight, None)) for weight in (a, b))
+
+    def add(self, y: Tensor, x: Tensor, rows: Tensor) -> None:
+        # A single row is computed twice, as for the logits.
+        twice = len(rows) == 1 and x.device.type == "cpu"
+        product = self._b(self._a(x.index_select(0, rows.repeat(2) if twice else rows)))
+        y.index_add_(0, rows, product[: len(rows)])
+
+
+class LowRankLayer(NamedTuple):
+    qkv: LowRank | None
+    attention_out: LowRank | None
+    gate_up: LowRank | None
+    down: LowRank | None
+
+
+Adapted = Sequence[tuple[LowRankLayer, Tensor]]
+"""The adapters of a step, in one layer, each with the packed indexes of its rows."""
+
+
+def _project(linear: Linear, x: Tensor, adapters: Iterable[tuple[LowRank | None, Tensor]]) -> Tensor:
+    y = linear(x)
+    for low_rank, rows in adapters:
+        if low_rank is not None:
+            low_rank.add(y, x, rows)
+    return y
 
 
 class DecoderLayer:
@@ -46,19 +88,37 @@ class DecoderLayer:
         self._gate_up = make_linear(weights.gate_up)
         self._down = make_linear(weights.down)
         self._swiglu = layer_ops.swiglu
+        self._layer_ops = layer_ops
+        linears = weights.qkv, weights.attention_out, weights.gate_up, weights.down
+        self._outputs = [len(linear.weight) for linear in linears]
+
+    def low_rank(self, adapter: AdapterLayer) -> LowRankLayer:
+        """Returns an adapter's part of this layer."""
+        pairs = zip((adapter.qkv, adapter.attention_out, adapter.gate_up, adapter.down), self._outputs, strict=True)
+        return LowRankLayer(*(None if each is None else LowRank(each, n, self._layer_ops) for each, n in pairs))
 
     def queries(
-        self, x: Tensor, delta: Tensor | None, rope: Any, cache: tuple[Tensor, Tensor], slots: Tensor
+        self,
+        x: Tensor,
+        delta: Tensor | None,
+        rope: Any,
+        cache: tuple[Tensor, Tensor],
+        slots: Tensor,
+        adapted: Adapted = (),
     ) -> tuple[Tensor, Tensor]:
         """x and delta [T, hidden] -> x + delta, and queries [T, H, D]; keys and values go into the cache."""
         x, normed = (x, self._attention_norm(x)) if delta is None else self._attention_norm.add(x, delta)
-        qkv = self._qkv(normed).view(x.shape[0], -1, self._head_dim)
+        qkv = _project(self._qkv, normed, ((layer.qkv, rows) for layer, rows in adapted))
+        qkv = qkv.view(x.shape[0], -1, self._head_dim)
         return x, self._heads(qkv, rope, cache, slots)
 
-    def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    def finish(self, x: Tensor, attended: Tensor, adapted: Adapted = ()) -> tuple[Tensor, Tensor]:
         """Adds the projection of `attended` [T, H * D] to x [T, hidden]; returns the sum and the MLP's output."""
-        x, normed = self._mlp_norm.add(x, self._group.all_reduce(self._attention_out(attended)))
-        return x, self._group.all_reduce(self._down(self._swiglu(self._gate_up(normed))))
+        out = _project(self._attention_out, attended, ((layer.attention_out, rows) for layer, rows in adapted))
+        x, normed = self._mlp_norm.add(x, self._group.all_reduce(out))
+        gate_up = _project(self._gate_up, normed, ((layer.gate_up, rows) for layer, rows in adapted))
+        down = _project(self._down, self._swiglu(gate_up), ((layer.down, rows) for layer, rows in adapted))
+        return x, self._group.all_reduce(down)
 
 
 class Embedding:
@@ -92,12 +152,17 @@ class Model:
         self._norm = layer_ops.make_norm(weights.final_norm(), config.rms_norm_eps)
         self._head = layer_ops.make_linear(weights.head())
         self._rope = layer_ops.rope
+        self.adapters = AdapterTable()
+
+    def add_adapter(self, digest: str, layers: Sequence[AdapterLayer]) -> None:
+        self.adapters[digest] = [own.low_rank(layer) for own, layer in zip(self._layers, layers, strict=True)]
 
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]."""
         prepared = {window: attention.prepare(batch.spans, window) for window in self.windows}
-        return self.compute(batch.tokens, batch.positions, batch.slots, batch.sampled, kv, attention, prepared)
+        at, adapted = (batch.tokens, batch.positions, batch.slots), self._adapted(batch)
+        return self.compute(*at, batch.sampled, kv, attention, prepared, adapted=adapted)
 
     def compute(
         self,
@@ -109,18 +174,27 @@ class Model:
         attention: Attention,
         prepared: Mapping[int, Any],
         out: Tensor | None = None,
+        adapted: Sequence[tuple[Sequence[LowRankLayer], Tensor]] = (),
     ) -> Tensor:
         """`forward` from tensors only: `prepared` is the result of `attention.prepare` for each of `windows`. With
-        `out` float32 [S, vocab] the logits are written there."""
-        x, delta = self._layers_of(tokens, positions, slots, kv, attention, prepared)
+        `out` float32 [S, vocab] the logits are written there. `adapted` is as in `_adapted`."""
+        x, delta = self._layers_of(tokens, positions, slots, kv, attention, prepared, adapted)
         return self._logits(x, delta, sampled, out)
 
     def forward_pooled(self, batch: Batch, kv: KVPool, attention: Attention) -> tuple[Tensor, Tensor]:
         """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
         prepared = {window: attention.prepare(batch.spans, window) for window in self.windows}
-        x, delta = self._layers_of(batch.tokens, batch.positions, batch.slots, kv, attention, prepared)
+        at, adapted = (batch.tokens, batch.positions, batch.slots), self._adapted(batch)
+        x, delta = self._layers_of(*at, kv, attention, prepared, adapted)
         states = self._normed(x, delta, batch.pooled)
         return self._logits(x, delta, batch.sampled, None), states
+
+    def _adapted(self, batch: Batch) -> Sequence[tuple[Sequence[LowRankLayer], Tensor]]:
+        """Returns the layers of the step's adapters, with the packed indexes of their rows."""
+        return [
+            (self.adapters[digest], to_device(torch.from_numpy(np.asarray(at)), batch.device))
+            for digest, at in batch.adapters.items()
+        ]
 
     def _layers_of(
         self,
@@ -130,14 +204,16 @@ class Model:
         kv: KVPool,
         attention: Attention,
         prepared: Mapping[int, Any],
+        adapted: Sequence[tuple[Sequence[LowRankLayer], Tensor]],
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the residual stream [T, hidden] after the last layer, and what is still to be added to it."""
         rope = self._rope(positions)
         x, delta = self._embedding(tokens), None
         for index, layer in enumerate(self._layers):
-            x, queries = layer.queries(x, delta, rope, kv.storage[index], slots)
+            here = [(layers[index], rows) for layers, rows in adapted]
+            x, queries = layer.queries(x, delta, rope, kv.storage[index], slots, here)
             attended = attention.attend(queries, *kv.storage[index], prepared[self._windows[index]])
-            x, delta = layer.finish(x, attended)
+            x, delta = layer.finish(x, attended, here)
         return x, delta
 
     def _logits(self, x: Tensor, delta: Tensor | None, sampled: Tensor, out: Tensor | None) -> Tensor:

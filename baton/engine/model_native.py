@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
+from baton.engine.adapters import AdapterLayer, AdapterTable
+from baton.engine.adapters_native import adapter_rows, pack_adapter
 from baton.engine.batch import Batch
 from baton.engine.kernels import native
 from baton.engine.kernels.native import Arena, Kernels
@@ -49,6 +51,7 @@ class NativeModel:
         local = shard_config(config, group)
         self.kernels, self._group, self._arena = kernels, group, Arena()
         self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, weights.dtype
+        self.adapters = AdapterTable()
         self._kept: list[Tensor] = []  # the tensors that the structs point to
         self._kv: KVPool | None = None
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config))
@@ -120,6 +123,9 @@ class NativeModel:
             gathered = self._group.gather(logits)
         return torch.empty((0, self._vocab_size)) if gathered is None else gathered[:, : self._vocab_size]
 
+    def add_adapter(self, digest: str, layers: Sequence[AdapterLayer]) -> None:
+        self.adapters[digest] = pack_adapter(layers)
+
     def propose(self, kv: KVPool, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
         """Computes all rows and drafts `counts[i]` tokens (at least one) after sampled position i, autoregressively;
         the last is not computed itself. For one rank; draws must not change logits; no row may sample twice."""
@@ -158,6 +164,8 @@ class NativeModel:
             rows.buffer_info()[0],
             x.data_ptr(),
             logits.data_ptr(),
+            adapter_rows(self.adapters, batch.adapters) if batch.adapters else None,
+            len(batch.adapters),
         )
 
     def _forward_on_ranks(self, batch: Batch, x: Tensor, model: object, step: native.Step) -> None:

@@ -19,6 +19,7 @@ from baton.core.compatibility import Compatibility
 from baton.core.errors import InvariantError
 from baton.core.model_config import AnyConfig
 from baton.core.step import StepOutcome, StepPlan
+from baton.engine.adapters import Adapters
 from baton.engine.batch import Batch, RowLimits, make_batch
 from baton.engine.block_tables import BlockTables
 from baton.engine.device_stream import StepMarks
@@ -62,10 +63,11 @@ class Computing:
 
 class Runner:
     """A loaded model with its KV pool. Public attributes: `model_config`, `layout` (the whole model's), `num_blocks`,
-    `max_model_len` (positions per sequence), `max_num_tokens` (of a step), `dtype_name`, `threads`, `facts` (what it
-    is compared by), `kv` (this rank's pool), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and
-    why), `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a draft model, a step
-    may be launched while another computes; with one, a single wait covers draft tokens and tokens)."""
+    `max_model_len` (positions per sequence), `max_num_tokens` (of a step), `dtype_name`, `threads`, `facts` (what it is
+    compared by), `kv` (this rank's pool), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and
+    why), `adapters` (LoRA), `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a
+    draft model, a step may be launched while another computes; with one, a single wait covers draft tokens and
+    tokens)."""
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Runner:
         facts: Compatibility,
         group: TPGroup,
         parameter_bytes: int,
+        adapters: Adapters,
         grammars: Grammars | None = None,
         classifier: Tensor | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class Runner:
         self.group = group
         self.parameter_bytes = parameter_bytes
         self.kernels = kernels
+        self.adapters = adapters
         self.launches_ahead = kv.device.type == "cuda"
         self.marks = StepMarks(kv.device)
         self.launches = Launches(kv.device, group, computing.decide, computing.choose)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,24 +55,34 @@ class LayerWeights:
     down: Projection
 
 
+class Shares(NamedTuple):
+    """Which outputs of q, of k and v, and of gate and up a rank has; the first and last are also the inputs of o and
+    down."""
+
+    heads: slice
+    kv_heads: slice
+    inner: slice
+
+    @classmethod
+    def of(cls, config: ModelConfig, group: TPGroup) -> Shares:
+        """Raises StartupError, with the numbers, for sizes that cannot be divided over the ranks."""
+
+        def features(heads: slice) -> slice:
+            return slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+
+        heads = features(group.part(config.num_heads, "num_attention_heads"))
+        inner = group.part(config.intermediate_size, "intermediate_size")
+        return cls(heads, features(group.kv_part(config.num_kv_heads)), inner)
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this config holds."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
     if not config.tie_word_embeddings:
         tensors[HEAD] = (config.vocab_size, hidden)
     if config.num_labels:
         tensors[CLASSIFIER] = (config.num_labels, hidden)
-    linears = (
-        ("self_attn.q_proj", queries, hidden, config.qkv_bias),
-        ("self_attn.k_proj", keys, hidden, config.qkv_bias),
-        ("self_attn.v_proj", keys, hidden, config.qkv_bias),
-        ("self_attn.o_proj", hidden, queries, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
-        ("mlp.down_proj", hidden, inner, config.mlp_bias),
-    )
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
         tensors[f"{layer}.input_layernorm.weight"] = (hidden,)
@@ -79,9 +90,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         if config.qk_norm:
             tensors[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
             tensors[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
-        for name, out, into, biased in linears:
+        for name, (out, into) in config.linears.items():
             tensors[f"{layer}.{name}.weight"] = (out, into)
-            if biased:
+            attention_bias = config.o_bias if name == "self_attn.o_proj" else config.qkv_bias
+            if config.mlp_bias if name.startswith("mlp.") else attention_bias:
                 tensors[f"{layer}.{name}.bias"] = (out,)
     return tensors
 
@@ -155,9 +167,7 @@ class WeightReader:
         self.device = device
         self._quantized = quantized
         self.in_blocks = False
-        self._heads = self._features(group.part(config.num_heads, "num_attention_heads"))
-        self._kv_heads = self._features(group.kv_part(config.num_kv_heads))
-        self._inner = group.part(config.intermediate_size, "intermediate_size")
+        self._heads, self._kv_heads, self._inner = Shares.of(config, group)
         self._ids, self._rows = group.vocabulary_part(config.vocab_size)
         self.bytes_read = 0
         if HEAD in checkpoint.tensors and config.tie_word_embeddings:
@@ -198,9 +208,6 @@ class WeightReader:
             gate_up=self._stacked([(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]),
             down=self._row_parallel(f"{mlp}.down_proj", inner),
         )
-
-    def _features(self, heads: slice) -> slice:
-        return slice(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
     def _vocabulary(self, name: str) -> Tensor:
         shard = self._checkpoint.read(name, self._ids).to(self.device)

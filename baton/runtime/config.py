@@ -38,13 +38,21 @@ def option(
     dialled: bool = False,
     listens: bool = False,
     model_name: bool = False,
+    several: bool = False,
     secret: bool = False,
 ) -> Any:
     """Returns a dataclass field that is also a command-line option. A `dialled` option is a HOST:PORT, one that
     `listens` an address, which loses its brackets; a `model_name`
-    is the name that clients use for the model, or empty. `low` and `high` apply to each entry of a list. A `secret`
-    option has one or more words, and may be given several times; its value is never shown."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "secret": secret}
+    is the name that clients use for the model, or empty. `low` and `high` apply to each entry of a list. An option
+    given `several` times has their words, and so does a `secret` one, whose value is never shown."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "low": low,
+        "high": high,
+        "several": several or secret,
+        "secret": secret,
+    }
     metadata |= {"dialled": dialled, "listens": listens, "model_name": model_name}
     return field(default=default, repr=not secret, metadata=metadata)
 
@@ -208,6 +216,14 @@ class CoordinatorOptions:
     )
     matryoshka: bool = option(
         False, "allow `dimensions` in embeddings of a model whose config.json does not declare is_matryoshka"
+    )
+    lora: str = option(
+        "", "LoRA adapter as NAME=DIR, chosen by the model's name NAME; may be given several times", several=True
+    )
+    max_loras: int = option(16, "maximum LoRA adapters that are loaded", low=1, high=1024)
+    max_lora_rank: int = option(64, "maximum rank of a LoRA adapter", low=1, high=4096)
+    allow_runtime_lora_updating: bool = option(
+        False, "serve /v1/load_lora_adapter and /v1/unload_lora_adapter, which read directories of the hosts"
     )
     otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that receives a span per request")
     data_dir: str = option("", "directory for stored responses, with --store")

@@ -62,7 +62,7 @@ class WorkerEndpoints:
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.kind, self.section_bytes, self.gpus = local.kind, local.section_bytes, local.gpus
-        channel.on_report = self._receive
+        channel.on_report = self.receive
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEndpoint:
         rank = plan.prefill_rank if spec.side == "prefill" else plan.decode_rank
@@ -98,8 +98,8 @@ class WorkerEndpoints:
     def lose(self, rank: int, order: str) -> None:
         self._channel.lose(RankLost(f"rank {rank} did not reply to {order}"))
 
-    def _receive(self, rank: int, report: object) -> None:
-        """Runs on the channel's thread."""
+    def receive(self, rank: int, report: object) -> None:
+        """Takes a follower's report; runs on the channel's thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no order waits any more
                 self._loop.call_soon_threadsafe(self._take, report)

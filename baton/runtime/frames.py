@@ -33,7 +33,7 @@ from baton.core.errors import BatonError
 from baton.core.masks import MaskRequest, MasksComputed
 from baton.core.step import StepPlan
 
-VERSION = 6
+VERSION = 7
 MAX_FRAME_BYTES = 32 << 20
 _HEAD = struct.Struct(">IBB")
 _BODY_OFFSET = 2  # version and kind count as part of the length
@@ -83,6 +83,31 @@ class RankLeave:
     """A follower received SIGTERM: the leader is to drain the worker."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Order `number`: load a LoRA adapter (baton.runtime.adapters)."""
+
+    number: int
+    digest: str
+    path: str
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """A follower's answer to LoadAdapter; `error` is empty if it has the adapter."""
+
+    number: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Drop a LoRA adapter, between the plans before and after this frame."""
+
+    digest: str
+
+
 KINDS: dict[int, type[Any]] = {
     1: Hello,
     2: RankHeartbeat,
@@ -102,6 +127,9 @@ KINDS: dict[int, type[Any]] = {
     17: MasksComputed,
     18: RankLeave,
     19: Lost,
+    20: LoadAdapter,
+    21: AdapterLoaded,
+    22: DropAdapter,
 }
 
 

@@ -66,8 +66,8 @@ def config_command(
                 if given.get(positional) not in (None, word):
                     raise StartupError(f"{word!r} and --{positional} {given[positional]!r} conflict; give one of them")
                 given[positional] = word
-            for name in _secrets(cls):
-                given[name] = _one_text(name, given[name])
+            for f in _several(cls):
+                given[f.name] = _one_text(f, given[f.name])
             flags = {key: value for key, value in given.items() if value is not None}
             config = resolve(cls, file=read_config_file(path), env=os.environ, flags=flags)
             for name in _secrets(cls):
@@ -155,11 +155,15 @@ def _secrets(cls: type[Any]) -> list[str]:
     return [f.name for f in fields(cls) if f.metadata.get("secret")]
 
 
-def _one_text(name: str, given: Sequence[str]) -> str | None:
+def _several(cls: type[Any]) -> list[Field[Any]]:
+    return [f for f in fields(cls) if f.metadata["several"]]
+
+
+def _one_text(f: Field[Any], given: Sequence[str]) -> str | None:
     """Returns the words of an option that was given several times as one text; None if it was not given."""
     for word in given:
-        if len(word.split()) != 1:
-            raise StartupError(f"--{name.replace('_', '-')}: a value is empty or contains white space")
+        if not word.split() or (f.metadata["secret"] and len(word.split()) != 1):
+            raise StartupError(f"--{f.name.replace('_', '-')}: a value is empty or contains white space")
     return " ".join(given) or None
 
 
@@ -218,7 +222,7 @@ def _parameter(f: Field[Any], kind: type) -> click.Option:
     text = f"{f.metadata['help']}  [default: {shown}; BATON_{f.name.upper()}]"
     if kind is bool:
         return click.Option([f"{flag}/--no-{flag[2:]}", f.name], default=None, help=text)
-    if f.metadata.get("secret"):
+    if f.metadata["several"]:
         return click.Option([flag, f.name], multiple=True, help=text)
     choices = f.metadata.get("choices")
     type_ = click.Choice(choices) if choices else {int: click.INT, float: click.FLOAT}.get(kind, click.STRING)

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from baton.core.commands import (
     Abort,
+    AdapterStates,
     Assign,
     Command,
     Drain,
@@ -32,6 +33,7 @@ from baton.core.commands import (
     Leave,
     Prefill,
     ReleaseRecords,
+    SetAdapters,
     Welcome,
 )
 from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
@@ -83,7 +85,7 @@ class WorkerSession:
         self._address = address
         self._owner = owner
         self._clock = clock
-        self._outgoing: asyncio.Queue[StepEvents | Leave | Drained] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[StepEvents | Leave | Drained | AdapterStates] = asyncio.Queue()
         self.connected = False  # whether posted events are sent immediately
         self._leaves_by: float | None = None  # deadline of a drain
         self._empty = False  # draining, and no sequence is left
@@ -101,6 +103,11 @@ class WorkerSession:
         if self.connected:
             for part in in_parts(events):
                 self._outgoing.put_nowait(part)
+
+    def post_adapters(self, states: AdapterStates) -> None:
+        """Reports the adapters; while no stream is open, not at all: the coordinator asks again after the next join."""
+        if self.connected:
+            self._outgoing.put_nowait(states)
 
     async def sent(self, timeout_s: float) -> None:
         """Waits until what was posted is on its way to the coordinator, or `timeout_s` have passed."""
@@ -251,7 +258,7 @@ class WorkerSession:
                 continue
             if isinstance(message, ReleaseRecords):
                 self.output_log.release(message.sequences)
-            elif isinstance(message, Prefill | Assign | Abort | Drain):
+            elif isinstance(message, Prefill | Assign | Abort | Drain | SetAdapters):
                 self._owner.command(message)
             else:
                 raise ProtocolError(f"unexpected message from the coordinator: {type(message).__name__}")

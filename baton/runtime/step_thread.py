@@ -69,6 +69,18 @@ class StepThread:
         else:
             self._work.put((partial(self._launcher.launch, plan), None))
 
+    def between_steps(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Runs `work` on the thread, after the steps that have begun; the future is done when it has run."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            work()
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(_complete, done)
+
+        self._work.put((run, None))
+        return done
+
     async def collect(self) -> StepOutcome:
         """Returns the outcome of the oldest step in flight.
 
@@ -116,6 +128,11 @@ class StepThread:
                 continue
             with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is waiting
                 self._loop.call_soon_threadsafe(_end, future, outcome, error)
+
+
+def _complete(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _end(future: _Out, outcome: StepOutcome | None, error: BaseException | None) -> None:

@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.core.codes import ErrorCode
-from baton.core.commands import Abort, Command, Drain, Join, Welcome
+from baton.core.commands import Abort, Command, Drain, Join, SetAdapters, Welcome
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, InvariantError, StartupError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
+from baton.runtime.adapters import WorkerAdapters
 from baton.runtime.config import WorkerConfig
 from baton.runtime.session import WorkerSession
 from baton.runtime.step_thread import Launcher, StepThread
@@ -60,6 +61,10 @@ class Tier(Protocol):
 
     def sequence_ids(self) -> tuple[SequenceId, ...]: ...
 
+    def adapters_in_use(self) -> Collection[str]:
+        """Returns the digests of the LoRA adapters of its sequences."""
+        ...
+
     def receiving(self, sequence: SequenceId) -> bool:
         """Whether its KV is still being received: the prefill worker then has all of it and reports the outcome."""
         ...
@@ -87,6 +92,7 @@ class WorkerLoop:
         """With a `launcher` in place of `step`, a second step is requested from the tier while one is in flight."""
         self.config = config
         self.session = WorkerSession(config.coordinator, self, tls=tls)
+        self.adapters = WorkerAdapters(tier.adapters_in_use, self.session.post_adapters)
         self.deadlines = Deadlines()
         self.tombstones = Tombstones()
         # Both of the run that was joined last.
@@ -118,6 +124,7 @@ class WorkerLoop:
                     group.create_task(self.session.run(), name="session"),
                     group.create_task(self._step_loop(compute), name="step loop"),
                     group.create_task(self._housekeeping(compute), name="housekeeping"),
+                    group.create_task(self.adapters.run(compute.between_steps), name="adapters"),
                     group.create_task(self._fails(), name="failure"),
                 ]
                 if self.config.check:
@@ -185,6 +192,8 @@ class WorkerLoop:
                     self.tombstones.add(sequence, time.monotonic(), tombstone_s)
             case Drain(timeout_s):
                 self._begin_drain(timeout_s)
+            case SetAdapters():
+                self.adapters.require(command)
             case _:
                 try:
                     self._tier.command(command)

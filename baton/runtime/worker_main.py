@@ -184,6 +184,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 config.quantize,
                 runner.parameter_bytes / (1 << 20),
             )
+        worker.main_loop.adapters.ranks = group.adapters
         signals = _drain_on_signal(worker, group, config.drain_timeout_s)
         stalls = asyncio.create_task(LoopWatch(LOOP_STALL_S).run(), name="loop watch")
         try:

@@ -28,7 +28,9 @@ from baton.engine.options import EngineOptions
 from baton.engine.parallel import leave_exit_barrier, open_store
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
 from baton.engine.runner import Runner
+from baton.runtime.adapters import RankAdapters, follow_order
 from baton.runtime.edge_ranks import FollowerEndpoints, WorkerEndpoints
+from baton.runtime.frames import AdapterLoaded, LoadAdapter
 from baton.runtime.options import error_line
 from baton.runtime.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
 from baton.transfer.edge_endpoint import LocalEndpoints, MakeEndpoint, make_buffers
@@ -54,6 +56,7 @@ class RankGroup:
     pids: tuple[int, ...]
     # Makes endpoints of edges at all ranks.
     endpoints: MakeEndpoint
+    adapters: RankAdapters
     # Sets what is called, from any thread, with the rank of a follower that received SIGTERM.
     on_leave: Callable[[Callable[[int], object]], None] = lambda handler: None
 
@@ -65,7 +68,8 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
     if ranks.size == 1:
         _know_streams(options, ranks)
         runner = load_runner(options, on_stage)
-        yield RankGroup(runner, (os.getpid(),), _local_endpoints(runner, options, ranks))
+        local = _local_endpoints(runner, options, ranks)
+        yield RankGroup(runner, (os.getpid(),), local, RankAdapters(runner.adapters))
         return
     store = open_store(os.environ)
     limit_s = CONNECT_TIMEOUT_S if _start_together(ranks) else MEET_TIMEOUT_S
@@ -76,7 +80,16 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
         channel.serving()
         runner.lead(channel.send)
         endpoints = WorkerEndpoints(_local_endpoints(runner, options, ranks), channel)
-        yield RankGroup(runner, channel.pids, endpoints, channel.set_leave_handler)
+        adapters = RankAdapters(runner.adapters, channel.send, ranks.size - 1)
+
+        def receive(rank: int, report: object) -> None:
+            if isinstance(report, AdapterLoaded):
+                adapters.receive(report)
+            else:
+                endpoints.receive(rank, report)
+
+        channel.on_report = receive
+        yield RankGroup(runner, channel.pids, endpoints, adapters, channel.set_leave_handler)
     channel.stop("drained")
 
 
@@ -90,11 +103,18 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         endpoints = FollowerEndpoints(
             _local_endpoints(runner, options, ranks), channel.report, partial(_end_by_bug, channel)
         )
-        channel.set_order_handler(endpoints.execute_order)
+
+        def execute(order: Any) -> None:
+            if isinstance(order, LoadAdapter):
+                follow_order(runner.adapters, order, channel.report)
+            else:
+                endpoints.execute_order(order)
+
+        channel.set_order_handler(execute)
         channel.serving()
         signalled = _ask_leader_to_drain(channel)
         log.info("rank %d of %d: following the leader", ranks.rank, ranks.size)
-        reason = channel.follow(runner.step)
+        reason = channel.follow(runner.step, runner.adapters.drop)
         endpoints.close()
     channel.close()
     if signalled:

@@ -116,7 +116,7 @@ class SequenceId(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choice: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class SequenceRequest(_message.Message):
-    __slots__ = ("sequence", "prompt", "output", "max_tokens", "sampling", "eos_token_ids", "deadline_ms", "tenant", "priority", "cache_salt", "alone", "pooling")
+    __slots__ = ("sequence", "prompt", "output", "max_tokens", "sampling", "eos_token_ids", "deadline_ms", "tenant", "priority", "cache_salt", "alone", "pooling", "adapter")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +129,7 @@ class SequenceRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceId
     prompt: _containers.RepeatedScalarFieldContainer[int]
     output: _containers.RepeatedScalarFieldContainer[int]
@@ -141,7 +142,8 @@ class SequenceRequest(_message.Message):
     cache_salt: str
     alone: bool
     pooling: str
-    def __init__(self, sequence: _Optional[_Union[SequenceId, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., alone: _Optional[bool] = ..., pooling: _Optional[str] = ...) -> None: ...
+    adapter: str
+    def __init__(self, sequence: _Optional[_Union[SequenceId, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., alone: _Optional[bool] = ..., pooling: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Handle(_message.Message):
     __slots__ = ("sequence", "source_worker", "source_incarnation", "destination_worker", "destination_incarnation", "nonce", "signature", "expires_ms")

@@ -32,21 +32,23 @@ class DrainWorkerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "events", "heartbeat", "drained", "leave")
+    __slots__ = ("join", "events", "heartbeat", "drained", "leave", "adapter_states")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_STATES_FIELD_NUMBER: _ClassVar[int]
     join: Join
     events: StepEvents
     heartbeat: Heartbeat
     drained: Drained
     leave: Leave
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., events: _Optional[_Union[StepEvents, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    adapter_states: AdapterStates
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., events: _Optional[_Union[StepEvents, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., adapter_states: _Optional[_Union[AdapterStates, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("welcome", "prefill", "assign", "abort", "drain", "heartbeat_ack", "release")
+    __slots__ = ("welcome", "prefill", "assign", "abort", "drain", "heartbeat_ack", "release", "set_adapters")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +56,7 @@ class SessionResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    SET_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     prefill: Prefill
     assign: Assign
@@ -61,7 +64,8 @@ class SessionResponse(_message.Message):
     drain: Drain
     heartbeat_ack: HeartbeatAck
     release: ReleaseRecords
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[ReleaseRecords, _Mapping]] = ...) -> None: ...
+    set_adapters: SetAdapters
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[ReleaseRecords, _Mapping]] = ..., set_adapters: _Optional[_Union[SetAdapters, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel")
@@ -166,6 +170,38 @@ class ReleaseRecords(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[_types_pb2.SequenceId]
     def __init__(self, sequences: _Optional[_Iterable[_Union[_types_pb2.SequenceId, _Mapping]]] = ...) -> None: ...
+
+class AdapterSource(_message.Message):
+    __slots__ = ("digest", "path")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    path: str
+    def __init__(self, digest: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class SetAdapters(_message.Message):
+    __slots__ = ("adapters", "max_rank")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RANK_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterSource]
+    max_rank: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[AdapterSource, _Mapping]]] = ..., max_rank: _Optional[int] = ...) -> None: ...
+
+class AdapterFailure(_message.Message):
+    __slots__ = ("digest", "reason")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    reason: str
+    def __init__(self, digest: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AdapterStates(_message.Message):
+    __slots__ = ("loaded", "failed")
+    LOADED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    loaded: _containers.RepeatedScalarFieldContainer[str]
+    failed: _containers.RepeatedCompositeFieldContainer[AdapterFailure]
+    def __init__(self, loaded: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[AdapterFailure, _Mapping]]] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("timeout_ms",)

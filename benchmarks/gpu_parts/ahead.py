@@ -31,6 +31,7 @@ from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.model_config import parse_model_config
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepPlan
+from baton.engine.adapters import Adapters
 from baton.engine.batch import RowLimits
 from baton.engine.draw import Draw
 from baton.engine.kv_pool import KVPool
@@ -200,7 +201,10 @@ def idle_device(batch: int, context: int) -> Runner:
         PROTOCOL_VERSION, "", False, "bfloat16", "none", "gloo", "", "", config.vocab_size, longest, layout
     )
     sizes = {"max_model_len": longest, "parameter_bytes": 0}
-    runner = Runner(computing, config, kv, options, kernels="none", facts=facts, group=TPGroup(0, 1), **sizes)
+    group = TPGroup(0, 1)
+    adapters = Adapters(None, config, group, torch.empty(0))
+    named = {"kernels": "none", "facts": facts, "group": group, "adapters": adapters}
+    runner = Runner(computing, config, kv, options, **named, **sizes)
     runner.launches_ahead = True
     return runner
 

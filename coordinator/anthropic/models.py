@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,8 +20,12 @@ def model_object(name: str, created: int, max_model_len: int) -> dict[str, Any]:
     }
 
 
-def model_page(model: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the page of the only model, or of nothing: before and after it there is none."""
-    data = [] if {query.get("after_id"), query.get("before_id")} & {model["id"]} else [model]
-    ends = dict.fromkeys(("first_id", "last_id"), data[0]["id"] if data else None)
+def model_page(models: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the page of all models after, or before, the one that the query names."""
+    ids = [model["id"] for model in models]
+    after, before = query.get("after_id"), query.get("before_id")
+    first = ids.index(after) + 1 if after in ids else 0
+    last = ids.index(before) if before in ids else len(ids)
+    data = models[first:last]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
     return {"data": data, "has_more": False, **ends}

@@ -179,7 +179,9 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         except Exception as error:
             _note(error)
             message = f"{status.public_code(error)}: {status.public_message(error)}"
-            response = pb.ModelInferResponse(model_name=self._served.name, model_version=VERSION, id=request.id[:128])
+            response = pb.ModelInferResponse(
+                model_name=request.model_name[:128], model_version=VERSION, id=request.id[:128]
+            )
             response.parameters[FINAL].bool_param = True
             with contextlib.suppress(BatonError, grpc.RpcError):
                 await send(pb.ModelStreamInferResponse(error_message=message, infer_response=response))
@@ -194,7 +196,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         traceparent: str,
         context: grpc.aio.ServicerContext,
     ) -> list[Submission]:
-        self._served.check(request.model_name, request.model_version)
+        adapter = self._served.check(request.model_name, request.model_version)
         submissions, ignored = await submissions_of(
             self._translator,
             made,
@@ -208,7 +210,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
             names |= set(filter(None, sent_value(context.trailing_metadata(), "x-ignored-fields").split(", ")))
             with contextlib.suppress(grpc.aio.UsageError):  # a stream has sent its metadata
                 context.set_trailing_metadata((("x-ignored-fields", as_header(names)),))
-        return [each.of(client, traceparent) for each in submissions]
+        return [each.of(client, traceparent, adapter) for each in submissions]
 
     def _deltas(self, submissions: list[Submission]) -> AsyncGenerator[Delta, None]:
         if len(submissions) == 1:
@@ -218,7 +220,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _response(
         self, request: pb.ModelInferRequest, outputs: Iterable[Tensor], *, final: bool | None = None
     ) -> pb.ModelInferResponse:
-        response = pb.ModelInferResponse(model_name=self._served.name, model_version=VERSION, id=request.id)
+        response = pb.ModelInferResponse(model_name=request.model_name, model_version=VERSION, id=request.id)
         for tensor in outputs:
             response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             response.raw_output_contents.append(packed(tensor))
@@ -243,16 +245,18 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _metadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         self._served.check(request.name, request.version)
-        return ParseDict(self._served.metadata(), pb.ModelMetadataResponse())
+        return ParseDict(self._served.metadata(request.name), pb.ModelMetadataResponse())
 
     def _config(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
         self._served.check(request.name, request.version)
-        return ParseDict({"config": self._served.config()}, pb.ModelConfigResponse())
+        return ParseDict({"config": self._served.config(request.name)}, pb.ModelConfigResponse())
 
     def _statistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         if request.name:
             self._served.check(request.name, request.version)
-        return ParseDict(self._served.model_stats(), pb.ModelStatisticsResponse(), ignore_unknown_fields=True)
+        return ParseDict(
+            self._served.model_stats(request.name), pb.ModelStatisticsResponse(), ignore_unknown_fields=True
+        )
 
     def _index(self, request: pb.RepositoryIndexRequest) -> pb.RepositoryIndexResponse:
         models = self._served.repository_index(*self._pipeline.ready())

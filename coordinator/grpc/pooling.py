@@ -28,17 +28,19 @@ async def embed(
     pipeline: Pipeline,
     translator: Translator,
     client: Client,
+    adapter: str,
     name: str,
     request: serving_pb2.EmbedRequest,
     context: grpc.aio.ServicerContext,
 ) -> serving_pb2.EmbedResponse:
-    """Returns the embeddings of a request named `name`. Raises BatonError, which names the field."""
+    """Returns the embeddings of a request named `name`; `adapter` may be empty. Raises BatonError, which names the
+    field."""
     texts = _texts(request.inputs)
     dimensions = request.dimensions if request.HasField("dimensions") else None
     submissions = await to_embed(
         translator, _unique(name), texts, _options(request.options, context), dimensions, param="inputs"
     )
-    answers = await _answers(pipeline, client, submissions, context)
+    answers = await _answers(pipeline, client, adapter, submissions, context)
     normalize = request.normalize if request.HasField("normalize") else translator.text.pooling.normalize
 
     def response() -> serving_pb2.EmbedResponse:
@@ -54,6 +56,7 @@ async def classified(
     pipeline: Pipeline,
     translator: Translator,
     client: Client,
+    adapter: str,
     name: str,
     request: serving_pb2.ClassifyRequest,
     context: grpc.aio.ServicerContext,
@@ -61,7 +64,7 @@ async def classified(
     """Returns the labels of the texts of a request named `name`. Raises BatonError, which names the field."""
     texts, options = _texts(request.inputs), _options(request.options, context)
     submissions = await to_classify(translator, _unique(name), texts, options, param="inputs")
-    answers = await _answers(pipeline, client, submissions, context)
+    answers = await _answers(pipeline, client, adapter, submissions, context)
     activation = request.use_activation or not request.HasField("use_activation")
     made = [classify(translator.text.pooling, each.pooled, activation=activation) for each in answers]
     shown = [serving_pb2.Classification(label=each.label, probs=each.probs) for each in made]
@@ -72,6 +75,7 @@ async def score(
     pipeline: Pipeline,
     translator: Translator,
     client: Client,
+    adapter: str,
     name: str,
     request: serving_pb2.ScoreRequest,
     context: grpc.aio.ServicerContext,
@@ -81,7 +85,7 @@ async def score(
         check_count(field, len(getattr(request, field)), MAX_INPUTS)
     options, texts = _options(request.options, context), (list(request.firsts), list(request.seconds))
     submissions, pairs = await to_compare(translator, _unique(name), *texts, options, params=("firsts", "seconds"))
-    answers = await _answers(pipeline, client, submissions, context)
+    answers = await _answers(pipeline, client, adapter, submissions, context)
     activation = request.use_activation or not request.HasField("use_activation")
 
     def scores() -> list[float]:
@@ -124,12 +128,17 @@ def _unique(name: str) -> str:
 
 
 async def _answers(
-    pipeline: Pipeline, client: Client, submissions: Sequence[Submission], context: grpc.aio.ServicerContext
+    pipeline: Pipeline,
+    client: Client,
+    adapter: str,
+    submissions: Sequence[Submission],
+    context: grpc.aio.ServicerContext,
 ) -> list[Delta]:
     """Returns the delta of each submission, in their order."""
     traceparent = sent_value(context.invocation_metadata(), "traceparent")
     answers: dict[int, Delta] = {}
-    async with aclosing(generate_all(pipeline, [each.of(client, traceparent) for each in submissions])) as deltas:
+    owned = [each.of(client, traceparent, adapter) for each in submissions]
+    async with aclosing(generate_all(pipeline, owned)) as deltas:
         async for delta in deltas:
             answers[delta.choice] = delta
     return [answers[index] for index in range(len(submissions))]

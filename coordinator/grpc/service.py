@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, NotFound, Unauthenticated
+from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unauthenticated
 from baton.core.events import StageStamps
 from baton.core.sampling_limits import (
     MAX_BAD_WORDS,
@@ -137,10 +137,10 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             request = parsed(kind, content)
             self._name_unknown(request, kind.DESCRIPTOR.name.removesuffix("Request"), context)
-            self._check_model(request.model)
+            adapter = self._adapter(request.model)
             _, name = _request_id(request.request_id, client)
-            response = await answer(self._pipeline, self._translator, client, name, request, context)
-            response.request_id, response.model = name, self._model
+            response = await answer(self._pipeline, self._translator, client, adapter, name, request, context)
+            response.request_id, response.model = name, request.model or self._model
             return response
         except Exception as e:
             del content
@@ -164,13 +164,15 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         """Generates under the client's own id. Internally a suffix makes it unique over all clients, as over HTTP."""
         inner = f"{name.replace(' ', SPACE)}-{secrets.token_hex(4)}" if request.request_id else name
         traceparent = sent_value(context.invocation_metadata(), "traceparent")
-        submission = (await self._submission(inner, request, context.time_remaining())).of(client, traceparent)
+        adapter = self._adapter(request.model)
+        submission = (await self._submission(inner, request, context.time_remaining())).of(client, traceparent, adapter)
+        model = request.model or self._model
         async with contextlib.aclosing(self._pipeline.generate(submission)) as deltas:
             index: Counter[int] = Counter()
             async for delta in deltas:
                 large = off_loop.is_large([delta])
                 if not index.total():
-                    await write(context, await off_loop.make(large, self._started, name, submission, delta))
+                    await write(context, await off_loop.make(large, self._started, name, model, submission, delta))
                 await write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
                 index[delta.choice] += len(delta.token_ids)
                 if delta.finish_reason is not None:
@@ -202,7 +204,6 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _submission(
         self, request_id: str, request: serving_pb2.GenerateRequest, remaining_s: float | None
     ) -> Submission:
-        self._check_model(request.model)
         _refuse_unserved(request)
         options = _options(request, self._translator.text.vocab_size)
         translate = self._translator
@@ -219,16 +220,14 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             case _:
                 raise InvalidRequest("one of text, token_ids and messages is required", param="prompt")
 
-    def _check_model(self, name: str) -> None:
-        """Raises NotFound for another model's name. A request need not name the model."""
-        if name and name != self._model:
-            message = f"the model {name[:200]!r} does not exist; {self._model!r} is served"
-            raise NotFound(message, code="model_not_found", param="model")
+    def _adapter(self, name: str) -> str:
+        """Returns the digest of the adapter that a request names as the model; empty for none. Raises NotFound."""
+        return self._pipeline.adapters.chosen(name or self._model, self._model)
 
-    def _started(self, name: str, submission: Submission, first: Delta) -> serving_pb2.GenerateResponse:
+    def _started(self, name: str, model: str, submission: Submission, first: Delta) -> serving_pb2.GenerateResponse:
         started = serving_pb2.Started(
             request_id=name,
-            model=self._model,
+            model=model,
             prompt_tokens=len(submission.prompt),
             prompt_logprobs=[codec.to_message(entry) for entry in first.prompt_logprobs or ()],
         )

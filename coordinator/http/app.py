@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match, Route
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
@@ -40,7 +40,7 @@ from coordinator.http.errors import (
     is_for_anthropic,
     json_response,
 )
-from coordinator.http.generation import EchoOnly, GenerationResponse, owned, unique_id
+from coordinator.http.generation import ADAPTER, EchoOnly, GenerationResponse, owned, unique_id
 from coordinator.http.guard import CLIENT, IGNORED, Guard, Names
 from coordinator.http.inference import InferenceRoutes
 from coordinator.http.openapi import add_route, describe
@@ -53,7 +53,7 @@ from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_items import Item
 from coordinator.openai.responses_render import ResponsesRender
-from coordinator.openai.validation import ModelBody, parse
+from coordinator.openai.validation import ModelBody, RequestObject, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.responses_store import MemoryResponses, Responses
@@ -65,6 +65,9 @@ from coordinator.text.tool_calls import THINK, make_parser
 from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=ModelBody)
+_O = TypeVar("_O", bound=RequestObject)
+MODEL = "baton.model"
+"""The scope key of the model's name as the client gave it."""
 _PERMISSIONS = ("allow_sampling", "allow_logprobs", "allow_view")
 _NOT_PERMITTED = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
 MAX_RESPONSES_BYTES = 64 << 20
@@ -82,7 +85,8 @@ _PAGE_HEADERS = {
 class HttpSettings:
     """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds.
     `routes`: serve the routes for clients, those for operators, or both. `local_names_only`: see `guard.Names`.
-    `batches_address` is that of the batches process, `batches_key` what it authenticates with (`access_key`)."""
+    `allow_lora_updating`: operators may load and unload LoRA adapters. `batches_address` is that of the batches
+    process, `batches_key` what it authenticates with (`access_key`)."""
 
     model_name: str
     version: str = field(default_factory=lambda: _installed_version())
@@ -97,6 +101,7 @@ class HttpSettings:
     strict_fields: bool = False
     batches_address: str = ""
     batches_key: str | None = None
+    allow_lora_updating: bool = False
 
 
 def create_app(
@@ -137,12 +142,14 @@ def create_app(
     admin = (
         ("GET", "/metrics", front.metrics, "text/plain"),
         ("GET", "/workers", front.workers, "Workers"),
+        ("POST", "/v1/load_lora_adapter", front.load_adapter, "text/plain", schema.LoadAdapterBody),
+        ("POST", "/v1/unload_lora_adapter", front.unload_adapter, "text/plain", schema.UnloadAdapterBody),
         ("GET", "/server_info", front.server_info, "ServerInfo"),
         ("GET", "/loads", front.loads, "Loads"),
         ("GET", "/requests", front.requests, "Requests"),
         ("GET", "/requests/{request_id:path}", front.request, "Requests"),
     )
-    inference = inference or ServedModel(settings.model_name, settings.version)
+    inference = inference or ServedModel(settings.model_name, settings.version, adapters=pipeline.adapters)
     if settings.routes != "admin":
         parts = front.reader, front.parser, settings.strict_fields
         InferenceRoutes(pipeline, front.translator, inference, *parts).add_to(app)
@@ -308,12 +315,24 @@ class _Front:
 
     async def models(self, request: Request) -> Response:
         if is_for_anthropic(request.scope):
-            return json_response(model_page(self._anthropic_model(), request.query_params))
-        return json_response({"object": "list", "data": [self._model()]})
+            models = [self._anthropic_model(name) for name in self._names()]
+            return json_response(model_page(models, request.query_params))
+        return json_response({"object": "list", "data": [self._model(name) for name in self._names()]})
 
     async def model(self, request: Request, model_id: str) -> Response:
-        self._check_model(model_id)
-        return json_response(self._anthropic_model() if is_for_anthropic(request.scope) else self._model())
+        self._adapter(model_id)
+        of_api = self._anthropic_model if is_for_anthropic(request.scope) else self._model
+        return json_response(of_api(model_id))
+
+    async def load_adapter(self, request: Request) -> Response:
+        body = await self._operation(request, schema.LoadAdapterBody)
+        await self._pipeline.load_adapter(body.lora_name, body.lora_path, replace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        body = await self._operation(request, schema.UnloadAdapterBody)
+        self._pipeline.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def tokenize(self, request: Request) -> Response:
         with self._pipeline.admitted(request.scope[CLIENT]):
@@ -440,13 +459,31 @@ class _Front:
         read = partial(parse, model, strict=self._settings.strict_fields)
         body = await self.parser.parse(read, await self.reader.read(request))
         named = body.ignored
-        if body.model is not None and body.model != self._settings.model_name and body.model.startswith(body.stand_ins):
-            named |= {"model"}
-        else:
-            self._check_model(body.model)
+        name = self._settings.model_name if body.model is None else body.model
+        if name not in self._names() and name.startswith(body.stand_ins):
+            named, name = named | {"model"}, self._settings.model_name
+        request.scope[MODEL], request.scope[ADAPTER] = name, self._adapter(name)
         request.scope[IGNORED] = named
         self._pipeline.ignored(request.url.path, named)
         return body
+
+    async def _operation(self, request: Request, model: type[_O]) -> _O:
+        if not self._settings.allow_lora_updating:
+            message = "adapters are loaded at start, by --lora; --allow-runtime-lora-updating permits this request"
+            raise InvalidRequest(message, code="not_enabled")
+        read = partial(parse, model, strict=self._settings.strict_fields)
+        body = await self.parser.parse(read, await self.reader.read(request))
+        request.scope[IGNORED] = body.ignored
+        self._pipeline.ignored(request.url.path, body.ignored)
+        return body
+
+    def _adapter(self, name: str) -> str:
+        """Returns the digest of the adapter of that name; empty for the model itself. Raises NotFound."""
+        return self._pipeline.adapters.chosen(name, self._settings.model_name)
+
+    def _names(self) -> list[str]:
+        """Returns the names that clients may give as the model: its own, and those of its LoRA adapters."""
+        return [self._settings.model_name, *(adapter.name for adapter in self._pipeline.adapters)]
 
     def _tool_format(self) -> str:
         """Returns the format of tool calls. Raises InvalidRequest if it is unknown."""
@@ -455,23 +492,20 @@ class _Front:
             raise InvalidRequest(message, param="tool_choice")
         return self._text.tool_format
 
-    def _check_model(self, name: str | None) -> None:
-        """Raises NotFound for another model's name. A request need not name the model: only one is served."""
-        if name is not None and name != self._settings.model_name:
-            message = f"the model '{printable(name, 100)}' does not exist; '{self._settings.model_name}' is served"
-            raise NotFound(message, code="model_not_found", param="model")
+    def _anthropic_model(self, name: str) -> dict[str, Any]:
+        adapter = self._pipeline.adapters.get(name)
+        created = adapter.created if adapter else self._settings.created
+        return model_object(name, created, self.translator.max_model_len())
 
-    def _anthropic_model(self) -> dict[str, Any]:
-        return model_object(self._settings.model_name, self._settings.created, self.translator.max_model_len())
-
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
+        adapter = self._pipeline.adapters.get(name)
         return {
-            "id": self._settings.model_name,
+            "id": name,
             "object": "model",
-            "created": self._settings.created,
+            "created": adapter.created if adapter else self._settings.created,
             "owned_by": "baton",
-            "root": self._settings.model_name,  # this and the fields below as in vLLM
-            "parent": None,
+            "root": adapter.source.path if adapter else name,  # this and the fields below as in vLLM
+            "parent": self._settings.model_name if adapter else None,
             "permission": [self._permission],
             "max_model_len": self.translator.max_model_len(),
         }
@@ -505,7 +539,7 @@ class _Front:
         return Head(
             request_id=request.scope[REQUEST_ID],
             unique_id=submissions[0].request_id,
-            model=self._settings.model_name,
+            model=request.scope.get(MODEL, self._settings.model_name),
             created=int(time.time()),
             fingerprint=self._fingerprint,
             vocabulary=self._text.vocabulary,

@@ -42,6 +42,8 @@ from coordinator.submission import Delta, Sink, Submission, Usage
 from coordinator.text.parser import Event
 
 Renderer = Render | ResponsesRender | MessagesRender | InferRender
+ADAPTER = "baton.adapter"
+"""The scope key of the digest of the LoRA adapter that a request chose; empty for none."""
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
@@ -301,8 +303,9 @@ class GenerationResponse(Response):
 
 
 def owned(submission: Submission, request: Request) -> Submission:
-    """Returns the submission with the client and the traceparent of the request."""
-    return submission.of(request.scope[CLIENT], request.headers.get("traceparent", ""))
+    """Returns the submission with the client, the adapter and the traceparent of the request."""
+    scope = request.scope
+    return submission.of(scope[CLIENT], request.headers.get("traceparent", ""), scope.get(ADAPTER, ""))
 
 
 def unique_id(request: Request) -> str:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from baton.core.errors import InvalidRequest
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import json_response
-from coordinator.http.generation import GenerationResponse, owned
+from coordinator.http.generation import ADAPTER, GenerationResponse, owned
 from coordinator.http.guard import IGNORED
 from coordinator.http.openapi import ROUTE, add_route
 from coordinator.inference.model import Generation, generation, text_generation
@@ -77,22 +77,22 @@ class InferenceRoutes:
 
     async def metadata(self, name: str, version: str = "") -> Response:
         self.served.check(name, version)
-        return json_response(self.served.metadata())
+        return json_response(self.served.metadata(name))
 
     async def config(self, name: str, version: str = "") -> Response:
         self.served.check(name, version)
-        return json_response(self.served.config())
+        return json_response(self.served.config(name))
 
     async def statistics(self, name: str = "", version: str = "") -> Response:
         if name:
             self.served.check(name, version)
-        return json_response(self.served.model_stats())
+        return json_response(self.served.model_stats(name))
 
     async def repository_index(self) -> Response:
         return json_response(self.served.repository_index(*self.pipeline.ready()))
 
     async def infer(self, request: Request, name: str, version: str = "") -> Response:
-        self.served.check(name, version)
+        request.scope[ADAPTER] = self.served.check(name, version)
         length = request.headers.get(_LENGTH)
         if length is not None and not _DIGITS.fullmatch(length):
             raise InvalidRequest("Inference-Header-Content-Length must be a number", param=_LENGTH)
@@ -103,27 +103,28 @@ class InferenceRoutes:
             raise InvalidRequest("'stream' needs generate_stream, or ModelStreamInfer over gRPC", param="stream")
 
         def answer(outputs: Sequence[Tensor]) -> Any:
-            return infer_response(self.served.name, asked.request.id, outputs, asked.binary)
+            return infer_response(name, asked.request.id, outputs, asked.binary)
 
-        return await self._run(request, made, asked.request.id, answer, asked.ignored)
+        return await self._run(request, name, made, asked.request.id, answer, asked.ignored)
 
     async def generate(self, request: Request, name: str, version: str = "") -> Response:
-        self.served.check(name, version)
+        request.scope[ADAPTER] = self.served.check(name, version)
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation(given)
         if made.stream:
             raise InvalidRequest("'stream' needs generate_stream", param="stream")
-        return await self._run(request, made, request_id)
+        return await self._run(request, name, made, request_id)
 
     async def generate_stream(self, request: Request, name: str, version: str = "") -> Response:
-        self.served.check(name, version)
+        request.scope[ADAPTER] = self.served.check(name, version)
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation({"stream": True} | given)
-        return await self._run(request, made, request_id, events=True)
+        return await self._run(request, name, made, request_id, events=True)
 
     async def _run(
         self,
         request: Request,
+        name: str,
         made: Generation,
         request_id: str,
         answer: WholeAnswer | None = None,
@@ -136,6 +137,6 @@ class InferenceRoutes:
         request.scope[IGNORED] = names = more.union(ignored)
         self.pipeline.ignored(request.scope[ROUTE], names)
         submissions = [owned(each, request) for each in submissions]
-        render = InferRender(self.served.name, request_id, made, submissions[0].n, answer)
+        render = InferRender(name, request_id, made, submissions[0].n, answer)
         measured = CountingPipeline(self.pipeline, self.served.statistics)
         return GenerationResponse(measured, submissions, render, stream=events)

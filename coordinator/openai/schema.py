@@ -409,6 +409,18 @@ class DetokenizeBody(ModelBody):
     tokens: TokenIds
 
 
+class LoadAdapterBody(RequestObject):
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(RequestObject):
+    inert = frozenset(["lora_int_id"])
+
+    lora_name: str
+
+
 class BatchBody(RequestObject):
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     endpoint: Literal[

@@ -31,6 +31,7 @@ from coordinator.policy.workers import WorkerTable
 
 PREFIX_SLACK = 4
 START_TOKENS = 128.0  # expected output length before any output has ended
+NO_ADAPTER = "adapter_not_loaded"
 _WEIGHT = 0.05  # of each new output in the moving average
 _QueuePosition = tuple[int, int, int]
 """Position in the queue: priority, age, and submission number."""
@@ -118,8 +119,8 @@ class Dispatcher:
                 f"{len(self._queue)} choices with {self._queued_tokens} prompt tokens are already waiting",
                 retry_after_s=self._drain_estimate_s(),
             )
-        unservable = self.unservable(choice, self.capacity())
-        if unservable is not None:
+        unservable = self.unservable(choice)
+        if unservable is not None and unservable[1] != NO_ADAPTER:  # a worker that has just joined still loads it
             message, code = unservable
             raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry cannot succeed
         self.enqueue(choice)
@@ -170,7 +171,7 @@ class Dispatcher:
             prefill = self._pick_prefill(choice)
             decodes = self._pick_decode(choice) if prefill is not None and choice.needs_decode else ()
             if prefill is None or (choice.needs_decode and not decodes):
-                if self.unservable(choice, self.capacity()) is None:
+                if self.unservable(choice) is None:
                     pool = self._workers.prefill if prefill is None else self._workers.decode
                     pool.grown, self._blocked = False, (self._needs(choice), pool)
                     break
@@ -188,7 +189,7 @@ class Dispatcher:
 
     def _needs(self, choice: Choice) -> object:
         """Returns its submission and everything that decides about its placement except the room of workers."""
-        return choice.queue_position, round(self.expectation.mean_tokens), self.capacity()
+        return choice.queue_position, round(self.expectation.mean_tokens), self.capacity(choice.request.adapter)
 
     def reassign(self, choice: Choice) -> bool:
         """Names new decode workers for parked KV; returns False if none has room now."""
@@ -279,20 +280,25 @@ class Dispatcher:
 
     # Room.
 
-    def capacity(self) -> Mapping[Role, int]:
-        """Returns for how many tokens of one sequence each role can hold KV; draining workers do not count."""
-        return {pool.role: pool.capacity for pool in (self._workers.prefill, self._workers.decode) if pool.capacity}
+    def capacity(self, adapter: str = "") -> Mapping[Role, int]:
+        """Returns for how many tokens of one sequence the workers of each role that have an adapter can hold KV;
+        draining workers do not count."""
+        pools = self._workers.prefill, self._workers.decode
+        return {pool.role: tokens for pool in pools if (tokens := pool.capacity(adapter))}
 
-    def unservable(self, choice: Choice, capacity: Mapping[Role, int]) -> tuple[str, str] | None:
+    def unservable(self, choice: Choice) -> tuple[str, str] | None:
         """Returns why no present worker can ever serve a choice, with an error code; None if one can. Parked KV needs
         only a decode worker; its prefill worker can hand it over while draining."""
         request, needs = choice.request, list[tuple[Role, int]]()
+        capacity = self.capacity(request.adapter)
         if choice.stage is not Stage.PARKED:
             needs.append(("prefill", request.num_prefill_tokens))
         if choice.needs_decode:
             needs.append(("decode", request.max_kv_tokens))
         for role, tokens in needs:
             limit = capacity.get(role)
+            if limit is None and self.capacity().get(role):
+                return f"no {role} worker has the request's adapter", NO_ADAPTER
             if limit is None:
                 return f"no {role} worker is left", f"no_{role}_worker"
             if tokens > limit:
@@ -309,7 +315,7 @@ class Dispatcher:
 
     def _pick_prefill(self, choice: Choice) -> Worker | None:
         """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length."""
-        pool, tokens = self._workers.prefill, choice.request.num_prefill_tokens
+        pool, tokens, adapter = self._workers.prefill, choice.request.num_prefill_tokens, choice.request.adapter
         best: tuple[int, int] | None = None
         for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
             need = max(1, tokens - held)
@@ -317,9 +323,9 @@ class Dispatcher:
                 break  # workers that hold less have more to compute, even without a backlog
             room = dict.fromkeys(pool.block_sizes, need)
             if workers is None:  # all of them
-                rank = next(pool.by_rank(tokens, room), None)
+                rank = next(pool.by_rank(tokens, room, adapter), None)
             else:
-                rank = min(pool.fitting(workers, tokens, room), default=None)
+                rank = min(pool.fitting(workers, tokens, room, adapter), default=None)
             if rank is not None:
                 score = (rank >> ORDER_BITS) + need, rank
                 best = score if best is None else min(best, score)
@@ -328,16 +334,17 @@ class Dispatcher:
     def _pick_decode(self, choice: Choice) -> tuple[Worker, ...]:
         """Returns the worker with room that holds the longest prefix and is not much fuller than others, and a spare if
         there is one; nothing if no worker has room."""
-        pool, total, tokens = self._workers.decode, choice.request.max_kv_tokens, choice.request.num_prefill_tokens
+        pool, request = self._workers.decode, choice.request
+        total, tokens, adapter = request.max_kv_tokens, request.num_prefill_tokens, request.adapter
         room = {size: self.expectation.blocks(tokens, total, size) for size in pool.block_sizes}
-        fits = pool.by_rank(total, room)
+        fits = pool.by_rank(total, room, adapter)
         first = next(fits, None)
         if first is None:
             return ()
         much_fuller = pool.ranked(first).running + PREFIX_SLACK + 1 << RUNNING_SHIFT
         chosen: list[int] = []
         for _, workers in pool.holders(choice.prefix):
-            near = pool.fitting(workers, total, room)
+            near = pool.fitting(workers, total, room, adapter)
             while near and len(chosen) < 2 and (rank := min(near)) < much_fuller:
                 chosen.append(rank)
                 near.remove(rank)

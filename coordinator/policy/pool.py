@@ -15,7 +15,7 @@ from itertools import compress
 from operator import attrgetter
 from typing import Literal
 
-from baton.core.commands import Join, Role
+from baton.core.commands import AdapterStates, Join, Role
 from baton.core.errors import InvariantError
 from baton.core.events import GpuUsage, KVCacheEvents, Load
 
@@ -125,6 +125,8 @@ class Worker:
         self._state: WorkerState = "ready"
         self._load: Load | None = None
         self.gpu: GpuUsage | None = None
+        self.adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has
+        self.adapter_failures: dict[str, str] = {}  # why it cannot load others, by digest
         self._join, self._pool = join, pool
         self.slot, self._order = pool.add(self), 0
         self.cached = CachedBlocks(join.blocks_total, pool.index, 1 << self.slot)
@@ -182,6 +184,15 @@ class Worker:
     @property
     def ready(self) -> bool:
         return self._state == "ready"
+
+    def update_adapters(self, states: AdapterStates) -> None:
+        self.adapters = frozenset(states.loaded)
+        self.adapter_failures = {failure.digest: failure.reason for failure in states.failed}
+        self._pool.changed()
+
+    def has(self, adapter: str) -> bool:
+        """Returns whether it has the LoRA adapter of a request; empty: the request has none."""
+        return not adapter or adapter in self.adapters
 
     def live(self, now: float) -> bool:
         """Returns whether its session is open and its lease has not ended."""
@@ -258,6 +269,7 @@ class Worker:
             "blocks_total": load.blocks_total or self.join.blocks_total,
             **{name: getattr(load, name) for name in LOAD_COLUMNS},
             "speculation": None if load.speculation is None else asdict(load.speculation),
+            "adapters": sorted(self.adapters),
             "gpu": None if self.gpu is None else asdict(self.gpu),
         }
 
@@ -280,7 +292,7 @@ class Pool:
         self.lengths: tuple[int, int] | None = None
         self._slots: list[Worker | None] = []  # by bit in the index
         self._ranks: list[int] = []  # those of `workers`, sorted
-        self._capacity: int | None = None  # cached
+        self._capacity: dict[str, int] = {}  # cached, by adapter
         self._least_tokens: int | None = None  # cached
 
     def add(self, worker: Worker) -> int:
@@ -313,8 +325,8 @@ class Pool:
             insort(self._ranks, rank)
 
     def changed(self) -> None:
-        """Drops the cached limits: a worker joined, left or changed state."""
-        self.grown, self._capacity, self._least_tokens = True, None, None
+        """Drops the cached limits: a worker joined, left or changed state, or its adapters changed."""
+        self.grown, self._capacity, self._least_tokens = True, {}, None
         # Not lazily: a restarted worker has the same limits, and requests are admitted meanwhile.
         if lengths := [w.max_model_len for w in self.workers if w.state != "draining"]:
             self.lengths = min(lengths), max(lengths)
@@ -323,15 +335,19 @@ class Pool:
         """Returns the worker that has this rank."""
         return self.workers[rank & _ORDER_MASK]
 
-    @property
-    def capacity(self) -> int:
-        """Tokens whose KV one worker can hold for a sequence, ignoring draining workers; 0 for none."""
-        if self._capacity is None:
-            self._capacity = max((w.max_tokens for w in self.workers if w.state != "draining"), default=0)
-        return self._capacity
+    def capacity(self, adapter: str = "") -> int:
+        """Tokens whose KV one worker that has the adapter can hold for a sequence, ignoring draining workers; 0 if
+        there is none."""
+        if adapter not in self._capacity:
+            able = (w.max_tokens for w in self.workers if w.state != "draining" and w.has(adapter))
+            self._capacity[adapter] = max(able, default=0)
+        return self._capacity[adapter]
 
-    def fitting(self, workers: list[Worker], tokens: int, room: Mapping[int, int]) -> list[int]:
-        """Returns the ranks of those `workers` that can hold `tokens` tokens and have `room`, by block size, left."""
+    def fitting(self, workers: list[Worker], tokens: int, room: Mapping[int, int], adapter: str) -> list[int]:
+        """Returns the ranks of those `workers` that can hold `tokens` tokens, have `room`, by block size, left, and
+        have the adapter."""
+        if adapter:
+            workers = [w for w in workers if adapter in w.adapters]
         if tokens > self._smallest():
             workers = [w for w in workers if w.max_tokens >= tokens]
         if len(room) > 1:
@@ -339,12 +355,17 @@ class Pool:
         least = next(iter(room.values()), 0)
         return [w.rank for w in workers if w.room >= least]
 
-    def by_rank(self, tokens: int, room: Mapping[int, int]) -> Iterator[int]:
+    def by_rank(self, tokens: int, room: Mapping[int, int], adapter: str) -> Iterator[int]:
         """Yields, in ascending order, the ranks of the workers that `fitting` would return out of all."""
         workers, least = self.workers, min(room.values(), default=0)
         for rank in self._ranks:
             worker = workers[rank & _ORDER_MASK]
-            if worker.room >= least and worker.max_tokens >= tokens and worker.room >= room[worker.block_size]:
+            if (
+                worker.room >= least
+                and worker.max_tokens >= tokens
+                and worker.room >= room[worker.block_size]
+                and worker.has(adapter)
+            ):
                 yield rank
 
     def check(self) -> None:

@@ -559,9 +559,8 @@ class Requests:
     def _update_servable(self, now: float) -> None:
         """Updates whether any worker that is not draining can serve each waiting choice: the `hold_s` timer starts
         when none is left."""
-        capacity = self.dispatcher.capacity()
         for choice in self._waiting.values():
-            why = self.dispatcher.unservable(choice, capacity)
+            why = self.dispatcher.unservable(choice)
             if why is not None and choice.unservable is None:
                 choice.unservable_since = now
             choice.unservable = why
@@ -578,7 +577,7 @@ class Requests:
             if same and size in first.prefix:
                 prefix[size] = first.prefix[size]
                 continue
-            chain = KeyChain(facts.model_digest, request.tenant, request.cache_salt, size)
+            chain = KeyChain(facts.model_digest, request.tenant, request.cache_salt, request.adapter, size)
             keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
             prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
         return prefix

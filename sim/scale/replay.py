@@ -224,7 +224,7 @@ class Replay:
         if not self._prefixes:
             return {}
         size = self._layout.block_size
-        keys = KeyChain("", "", "", size).grow(lambda start, end: request.prompt[start:end], len(request.prompt))
+        keys = KeyChain("", "", "", "", size).grow(lambda start, end: request.prompt[start:end], len(request.prompt))
         return {size: tuple(key[:HINT_BYTES] for key in keys)}
 
     def _place(self) -> None:

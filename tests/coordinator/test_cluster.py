@@ -138,7 +138,7 @@ async def test_a_request_goes_to_the_workers_that_reported_its_prefix_as_cached(
     async with bench("p0", "p1", "d0", "d1") as b:
         prompt = tuple(range(13))
         facts = make_facts()
-        chain = KeyChain(facts.model_digest, "", "", facts.layout.block_size)
+        chain = KeyChain(facts.model_digest, "", "", "", facts.layout.block_size)
         hints = tuple(k[:HINT_BYTES] for k in chain.grow(lambda start, end: prompt[start:end], 12))
         for name in ("p1", "d1"):
             b.worker(name).session.post(StepEvents(kv_cache_events=KVCacheEvents(stored=hints)))

@@ -152,12 +152,12 @@ def test_refusals_carry_the_reason() -> None:
 def test_role_is_servable_while_a_worker_may_return_but_not_while_all_drain() -> None:
     d, choice = dispatcher(), make_choice("a", 4, 8)
     set_ready(d, "d0", False)
-    assert d.dispatcher.missing_role() == "decode" and d.dispatcher.unservable(choice, d.dispatcher.capacity()) is None
+    assert d.dispatcher.missing_role() == "decode" and d.dispatcher.unservable(choice) is None
     worker(d, "d0").state = "draining"
-    assert d.dispatcher.unservable(choice, d.dispatcher.capacity()) == ("no decode worker is left", "no_decode_worker")
-    assert d.dispatcher.unservable(make_choice("a", 4, 4), d.dispatcher.capacity()) is None
+    assert d.dispatcher.unservable(choice) == ("no decode worker is left", "no_decode_worker")
+    assert d.dispatcher.unservable(make_choice("a", 4, 4)) is None
     lose(d, "p0")
-    assert d.dispatcher.unservable(choice, d.dispatcher.capacity()) == (
+    assert d.dispatcher.unservable(choice) == (
         "no prefill worker is left",
         "no_prefill_worker",
     )
@@ -177,7 +177,7 @@ def test_request_that_fits_no_present_worker_waits_without_blocking_the_queue() 
         d.submit(choice)
     lose(d, "d0")
     assert d.names() == ["small"]
-    too_large = d.dispatcher.unservable(make_choice("large", 4, 400), d.dispatcher.capacity())
+    too_large = d.dispatcher.unservable(make_choice("large", 4, 400))
     assert too_large == ("the request needs KV for 400 tokens; the largest decode worker holds 16", "exceeds_pool")
     add_worker(d.table, "d0", blocks=100)
     assert d.names() == ["large"]

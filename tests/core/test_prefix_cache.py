@@ -17,8 +17,10 @@ from baton.core.request import SequenceId
 SEQ_A, SEQ_B = Holder("sequence", SequenceId("a")), Holder("sequence", SequenceId("b"))
 
 
-def keys(tokens: tuple[int, ...], *, model: str = "m", tenant: str = "", salt: str = "", size: int = 2) -> list[bytes]:
-    return KeyChain(model, tenant, salt, size).grow(lambda start, end: tokens[start:end], len(tokens))
+def keys(
+    tokens: tuple[int, ...], *, model: str = "m", tenant: str = "", salt: str = "", adapter: str = "", size: int = 2
+) -> list[bytes]:
+    return KeyChain(model, tenant, salt, adapter, size).grow(lambda start, end: tokens[start:end], len(tokens))
 
 
 def stored(table: BlockTable, cache: PrefixCache, tokens: tuple[int, ...], holder: Holder = SEQ_A) -> tuple[int, ...]:
@@ -42,7 +44,7 @@ def test_key_depends_on_all_tokens_of_the_prefix() -> None:
 
 @given(st.lists(st.integers(0, 200_000), max_size=30), st.lists(st.integers(0, 30), max_size=5))
 def test_keys_do_not_depend_on_how_the_chain_was_grown(tokens: list[int], stops: list[int]) -> None:
-    chain = KeyChain("m", "", "s", 3)
+    chain = KeyChain("m", "", "s", "", 3)
     for stop in stops:
         asked = min(stop, len(tokens))
         assert len(chain.grow(lambda a, b: tuple(tokens[a:b]), asked)) == asked // 3
@@ -50,8 +52,10 @@ def test_keys_do_not_depend_on_how_the_chain_was_grown(tokens: list[int], stops:
     assert grown == keys(tuple(tokens), salt="s", size=3)
 
 
-@pytest.mark.parametrize("other", [{"model": "n"}, {"salt": "s"}, {"tenant": "t"}, {"model": "ms", "salt": ""}])
-def test_other_model_tenant_or_salt_shares_no_key(other: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "other", [{"model": "n"}, {"salt": "s"}, {"tenant": "t"}, {"adapter": "t"}, {"model": "ms", "salt": ""}]
+)
+def test_other_model_tenant_salt_or_adapter_shares_no_key(other: dict[str, str]) -> None:
     tokens = (1, 2, 3, 4, 5, 6)
     assert not set(keys(tokens)) & set(keys(tokens, **other))  # type: ignore[arg-type]
 

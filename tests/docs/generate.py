@@ -60,8 +60,8 @@ ENDPOINTS = {
     "POST /rerank": "documents by how close they are to a query, as Jina and Cohere have it",
     "POST /v1/rerank": "the same",
     "POST /v2/rerank": "the same",
-    "GET /v1/models": "the one model, with `max_model_len`; in Anthropic's form for its clients",
-    "GET /v1/models/{model_id}": "the same entry; 404 for any other name",
+    "GET /v1/models": "the model and its LoRA adapters, with `max_model_len`; in Anthropic's form for its clients",
+    "GET /v1/models/{model_id}": "one of these entries; 404 for any other name",
     "POST /tokenize": "`prompt`, or `messages` with `tools` and the template's other fields, to token ids",
     "POST /detokenize": "`tokens` to text, special tokens shown",
     "GET /health": "200 while both pools (prefill alone, if the model does not generate) have a ready worker, else 503"
@@ -74,6 +74,9 @@ ENDPOINTS = {
     "GET /requests/{request_id}": "the choices of one, see"
     " [where the time went](operations.md#where-the-time-of-a-request-went)",
     "GET /workers": "the table of workers, see [operations](operations.md)",
+    "POST /v1/load_lora_adapter": "`lora_name`, `lora_path`, `load_inplace`: loads a [LoRA"
+    " adapter](models.md#lora-adapters) at all workers, with `--allow-runtime-lora-updating`",
+    "POST /v1/unload_lora_adapter": "`lora_name`: removes its name; running requests finish with it",
     "GET /version": "the version of Baton",
     "GET /server_info": "model, version, and how many workers of each role there are",
     "GET /loads": "requests that run and wait, as SGLang has it, and their choices (`num_choices`)",
@@ -95,7 +98,7 @@ ENDPOINTS = {
 }
 
 MEANINGS = {
-    "model": "the served name; may be left out, one model is served",
+    "model": "the served name, or that of a [LoRA adapter](models.md#lora-adapters); may be left out: the model itself",
     "prompt": "text or token ids, or a list of these: as many prompts, with `n` choices each, in their order",
     "messages": "1 or more of the fields below",
     "max_tokens": "at least 1, with `echo` also 0; completions default to 16, chat to the rest of `max_model_len`",

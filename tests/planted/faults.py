@@ -156,8 +156,14 @@ FAULTS = (
     Fault("coordinator/api_keys.py", "if hmac.compare_digest(digest, known)]", "if digest == known]", T_KEYS),
     Fault(
         "baton/core/prefix_keys.py",
-        "(model_digest.encode(), tenant.encode(), salt.encode())",
-        "(model_digest.encode(), salt.encode())",
+        "(model_digest, tenant, salt, adapter)",
+        "(model_digest, salt, adapter)",
+        "tests/core/test_prefix_cache.py",
+    ),
+    Fault(
+        "baton/core/prefix_keys.py",
+        "(model_digest, tenant, salt, adapter)",
+        "(model_digest, tenant, salt)",
         "tests/core/test_prefix_cache.py",
     ),
     Fault(
@@ -302,7 +308,7 @@ FAULTS = (
     ),
     Fault(
         DISPATCH,
-        "                if self.unservable(choice, self.capacity()) is None:\n                    pool",
+        "                if self.unservable(choice) is None:\n                    pool",
         "                if True:\n                    pool",
         T_DISPATCH,
     ),

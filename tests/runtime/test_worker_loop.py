@@ -70,6 +70,9 @@ class FakeTier:
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return tuple(self.here)
 
+    def adapters_in_use(self) -> set[str]:
+        return set()
+
     def receiving(self, sequence: SequenceId) -> bool:
         return sequence in self.arriving & self.here
 

@@ -71,6 +71,7 @@ class Job:
     computed: int = 0
     resumed: int = 0
     end_token_ids: tuple[int, ...] = ()
+    adapter: str = ""
 
     @property
     def output(self) -> list[int]:
@@ -94,6 +95,7 @@ class Job:
             num_sampled=int(last),
             output_index=self.resumed + len(self.output),
             history=history if last else None,
+            adapter=self.adapter,
         )
 
 
@@ -116,7 +118,9 @@ def run(runner: Runner, jobs: Sequence[Job], seed: int = 0) -> None:
         step_id += 1
 
 
-def all_logits(runner: Runner, tokens: Sequence[int], chunks: Sequence[int], seed: int = 0) -> Tensor:
+def all_logits(
+    runner: Runner, tokens: Sequence[int], chunks: Sequence[int], seed: int = 0, adapter: str = ""
+) -> Tensor:
     """Logits [len(tokens), vocab] of a sequence computed alone in chunks of the given lengths (cycled)."""
     free = block_ids(runner, seed)
     blocks = tuple(next(free) for _ in range(runner.layout.blocks_for(len(tokens))))
@@ -124,7 +128,8 @@ def all_logits(runner: Runner, tokens: Sequence[int], chunks: Sequence[int], see
     start = 0
     while start < len(tokens):
         count = min(chunks[len(parts) % len(chunks)], len(tokens) - start)
-        row = Row(SequenceId("x"), start, tuple(tokens[start : start + count]), blocks, GREEDY, num_sampled=count)
+        part = tuple(tokens[start : start + count])
+        row = Row(SequenceId("x"), start, part, blocks, GREEDY, num_sampled=count, adapter=adapter)
         parts += runner.step_logits(StepPlan(len(parts), (row,)))
         start += count
     return torch.cat(parts)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from baton.core.request import FinishReason
 from coordinator.pipeline import with_grammar
+from coordinator.policy.adapters import AdapterTable
 from coordinator.policy.quotas import Client, Quotas
 from coordinator.recent import Record
 from coordinator.structured_output import GrammarCompiler
@@ -54,6 +55,7 @@ class FakeGenerator:
         self.records: list[Record] = []
         self.grammars: GrammarCompiler | None = None
         self.pools_hold: int | None = None
+        self.adapters = AdapterTable()
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         submission = await with_grammar(submission, self.grammars)

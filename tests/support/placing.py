@@ -26,11 +26,13 @@ def make_choice(
     prefix: Prefix | None = None,
     age: int = 0,
     priority: int = 0,
+    adapter: str = "",
 ) -> Choice:
     """A choice with a prompt of `prefill_tokens` tokens, whose KV grows to `kv_tokens` tokens. If these are equal, it
     needs no decode worker."""
     max_tokens = kv_tokens - prefill_tokens + 1
-    choice = Choice(GenerateRequest(name, (1,) * prefill_tokens, max_tokens, priority=priority), age, 0.0, 600.0)
+    request = GenerateRequest(name, (1,) * prefill_tokens, max_tokens, priority=priority, adapter=adapter)
+    choice = Choice(request, age, 0.0, 600.0)
     choice.prefix = prefix or {}
     return choice
 

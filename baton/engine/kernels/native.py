@@ -68,6 +68,22 @@ class ModelStruct(ctypes.Structure):
     )
 
 
+class AdapterPart(ctypes.Structure):
+    _fields_ = (("b", c_void_p), *((name, c_int64) for name in ("rank", "first", "outputs", "step")))
+
+
+class AdapterLinear(ctypes.Structure):
+    _fields_ = (("a", c_void_p), ("parts", POINTER(AdapterPart)), ("ranks", c_int64), ("num_parts", c_int64))
+
+
+class AdapterLayer(ctypes.Structure):
+    _fields_ = tuple((name, AdapterLinear) for name in ("qkv", "attention_out", "gate_up", "down"))
+
+
+class AdapterRows(ctypes.Structure):
+    _fields_ = (("layers", POINTER(AdapterLayer)), ("tokens", c_void_p), ("num_tokens", c_int64))
+
+
 class Step(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_tokens", "num_rows", "num_sampled")),
@@ -76,6 +92,8 @@ class Step(ctypes.Structure):
         ("rows", c_void_p),
         ("x", c_void_p),
         ("logits", c_void_p),
+        ("adapters", POINTER(AdapterRows)),
+        ("num_adapters", c_int64),
     )
 
 

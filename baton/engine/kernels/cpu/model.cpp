@@ -82,22 +82,36 @@ struct Computation {
     E* attended = qkv + width * tokens;
     norm_all(layer.attention_norm, normed);
     linear<E>(layer.qkv, normed, hidden_width, tokens, qkv, width, Into::STORE, m.threads);
+    adapt(layer, &AdapterLayer::qkv, layer.qkv, normed, hidden_width, qkv, width);
     rotate_and_store(layer, qkv);
     clear_padding(attended, m.heads * m.head_dim, heads_width);
     const AttentionShape shape{m.heads, m.kv_heads, m.head_dim, m.block_size, layer.window};
     const E *keys = static_cast<const E*>(layer.keys), *values = static_cast<const E*>(layer.values);
     attend<E>(shape, s.rows, s.num_rows, qkv, width, keys, values, attended, heads_width, m.threads);
-    put(layer.attention_out, attended, heads_width, partial);
+    put(layer, &AdapterLayer::attention_out, layer.attention_out, attended, heads_width, partial);
   }
 
   void mlp(const Layer& layer, E* partial) const {
     const int64_t tokens = s.num_tokens, inner = layer.gate_up.n / 2, inner_width = padded(inner);
-    E* normed = reinterpret_cast<E*>(step_memory.get((hidden_width + inner_width) * tokens * sizeof(E)));
+    const int64_t sums = adapted(layer, &AdapterLayer::gate_up) ? layer.gate_up.n * tokens * sizeof(float) : 0;
+    char* memory = step_memory.get(sums + (hidden_width + inner_width) * tokens * sizeof(E));
+    float* gate_up = reinterpret_cast<float*>(memory);
+    E* normed = reinterpret_cast<E*>(memory + sums);
     E* active = normed + hidden_width * tokens;
     norm_all(layer.mlp_norm, normed);
     clear_padding(active, inner, inner_width);
-    linear<E>(layer.gate_up, normed, hidden_width, tokens, active, inner_width, Into::SWIGLU, m.threads);
-    put(layer.down, active, inner_width, partial);
+    if (sums) {
+      linear<E>(layer.gate_up, normed, hidden_width, tokens, gate_up, 2 * inner, Into::FLOAT, m.threads);
+      adapt(layer, &AdapterLayer::gate_up, layer.gate_up, normed, hidden_width, gate_up, 2 * inner);
+      each_token([&](int64_t t) {  // the operations of Into::SWIGLU
+        const float* from = gate_up + t * 2 * inner;
+        for (int64_t i = 0; i < inner; i += 16)
+          store(active + t * inner_width + i, silu<E>(load(from + 2 * i)) * load(from + 2 * i + 16));
+      });
+    } else {
+      linear<E>(layer.gate_up, normed, hidden_width, tokens, active, inner_width, Into::SWIGLU, m.threads);
+    }
+    put(layer, &AdapterLayer::down, layer.down, active, inner_width, partial);
   }
 
   void head() const {
@@ -122,9 +136,27 @@ struct Computation {
     for (int64_t t = 0; t < s.num_tokens; ++t) std::memset(rows + t * all + used, 0, (all - used) * sizeof(E));
   }
 
-  void put(const Linear& layer, const E* from, int64_t from_width, E* partial) const {
-    void* to = partial ? partial : s.x;
-    linear<E>(layer, from, from_width, s.num_tokens, to, m.hidden, partial ? Into::STORE : Into::ADD, m.threads);
+  void put(
+      const Layer& layer, AdapterLinear AdapterLayer::*which, const Linear& part, const E* from, int64_t from_width,
+      E* partial) const {
+    E* to = partial ? partial : static_cast<E*>(s.x);
+    linear<E>(part, from, from_width, s.num_tokens, to, m.hidden, partial ? Into::STORE : Into::ADD, m.threads);
+    adapt(layer, which, part, from, from_width, to, m.hidden);
+  }
+
+  template <class Y>
+  void adapt(
+      const Layer& layer, AdapterLinear AdapterLayer::*which, const Linear& part, const E* from, int64_t from_width, Y* to,
+      int64_t to_width) const {
+    if (s.num_adapters)
+      add_adapters<E>(
+          s.adapters, s.num_adapters, &layer - m.layers, which, from, from_width, part.k, to, to_width, m.threads);
+  }
+
+  bool adapted(const Layer& layer, AdapterLinear AdapterLayer::*which) const {
+    for (int64_t i = 0; i < s.num_adapters; ++i)
+      if ((s.adapters[i].layers[&layer - m.layers].*which).ranks) return true;
+    return false;
   }
 
   // Norms (if the model has norms) and rotates queries in place and keys into the pool; copies values to the pool.

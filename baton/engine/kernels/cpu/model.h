@@ -1,6 +1,7 @@
 // A decoder and one step of it, filled in by native.py (model.cpp).
 #pragma once
 
+#include "adapters.h"
 #include "attention.h"
 #include "gemm.h"
 
@@ -29,13 +30,15 @@ struct Model {
 };
 
 // T packed tokens in rows; x [T, hidden] is the residual stream. Logits [num_sampled, head.n] are computed at the packed
-// indexes `sampled`.
+// indexes `sampled`. `adapters` are those of the rows that have one.
 struct Step {
   int64_t num_tokens, num_rows, num_sampled;
   const int64_t *tokens, *sampled;
   const Row* rows;
   void* x;
   float* logits;
+  const AdapterRows* adapters;
+  int64_t num_adapters;
 };
 
 }  // namespace baton

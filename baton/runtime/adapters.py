@@ -1,0 +1,184 @@
+"""The LoRA adapters of a worker: their files, loading them at every rank, and following what the coordinator requires.
+
+The coordinator sends all adapters that a worker must have (`SetAdapters`). The worker loads those that it lacks beside
+its steps, drops others between two steps once no sequence uses them, and reports what it has. Followers read the files
+themselves, at the leader's order; an adapter counts as loaded when every rank has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import queue
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from baton.core.codes import ErrorCode
+from baton.core.commands import AdapterFailure, AdapterSource, AdapterStates, SetAdapters
+from baton.core.errors import BatonError, InvalidRequest, Unavailable
+from baton.runtime.frames import AdapterLoaded, DropAdapter, LoadAdapter
+
+log = logging.getLogger("baton.adapters")
+
+RANKS_LOAD_S = 60.0
+"""How long the followers of a worker may take to load an adapter."""
+IN_USE_RETRY_S = 0.1  # until an adapter is tried to be dropped again
+
+
+class Engine(Protocol):
+    """The adapters of one rank: baton.engine.adapters.Adapters."""
+
+    def load(self, digest: str, config_text: bytes, weights: bytes, max_rank: int) -> None: ...
+
+    def drop(self, digest: str) -> None: ...
+
+
+def read_adapter_files(path: str) -> tuple[bytes, bytes]:
+    """Returns the bytes of an adapter's config and of its weights.
+
+    Raises:
+        InvalidRequest: one of the files is missing, or no regular file.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise _invalid(f"{path[:500]}: no such directory")
+    if not (directory / WEIGHTS_FILE).exists() and any(directory.glob("adapter_model.*")):
+        raise _invalid(f"{path[:500]}: only {WEIGHTS_FILE} is read, no pickled weights")
+    config, weights = (_read(directory / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    return config, weights
+
+
+def _read(file: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise _invalid(f"{file}: not a regular file")
+        return file.read_bytes()
+    except OSError as error:
+        raise _invalid(f"{file}: {error.strerror}") from None
+
+
+def _invalid(reason: str) -> InvalidRequest:
+    return InvalidRequest(reason, param="lora_path")
+
+
+def load_adapter(engine: Engine, source: AdapterSource, max_rank: int) -> None:
+    """Loads an adapter at this rank. Raises BatonError with one line if it cannot."""
+    config, weights = read_adapter_files(source.path)
+    if adapter_digest(config, weights) != source.digest:
+        raise _invalid(f"{source.path}: other files than the coordinator has read there")
+    engine.load(source.digest, config, weights, max_rank)
+
+
+class RankAdapters:
+    """The adapters of all ranks, for the leader. `send` sends a frame to the followers, of which there are
+    `followers`."""
+
+    def __init__(self, own: Engine, send: Callable[[object], None] = lambda frame: None, followers: int = 0) -> None:
+        self._own, self._send, self._followers = own, send, followers
+        self._numbers = itertools.count(1)
+        self._reports: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
+
+    def load(self, source: AdapterSource, max_rank: int) -> None:
+        """Loads an adapter at every rank, and waits for it; not on the event loop. Raises BatonError with one line if
+        a rank cannot; then none has it."""
+        load_adapter(self._own, source, max_rank)
+        if not self._followers:
+            return
+        errors: list[str] = []
+        number, missing = next(self._numbers), self._followers
+        self._send(LoadAdapter(number, source.digest, source.path, max_rank))
+        deadline = time.monotonic() + RANKS_LOAD_S
+        while missing and not errors:
+            try:
+                report = self._reports.get(timeout=max(deadline - time.monotonic(), 0.001))
+            except queue.Empty:
+                errors.append(f"a rank has not loaded it within {RANKS_LOAD_S:g} s")
+                break
+            if report.number == number:  # else that of an order that timed out
+                missing -= 1
+                errors += [report.error] if report.error else []
+        if errors:
+            self.drop(source.digest)
+            raise Unavailable(errors[0])
+
+    def drop(self, digest: str) -> None:
+        """Drops an adapter at every rank, after the steps that have begun. Called between two steps."""
+        self._own.drop(digest)
+        if self._followers:
+            self._send(DropAdapter(digest))
+
+    def receive(self, report: AdapterLoaded) -> None:
+        """Takes a follower's report, on any thread."""
+        self._reports.put(report)
+
+
+def follow_order(engine: Engine, order: LoadAdapter, report: Callable[[object], None]) -> None:
+    """Executes the leader's order at a follower, on a thread of its own: reading may take long."""
+
+    def execute() -> None:
+        error = ""
+        try:
+            load_adapter(engine, AdapterSource(order.digest, order.path), order.max_rank)
+        except BatonError as e:
+            error = e.message
+        report(AdapterLoaded(order.number, error))
+
+    threading.Thread(target=execute, name="load adapter", daemon=True).start()
+
+
+class WorkerAdapters:
+    """The adapters of a worker. `ranks` is set before the worker serves, `loaded` are the digests of those that all
+    ranks have. `between_steps` runs a function between two steps, and returns when it has run; `in_use` returns the
+    digests that sequences use."""
+
+    def __init__(self, in_use: Callable[[], Collection[str]], post: Callable[[AdapterStates], None]) -> None:
+        self.ranks: RankAdapters | None = None
+        self.loaded: frozenset[str] = frozenset()
+        self._in_use, self._post = in_use, post
+        self._required = SetAdapters()
+        self._changed = asyncio.Event()
+
+    def require(self, command: SetAdapters) -> None:
+        self._required = command
+        self._changed.set()
+
+    def check(self, digest: str) -> None:
+        """Raises Unavailable if a request's adapter is not loaded; the coordinator then reschedules the request."""
+        if digest and digest not in self.loaded:
+            raise Unavailable(f"adapter {digest:.12} is not loaded at this worker", code=ErrorCode.ABANDONED)
+
+    async def run(self, between_steps: Callable[[Callable[[], None]], asyncio.Future[None]]) -> None:
+        """Loads and drops adapters until cancelled."""
+        while True:
+            await self._changed.wait()  # until the coordinator requires others
+            self._changed.clear()
+            required, ranks, failed = self._required, self.ranks, []
+            surplus = self.loaded - {source.digest for source in required.adapters}
+            kept = surplus.intersection(self._in_use())
+            if ranks is not None:
+                self.loaded -= surplus - kept  # first, so that no request of them is accepted any more
+                for digest in surplus - kept:
+                    await between_steps(partial(ranks.drop, digest))
+            for source in required.adapters:
+                if source.digest in self.loaded:
+                    continue
+                try:
+                    if ranks is None:
+                        raise Unavailable("this worker loads no adapters")
+                    await asyncio.to_thread(ranks.load, source, required.max_rank)
+                    self.loaded |= {source.digest}
+                    log.info("loaded adapter %.12s from %s", source.digest, source.path)
+                except BatonError as e:
+                    log.error("adapter %s: %s", source.path, e.message)
+                    failed.append(AdapterFailure(source.digest, e.message))
+            self._post(AdapterStates(tuple(sorted(self.loaded)), tuple(failed)))
+            if kept:
+                asyncio.get_running_loop().call_later(IN_USE_RETRY_S, self._changed.set)

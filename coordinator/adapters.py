@@ -1,0 +1,59 @@
+"""Reads a LoRA adapter for the coordinator: whether it fits the model, and its digest. Workers read it again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from safetensors import SafetensorError, deserialize
+
+from baton.core.adapter_config import WEIGHTS_FILE, adaptable, adapted_modules, adapter_digest, check_tensors
+from baton.core.commands import AdapterSource
+from baton.core.errors import InvalidRequest, StartupError, Unavailable
+from baton.core.model_config import AnyConfig
+from baton.runtime.adapters import read_adapter_files
+from coordinator.cluster import Cluster
+from coordinator.policy.adapters import Adapter
+
+
+def read_adapter(name: str, path: str, config: AnyConfig, max_rank: int) -> Adapter:
+    """Reads an adapter from a directory as PEFT writes it.
+
+    Raises:
+        InvalidRequest: it does not fit the model, or cannot be read; names the key or the tensor.
+    """
+    directory = str(Path(path).expanduser().resolve())
+    config_text, weights = read_adapter_files(directory)
+    modules = adapted_modules(config_text, adaptable(config), max_rank)
+    try:
+        shapes = {tensor: tuple(stored["shape"]) for tensor, stored in deserialize(weights)}  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        message = f"{WEIGHTS_FILE}: damaged safetensors file: {' '.join(str(error).split())[:200]}"
+        raise InvalidRequest(message, param="lora_path") from None
+    check_tensors(modules, shapes)
+    return Adapter(name, AdapterSource(adapter_digest(config_text, weights), directory), int(time.time()))
+
+
+def add_adapters(cluster: Cluster, option: str, config: AnyConfig) -> None:
+    """Adds the adapters of `--lora`, words NAME=DIR, which workers load when they join. Raises StartupError."""
+    for word in option.split():
+        name, _, path = word.partition("=")
+        if not path:
+            raise StartupError(f"--lora {word[:200]!r} is not NAME=DIR")
+        try:
+            adapter = read_adapter(name, path, config, cluster.adapters.max_rank)
+            cluster.adapters.load(adapter)
+        except InvalidRequest as error:
+            raise StartupError(f"--lora {name[:100]}: {error.message}") from None
+        cluster.adapters.loaded(adapter)
+
+
+async def load_adapter(cluster: Cluster, name: str, path: str, *, replace: bool) -> None:
+    """Loads an adapter at all workers while they serve. Raises BatonError."""
+    if cluster.own_model is None:
+        raise Unavailable("the coordinator has no model to compare adapters with")
+    config = cluster.own_model.config
+    cluster.adapters.check_name(name, replace=replace)
+    adapter = await asyncio.to_thread(read_adapter, name, path, config, cluster.adapters.max_rank)
+    await cluster.load_adapter(adapter, replace=replace)
