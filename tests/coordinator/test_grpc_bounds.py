@@ -101,6 +101,9 @@ class FakeCallContext:
     async def read(self) -> bytes:
         return self._messages.pop()
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     def trailing_metadata(self) -> tuple[()]:
         return ()
 

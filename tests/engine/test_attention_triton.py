@@ -71,7 +71,7 @@ def test_the_kernel_agrees_with_the_plain_attention(
     config = shape(heads, kv_heads, head_dim)
     queries, keys, values, spans = paged(config, block_size, dtype)
     kernel = triton_attention(config, block_size, dtype)
-    plain = FastAttention(config, block_size, len(keys) - 1, dtype, CPU)
+    plain = FastAttention(block_size, len(keys) - 1, dtype, CPU)
     found = kernel.attend(queries, keys, values, kernel.prepare(spans, window))
     expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
@@ -103,7 +103,7 @@ def test_only_results_of_live_rows_and_used_splits_are_stored(monkeypatch: pytes
         stored.append(torch.full(size, float("nan"), **named))
         return stored[-1]
 
-    plain = FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    plain = FastAttention(16, len(keys) - 1, torch.float32, CPU)
     expected = plain.attend(queries, keys, values, plain.prepare(spans, 0))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", nan)
@@ -122,7 +122,7 @@ def test_one_launch_serves_contexts_of_every_length(splits: int) -> None:
 
     config = shape(4, 2, 16)
     queries, keys, values, spans = paged(config, 16, torch.float32)
-    kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    kernel, plain = triton_attention(config, 16), FastAttention(16, len(keys) - 1, torch.float32, CPU)
     for window in (0, 20):
         tiles, *others = kernel.prepare(spans, window).tiles
         found = kernel.attend(queries, keys, values, Prepared((replace(tiles, splits=splits), *others), (), window))
@@ -205,7 +205,7 @@ def test_one_call_of_flash_attention_computes_all_long_rows(monkeypatch: pytest.
     )
     config = shape(4, 2, 16)
     queries, keys, values, spans = paged(config, 16, torch.float32)
-    kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    kernel, plain = triton_attention(config, 16), FastAttention(16, len(keys) - 1, torch.float32, CPU)
     kernel._short_tile = 2
     for window in (0, 7):
         for rows in (spans, spans[3:6], spans[4:5]):
@@ -226,7 +226,7 @@ def test_rows_between_the_long_ones_are_left_to_the_other_kernels(monkeypatch: p
     monkeypatch.setattr(attention_triton, "_flash_forward", flash)
     config = shape(4, 2, 16)
     queries, keys, values, spans = paged(config, 16, torch.float32)
-    kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+    kernel, plain = triton_attention(config, 16), FastAttention(16, len(keys) - 1, torch.float32, CPU)
     moved = [spans[i] for i in (4, 0, 5)]
     for window in (0, 7):
         prepared = kernel.prepare(moved, window)

@@ -101,7 +101,7 @@ async def test_a_forged_handle_is_refused_and_counted() -> None:
 async def test_expired_handle_ends_its_sequence_by_the_deadline() -> None:
     """A handle is valid until the request's deadline; the client received `stale_handle` (simulator, seed 881)."""
     async with pair() as (source, [decode]):
-        handle = decode.handle(R, source.worker, expires_ms=1)
+        handle = decode.handle(R, source.worker, expires_ms=0)
         source.submit(make_request("r", 6, max_tokens=4), decode, handle=handle)
         assert [e.code for e in source.posted.ended] == ["deadline_exceeded"] and source.idle
 
