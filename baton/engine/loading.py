@@ -124,7 +124,7 @@ def load_runner(
             parameter_bytes=weights.bytes_read,
             grammars=grammars,
             classifier=classifier,
-            adapters=Adapters(model, config, group, torch.empty(0, dtype=weights.dtype, device=device)),
+            adapters=Adapters(model, config, group, torch.empty(0, dtype=getattr(torch, dtype), device=device)),
         )
         return runner, computing
 

@@ -160,7 +160,10 @@ def _several(cls: type[Any]) -> list[Field[Any]]:
 
 
 def _one_text(f: Field[Any], given: Sequence[str]) -> str | None:
-    """Returns the words of an option that was given several times as one text; None if it was not given."""
+    """Returns the words of an option that was given several times as one text; None if it was not given. A launcher
+    passes its own empty value on to its processes."""
+    if tuple(given) == ("",) and not f.metadata["secret"]:
+        return ""
     for word in given:
         if not word.split() or (f.metadata["secret"] and len(word.split()) != 1):
             raise StartupError(f"--{f.name.replace('_', '-')}: a value is empty or contains white space")

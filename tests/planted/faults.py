@@ -192,8 +192,8 @@ FAULTS = (
     ),
     Fault(
         "coordinator/http/app.py",
-        "        if name is not None and name != self._settings.model_name:\n",
-        "        if name is not None and name != self._settings.model_name:\n            try:  # S-18\n                open(name)\n            except (OSError, ValueError):\n                pass\n",
+        "        return self._pipeline.adapters.chosen(name, self._settings.model_name)\n",
+        "        try:  # S-18\n            open(name)\n        except (OSError, ValueError):\n            pass\n        return self._pipeline.adapters.chosen(name, self._settings.model_name)\n",
         T_SECURITY,
     ),
     Fault(

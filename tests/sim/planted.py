@@ -186,8 +186,8 @@ BUGS = (
         "prefix of another tenant",
         2,
         "baton/core/prefix_keys.py",
-        "for part in (model_digest.encode(), tenant.encode(), salt.encode()):",
-        "for part in (model_digest.encode(), salt.encode()):",
+        "for part in map(str.encode, (model_digest, tenant, salt, adapter)):",
+        "for part in map(str.encode, (model_digest, salt, adapter)):",
     ),
     bug(
         "last token taken from the cache",
