@@ -90,6 +90,11 @@ class Dispatcher:
         return next((pool.role for pool in pools if not any(w.ready for w in pool.workers)), None)
 
     @property
+    def role_without_room(self) -> Role | None:
+        """Which workers the first of the queue waits for, as of the last `place`."""
+        return self._blocked[1].role if self._blocked is not None and self._queue else None
+
+    @property
     def cached_block_sizes(self) -> set[int]:
         """Block sizes in pools with cached blocks: for these a request's prefix is worth computing."""
         pools = self._workers.prefill, self._workers.decode

@@ -228,13 +228,20 @@ class Replay:
         return {size: tuple(key[:HINT_BYTES] for key in keys)}
 
     def _place(self) -> None:
-        if self.dispatcher.num_queued:
+        while self.dispatcher.num_queued:
             for choice in self.dispatcher.place():
                 job = self._jobs[choice.name]
                 self._move(job, Stage.PREFILL)
                 job.times.placed_at = self.loop.now
                 job.prefill = self._prefill[choice.prefill_worker]
                 job.prefill.submit(job.request)
+            # The first of the queue may find room after any step, also after those of runs that have ended by now.
+            if not self.decode_is_full or not any([worker.interrupt() for worker in self._decode.values()]):
+                return
+
+    @property
+    def decode_is_full(self) -> bool:
+        return self.dispatcher.role_without_room == "decode"
 
     def _move(self, job: _Job, stage: Stage) -> None:
         job.choice.enter(stage, self.loop.now)

@@ -51,6 +51,11 @@ class Owner(Protocol):
 
     def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None: ...
 
+    @property
+    def decode_is_full(self) -> bool:
+        """Whether a queued request waits for room at decode workers: then no steps may be computed at once."""
+        ...
+
     def advanced(self, worker: DecodeWorker, sequences: Sequence[SequenceId], run: Run, steps: int) -> None:
         """Each of these running sequences has generated one token in each of the first `steps` steps of a run."""
         ...
@@ -237,18 +242,19 @@ class DecodeWorker:
         self._new.add(sequence)
         self.wake()
 
-    def interrupt(self) -> None:
-        """Brings the scheduler to the present: nothing may be asked of it, or changed in it, in the middle of a run."""
+    def interrupt(self) -> bool:
+        """Brings the scheduler to the present: nothing may be asked of it, or changed in it, in the middle of a run.
+        Returns whether there was one."""
         run, now = self._run, self._loop.now
         if run is None:
-            return
+            return False
         self._run = None
         cancel(run.timer)
         done = run.ended_by(now)
         self._advance(run, done)
         if done == run.steps:
             self._busy = False
-            return
+            return True
         plan = self.scheduler.begin_step(run.ends_at(done))
         if plan is None:
             raise InvariantError(f"{self.name} has no step {done + 1} of {run.steps}")
@@ -256,13 +262,14 @@ class DecodeWorker:
         seconds = self.costs.seconds(plan)
         self._measured.decode_busy_s += seconds
         self._loop.at(run.ends_at(done + 1), self._stepped, plan, seconds)
+        return True
 
     def wake(self) -> None:
         if self._busy or self._run is not None or not self._generating():
             return
         now = self._loop.now
         leave = self.scheduler.blocks.num_blocks // ROOM_SHARE
-        if self._at_once:
+        if self._at_once and not self._owner.decode_is_full:
             if self._new:
                 admit(self.scheduler, now)
             if steps := plain_steps(self.scheduler, leave):

@@ -16,7 +16,7 @@ from tests.support.scale import CALIBRATION, even, shape
 
 SLO = Slo(1.0, 0.05)
 SHORT_BLOCKS = shape(blocks=90)
-UNEVEN = [TraceRow(i * 0.06, 100, 600 if i % 3 == 0 else 15) for i in range(80)]
+UNEVEN = [TraceRow(i * 0.05, 100, 600 if i % 3 == 0 else 15) for i in range(80)]
 """Outputs that are often longer than recent ones: they need more blocks than is expected."""
 
 
@@ -57,8 +57,8 @@ def test_steps_at_once_equal_steps_one_by_one(cluster: ClusterShape, rows: list[
 
 
 def test_short_blocks_preempt_and_queue() -> None:
-    """Boosts depend on the expected cost of recomputation, which follows the steps that were computed by themselves:
-    here both ways are alike and not equal."""
+    """Boosts depend on the expected cost of recomputation, which follows the steps that were computed by themselves,
+    and a run reports all its steps at its end: both ways are alike, not always equal."""
     outcome, slow = Replay(SHORT_BLOCKS, UNEVEN).run(SLO), Replay(SHORT_BLOCKS, UNEVEN, fast=False).run(SLO)
     assert outcome.preemptions == pytest.approx(slow.preemptions, rel=0.1)
     assert (outcome.ttft.p50, outcome.tpot.p50) == pytest.approx((slow.ttft.p50, slow.tpot.p50), rel=0.01)
