@@ -35,8 +35,7 @@ def compiled(arch: int, models: tuple[str, ...] = ()) -> list[dict[str, Any]]:
 def check_limits(found: list[dict[str, Any]]) -> None:
     for variant in found:
         assert variant["shared_bytes"] <= SHARED_LIMIT[variant["arch"]], variant
-        fast = variant["main"] and "FIXED=True" not in variant["constants"]  # FIXED: exact mode
-        assert variant["registers"] <= 255 and variant["spill_bytes"] <= (16 if fast else 64), variant
+        assert variant["registers"] <= 255 and variant["spill_bytes"] <= (16 if variant["main"] else 64), variant
     counts = Counter((variant["model"], variant["kernel"]) for variant in found)
     assert {kernel for _, kernel in counts} >= KERNELS
     for (model, kernel), count in counts.items():

@@ -88,7 +88,7 @@ def paged_attention(
         head_dim**-0.5 * _LOG2_E,
         WINDOWED=window > 0, FIXED=tiles.tile_rows > 0, BLOCK_SIZE=keys.shape[1], KEYS=keys_of_tile,
         EXACT_DOT=q.dtype == torch.float32, NO_SCORE=_NO_SCORE, GROUP=group, HEAD_DIM=head_dim, ROWS=rows, WIDTH=width,
-        SPLITS=MAX_SPLITS, num_warps=8 if rows > 64 else 4,
+        SPLITS=MAX_SPLITS, num_warps=8 if rows > 64 or tiles.tile_rows else 4,
     )  # fmt: skip
 
 
