@@ -84,7 +84,7 @@ class RankAdapters:
     def __init__(self, own: Engine, send: Callable[[object], None] = lambda frame: None, followers: int = 0) -> None:
         self._own, self._send, self._followers = own, send, followers
         self._numbers = itertools.count(1)
-        self._reports: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[tuple[int, AdapterLoaded]] = queue.SimpleQueue()
 
     def load(self, source: AdapterSource, max_rank: int) -> None:
         """Loads an adapter at every rank, and waits for it; not on the event loop. Raises BatonError with one line if
@@ -93,18 +93,19 @@ class RankAdapters:
         if not self._followers:
             return
         errors: list[str] = []
-        number, missing = next(self._numbers), self._followers
+        number, missing = next(self._numbers), set(range(1, self._followers + 1))
         self._send(LoadAdapter(number, source.digest, source.path, max_rank))
         deadline = time.monotonic() + RANKS_LOAD_S
         while missing and not errors:
             try:
-                report = self._reports.get(timeout=max(deadline - time.monotonic(), 0.001))
+                rank, report = self._reports.get(timeout=max(deadline - time.monotonic(), 0.001))
             except queue.Empty:
-                errors.append(f"a rank has not loaded it within {RANKS_LOAD_S:g} s")
+                late = ", ".join(f"rank {rank}" for rank in sorted(missing))
+                errors.append(f"{late}: not loaded within {RANKS_LOAD_S:g} s")
                 break
             if report.number == number:  # else that of an order that timed out
-                missing -= 1
-                errors += [report.error] if report.error else []
+                missing.discard(rank)
+                errors += [f"rank {rank}: {report.error}"] if report.error else []
         if errors:
             self.drop(source.digest)
             raise Unavailable(errors[0])
@@ -115,23 +116,42 @@ class RankAdapters:
         if self._followers:
             self._send(DropAdapter(digest))
 
-    def receive(self, report: AdapterLoaded) -> None:
+    def receive(self, rank: int, report: AdapterLoaded) -> None:
         """Takes a follower's report, on any thread."""
-        self._reports.put(report)
+        self._reports.put((rank, report))
 
 
-def follow_order(engine: Engine, order: LoadAdapter, report: Callable[[object], None]) -> None:
-    """Executes the leader's order at a follower, on a thread of its own: reading may take long."""
+class FollowerAdapters:
+    """The adapters of a follower, at its leader's orders. One that is dropped while it is being loaded is not kept: the
+    leader gives an adapter up when another rank cannot load it, or when a rank takes too long."""
 
-    def execute() -> None:
+    def __init__(self, engine: Engine, report: Callable[[object], None]) -> None:
+        self._engine, self._report = engine, report
+        self._lock = threading.Lock()
+        self._required: set[str] = set()  # digests that were ordered and not dropped
+
+    def load(self, order: LoadAdapter) -> None:
+        """Begins to load, on a thread of its own: reading may take long."""
+        with self._lock:
+            self._required.add(order.digest)
+        threading.Thread(target=self._load, args=(order,), name="load adapter", daemon=True).start()
+
+    def drop(self, digest: str) -> None:
+        """Called between two steps."""
+        with self._lock:
+            self._required.discard(digest)
+            self._engine.drop(digest)
+
+    def _load(self, order: LoadAdapter) -> None:
         error = ""
         try:
-            load_adapter(engine, AdapterSource(order.digest, order.path), order.max_rank)
+            load_adapter(self._engine, AdapterSource(order.digest, order.path), order.max_rank)
         except BatonError as e:
             error = e.message
-        report(AdapterLoaded(order.number, error))
-
-    threading.Thread(target=execute, name="load adapter", daemon=True).start()
+        with self._lock:
+            if order.digest not in self._required:
+                self._engine.drop(order.digest)
+        self._report(AdapterLoaded(order.number, error))
 
 
 class WorkerAdapters:

@@ -28,7 +28,7 @@ from baton.engine.options import EngineOptions
 from baton.engine.parallel import leave_exit_barrier, open_store
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
 from baton.engine.runner import Runner
-from baton.runtime.adapters import RankAdapters, follow_order
+from baton.runtime.adapters import FollowerAdapters, RankAdapters
 from baton.runtime.edge_ranks import FollowerEndpoints, WorkerEndpoints
 from baton.runtime.frames import AdapterLoaded, LoadAdapter
 from baton.runtime.options import error_line
@@ -84,7 +84,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
 
         def receive(rank: int, report: object) -> None:
             if isinstance(report, AdapterLoaded):
-                adapters.receive(report)
+                adapters.receive(rank, report)
             else:
                 endpoints.receive(rank, report)
 
@@ -104,9 +104,11 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
             _local_endpoints(runner, options, ranks), channel.report, partial(_end_by_bug, channel)
         )
 
+        adapters = FollowerAdapters(runner.adapters, channel.report)
+
         def execute(order: Any) -> None:
             if isinstance(order, LoadAdapter):
-                follow_order(runner.adapters, order, channel.report)
+                adapters.load(order)
             else:
                 endpoints.execute_order(order)
 
@@ -114,7 +116,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         channel.serving()
         signalled = _ask_leader_to_drain(channel)
         log.info("rank %d of %d: following the leader", ranks.rank, ranks.size)
-        reason = channel.follow(runner.step, runner.adapters.drop)
+        reason = channel.follow(runner.step, adapters.drop)
         endpoints.close()
     channel.close()
     if signalled:

@@ -6,7 +6,9 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from baton.core.adapter_config import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from baton.core.commands import AdapterSource, AdapterStates, SetAdapters
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.runtime import adapters
-from baton.runtime.adapters import RankAdapters, WorkerAdapters, follow_order
+from baton.runtime.adapters import FollowerAdapters, RankAdapters, WorkerAdapters
 from baton.runtime.frames import AdapterLoaded, DropAdapter, FrameReader, LoadAdapter, encode
 from tests.support.nodes import until
 
@@ -132,19 +134,22 @@ class Ranks:
     def __init__(self, followers: int) -> None:
         self.engines = [FakeEngine() for _ in range(followers + 1)]
         self.leader = RankAdapters(self.engines[0], self._send, followers)
+        self.followers = [
+            FollowerAdapters(engine, partial(self._report, rank)) for rank, engine in enumerate(self.engines[1:], 1)
+        ]
 
     def _send(self, frame: object) -> None:
         (order,) = FrameReader().feed(encode(frame))
-        for engine in self.engines[1:]:
+        for follower in self.followers:
             if isinstance(order, LoadAdapter):
-                follow_order(engine, order, self._report)
+                follower.load(order)
             elif isinstance(order, DropAdapter):
-                engine.drop(order.digest)
+                follower.drop(order.digest)
 
-    def _report(self, frame: object) -> None:
+    def _report(self, rank: int, frame: object) -> None:
         (report,) = FrameReader().feed(encode(frame))
         assert isinstance(report, AdapterLoaded)
-        self.leader.receive(report)
+        self.leader.receive(rank, report)
 
 
 def test_an_adapter_is_loaded_when_every_rank_has_it(tmp_path: Path) -> None:
@@ -162,9 +167,29 @@ def test_if_one_rank_cannot_load_it_none_keeps_it(tmp_path: Path) -> None:
         raise Unavailable("cuda:1 has no memory for the adapter")
 
     ranks.engines[2].load = load  # type: ignore[method-assign]
-    with pytest.raises(Unavailable, match="cuda:1 has no memory"):
+    with pytest.raises(Unavailable, match="rank 2: cuda:1 has no memory"):
         ranks.leader.load(a, 64)
     assert not ranks.engines[0].loaded
+
+
+async def test_an_adapter_that_a_rank_has_loaded_too_late_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "RANKS_LOAD_S", 0.05)
+    ranks, a = Ranks(2), source(tmp_path / "a")
+    slow, done = ranks.engines[1], threading.Event()
+    slow.gate, load = threading.Event(), slow.load
+
+    def load_late(*given: Any) -> None:
+        load(*given)
+        done.set()
+
+    slow.load = load_late  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match=r"^rank 1: not loaded within 0\.05 s"):
+        await asyncio.to_thread(ranks.leader.load, a, 64)
+    slow.gate.set()
+    assert await asyncio.to_thread(done.wait, 10.0)
+    await until(lambda: not any(engine.loaded for engine in ranks.engines), what="the drop")
 
 
 def test_a_rank_that_does_not_answer_is_named_after_a_time_limit(
@@ -172,5 +197,5 @@ def test_a_rank_that_does_not_answer_is_named_after_a_time_limit(
 ) -> None:
     monkeypatch.setattr(adapters, "RANKS_LOAD_S", 0.05)
     leader = RankAdapters(FakeEngine(), lambda frame: None, 1)
-    with pytest.raises(Unavailable, match=r"a rank has not loaded it within 0\.05 s"):
+    with pytest.raises(Unavailable, match=r"rank 1: not loaded within 0\.05 s"):
         leader.load(source(tmp_path / "a"), 64)
