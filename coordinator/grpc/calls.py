@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import traceback
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ from google.protobuf.message import Message
 
 from baton.core.errors import Cancelled
 from baton.runtime import status
+from coordinator.recent import SPACE
 
 SEND_TIMEOUT_S = 30.0
 
@@ -36,6 +38,11 @@ async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
     traceback.clear_frames(error.__traceback__)
     error.__traceback__ = error.__context__ = error.__cause__ = None
     await context.abort(status.grpc_code(error), status.public_message(error))
+
+
+def internal_id(name: str) -> str:
+    """Returns the id of a request inside: a client's own may be in use by another client, as over HTTP."""
+    return f"{name.replace(' ', SPACE)}-{secrets.token_hex(4)}"
 
 
 def sent_value(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -13,11 +12,10 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
 from baton.v1 import serving_pb2
 from coordinator import off_loop
-from coordinator.grpc.calls import sent_value
+from coordinator.grpc.calls import internal_id, sent_value
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.pooled import MAX_INPUTS, classify, to_classify, to_compare, to_embed
-from coordinator.recent import SPACE
 from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Submission
 from coordinator.text.pooling import vector_of
@@ -38,7 +36,7 @@ async def embed(
     texts = _texts(request.inputs)
     dimensions = request.dimensions if request.HasField("dimensions") else None
     submissions = await to_embed(
-        translator, _unique(name), texts, _options(request.options, context), dimensions, param="inputs"
+        translator, internal_id(name), texts, _options(request.options, context), dimensions, param="inputs"
     )
     answers = await _answers(pipeline, client, adapter, submissions, context)
     normalize = request.normalize if request.HasField("normalize") else translator.text.pooling.normalize
@@ -63,7 +61,7 @@ async def classified(
 ) -> serving_pb2.ClassifyResponse:
     """Returns the labels of the texts of a request named `name`. Raises BatonError, which names the field."""
     texts, options = _texts(request.inputs), _options(request.options, context)
-    submissions = await to_classify(translator, _unique(name), texts, options, param="inputs")
+    submissions = await to_classify(translator, internal_id(name), texts, options, param="inputs")
     answers = await _answers(pipeline, client, adapter, submissions, context)
     activation = request.use_activation or not request.HasField("use_activation")
     made = [classify(translator.text.pooling, each.pooled, activation=activation) for each in answers]
@@ -84,7 +82,7 @@ async def score(
     for field in ("firsts", "seconds"):
         check_count(field, len(getattr(request, field)), MAX_INPUTS)
     options, texts = _options(request.options, context), (list(request.firsts), list(request.seconds))
-    submissions, pairs = await to_compare(translator, _unique(name), *texts, options, params=("firsts", "seconds"))
+    submissions, pairs = await to_compare(translator, internal_id(name), *texts, options, params=("firsts", "seconds"))
     answers = await _answers(pipeline, client, adapter, submissions, context)
     activation = request.use_activation or not request.HasField("use_activation")
 
@@ -120,11 +118,6 @@ def _options(given: serving_pb2.PoolingOptions, context: grpc.aio.ServicerContex
         cache_salt=given.cache_salt or None,
         deadline_s=context.time_remaining(),
     )
-
-
-def _unique(name: str) -> str:
-    """Returns the internal id of a request: a client's own may be in use by another client."""
-    return f"{name.replace(' ', SPACE)}-{secrets.token_hex(4)}"
 
 
 async def _answers(

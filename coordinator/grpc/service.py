@@ -39,14 +39,13 @@ from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
-from coordinator.grpc.calls import abort, refuse, sent_value, write
+from coordinator.grpc.calls import abort, internal_id, refuse, sent_value, write
 from coordinator.grpc.inference import SERVICE as INFERENCE
 from coordinator.grpc.inference import Inference
 from coordinator.grpc.pooling import classified, embed, score
 from coordinator.inference.served import ServedModel
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
-from coordinator.recent import SPACE
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
 from coordinator.text.messages import ChatMessage
@@ -161,8 +160,8 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _generate_as(
         self, name: str, request: serving_pb2.GenerateRequest, client: Client, context: grpc.aio.ServicerContext
     ) -> None:
-        """Generates under the client's own id. Internally a suffix makes it unique over all clients, as over HTTP."""
-        inner = f"{name.replace(' ', SPACE)}-{secrets.token_hex(4)}" if request.request_id else name
+        """Generates under the client's own id."""
+        inner = internal_id(name) if request.request_id else name
         traceparent = sent_value(context.invocation_metadata(), "traceparent")
         adapter = self._adapter(request.model)
         submission = (await self._submission(inner, request, context.time_remaining())).of(client, traceparent, adapter)
