@@ -273,6 +273,20 @@ def test_api_keys_come_from_every_source_and_are_never_shown(
     assert capsys.readouterr().out.splitlines() == ["port = 9", "# api_key is set, and not shown"]
 
 
+def test_an_empty_value_of_a_launcher_means_none() -> None:
+    """`baton up` passes every option on to its processes."""
+    seen: list[CoordinatorConfig] = []
+
+    def take(given: CoordinatorConfig) -> int:
+        seen.append(given)
+        return 0
+
+    command = config_command(CoordinatorConfig, name="c", help="c")(take)
+    assert run(command, *flags_of({"lora": "", "port": 9})) == 0
+    assert run(command, *flags_of({"lora": "a=/a b=/b"})) == 0
+    assert [config.lora for config in seen] == ["", "a=/a b=/b"]
+
+
 @pytest.mark.parametrize("given", ["", " ", "a b"])
 def test_an_empty_api_key_is_refused_from_every_source(
     given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
