@@ -235,8 +235,11 @@ class Replay:
                 job.times.placed_at = self.loop.now
                 job.prefill = self._prefill[choice.prefill_worker]
                 job.prefill.submit(job.request)
+            if not self.decode_is_full:
+                return
             # The first of the queue may find room after any step, also after those of runs that have ended by now.
-            if not self.decode_is_full or not any([worker.interrupt() for worker in self._decode.values()]):
+            interrupted = [worker.interrupt() for worker in self._decode.values()]
+            if not any(interrupted):
                 return
 
     @property
