@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """B of one module, scaled: weight [outputs, rank], for the layer's outputs from `first` on."""
 
     first: int
@@ -39,11 +39,11 @@ class AdapterProjection:
     inputs] stacks the A of those that it changes, `parts` are their B, in the same order."""
 
     a: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[OutputPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLayer:
+class LayerProjections:
     """One decoder layer; None for a linear layer that the adapter does not change."""
 
     qkv: AdapterProjection | None
@@ -52,7 +52,7 @@ class AdapterLayer:
     down: AdapterProjection | None
 
 
-class AdapterTable(dict[str, Any]):
+class LoadedAdapters(dict[str, Any]):
     """The loaded adapters by digest, each as the model's arithmetic needs it."""
 
     def __missing__(self, digest: str) -> Any:
@@ -86,7 +86,7 @@ class Adapters:
 
 def read_adapter(
     config_text: bytes, weights: bytes, config: ModelConfig, max_rank: int, group: TPGroup, like: Tensor
-) -> list[AdapterLayer]:
+) -> list[LayerProjections]:
     """Returns this rank's share of an adapter, layer by layer, in the dtype and on the device of `like`. `config_text`
     and `weights` are the bytes of its files (adapter_config.py), `config` is the whole model's.
 
@@ -108,17 +108,19 @@ def read_adapter(
         if not adapted:
             return None
         a = torch.cat([tensors[tensor_name(module, "A")] for _, module, _ in adapted])
-        return AdapterProjection(a.to(like), tuple(Part(first, b(module, rows)) for first, module, rows in adapted))
+        return AdapterProjection(
+            a.to(like), tuple(OutputPart(first, b(module, rows)) for first, module, rows in adapted)
+        )
 
     def row_parallel(module: str, inputs: slice) -> AdapterProjection | None:
         if module not in modules:
             return None
         a = tensors[tensor_name(module, "A")][:, inputs].contiguous()
-        return AdapterProjection(a.to(like), (Part(0, b(module, slice(None))),))
+        return AdapterProjection(a.to(like), (OutputPart(0, b(module, slice(None))),))
 
-    def layer(name: str) -> AdapterLayer:
+    def layer(name: str) -> LayerProjections:
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        return AdapterLayer(
+        return LayerProjections(
             qkv=stacked([(f"{attention}.{p}_proj", shares.heads if p == "q" else shares.kv_heads) for p in "qkv"]),
             attention_out=row_parallel(f"{attention}.o_proj", shares.heads),
             gate_up=stacked([(f"{mlp}.{p}_proj", shares.inner) for p in ("gate", "up")]),

@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.adapters import AdapterLayer, AdapterProjection
+from baton.engine.adapters import AdapterProjection, LayerProjections
 from baton.engine.kernels import native
 
 _CHUNK = 16  # outputs of B that are stored together, and of gate and up that alternate
@@ -24,7 +24,7 @@ class PackedAdapter:
     tensors: list[Tensor]
 
 
-def pack_adapter(layers: Sequence[AdapterLayer]) -> PackedAdapter:
+def pack_adapter(layers: Sequence[LayerProjections]) -> PackedAdapter:
     tensors: list[Tensor] = []
 
     def address(tensor: Tensor) -> int:

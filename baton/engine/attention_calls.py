@@ -59,10 +59,10 @@ class Recorder:
 
     def __init__(self, num_tokens: int, longest: int) -> None:
         self._num_tokens, self._longest = num_tokens, longest
-        self._stored: list[tuple[Tensor, Tensor]] = []  # kept, so that tensors are told apart by identity
+        self._stored: list[tuple[Tensor, Tensor]] = []  # kept: tensors are compared by identity
         self._layers: list[int] = []
         self._calls: list[AttentionCall] = []
-        self._masks: list[tuple[Any, int | None]] = []  # of each call, with the window that it was told
+        self._masks: list[tuple[Any, int | None]] = []  # of each call, with its argument `sliding_window`
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
         """A layer stores keys [1, K, T, D] and values [1, K, T, E]."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.adapters import AdapterLayer, AdapterProjection, AdapterTable
+from baton.engine.adapters import AdapterProjection, LayerProjections, LoadedAdapters
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
 from baton.engine.device_stream import to_device
@@ -30,7 +30,7 @@ from baton.engine.parallel import TPGroup
 from baton.engine.weights import LayerWeights, Projection, WeightReader
 
 
-class LowRank:
+class LowRankLinear:
     """Adds x @ a.T @ b.T to a linear layer's output, for the rows of one adapter; b [outputs, ranks] has zeros where a
     rank is of another of the layer's modules."""
 
@@ -51,17 +51,17 @@ class LowRank:
 
 
 class LowRankLayer(NamedTuple):
-    qkv: LowRank | None
-    attention_out: LowRank | None
-    gate_up: LowRank | None
-    down: LowRank | None
+    qkv: LowRankLinear | None
+    attention_out: LowRankLinear | None
+    gate_up: LowRankLinear | None
+    down: LowRankLinear | None
 
 
 Adapted = Sequence[tuple[LowRankLayer, Tensor]]
 """The adapters of a step, in one layer, each with the packed indexes of its rows."""
 
 
-def _project(linear: Linear, x: Tensor, adapters: Iterable[tuple[LowRank | None, Tensor]]) -> Tensor:
+def _project(linear: Linear, x: Tensor, adapters: Iterable[tuple[LowRankLinear | None, Tensor]]) -> Tensor:
     y = linear(x)
     for low_rank, rows in adapters:
         if low_rank is not None:
@@ -92,10 +92,10 @@ class DecoderLayer:
         linears = weights.qkv, weights.attention_out, weights.gate_up, weights.down
         self._outputs = [len(linear.weight) for linear in linears]
 
-    def low_rank(self, adapter: AdapterLayer) -> LowRankLayer:
+    def low_rank(self, adapter: LayerProjections) -> LowRankLayer:
         """Returns an adapter's part of this layer."""
         pairs = zip((adapter.qkv, adapter.attention_out, adapter.gate_up, adapter.down), self._outputs, strict=True)
-        return LowRankLayer(*(None if each is None else LowRank(each, n, self._layer_ops) for each, n in pairs))
+        return LowRankLayer(*(None if each is None else LowRankLinear(each, n, self._layer_ops) for each, n in pairs))
 
     def queries(
         self,
@@ -152,9 +152,9 @@ class Model:
         self._norm = layer_ops.make_norm(weights.final_norm(), config.rms_norm_eps)
         self._head = layer_ops.make_linear(weights.head())
         self._rope = layer_ops.rope
-        self.adapters = AdapterTable()
+        self.adapters = LoadedAdapters()
 
-    def add_adapter(self, digest: str, layers: Sequence[AdapterLayer]) -> None:
+    def add_adapter(self, digest: str, layers: Sequence[LayerProjections]) -> None:
         self.adapters[digest] = [own.low_rank(layer) for own, layer in zip(self._layers, layers, strict=True)]
 
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.adapters import AdapterLayer, AdapterTable
+from baton.engine.adapters import LayerProjections, LoadedAdapters
 from baton.engine.adapters_native import adapter_rows, pack_adapter
 from baton.engine.batch import Batch
 from baton.engine.kernels import native
@@ -51,7 +51,7 @@ class NativeModel:
         local = shard_config(config, group)
         self.kernels, self._group, self._arena = kernels, group, Arena()
         self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, weights.dtype
-        self.adapters = AdapterTable()
+        self.adapters = LoadedAdapters()
         self._kept: list[Tensor] = []  # the tensors that the structs point to
         self._kv: KVPool | None = None
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config))
@@ -123,7 +123,7 @@ class NativeModel:
             gathered = self._group.gather(logits)
         return torch.empty((0, self._vocab_size)) if gathered is None else gathered[:, : self._vocab_size]
 
-    def add_adapter(self, digest: str, layers: Sequence[AdapterLayer]) -> None:
+    def add_adapter(self, digest: str, layers: Sequence[LayerProjections]) -> None:
         self.adapters[digest] = pack_adapter(layers)
 
     def propose(self, kv: KVPool, batch: Batch, counts: Sequence[int]) -> list[list[int]]:

@@ -98,7 +98,7 @@ def app(make_text: Any, generator: VectorGenerator) -> Starlette:
 async def test_the_official_client_gets_unit_vectors_in_both_encodings(
     official: openai.AsyncOpenAI, generator: VectorGenerator
 ) -> None:
-    """It asks for base64 unless told otherwise, and decodes it as little-endian float32."""
+    """It asks for base64 by default, and decodes it as little-endian float32."""
     for encoding in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
         answer = await official.embeddings.create(model="tiny", input=["Hello", "Hello world"], **encoding)
         expected = [unit(vector(each.prompt)) for each in generator.submissions[-2:]]
