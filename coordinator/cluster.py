@@ -26,6 +26,7 @@ from baton.core.commands import (
     Join,
     Leave,
     Prefill,
+    Role,
     Target,
     Welcome,
 )
@@ -201,7 +202,8 @@ class Cluster:
         lease_s, now_ms = self.workers.lease_s, round(time.monotonic() * 1000)
         queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._signer.key, tracked, now_ms))
         if joined.worker.drain_by is not None:  # the command may have been lost with the previous session
-            queue.put_nowait(Drain(max(joined.worker.drain_by - time.monotonic(), 0.0)))
+            remaining_s = max(joined.worker.drain_by - time.monotonic(), 0.0)
+            queue.put_nowait(Drain(remaining_s, joined.worker.next_role))
         if self.adapters.required.adapters:
             queue.put_nowait(self.adapters.required)
         self._outgoing[worker] = queue  # from here on, requests of the old incarnation may be placed on this one
@@ -296,15 +298,17 @@ class Cluster:
                 self.requests.check()
             idle = not len(self.requests)
 
-    def drain_worker(self, worker: str, timeout_s: float) -> None:
-        """Drains one worker: it gets no new work, finishes what it has or gives it back after `timeout_s`, and leaves.
+    def drain_worker(self, worker: str, timeout_s: float, next_role: Role | None = None) -> None:
+        """Drains one worker: it gets no new work, finishes what it has or gives it back after `timeout_s`, and leaves;
+        with a `next_role`, it joins again in that.
 
         Raises:
             NotFound: there is no such worker.
+            InvalidRequest: it cannot join again in that role.
         """
-        self.workers.drain(worker, time.monotonic() + timeout_s, self.lease_now())
-        log.info("draining %s within %.1f s", worker, timeout_s)
-        self.send(worker, Drain(timeout_s))
+        self.workers.drain(worker, time.monotonic() + timeout_s, self.lease_now(), next_role)
+        log.info("draining %s within %.1f s%s", worker, timeout_s, f" to become {next_role}" if next_role else "")
+        self.send(worker, Drain(timeout_s, next_role))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, fails those still running after `timeout_s`, then drains the workers."""

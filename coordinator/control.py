@@ -10,9 +10,10 @@ from typing import Protocol
 
 import grpc.aio
 
-from baton.core.commands import Join
+from baton.core.commands import Join, Role
 from baton.core.errors import BatonError, InvariantError, JoinRefused, ProtocolError
 from baton.core.names import host_port
+from baton.runtime.codec import role_of
 from baton.runtime.first_message import FirstMessage, parsed
 from baton.runtime.ports import open_port
 from baton.runtime.status import grpc_code
@@ -44,7 +45,7 @@ class Sessions(Protocol):
 
     def check_token(self, presented: str, who: str) -> None: ...
 
-    def drain_worker(self, worker: str, timeout_s: float) -> None: ...
+    def drain_worker(self, worker: str, timeout_s: float, next_role: Role | None = None) -> None: ...
 
 
 class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
@@ -61,7 +62,8 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
             request = parsed(worker_pb2.DrainWorkerRequest, content)
             check_role(self._tls, peer_role(context), ("operator",), "drain")
             cluster.check_token(request.token, "drain")
-            cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000)
+            next_role = role_of(request.next_role) if request.next_role else None
+            cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000, next_role)
         except BatonError as e:
             if isinstance(e, JoinRefused):
                 cluster.refused(e, context.peer())

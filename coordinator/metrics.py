@@ -275,6 +275,12 @@ class _State(Collector):
         for name, count in known["joins_refused"].items():
             refused.add_metric([name], count)
         yield refused
+        flips = counter(
+            "baton_worker_flips", "workers that joined again in another role, by that role", labels=["role"]
+        )
+        for role, count in known["flips"].items():
+            flips.add_metric([role], count)
+        yield flips
         blocks = {
             name: sum(w[name] for w in workers if w["role"] == "decode" and w["state"] != "lost")
             for name in ("blocks_total", "blocks_free")

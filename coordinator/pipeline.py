@@ -248,6 +248,7 @@ class Pipeline:
             "workers": rows,
             "control": cluster.address,
             "joins_refused": dict(cluster.joins_refused),
+            "flips": dict(cluster.workers.flips),
         }
         counts = {
             **cluster.requests.counts()._asdict(),

@@ -23,7 +23,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
-from baton.core.prefix_cache import PrefixCache
+from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Admitted, Finished, KVReceived, Preempted, Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
@@ -53,11 +53,14 @@ class DecodeScheduler:
         prefix_cache: bool = True,
         plan_ahead: bool = False,
         blocks: BlockTable | None = None,
+        kept: KeptBlocks | None = None,
     ) -> None:
-        """`blocks`: another table of `num_blocks` blocks, for simulations."""
+        """`blocks`: another table of `num_blocks` blocks, for simulations; `kept`: those of the worker's previous
+        role."""
         self.layout = layout
-        self.blocks = blocks or BlockTable(num_blocks)
-        self.cache = PrefixCache(self.blocks, layout.block_size, model_digest, enabled=prefix_cache)
+        blocks = blocks or BlockTable(num_blocks)
+        self.cache = kept.cache if kept else PrefixCache(blocks, layout.block_size, model_digest, enabled=prefix_cache)
+        self.blocks = self.cache.blocks
         self.sequences: dict[SequenceId, Sequence] = {}
         self.max_running = max_running
         self.speculation = speculation or Speculation()
@@ -67,7 +70,7 @@ class DecodeScheduler:
         self.plan_ahead = plan_ahead and self.speculation.drafts is None
         self.steps_ahead = self.rows_discarded = 0
         self._last_was_alone = False
-        self._next_step = 1
+        self._next_step = kept.next_step if kept else 1
         self._next_number = 1
         self.prompt_tokens_computed = 0
         self.tokens_generated = 0
@@ -77,6 +80,10 @@ class DecodeScheduler:
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(self._in(s))} {s.value}" for s in (State.RUNNING, State.READY, State.RECEIVING))
         return f"<DecodeScheduler {counts} | {self.blocks!r} | step {self._next_step - 1}>"
+
+    @property
+    def kept(self) -> KeptBlocks:
+        return KeptBlocks(self.cache, self._next_step)
 
     @property
     def num_running(self) -> int:

@@ -12,6 +12,7 @@ from baton.core.errors import InvariantError, JoinRefused, StartupError, Unavail
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.handover import LinkHello, LinkWelcome
 from baton.core.names import host_port
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout, shared_gpu
 from baton.core.step import StepOutcome, StepPlan
@@ -51,7 +52,9 @@ class DecodeWorker:
         make_endpoint: MakeEndpoint,
         speculation: Speculation | None = None,
         engine: SpeculativeEngine | None = None,
+        kept: KeptBlocks | None = None,
     ) -> None:
+        """`kept`: of the worker's previous role."""
         self.config = config
         self.facts = facts
         self.pids, self.tensor_parallel = pids, len(pids)
@@ -64,6 +67,7 @@ class DecodeWorker:
             model_digest=facts.model_digest,
             prefix_cache=config.prefix_cache,
             plan_ahead=config.plan_ahead == "on" or (config.plan_ahead == "auto" and runner.launches_ahead),
+            kept=kept,
         )
         self.store = EdgeStore(config.host, config.store_port)
         step = runner.step if engine is None else engine.step
@@ -122,6 +126,7 @@ class DecodeWorker:
             run_id=run_id,
             replace=self.config.replace,
             tensor_parallel=self.tensor_parallel,
+            both_roles=self.config.both_roles == "on",
         )
 
     def load(self) -> Load:
@@ -192,6 +197,9 @@ class DecodeWorker:
 
     def check_idle(self) -> None:
         self.scheduler.check_idle()
+
+    def kept(self) -> KeptBlocks:
+        return self.scheduler.kept
 
     async def close(self) -> None:
         if self.scheduler.plan_ahead:

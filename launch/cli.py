@@ -6,22 +6,20 @@ import contextlib
 import json
 import os
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
-from baton.core.errors import BatonError, StartupError
-from baton.core.names import host_port_error
+from baton.core.commands import Role
+from baton.core.errors import StartupError
 from baton.runtime.options import NumberRange, config_command, run_main
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
-DRAIN_POLL_S = 0.2
-DRAIN_GRACE_S = 10.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -159,6 +157,26 @@ def top_command(url: str, every_s: float, shown: int) -> int:
     return 0
 
 
+def _control_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Adds the options of commands that a coordinator's control port takes."""
+    for option in (
+        click.option(
+            "--cluster-tls-dir",
+            default="",
+            metavar="DIR",
+            help="directory with operator.pem, for a cluster that uses TLS",
+        ),
+        click.option(
+            "--cluster-token-file", default="", metavar="FILE", help="file with the cluster token; needed off loopback"
+        ),
+        click.option(
+            "--coordinator", default="", metavar="HOST:PORT", help="control address, if URL does not report it"
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @baton.command("drain")
 @click.argument("worker")
 @click.argument("url", default=DEFAULT_URL)
@@ -169,47 +187,42 @@ def top_command(url: str, every_s: float, shown: int) -> int:
     type=NumberRange(min=0.0, max=86400.0),
     help="time for running requests to finish; then they are rescheduled on other workers",
 )
-@click.option("--coordinator", default="", metavar="HOST:PORT", help="control address, if URL does not report it")
-@click.option(
-    "--cluster-token-file", default="", metavar="FILE", help="file with the cluster token; needed off loopback"
-)
-@click.option(
-    "--cluster-tls-dir", default="", metavar="DIR", help="directory with operator.pem, for a cluster that uses TLS"
-)
+@_control_options
 def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:
     """Take WORKER out of the cluster at URL: no new work, requests finish or are rescheduled, its process ends."""
-    from baton.runtime.admin import drain_worker
-    from baton.runtime.tls_files import read_cluster_tls
-    from baton.runtime.token_file import read_token
-    from launch.cluster_api import ClusterView, get_cluster
-    from launch.console import Console
-    from launch.run_directory import local_token
+    from launch.drain import drain
 
-    def incarnation(cluster: ClusterView) -> object:
-        """Returns the worker's incarnation; None when the worker is lost or absent."""
-        there = (row.get("incarnation") for row in cluster.workers if row["id"] == worker and row["state"] != "lost")
-        return next(there, None)
+    return drain(worker, url, timeout_s, None, coordinator, cluster_token_file, cluster_tls_dir)
 
-    if coordinator and (wrong := host_port_error(coordinator)):
-        raise StartupError(f"--coordinator {wrong}")
-    console = Console()
-    try:
-        cluster = get_cluster(url)
-        token, tls = read_token(cluster_token_file or local_token(url)), read_cluster_tls(cluster_tls_dir, "operator")
-        drain_worker(coordinator or cluster.control, worker, timeout_s, token, tls=tls)
-        console.stage(worker, f"draining   for up to {timeout_s:g} s")
-        deadline = time.monotonic() + timeout_s + DRAIN_GRACE_S
-        while incarnation(get_cluster(url)) == incarnation(cluster):
-            if time.monotonic() > deadline:
-                console.stage(worker, "not drained yet; `baton ps` shows its state")
-                return 1
-            time.sleep(DRAIN_POLL_S)
-    except BatonError as error:
-        raise StartupError(error.message) from None
-    console.stage(worker, "left")
-    return 0
+
+@baton.command("flip")
+@click.argument("worker")
+@click.argument("role", type=click.Choice(("prefill", "decode")))
+@click.argument("url", default=DEFAULT_URL)
+@click.option(
+    "--timeout-s",
+    type=NumberRange(min=0.0, max=86400.0),
+    help="time for running requests to finish; then they are rescheduled on other workers; default 0.5 to decode,"
+    " 30 to prefill",
+)
+@_control_options
+def flip_command(
+    worker: str,
+    role: Role,
+    url: str,
+    timeout_s: float | None,
+    coordinator: str,
+    cluster_token_file: str,
+    cluster_tls_dir: str,
+) -> int:
+    """Change WORKER of the cluster at URL to ROLE while requests run: it drains and joins again, and keeps its weights
+    and cached KV."""
+    from launch.drain import FLIP_S, drain
+
+    timeout_s = FLIP_S[role] if timeout_s is None else timeout_s
+    return drain(worker, url, timeout_s, role, coordinator, cluster_token_file, cluster_tls_dir)
 
 
 @baton.command("certs")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from baton.runtime.worker_main import MakeWorker, worker_main
 
 
-def _load() -> MakeWorker:
+def load() -> MakeWorker:
     from prefill.worker import PrefillWorker
 
     return PrefillWorker
 
 
 if __name__ == "__main__":
-    worker_main("prefill", _load)
+    worker_main("prefill", load)

@@ -33,7 +33,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, StageStamps, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
-from baton.core.prefix_cache import PrefixCache
+from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Finished, Prefilled, Sequence, Started, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
@@ -90,11 +90,14 @@ class PrefillScheduler:
         prefix_cache: bool = True,
         plan_ahead: bool = False,
         blocks: BlockTable | None = None,
+        kept: KeptBlocks | None = None,
     ) -> None:
-        """`blocks`: another table of `num_blocks` blocks, for simulations."""
+        """`blocks`: another table of `num_blocks` blocks, for simulations; `kept`: those of the worker's previous
+        role."""
         self.layout = layout
-        self.blocks = blocks or BlockTable(num_blocks)
-        self.cache = PrefixCache(self.blocks, layout.block_size, model_digest, enabled=prefix_cache)
+        blocks = blocks or BlockTable(num_blocks)
+        self.cache = kept.cache if kept else PrefixCache(blocks, layout.block_size, model_digest, enabled=prefix_cache)
+        self.blocks = self.cache.blocks
         self.step_tokens = step_tokens
         # All sequences: waiting, running, and prefilled ones.
         self.sequences: dict[SequenceId, Sequence] = {}
@@ -105,8 +108,8 @@ class PrefillScheduler:
         self.steps_ahead = 0
         # Outstanding plans and the sequence of each row, oldest first: one, or with `plan_ahead` up to two.
         self._outstanding: deque[tuple[StepPlan, list[Sequence]]] = deque()
-        self._next_step = 1
-        self._done_step = 0
+        self._next_step = kept.next_step if kept else 1
+        self._done_step = self._next_step - 1
         self._submitted = 0
         self.prompt_tokens_computed = 0
         self.prompt_tokens_cached = 0
@@ -118,6 +121,10 @@ class PrefillScheduler:
             f"<PrefillScheduler {len(self._running)} running, {len(self._waiting)} waiting, {prefilled} prefilled"
             f" | {self.blocks!r} | step {self._next_step - 1}>"
         )
+
+    @property
+    def kept(self) -> KeptBlocks:
+        return KeptBlocks(self.cache, self._next_step)
 
     @property
     def num_running(self) -> int:

@@ -14,6 +14,7 @@ from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents
 from baton.core.handles import verify
 from baton.core.handover import LinkHello
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import SequenceId
 from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
@@ -50,7 +51,9 @@ class PrefillWorker:
         facts: Compatibility,
         pids: tuple[int, ...],
         make_endpoint: MakeEndpoint,
+        kept: KeptBlocks | None = None,
     ) -> None:
+        """`kept`: of the worker's previous role."""
         self.config = config
         self.facts = facts
         self.pids, self.tensor_parallel = pids, len(pids)
@@ -64,6 +67,7 @@ class PrefillWorker:
             model_digest=facts.model_digest,
             prefix_cache=config.prefix_cache,
             plan_ahead=config.plan_ahead == "on" or (config.plan_ahead == "auto" and runner.launches_ahead),
+            kept=kept,
         )
         self.events = EventLog(config.worker_id)
         tls = read_cluster_tls(config.cluster_tls_dir, "prefill")
@@ -93,7 +97,10 @@ class PrefillWorker:
                 loop.call_soon_threadsafe(self.layers_computed, step_id, layers)
 
         self._runner.set_first_layers_callback(self.num_early_layers, notify)
-        await self.main_loop.run()
+        try:
+            await self.main_loop.run()
+        finally:
+            self._runner.clear_first_layers_callback()
 
     def num_early_layers(self, plan: StepPlan) -> int:
         """Returns how many layers to report before the step is done, because they can be sent while it computes. Runs
@@ -124,6 +131,7 @@ class PrefillWorker:
             run_id=run_id,
             replace=self.config.replace,
             tensor_parallel=self.tensor_parallel,
+            both_roles=self.config.both_roles == "on",
         )
 
     def load(self) -> Load:
@@ -205,6 +213,9 @@ class PrefillWorker:
 
     def check_idle(self) -> None:
         self.scheduler.check_idle()
+
+    def kept(self) -> KeptBlocks:
+        return self.scheduler.kept
 
     async def close(self) -> None:
         await self.sender.close()

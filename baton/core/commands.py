@@ -32,6 +32,7 @@ class Join:
     token: str = field(default="", repr=False)
     replace: bool = False
     tensor_parallel: int = 1
+    both_roles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,11 @@ class ReleaseRecords:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Accept no new work, finish what is running within `timeout_s` or give it back, then leave."""
+    """Accept no new work, finish what is running within `timeout_s` or give it back, then leave; with a `next_role`,
+    join again in it."""
 
     timeout_s: float
+    next_role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from baton.core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Must be raised when anything on the wire changes: proto/, or what edges send (tests/runtime/test_wire_version.py)."""
 
 _SHOWN_CHARS = 80

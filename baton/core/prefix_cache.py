@@ -9,6 +9,7 @@ idle first. The cache therefore uses only memory that is otherwise free, and has
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import InvariantError
@@ -19,6 +20,14 @@ from baton.core.sequence import Sequence
 
 CACHE = Holder("cache", SequenceId(""))
 MAX_EVENTS = 4096  # hints in one message
+
+
+class KeptBlocks(NamedTuple):
+    """What a worker that changes its role keeps of its KV: the cached blocks, and the number of its next step, as the
+    other ranks order packing and unpacking by steps."""
+
+    cache: PrefixCache
+    next_step: int
 
 
 class PrefixCache:

@@ -264,9 +264,9 @@ class FollowerChannel(Channel):
                 continue
             step(frame)
             with self._computing:
-                self._computed = frame.step_id
-                due = [order for order in self._later if order.after_step <= frame.step_id]
-                self._later = [order for order in self._later if order.after_step > frame.step_id]
+                self._computed = max(self._computed, frame.step_id)  # steps that only measure have number 0
+                due = [order for order in self._later if order.after_step <= self._computed]
+                self._later = [order for order in self._later if order.after_step > self._computed]
             for order in due:
                 self._execute_order(order)
 

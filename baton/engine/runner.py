@@ -127,6 +127,9 @@ class Runner:
         that is pooled."""
         self._first_layers = count_layers, notify
 
+    def clear_first_layers_callback(self) -> None:
+        self._first_layers = None
+
     def start_grammars(self) -> None:
         """Begins to load the tokenizer for grammars, which takes 1 s for 150,000 tokens, in another process."""
         if self._seen.grammars.processes is not None:

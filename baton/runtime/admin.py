@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import grpc
 
+from baton.core.commands import Role
 from baton.core.errors import BatonError, NotFound, Unavailable
+from baton.runtime.codec import ROLES
 from baton.runtime.streams import NO_PROXY
 from baton.runtime.tls import ClusterTls, explained
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 
 def drain_worker(
-    address: str, worker_id: str, drain_s: float, token: str, timeout_s: float = 5.0, tls: ClusterTls | None = None
+    address: str,
+    worker_id: str,
+    drain_s: float,
+    token: str,
+    timeout_s: float = 5.0,
+    tls: ClusterTls | None = None,
+    next_role: Role | None = None,
 ) -> None:
-    """Requests the coordinator at `address` to drain a worker; returns once the command is queued for the worker.
+    """Requests the coordinator at `address` to drain a worker, which then ends or joins again in `next_role`; returns
+    once the command is queued for the worker.
 
     Raises:
         NotFound: there is no such worker.
@@ -21,6 +30,8 @@ def drain_worker(
         BatonError: refused; the message is the coordinator's.
     """
     request = worker_pb2.DrainWorkerRequest(worker_id=worker_id, timeout_ms=round(drain_s * 1000), token=token)
+    if next_role is not None:
+        request.next_role = ROLES[next_role]
     try:
         with _channel(address, tls) as channel:
             worker_pb2_grpc.WorkerControlStub(channel).DrainWorker(request, timeout=timeout_s)

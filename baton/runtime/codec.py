@@ -20,7 +20,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-_ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+ROLES: dict[commands.Role, worker_pb2.Role] = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 _CODES = {code: types_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in ErrorCode}
 _CODE_OF = {number: code for code, number in _CODES.items()}
@@ -111,8 +111,8 @@ def _field_writer(name: str, field: Any) -> tuple[str, bool, Callable[[Any], Any
     form. Not omitted: a float zero, which may be -0.0, and the zero of a field with presence, which is not absence."""
     if field is None:
         return name.removesuffix("_s") + "_ms", False, _milliseconds
-    if name == "role":
-        return name, False, _ROLES.__getitem__
+    if field.enum_type is worker_pb2.Role.DESCRIPTOR:
+        return name, False, ROLES.__getitem__
     if field.enum_type is not None:
         return name, False, _CODES.__getitem__
     if field.message_type is not None:
@@ -149,8 +149,8 @@ def _field_reader(name: str, field: Any, default: Any) -> Callable[[Any], Any]:
         in_ms = attrgetter(name.removesuffix("_s") + "_ms")
         return lambda message: in_ms(message) / 1000
     get = attrgetter(name)
-    if name == "role":
-        return lambda message: _role(get(message))
+    if field.enum_type is worker_pb2.Role.DESCRIPTOR:
+        return lambda message: None if default is None and not get(message) else role_of(get(message), name)
     if field.enum_type is not None:
         return lambda message: _code(get(message), default)
     if field.message_type is None:
@@ -171,11 +171,12 @@ def _field_reader(name: str, field: Any, default: Any) -> Callable[[Any], Any]:
     return read_needed
 
 
-def _role(number: int) -> str:
-    for role, known in _ROLES.items():
+def role_of(number: int, name: str = "next_role") -> commands.Role:
+    """Returns the role that a message's field `name` has. Raises InvalidRequest if there is none of that number."""
+    for role, known in ROLES.items():
         if known == number:
             return role
-    raise InvalidRequest(f"unknown role {number}", param="role")
+    raise InvalidRequest(f"unknown role {number}", param=name)
 
 
 def _code(number: int, default: Any) -> ErrorCode | None:

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from baton.core.commands import Role
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.names import host_port_error, model_name_error, unbracketed
@@ -120,6 +121,11 @@ class WorkerOptions(EngineConfig):
     plan_ahead: str = option(
         "auto",
         "plan and launch a step while the one before it computes; at decode only without a draft; auto: on cuda",
+        choices=("auto", "on", "off"),
+    )
+    both_roles: str = option(
+        "auto",
+        "prepare a worker for both roles, so that `baton flip` can change its role; auto: on cpu",
         choices=("auto", "on", "off"),
     )
     gpu_share: float = option(
@@ -271,12 +277,14 @@ class BatchesConfig(BatchesOptions):
     ready_file: str = option("", "file to write the bound address to, as JSON, once the port is open")
 
 
-def with_step_tokens(config: WorkerConfig, role: str, device: str) -> WorkerConfig:
-    """Returns the config with the tokens of a step decided. On a GPU a step of 512 tokens takes little longer than the
-    host's work around it, and leaves the matrix units idle in between; on a CPU longer steps are no faster per token,
-    and a short prompt waits longer for its turn."""
+def for_device(config: WorkerConfig, role: Role, device: str) -> WorkerConfig:
+    """Returns the config with the tokens of a step, and whether the worker is for both roles, decided. On a GPU a step
+    of 512 tokens takes little longer than the host's work around it, and leaves the matrix units idle in between; on a
+    CPU longer steps are no faster per token, and a short prompt waits longer for its turn. On a GPU the other role
+    costs memory: for a draft, for steps captured for decoding."""
     default = GPU_PREFILL_STEP_TOKENS if role == "prefill" and device == "cuda" else STEP_TOKENS
-    return replace(config, step_tokens=config.step_tokens or default)
+    both_roles = {"auto": "on" if device == "cpu" else "off"}.get(config.both_roles, config.both_roles)
+    return replace(config, step_tokens=config.step_tokens or default, both_roles=both_roles)
 
 
 def resolve(

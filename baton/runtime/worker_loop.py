@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from baton.core.codes import ErrorCode
-from baton.core.commands import Abort, Command, Drain, Join, SetAdapters, Welcome
+from baton.core.commands import Abort, Command, Drain, Join, Role, SetAdapters, Welcome
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, InvariantError, StartupError
 from baton.core.events import Load, SequenceEnded, StepEvents
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from baton.runtime.adapters import WorkerAdapters
@@ -33,6 +34,7 @@ ALONE_REPORT_S = 1.0  # how long a step waits until the coordinator has the repo
 SWEEP_S = 30.0  # between two removals of expired tombstones
 CHECK_JOIN_S = 10.0  # how long a worker that is only checked waits for the coordinator
 CHECK_POLL_S = 0.05
+IDLE_S = 10.0  # how long steps and hand-overs may take to end once their sequences have ended
 DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 
 
@@ -74,6 +76,10 @@ class Tier(Protocol):
         requests."""
         ...
 
+    def kept(self) -> KeptBlocks:
+        """Returns what the worker keeps for its next role."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -102,6 +108,7 @@ class WorkerLoop:
         self.steps = 0
         self.step_s = 0.0
         self.draining = False
+        self.next_role: Role | None = None  # in which the worker joins again once it has drained
         self._tier = tier
         self._step, self._launcher = step, launcher
         self._wake = asyncio.Event()
@@ -110,7 +117,7 @@ class WorkerLoop:
         self._failures: asyncio.Queue[InvariantError] = asyncio.Queue()
 
     async def run(self) -> None:
-        """Serves until drained.
+        """Serves until drained. With a `next_role` no sequence is left then.
 
         Raises:
             JoinRefused: this worker does not fit the cluster; the message names the field.
@@ -166,6 +173,7 @@ class WorkerLoop:
 
     def leave(self, timeout_s: float) -> None:
         """Drains the worker, because this process is to exit, and notifies the coordinator."""
+        self.next_role = None
         self.session.leave(timeout_s)
         self._begin_drain(timeout_s)
 
@@ -190,7 +198,8 @@ class WorkerLoop:
                 self.deadlines.forget(sequence)
                 if not self._tier.end(sequence, reason) and tombstone_s > 0:
                     self.tombstones.add(sequence, time.monotonic(), tombstone_s)
-            case Drain(timeout_s):
+            case Drain(timeout_s, next_role):
+                self.next_role = next_role
                 self._begin_drain(timeout_s)
             case SetAdapters():
                 self.adapters.require(command)
@@ -280,4 +289,16 @@ class WorkerLoop:
         while self._tier.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
         self.abandon("the drain timeout has passed")  # the coordinator reschedules the sequences it still tracks
+        if self.next_role is not None:
+            await self._idle()
         await self.session.drained(DRAINED_ACK_S)
+
+    async def _idle(self) -> None:
+        """Waits until the last step and all hand-overs have ended. Raises InvariantError if they do not, or if they
+        leave state behind."""
+        deadline = time.monotonic() + IDLE_S
+        while left := self._tier.load().sequences:
+            if time.monotonic() > deadline:
+                raise InvariantError(f"{left} sequences are still present {IDLE_S:g} s after the drain")
+            await asyncio.sleep(0.02)
+        self._tier.check_idle()

@@ -13,17 +13,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, get_args
 
 from baton.core.commands import Role
 from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.liveness import LOOP_STALL_S
 from baton.core.names import name_error
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.ranks import Ranks
 from baton.runtime.cluster_token import check_listening
-from baton.runtime.config import WorkerConfig, with_step_tokens
+from baton.runtime.config import WorkerConfig, for_device
 from baton.runtime.loop_watch import LoopWatch
 from baton.runtime.model_source import may_draft, resolve_draft, resolve_model
 from baton.runtime.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
@@ -56,9 +58,12 @@ class RunnableWorker(Protocol):
 
     async def run(self) -> None: ...
 
+    def kept(self) -> KeptBlocks: ...
 
-# (config, runner, facts, pids, make_endpoint) -> worker. The second and the last are Any: `--help` needs no torch.
-MakeWorker = Callable[[WorkerConfig, Any, Compatibility, tuple[int, ...], Any], RunnableWorker]
+
+# (config, runner, facts, pids, make_endpoint, kept) -> worker. The second and the fifth are Any: `--help` needs no
+# torch. `kept` is of the worker's previous role.
+MakeWorker = Callable[[WorkerConfig, Any, Compatibility, tuple[int, ...], Any, KeptBlocks | None], RunnableWorker]
 
 
 def code_version() -> str:
@@ -123,15 +128,16 @@ def _take_signals() -> None:
         signal.signal(number, lambda number, frame: os._exit(0))
 
 
-def _drain_on_signal(worker: RunnableWorker, group: RankGroup, timeout_s: float) -> set[str]:
-    """Drains the worker on the first signal, to this rank or another, and ends the process on the second to this one.
-    Returns the set to which the sources of signals are added."""
+def _leave_on_signal(leave: Callable[[float], None], group: RankGroup, timeout_s: float) -> set[str]:
+    """Calls `leave`, which drains the worker, on the first signal, to this rank or another, and ends the process on the
+    second to this one. Returns the set to which the sources of signals are added."""
     loop, received = asyncio.get_running_loop(), set[str]()
 
     def drain(source: str) -> None:
         if not received:
             log.info("%s: draining for at most %g s", source, timeout_s)
-            worker.main_loop.leave(timeout_s)
+            received.add(source)
+            leave(timeout_s)
         received.add(source)
 
     def on_signal(number: signal.Signals) -> None:
@@ -157,13 +163,15 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     send_heartbeats()  # not before: loading libraries from a cold file system blocks the interpreter for long
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
-    started = time.monotonic()
-    config = with_step_tokens(config, role, choose_device(config.device).type)
-    options = _engine_options(role, config, ranks)
+    started, given = time.monotonic(), config
+    device = choose_device(given.device).type
+    config = for_device(given, role, device)
+    options = _engine_options(role, given, device, ranks)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as group:
         runner = group.runner
         runner.start_grammars()
-        worker = make(config, runner, runner.facts, group.pids, group.endpoints)
+        makers: dict[Role, MakeWorker] = {role: make}
+        worker = make(config, runner, runner.facts, group.pids, group.endpoints, None)
         log.info(
             "%s: %s, kernels %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
             config.worker_id,
@@ -184,8 +192,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 config.quantize,
                 runner.parameter_bytes / (1 << 20),
             )
-        worker.main_loop.adapters.ranks = group.adapters
-        signals = _drain_on_signal(worker, group, config.drain_timeout_s)
+        signals = _leave_on_signal(lambda timeout_s: worker.main_loop.leave(timeout_s), group, config.drain_timeout_s)
         stalls = asyncio.create_task(LoopWatch(LOOP_STALL_S).run(), name="loop watch")
         try:
             async with contextlib.AsyncExitStack() as beside:
@@ -194,12 +201,32 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 if uuids := gpu_uuids(config.device, ranks.local_size):
                     from baton.runtime.gpu_usage import watching_gpus  # slow to import
 
-                    await beside.enter_async_context(watching_gpus(uuids, worker.main_loop.session.show_gpu))
-                await worker.run()
+                    show = lambda usage: worker.main_loop.session.show_gpu(usage)  # noqa: E731  # of its present role
+                    await beside.enter_async_context(watching_gpus(uuids, show))
+                while True:
+                    worker.main_loop.adapters.ranks = group.adapters
+                    await worker.run()
+                    next_role = worker.main_loop.next_role
+                    if signals or next_role is None:
+                        break
+                    started = time.monotonic()
+                    config = for_device(given, next_role, device)
+                    if next_role not in makers:
+                        makers[next_role] = _load_other(next_role)
+                    make = makers[next_role]
+                    worker = make(config, runner, runner.facts, group.pids, group.endpoints, worker.kept())
+                    took_s = time.monotonic() - started
+                    log.info("%s becomes a %s worker, prepared in %.2f s", config.worker_id, next_role, took_s)
         finally:
             stalls.cancel()
     if _OWN_SIGNAL in signals:
         leave_torchrun(ranks)
+
+
+def _load_other(role: Role) -> MakeWorker:
+    """Imports the other tier's worker, which no tier imports, when this worker's role changes."""
+    with lasting_imports():
+        return cast(MakeWorker, import_module(f"{role}.__main__").load())
 
 
 def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
@@ -208,17 +235,21 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
         from baton.runtime.worker_ranks import follow
 
     send_heartbeats()
-    config = with_step_tokens(config, role, choose_device(config.device).type)
-    follow(ranks, _engine_options(role, config, ranks))
+    follow(ranks, _engine_options(role, config, choose_device(config.device).type, ranks))
 
 
-def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOptions:
-    """Returns the engine's options. A worker's threads are divided among its ranks on this machine. A decode worker's
-    leader will load a draft, which uses memory of its GPU."""
+def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks) -> EngineOptions:
+    """Returns the engine's options, for both roles if the worker is to take both. A worker's threads are divided among
+    its ranks on this machine. A decode worker's leader will load a draft, which uses memory of its GPU."""
     from baton.engine.options import EngineOptions, decode_lengths
 
+    both_roles = for_device(config, role, device).both_roles == "on"
+    roles = get_args(Role) if both_roles else (role,)
+    decodes = "decode" in roles
+    step_tokens = max(for_device(config, each, device).step_tokens for each in roles)
+
     threads = config.threads // ranks.local_size if config.threads else len(os.sched_getaffinity(0))
-    model_dir, drafts = resolve_model(config.model), role == "decode" and ranks.leads and config.device != "cpu"
+    model_dir, drafts = resolve_model(config.model), decodes and ranks.leads and device != "cpu"
     return EngineOptions(
         model_dir=model_dir,
         draft_dir=resolve_draft(config.draft, model_dir) if drafts else None,
@@ -233,12 +264,12 @@ def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOpt
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,
         max_model_len=config.max_model_len or None,
-        max_num_tokens=max(config.step_tokens + (16 * config.max_running if role == "decode" else 0), 512),
+        max_num_tokens=max(step_tokens + (16 * config.max_running if decodes else 0), 512),
         host=config.host,
         edge_kind=config.edge_kind,
         version=code_version(),
         staging_bytes=round(config.staging_mib * (1 << 20)),
-        decode_rows=config.max_running if role == "decode" else 0,
+        decode_rows=config.max_running if decodes else 0,
         decode_lengths=decode_lengths(may_draft(config.draft, model_dir), config.draft_tokens),
         gpu_share=config.gpu_share,
     )

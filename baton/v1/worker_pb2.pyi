@@ -18,14 +18,16 @@ ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ("worker_id", "timeout_ms", "token")
+    __slots__ = ("worker_id", "timeout_ms", "token", "next_role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     timeout_ms: int
     token: str
-    def __init__(self, worker_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+    next_role: Role
+    def __init__(self, worker_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., token: _Optional[str] = ..., next_role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
     __slots__ = ()
@@ -68,7 +70,7 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[ReleaseRecords, _Mapping]] = ..., set_adapters: _Optional[_Union[SetAdapters, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel")
+    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel", "both_roles")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +85,7 @@ class Join(_message.Message):
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    BOTH_ROLES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
     incarnation: int
@@ -97,7 +100,8 @@ class Join(_message.Message):
     run_id: str
     replace: bool
     tensor_parallel: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+    both_roles: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ..., tensor_parallel: _Optional[int] = ..., both_roles: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "tracked", "now_ms")
@@ -204,10 +208,12 @@ class AdapterStates(_message.Message):
     def __init__(self, loaded: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[AdapterFailure, _Mapping]]] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("timeout_ms",)
+    __slots__ = ("timeout_ms", "next_role")
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
     timeout_ms: int
-    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+    next_role: Role
+    def __init__(self, timeout_ms: _Optional[int] = ..., next_role: _Optional[_Union[Role, str]] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("timeout_ms",)

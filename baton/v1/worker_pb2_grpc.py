@@ -58,8 +58,9 @@ class WorkerControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Drains a worker: no new work, running sequences finish or are rescheduled, then its process exits. Replies once the
-        command is queued for the worker. NOT_FOUND if no worker has that name.
+        """Drains a worker: no new work, running sequences finish or are rescheduled, then its process exits, or joins again
+        in another role. Replies once the command is queued for the worker. NOT_FOUND if no worker has that name,
+        INVALID_ARGUMENT if it cannot take the role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

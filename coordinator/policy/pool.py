@@ -121,6 +121,7 @@ class Worker:
         self.lease_until = lease_until
         self.connected = True
         self.drain_by: float | None = None
+        self.next_role: Role | None = None  # in which it joins again after its drain
         self.reserved_blocks = self.backlog_tokens = self.running = self.growth = 0
         self._state: WorkerState = "ready"
         self._load: Load | None = None

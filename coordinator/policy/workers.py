@@ -15,13 +15,14 @@ a restart. Incarnations are timestamps: after a clock was set back, a lost worke
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.commands import Join, Role
 from baton.core.compatibility import Compatibility
-from baton.core.errors import InvariantError, NotFound
+from baton.core.errors import InvalidRequest, InvariantError, NotFound
 from baton.core.events import GpuUsage, Load
 from baton.core.liveness import REDIAL_S
 from coordinator.policy.joining import OwnModel, check_join, refused
@@ -45,6 +46,8 @@ class WorkerTable:
         self._own = own  # the coordinator's model
         self._workers: dict[str, Worker] = {}  # by name
         self._left: dict[str, int] = {}  # the last incarnation that drained under each name
+        self._next_roles: dict[str, Role] = {}  # of workers that drained to join again
+        self.flips: Counter[Role] = Counter()  # workers that joined again in another role, by that role
         self.prefill, self.decode = Pool("prefill"), Pool("decode")  # the present ones
 
     def get(self, worker_id: str) -> Worker | None:
@@ -109,6 +112,8 @@ class WorkerTable:
             if known.state == "disconnected":
                 known.state, known.since = "ready", now
             return Joined(known, replaced=None)  # it redialled and keeps its sequences
+        if self._next_roles.pop(name, None) == join.role:
+            self.flips[join.role] += 1
         return Joined(self.add(join, now, now + self.lease_s), replaced=known)
 
     def add(self, join: Join, now: float, lease_until: float) -> Worker:
@@ -145,15 +150,26 @@ class WorkerTable:
             worker.state, worker.since = "disconnected", now
         return True
 
-    def drain(self, worker_id: str, by: float, now: float) -> None:
-        """Makes a worker draining: it accepts no new work and gives back what it has at `by` at the latest.
+    def drain(self, worker_id: str, by: float, now: float, next_role: Role | None = None) -> None:
+        """Makes a worker draining: it accepts no new work and gives back what it has at `by` at the latest. The last
+        call decides whether it joins again, in `next_role`.
 
         Raises:
             NotFound: no such worker is present.
+            InvalidRequest: it cannot join again in that role.
         """
         worker = self.get(worker_id)
         if worker is None:
             raise NotFound(f"no worker {worker_id[:128]!r} is in this cluster", param="worker_id")
+        if next_role == worker.role:
+            raise InvalidRequest(f"{worker_id} is a {worker.role} worker already", param="next_role")
+        if next_role is not None and not worker.join.both_roles:
+            raise InvalidRequest(
+                f"{worker_id} was not started for both roles: start it with --both-roles on", param="next_role"
+            )
+        if next_role is not None and worker.state == "draining" and worker.next_role is None:
+            raise InvalidRequest(f"{worker_id} is leaving the cluster", param="next_role")
+        worker.next_role = next_role
         worker.drain_by = by if worker.drain_by is None else min(by, worker.drain_by)
         if worker.state != "draining":
             worker.state, worker.since = "draining", now
@@ -164,6 +180,8 @@ class WorkerTable:
             worker = self._workers.pop(worker_id)
             self.pool(worker.role).remove(worker)
             self._left[worker_id] = incarnation
+            if worker.next_role is not None:
+                self._next_roles[worker_id] = worker.next_role
 
     def has_left(self, worker_id: str, incarnation: int | None) -> bool:
         return incarnation is not None and self._left.get(worker_id) == incarnation

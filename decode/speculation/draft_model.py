@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import DType
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.checkpoint import read_model_config
@@ -31,7 +33,7 @@ from decode.speculation.step_cost import StepModel
 log = logging.getLogger("baton.worker")
 
 MEASURING_S = 1.5
-"""Time limit of each measurement here at startup; larger steps are extrapolated."""
+"""Time limit of each measurement at startup; larger steps are extrapolated."""
 
 _CONTEXT = 256
 _ROW = 8
@@ -46,26 +48,48 @@ _SWITCHES = 24  # timed switches from the draft model to the target
 _DRAFT_TOKENS = 4  # per row, in the longer of the two steps whose difference gives the price of a draft token
 
 
-def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
-    """Sets up what a decode worker drafts with, according to its options.
+class DraftSetup(NamedTuple):
+    """What a worker drafts with, over all its lives as a decode worker: the draft model, if one drafts, and the costs
+    of steps, which it goes on to measure."""
+
+    draft: Runner | None
+    costs: StepModel
+
+    def speculation(self, config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
+        """Sets up what one decode worker drafts with."""
+        drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
+        if (draft := self.draft) is not None:
+            drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
+        forced = config.force_acceptance if config.force_acceptance >= 0.0 else None
+        if forced is not None:
+            log.warning("--force-acceptance %g is for benchmarks only: the output is not real", forced)
+        speculation = Speculation(drafts, self.costs, fixed_length=config.draft_tokens, forced_rate=forced)
+        return speculation, SpeculativeEngine(runner, draft)
+
+
+def prepare(config: WorkerConfig, runner: Runner, kept: KeptBlocks | None) -> DraftSetup:
+    """Loads the draft model and measures steps, according to the worker's options. A worker that had another role
+    before (`kept`) measures for a shorter time, as requests wait, and its cache loses the blocks that this overwrites.
 
     Raises:
         StartupError: the draft model is missing, has another vocabulary, or does not fit.
     """
+    limit_s = MEASURING_S if kept is None else MEASURING_S / 8
+    if kept is not None:
+        kept.cache.drop(_blocks(runner, _CONTEXT + _ROW + 1))
     draft = load_draft(config, runner)
-    drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
+    drafts = draft is not None or config.draft == "ngram"
     costs, first, later, rows, per_draft_token = [(1, 1e-6)], *(list[tuple[int, float]]() for _ in range(4))
     if draft is not None:
-        drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
-        costs, (first, later) = measure_fills(draft, config.step_tokens), measure_passes(draft)
+        costs, (first, later) = measure_fills(draft, config.step_tokens, limit_s), measure_passes(draft, limit_s)
         if not first:  # each draft token takes a step of the draft model
-            first = later = measure_steps(draft, config.step_tokens)
-    if drafts is not None:
-        rows, per_draft_token = measure_rows(runner)
-    planning_s = measure_planning(runner) if drafts is not None else 0.0
-    switching_s = measure_switching(draft, runner) if draft is not None else 0.0
+            first = later = measure_steps(draft, config.step_tokens, limit_s)
+    if drafts:
+        rows, per_draft_token = measure_rows(runner, limit_s)
+    planning_s = measure_planning(runner, limit_s) if drafts else 0.0
+    switching_s = measure_switching(draft, runner, limit_s) if draft is not None else 0.0
     model = StepModel(
-        measure_steps(runner, config.step_tokens),
+        measure_steps(runner, config.step_tokens, limit_s),
         costs,
         later,
         first,
@@ -77,11 +101,7 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
         step_tokens=config.step_tokens,
     )
     log.info("measured step times: %r", model)
-    forced = config.force_acceptance if config.force_acceptance >= 0.0 else None
-    if forced is not None:
-        log.warning("--force-acceptance %g is for benchmarks only: the output is not real", forced)
-    speculation = Speculation(drafts, model, fixed_length=config.draft_tokens, forced_rate=forced)
-    return speculation, SpeculativeEngine(runner, draft)
+    return DraftSetup(draft, model)
 
 
 def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
@@ -120,17 +140,17 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
     return draft
 
 
-def measure_steps(runner: Runner, max_tokens: int) -> list[tuple[int, float]]:
+def measure_steps(runner: Runner, max_tokens: int, limit_s: float = MEASURING_S) -> list[tuple[int, float]]:
     """Measures the seconds of steps by number of tokens, in short rows at a medium context length. Writes KV into
     blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - _ROW - 1)
     if context < 1:
         return [(1, 1e-3)]
     blocks = _blocks(runner, context + _ROW + 1)
-    return _by_size(runner.step, max(max_tokens, 9), lambda tokens: _rows(tokens, context, blocks))
+    return _by_size(runner.step, max(max_tokens, 9), lambda tokens: _rows(tokens, context, blocks), limit_s)
 
 
-def measure_fills(draft: Runner, max_tokens: int) -> list[tuple[int, float]]:
+def measure_fills(draft: Runner, max_tokens: int, limit_s: float = MEASURING_S) -> list[tuple[int, float]]:
     """Measures the seconds of steps that fill draft KV, by number of tokens: one row without sampling. Steps that
     sample at every token take three times as long. Writes KV into blocks that are not in use yet."""
     longest = min(draft.max_model_len, draft.num_blocks * draft.layout.block_size)
@@ -141,14 +161,14 @@ def measure_fills(draft: Runner, max_tokens: int) -> list[tuple[int, float]]:
     def plan(tokens: int) -> StepPlan:
         return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
 
-    return _by_size(draft.step, max_tokens, plan)  # on a GPU it waits even if nothing is sampled
+    return _by_size(draft.step, max_tokens, plan, limit_s)  # on a GPU it waits even if nothing is sampled
 
 
 def _by_size(
-    step: Callable[[StepPlan], object], max_tokens: int, plan: Callable[[int], StepPlan]
+    step: Callable[[StepPlan], object], max_tokens: int, plan: Callable[[int], StepPlan], limit_s: float
 ) -> list[tuple[int, float]]:
     fastest_s: dict[int, float] = {}
-    deadline = time.perf_counter() + MEASURING_S
+    deadline = time.perf_counter() + limit_s
     for _ in range(_REPEATS):  # all sizes in turn: a temporary load of the machine affects them alike
         for tokens in (n for n in _SIZES if n <= max_tokens):
             if len(fastest_s) >= 2 and time.perf_counter() + fastest_s.get(tokens, max(fastest_s.values())) > deadline:
@@ -157,7 +177,9 @@ def _by_size(
     return sorted(fastest_s.items())
 
 
-def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+def measure_rows(
+    runner: Runner, limit_s: float = MEASURING_S
+) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """Measures the seconds of steps by number of one-token rows, and the cost of one more draft token in each of them.
     A slow model is measured with few rows only. Writes KV into blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - _DRAFT_TOKENS - 1)
@@ -165,7 +187,7 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
         return [], []
     blocks, step = _blocks(runner, context + _DRAFT_TOKENS + 1), runner.step
     fastest_s: dict[tuple[int, int], float] = {}
-    deadline = time.perf_counter() + MEASURING_S
+    deadline = time.perf_counter() + limit_s
     for _ in range(_REPEATS):
         for rows, tokens in ((n, tokens) for n in _TIMED_ROWS for tokens in (1, 1 + _DRAFT_TOKENS)):
             if (1, 1 + _DRAFT_TOKENS) in fastest_s and time.perf_counter() > deadline:
@@ -180,7 +202,9 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
     return [(n, fastest_s[n, 1]) for n in sizes], more
 
 
-def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+def measure_passes(
+    draft: Runner, limit_s: float = MEASURING_S
+) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """Measures the seconds of a first draft pass and of a later one, by number of rows, if the draft model makes draft
     tokens in one call; else returns none. A slow one is timed for few rows. Writes KV into blocks not in use yet."""
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
@@ -190,7 +214,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
     first: list[tuple[int, float]] = []
     later: list[tuple[int, float]] = []
-    deadline = time.perf_counter() + MEASURING_S
+    deadline = time.perf_counter() + limit_s
     for rows in _PASS_ROWS:
         plan = StepPlan(0, (row,) * rows)
         if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape may load kernels
@@ -208,7 +232,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     return first, later
 
 
-def measure_planning(runner: Runner) -> float:
+def measure_planning(runner: Runner, limit_s: float = MEASURING_S) -> float:
     """Measures the seconds that planning and accounting for draft tokens adds to a step: a scheduler of one sequence
     that drafts (always wrong) against one that never does, each with the model's own step between plan and outcome,
     which evicts their code from the caches as in operation. A slow model runs few steps only."""
@@ -217,7 +241,7 @@ def measure_planning(runner: Runner) -> float:
         return 0.0
     request = GenerateRequest("measure", (0,) * context, _PLANNED_TOKENS, SamplingParams(temperature=0.0))
     between = StepPlan(0, (Row(request.sequence_id, 0, (0,), (0,), request.sampling, 1),))
-    deadline = time.perf_counter() + MEASURING_S / 4
+    deadline = time.perf_counter() + limit_s / 4
     took: tuple[list[float], list[float]] = [], []
     schedulers = [_scheduler_of_one(runner.layout, request, draft_tokens) for draft_tokens in (False, True)]
     while all(scheduler.num_sequences for scheduler in schedulers):
@@ -240,7 +264,7 @@ def measure_planning(runner: Runner) -> float:
     return max(statistics.median(took[1]) - statistics.median(took[0]), 0.0) if all(took) else 0.0
 
 
-def measure_switching(draft: Runner, runner: Runner) -> float:
+def measure_switching(draft: Runner, runner: Runner, limit_s: float = MEASURING_S) -> float:
     """Measures how much longer a step of one row with a draft token takes after a draft pass than after a step: on a
     CPU the weights of both models compete for its caches. Writes KV into blocks that are not in use yet."""
     context = min(_CONTEXT, runner.max_model_len - 2, draft.max_model_len - 2)
@@ -250,7 +274,7 @@ def measure_switching(draft: Runner, runner: Runner) -> float:
     step = partial(runner.step, StepPlan(0, (row,)))
     drafting = StepPlan(0, (replace(row, tokens=(0,), block_ids=_blocks(draft, context + 2), num_sampled=1),))
     alone, after = list[float](), list[float]()
-    deadline = time.perf_counter() + MEASURING_S / 4
+    deadline = time.perf_counter() + limit_s / 4
     step()
     for _ in range(_SWITCHES):
         alone.append(_took(step))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from baton.core.commands import Abort, Drain, Drained, Heartbeat, HeartbeatAck, Join, Prefill, Welcome
+from baton.core.commands import Abort, Drain, Drained, Heartbeat, HeartbeatAck, Join, Prefill, Role, Welcome
 from baton.core.errors import HandoffError, InvariantError, JoinRefused
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
@@ -150,8 +150,8 @@ class CheckSessions:
                 if worker in (trial.prefill, trial.decode):
                     trial.fail(f"the session of {worker} ended: {why}")
 
-    def drain_worker(self, worker: str, timeout_s: float) -> None:
-        self._send(worker, Drain(timeout_s))
+    def drain_worker(self, worker: str, timeout_s: float, next_role: Role | None = None) -> None:
+        self._send(worker, Drain(timeout_s, next_role))
 
     def fail(self, error: InvariantError) -> None:
         log.critical("%s", error)

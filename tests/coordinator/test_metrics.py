@@ -26,6 +26,7 @@ CLUSTER: dict[str, Any] = {
         ROW | {"id": "decode-0", "role": "decode", "state": "lost", "blocks_total": 40, "blocks_free": 30},
     ],
     "joins_refused": {"dtype": 2},
+    "flips": {"decode": 3},
     "coordinator": {
         "requests": 7,
         "queued": 3,
@@ -142,6 +143,7 @@ def test_cluster_metrics_match_the_workers_report() -> None:
     finally:
         CLUSTER["workers"][1]["state"] = "lost"
     assert value(metrics, "baton_joins_refused_total", field="dtype") == 2
+    assert value(metrics, "baton_worker_flips_total", role="decode") == 3
     assert value(metrics, "baton_worker_up", worker="decode-0", role="decode", state="lost") == 0
     assert value(metrics, "baton_worker_blocks_free", worker="decode-0", role="decode") == 30
     assert value(metrics, "baton_worker_prompt_tokens_computed_total", worker="prefill-0", role="prefill") == 700

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.commands import Join, Role
 from baton.core.compatibility import Difference, difference
-from baton.core.errors import JoinRefused
+from baton.core.errors import InvalidRequest, JoinRefused
 from baton.core.events import Load
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.liveness import REDIAL_S
@@ -32,10 +32,13 @@ OWN = OwnModel(
 """The model that workers with `make_facts` have loaded."""
 
 
-def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
+def join(
+    name: str = "d0", role: Role = "decode", incarnation: int = 1, both_roles: bool = False, **facts: object
+) -> Join:
     known, address = make_facts(**facts), "127.0.0.1:1"
     again = incarnation > 1
-    return Join(name, role, incarnation, known, link_address=address, pids=(11,), blocks_total=8, replace=again)
+    made = Join(name, role, incarnation, known, link_address=address, pids=(11,), blocks_total=8, replace=again)
+    return replace(made, both_roles=both_roles)
 
 
 @pytest.fixture
@@ -269,6 +272,36 @@ def test_draining_and_leaving(workers: WorkerTable) -> None:
     workers.left("d0", 1)
     assert state(workers) == "forgotten"
     assert not list(workers.all())
+
+
+def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -> None:
+    workers.join(join(both_roles=True), 0.0)
+    workers.drain("d0", 9.0, 1.0, "prefill")
+    drained = workers.get("d0")
+    assert drained is not None and (drained.state, drained.next_role) == ("draining", "prefill")
+    with pytest.raises(JoinRefused, match="role"):
+        workers.join(join(role="prefill", incarnation=2), 1.0)  # before it has left
+    workers.left("d0", 1)
+    assert not workers.flips
+    workers.join(join(role="prefill", incarnation=2), 2.0)
+    assert workers.flips == {"prefill": 1} and [w.worker_id for w in workers.prefill.workers] == ["d0"]
+    workers.drain("d0", 9.0, 3.0)
+    workers.left("d0", 2)
+    workers.join(join(incarnation=3), 4.0)
+    assert workers.flips == {"prefill": 1}, "a worker that left and was started again"
+
+
+def test_a_role_that_a_worker_cannot_take_is_refused(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    with pytest.raises(InvalidRequest, match="not started for both roles"):
+        workers.drain("d0", 9.0, 1.0, "prefill")
+    assert state(workers) == "ready"
+    workers.join(join(incarnation=2, both_roles=True), 1.0)
+    with pytest.raises(InvalidRequest, match="is a decode worker already"):
+        workers.drain("d0", 9.0, 1.0, "decode")
+    workers.drain("d0", 9.0, 1.0)
+    with pytest.raises(InvalidRequest, match="is leaving"):
+        workers.drain("d0", 9.0, 1.0, "prefill")
 
 
 def test_worker_table_lists_prefill_workers_first(workers: WorkerTable) -> None:

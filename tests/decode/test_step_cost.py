@@ -110,8 +110,7 @@ def test_tokens_within_returns_the_tokens_that_fit_a_time_budget() -> None:
     assert StepCost(CURVE).tokens_within(1.0, 100) == 100
 
 
-def test_slow_draft_model_is_timed_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_model, "MEASURING_S", 0.05)
+def test_slow_draft_model_is_timed_for_a_limited_time() -> None:
     calls: list[list[int]] = []
 
     def propose(plan: Any, counts: list[int]) -> None:
@@ -121,17 +120,16 @@ def test_slow_draft_model_is_timed_for_a_limited_time(monkeypatch: pytest.Monkey
     layout = SimpleNamespace(block_size=16)
     draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=layout, propose=propose)
     draft.can_propose, draft.can_queue_draft_tokens, draft.kernels = True, False, "avx2"
-    ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft)
+    ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft, 0.05)
     assert rows == same == 1 and seconds > 0.01 and first_s > 0.01 and calls == [[1], [6]]
     draft.kernels = "torch's"  # as on a GPU, which captures a step's shape on first use
-    assert draft_model.measure_passes(draft) and calls[2:] == [[6], [1], [6]]
+    assert draft_model.measure_passes(draft, 0.05) and calls[2:] == [[6], [1], [6]]
     draft.can_propose = False
     assert draft_model.measure_passes(draft) == ([], [])
 
 
-def test_draft_tokens_and_steps_on_a_gpu_are_timed_as_they_run_in_serving(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_tokens_and_steps_on_a_gpu_are_timed_as_they_run_in_serving() -> None:
     """Draft tokens are timed by the seconds that the device reports after it has finished them."""
-    monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)
     waited: list[int] = []
 
     def queue_draft_tokens(plan: StepPlan, counts: list[int]) -> Any:
@@ -142,9 +140,12 @@ def test_draft_tokens_and_steps_on_a_gpu_are_timed_as_they_run_in_serving(monkey
     gpu: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), kernels="compiled")
     gpu.can_propose = gpu.can_queue_draft_tokens = gpu.launches_ahead = True
     gpu.queue_draft_tokens, gpu.step = queue_draft_tokens, launched.append
-    assert draft_model.measure_passes(gpu) == ([(n, 1.0) for n in (1, 4, 16, 64)], [(n, 1.0) for n in (1, 4, 16, 64)])
+    assert draft_model.measure_passes(gpu, 60.0) == (
+        [(n, 1.0) for n in (1, 4, 16, 64)],
+        [(n, 1.0) for n in (1, 4, 16, 64)],
+    )
     assert waited.count(1) == waited.count(64) == 10, "each is waited for"
-    assert len(draft_model.measure_rows(gpu)[0]) == 4 and draft_model.measure_steps(gpu, 512)
+    assert len(draft_model.measure_rows(gpu, 60.0)[0]) == 4 and draft_model.measure_steps(gpu, 512, 60.0)
     assert {row.num_sampled for plan in launched for row in plan.rows} >= {1, 5, 8}
 
 
@@ -208,11 +209,10 @@ def test_step_after_the_draft_model_is_timed_against_a_step_after_a_step(
     assert draft_model.measure_switching(draft, runner) == 0.0, "on a GPU they are computed ahead"
 
 
-def test_planning_with_draft_tokens_is_timed_against_planning_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)  # enough for a busy machine, too
+def test_planning_with_draft_tokens_is_timed_against_planning_without() -> None:
     plans: list[StepPlan] = []
     runner: Any = SimpleNamespace(max_model_len=2048, layout=make_layout(16), step=plans.append)
-    assert 0.0 < draft_model.measure_planning(runner) < 0.1
+    assert 0.0 < draft_model.measure_planning(runner, 60.0) < 0.1  # enough time for a busy machine, too
     assert len(plans) > 40, "a step lies between every plan and its outcome"
     runner.max_model_len = 20
     assert draft_model.measure_planning(runner) == 0.0, "a model too short for it"

@@ -350,7 +350,7 @@ def metrics() -> str:
         "loop_stalls",
     )
     own = dict.fromkeys((*names, "loop_longest_stall_ms"), 0)
-    made = Metrics().everything({"workers": [row], "joins_refused": {}, "coordinator": own})
+    made = Metrics().everything({"workers": [row], "joins_refused": {}, "flips": {}, "coordinator": own})
     rows = []
     for metric in made.collect():
         name = f"{metric.name}_total" if metric.type == "counter" else metric.name

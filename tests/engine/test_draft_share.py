@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from baton.core.blocks import BlockTable, Holder
+from baton.core.commands import Role
+from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.ranks import Ranks
+from baton.core.request import SequenceId
 from baton.engine import memory
 from baton.engine.checkpoint import read_model_config
 from baton.engine.loading import load_runner
@@ -18,7 +23,7 @@ from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
 from baton.runtime.config import WorkerConfig
 from baton.runtime.worker_main import _engine_options
-from decode.speculation.draft_model import load_draft
+from decode.speculation.draft_model import load_draft, prepare
 from tests.support.builders import make_layout
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import kv_bytes
@@ -81,15 +86,48 @@ def test_draft_dir_is_set_only_for_a_decode_leader_with_a_draft_model_off_the_cp
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
     config = WorkerConfig(step_tokens=512, model=str(target), draft=str(draft), max_running=3)
     leader, follower = Ranks(), Ranks(1, 2, 1, 2)
-    known = _engine_options("decode", config, leader)
+    known = _engine_options("decode", config, "cuda", leader)
     assert (known.draft_dir, known.max_running) == (draft.resolve(), 3)
-    for role, changed, ranks in (
-        ("decode", replace(config, device="cpu"), leader),
-        ("decode", replace(config, draft="ngram"), leader),
-        ("decode", config, follower),
-        ("prefill", config, leader),
+    for role, changed, device, ranks in (
+        ("decode", config, "cpu", leader),
+        ("decode", replace(config, draft="ngram"), "cuda", leader),
+        ("decode", config, "cuda", follower),
+        ("prefill", config, "cuda", leader),
     ):
-        assert _engine_options(role, changed, ranks).draft_dir is None  # type: ignore[arg-type]
+        assert _engine_options(role, changed, device, ranks).draft_dir is None  # type: ignore[arg-type]
+
+
+def test_a_worker_for_both_roles_has_the_options_of_the_one_that_needs_more(tmp_path: Path) -> None:
+    target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
+    config = WorkerConfig(model=str(target), draft=str(draft), max_running=3, both_roles="on")
+    prefill, decode = (_engine_options(role, config, "cuda", Ranks()) for role in get_args(Role))
+    assert prefill == decode
+    assert (decode.max_num_tokens, decode.decode_rows, decode.draft_dir) == (4096 + 48, 3, draft.resolve())
+    assert _engine_options("decode", replace(config, both_roles="auto"), "cuda", Ranks()).max_num_tokens == 512 + 48
+    assert _engine_options("prefill", replace(config, both_roles="auto"), "cpu", Ranks()).decode_rows == 3
+
+
+def test_measuring_at_a_change_of_role_overwrites_no_cached_block(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", max_position_embeddings=1024)
+    runner = load_runner(EngineOptions(model_dir=target, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
+    for keys, values in runner.kv.layers:
+        keys.normal_(), values.normal_()
+    before = [(keys.clone(), values.clone()) for keys, values in runner.kv.layers]
+    cache, holder = (
+        PrefixCache(BlockTable(runner.num_blocks), runner.layout.block_size),
+        Holder("send", SequenceId("s")),
+    )
+    names, blocks = [bytes([n]) * 32 for n in range(40)], cache.blocks.allocate(40, holder)
+    assert blocks == tuple(range(40))
+    cache.store(names, blocks)
+    cache.blocks.release(blocks, holder)
+    config = WorkerConfig(step_tokens=64, model=str(target), draft="ngram", device="cpu", kernels="torch")
+    prepare(config, runner, KeptBlocks(cache, 7))
+    kept = [block for name in names for block in cache.match([name])]
+    assert kept == list(range(17, 40))
+    for (keys, values), (old_keys, old_values) in zip(runner.kv.layers, before, strict=True):
+        assert not torch.equal(keys[0], old_keys[0]), "measuring writes KV"
+        assert torch.equal(keys[kept], old_keys[kept]) and torch.equal(values[kept], old_values[kept])
 
 
 def test_target_with_a_draft_loads_with_fewer_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from baton.runtime.config import (
     EngineConfig,
     WorkerConfig,
     differences,
+    for_device,
     resolve,
-    with_step_tokens,
 )
 from launch.up_config import UpConfig
 
@@ -231,4 +231,4 @@ def test_workers_share_the_engine_options() -> None:
     [("prefill", "cuda", 0, 4096), ("prefill", "cpu", 0, 512), ("decode", "cuda", 0, 512), ("prefill", "cuda", 64, 64)],
 )
 def test_steps_of_a_prefill_worker_are_longer_on_a_gpu(role: str, device: str, given: int, tokens: int) -> None:
-    assert with_step_tokens(WorkerConfig(step_tokens=given), role, device).step_tokens == tokens
+    assert for_device(WorkerConfig(step_tokens=given), role, device).step_tokens == tokens

@@ -9,7 +9,7 @@ from baton.core.compatibility import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (17, "<8sQQQQ", "<Q", "2a09f18dfac2b155")
+WIRE = (18, "<8sQQQQ", "<Q", "70181904429d73cc")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:

@@ -1,0 +1,63 @@
+"""`baton drain` and `baton flip`: a worker leaves the cluster, or changes its role."""
+
+from __future__ import annotations
+
+import time
+
+from baton.core.commands import Role
+from baton.core.errors import BatonError, StartupError
+from baton.core.names import host_port_error
+from baton.runtime.admin import drain_worker
+from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.token_file import read_token
+from launch.cluster_api import ClusterView, get_cluster
+from launch.console import Console
+from launch.run_directory import local_token
+
+GRACE_S = 10.0  # beyond the time for requests: for the last step, and for a worker's preparation for its next role
+POLL_S = 0.1
+FLIP_S: dict[Role, float] = {"decode": 0.5, "prefill": 30.0}
+"""Time for running requests before a worker takes that role: prompts are short and can start again elsewhere, streams
+are not and would be computed again."""
+
+
+def drain(
+    worker: str,
+    url: str,
+    timeout_s: float,
+    next_role: Role | None,
+    coordinator: str,
+    cluster_token_file: str,
+    cluster_tls_dir: str,
+) -> int:
+    """Drains a worker and waits until it has left, or has joined again in `next_role`; returns the exit code. Raises
+    StartupError if the coordinator refuses it or is not there."""
+    if coordinator and (wrong := host_port_error(coordinator)):
+        raise StartupError(f"--coordinator {wrong}")
+    console = Console()
+    try:
+        cluster = get_cluster(url)
+        before = _present(cluster, worker)
+        token, tls = read_token(cluster_token_file or local_token(url)), read_cluster_tls(cluster_tls_dir, "operator")
+        drain_worker(coordinator or cluster.control, worker, timeout_s, token, tls=tls, next_role=next_role)
+        console.stage(worker, f"draining   for up to {timeout_s:g} s")
+        deadline = time.monotonic() + timeout_s + GRACE_S
+        while (now := _present(get_cluster(url), worker)) == before or (next_role and now is None):
+            if time.monotonic() > deadline:
+                late = "not drained yet" if now else f"has not joined again as {next_role} yet"
+                console.stage(worker, f"{late}; `baton ps` shows its state")
+                return 1
+            time.sleep(POLL_S)
+    except BatonError as error:
+        raise StartupError(error.message) from None
+    if next_role is not None and now is not None and now[0] != next_role:
+        console.stage(worker, f"joined again as {now[0]}, not as {next_role}; its log says why")
+        return 1
+    console.stage(worker, f"joined as {next_role}" if next_role else "left")
+    return 0
+
+
+def _present(cluster: ClusterView, worker: str) -> tuple[object, object] | None:
+    """Returns the worker's role and incarnation; None when it is lost or absent."""
+    rows = (row for row in cluster.workers if row["id"] == worker and row["state"] != "lost")
+    return next(((row["role"], row.get("incarnation")) for row in rows), None)
