@@ -246,6 +246,7 @@ async def test_kill_9_of_a_prefill_worker_with_parked_kv_recomputes_the_prompt_e
 
     answer, before = await expected(client), rescheduled()
     for _ in range(times):
+        await running.until(running.ready, "all workers ready")  # the request goes to prefill-0 then
         for worker in ("decode-0", "decode-1"):
             running.ask(worker, "refuse")
         request, asked = start(client), time.monotonic()

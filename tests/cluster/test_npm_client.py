@@ -19,7 +19,7 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content or m.tool_calls | tojson }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-CHECKS = ("models", "completion", "chat", "tools", "schema", "responses", "batches", "errors", "leaving")
+CHECKS = ("models", "completion", "chat", "tools", "schema", "responses", "batches", "embeddings", "errors", "leaving")
 
 
 def test_the_npm_openai_package_passes_every_check(tmp_path: Path) -> None:

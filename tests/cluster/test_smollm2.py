@@ -50,6 +50,7 @@ def ask(running: Cluster, question: str, **more: object) -> dict[str, object]:
 
 
 def test_the_printed_request_pasted_into_a_terminal_is_answered(running: Cluster) -> None:
+    running.wait_until(lambda c: "\ncurl " in c.output.read_text(), "request on the terminal")
     line = next(line for line in running.output.read_text().splitlines() if line.startswith("curl "))
     answer = json.loads(subprocess.run(shlex.split(line), capture_output=True, timeout=60, check=True).stdout)
     assert answer["model"] == "smollm2" and "Paris" in answer["choices"][0]["message"]["content"]

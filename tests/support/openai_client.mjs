@@ -95,10 +95,16 @@ const checks = {
     assert.deepEqual(rows.map((row) => [row.custom_id, row.response.status_code]), [["one", 200]]);
     assert.equal((await client.files.delete(file.id)).deleted, true);
   },
+  async embeddings() {
+    const made = await client.embeddings.create({ model, input: ["x", "y"] });
+    assert.equal(made.data.length, 2);
+    assert.ok(made.data.every((each) => Math.abs(Math.hypot(...each.embedding) - 1) < 1e-5));
+  },
   async errors() {
     const wrong = client.chat.completions.create({ model, messages, temperature: 3 });
     await assert.rejects(wrong, (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");
-    await assert.rejects(client.embeddings.create({ model, input: "x" }), (error) => error instanceof OpenAI.NotFoundError);
+    const unknown = client.completions.create({ model: "none", prompt: "x" });
+    await assert.rejects(unknown, (error) => error instanceof OpenAI.NotFoundError && error.param === "model");
   },
   async leaving() {
     const stream = await client.completions.create({ model, prompt, max_tokens: 2000, stream: true });
