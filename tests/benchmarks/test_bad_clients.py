@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks import bad_clients
 from benchmarks.bad_clients import compare, kinds, report, run
 
 AT_ONCE = ("no HTTP", "a head without an end", "a body over its limit", "deep JSON", "a join of a stranger")
@@ -25,6 +29,23 @@ def test_bad_clients_leak_nothing_and_fail_no_stream(seconds: float, tmp_path: P
         assert found.ended.keys() == kinds(None).keys(), text  # type: ignore[arg-type]  # a name needs no port
     ends = {how for counts in found.ended.values() for how in counts}
     assert not ends & {"still open", "served", "taken in", "OK", "500"}, text
+
+
+async def test_a_client_that_could_not_run_sees_that_its_connection_was_closed_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bad_clients, "PATIENCE_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reader, writer = await asyncio.open_connection(*server.getsockname()[:2])
+        waiting = asyncio.create_task(bad_clients.ending(reader))
+        await asyncio.sleep(0.1)
+        server.accept()[0].close()
+        time.sleep(1.5)  # as on a busy machine, longer than its patience
+        assert await waiting == "closed"
+        writer.close()
+        reader, writer = await asyncio.open_connection(*server.getsockname()[:2])
+        assert await bad_clients.ending(reader) == "still open"
+        writer.close()
 
 
 def test_leaked_resources_are_named() -> None:
