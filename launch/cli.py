@@ -17,6 +17,7 @@ from baton.core.errors import StartupError
 from baton.runtime.options import NumberRange, config_command, run_main
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
+from launch.kubernetes.config import KubernetesConfig
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -243,7 +244,7 @@ def certs_command(directory: str, hosts: tuple[str, ...], days: int) -> int:
 
 @baton.group("emit")
 def emit_group() -> None:
-    """Write scripts that start the cluster of a topology file without `baton up`."""
+    """Write what starts the cluster of a topology file without `baton up`."""
 
 
 @emit_group.command("shell")
@@ -279,6 +280,19 @@ def emit_slurm_command(topology: str) -> int:
     return 0
 
 
+@config_command(
+    KubernetesConfig,
+    name="kubernetes",
+    positional="topology",
+    help="Objects for Kubernetes in DIR (--out), with a kustomization.yaml: the coordinator, one pool of workers for "
+    "each role, and what belongs to them. Needs the LeaderWorkerSet controller there.",
+)
+def emit_kubernetes_command(config: KubernetesConfig) -> int:
+    from launch.kubernetes.command import emit_kubernetes
+
+    return emit_kubernetes(config)
+
+
 @baton.command("version")
 def version_command() -> int:
     """Print the versions of baton and its main dependencies."""
@@ -289,6 +303,7 @@ def version_command() -> int:
     return 0
 
 
+emit_group.add_command(emit_kubernetes_command)
 baton.add_command(up_command)
 baton.add_command(doctor_command)
 baton.add_command(bench_command)

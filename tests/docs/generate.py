@@ -39,6 +39,7 @@ from coordinator.openai import structured
 from coordinator.openai.pooling import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from coordinator.policy import grammar_queue
 from launch import served_models
+from launch.kubernetes.config import KubernetesConfig
 from launch.up_config import DoctorConfig, UpConfig
 from tests.support.fake_generator import FakeGenerator
 
@@ -409,6 +410,7 @@ def models() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "up": lambda: options(UpConfig),
     "doctor": lambda: options(DoctorConfig, UpConfig),
+    "kubernetes": lambda: options(KubernetesConfig),
     "coordinator": lambda: options(CoordinatorConfig),
     "batches": lambda: options(BatchesConfig),
     "worker": lambda: options(WorkerConfig),

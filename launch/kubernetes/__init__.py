@@ -1,0 +1,1 @@
+"""`baton emit kubernetes`: the plan of a topology as Kubernetes objects."""

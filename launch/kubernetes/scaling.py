@@ -1,0 +1,70 @@
+"""When KEDA changes the number of workers of a pool, and how Prometheus' operator scrapes the coordinator. Pure.
+
+The queries give the work of a whole pool, which Kubernetes divides by its workers and compares with what one of them
+may have: seconds of prefill, or a share of KV blocks. Sums, since an average over the workers that there are cannot ask
+for more; counted for workers that are up, since the coordinator shows lost ones for minutes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launch.kubernetes.config import KubernetesConfig
+from launch.kubernetes.pods import PodPool
+
+RATE_WINDOW = "5m"
+"""Over which the cost of a prompt is averaged."""
+
+
+def scaled_object(
+    config: KubernetesConfig, pool: PodPool, target: dict[str, Any], job: str, grace_s: int
+) -> dict[str, Any]:
+    """Returns the spec of a ScaledObject: from the pool's number of workers up to the option's. `job` labels the
+    coordinator's series. `grace_s` is how long a worker may take to end: it removes one at a time."""
+    highest = config.prefill_max if pool.role == "prefill" else config.decode_max
+    if config.scaler:
+        trigger = {"type": "external-push", "metadata": {"scalerAddress": config.scaler, "role": pool.role}}
+    else:
+        query, limit = _backlog_s(job), config.backlog_s
+        if pool.role == "decode":
+            query, limit = _kv_used(job), config.kv_share
+        asked = {"serverAddress": config.prometheus, "query": query, "threshold": f"{limit:g}"}
+        asked["ignoreNullValues"] = "false"  # an empty answer is an error: the number of workers stays
+        trigger = {"type": "prometheus", "metricType": "AverageValue", "metadata": asked}
+    down = {"policies": [{"type": "Pods", "value": 1, "periodSeconds": grace_s}]}
+    return {
+        "scaleTargetRef": target,
+        "minReplicaCount": pool.replicas,
+        "maxReplicaCount": max(highest, pool.replicas),
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": down}}},
+        "triggers": [trigger],
+    }
+
+
+def pod_monitor(selector: dict[str, Any], port: str) -> dict[str, Any]:
+    """Returns the spec of a PodMonitor of the coordinator's /metrics."""
+    return {"selector": {"matchLabels": selector}, "podMetricsEndpoints": [{"port": port, "path": "/metrics"}]}
+
+
+def _backlog_s(job: str) -> str:
+    """The seconds of compute of all prompts that run or wait: their number, by the seconds of steps per prompt."""
+    of = f'job="{job}"'
+    prefill = f'{of},role="prefill"'
+    prompts = f"sum((baton_worker_running{{{prefill}}} + baton_worker_waiting{{{prefill}}}) and on(worker) {_up(of)})"
+    waiting = f"sum(baton_choices_queued{{{of}}})"
+    busy = f"sum(rate(baton_worker_step_seconds_total{{{prefill}}}[{RATE_WINDOW}]))"
+    done = f'sum(rate(baton_stage_seconds_count{{{of},stage="prefill"}}[{RATE_WINDOW}]))'
+    # Without prompts in that time the cost is unknown, and taken as 0. Without any series the answer is empty.
+    return f"({prompts} + {waiting}) * ({busy} / ({done} > 0) or {done} * 0)"
+
+
+def _kv_used(job: str) -> str:
+    """The shares of KV blocks in use, added up over the decode workers."""
+    of = f'job="{job}"'
+    decode = f'{of},role="decode"'
+    free = f"baton_worker_blocks_free{{{decode}}} / baton_worker_blocks{{{decode}}}"
+    return f"sum((1 - {free}) and on(worker) {_up(of)})"
+
+
+def _up(of: str) -> str:
+    return f"(baton_worker_up{{{of}}} == 1)"
