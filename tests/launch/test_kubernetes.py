@@ -125,11 +125,12 @@ Plant = Callable[[list[Table]], None]
 
 
 def plant(path: str, value: Any) -> Plant:
-    """Returns what sets a field: `KIND.field.0.field`; None removes it."""
+    """Returns what sets a field: `KIND.field.0.field`, of the object `KIND 1` of a kind; None removes it."""
 
     def change(objects: list[Table]) -> None:
-        kind, *keys = path.split(".")
-        node: Any = of_kind(objects, kind)[0]
+        first, *keys = path.split(".")
+        kind, _, number = first.partition(" ")
+        node: Any = of_kind(objects, kind)[int(number or 0)]
         for key in keys[:-1]:
             node = node[int(key) if key.isdigit() else key]
         if value is None:
@@ -190,6 +191,14 @@ MISTAKES: dict[str, tuple[Plant, str]] = {
     "no health port": (plant(f"{LEADER}.containers.0.ports", None), "the leader has no port to probe"),
     "selector of a Service": (plant("Service.spec.selector", {"app": "x"}), "the selector matches no pod"),
     "port of a Service": (plant("Service.spec.ports.0.targetPort", "web"), "have no port web"),
+    "Service that workers dial": (
+        plant_word("baton-coordinator:8101", "coordinator:8101"),
+        "no Service has coordinator",
+    ),
+    "Service of ready coordinators only": (
+        plant("Service 1.spec.publishNotReadyAddresses", None),
+        "until one is ready, which needs workers",
+    ),
     "selector of a budget": (
         plant("PodDisruptionBudget.spec.selector.matchLabels", {"app": "x"}),
         "the selector matches no pod",

@@ -17,6 +17,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,7 +70,7 @@ class Pod:
     def _run(self, container: Table) -> subprocess.Popen[bytes]:
         env = self.environment(container)
         command = [expand(word, env) for word in container["command"]]
-        scratch = self.where / f"{self.name}-{container['name']}"
+        scratch = Path(tempfile.mkdtemp(prefix=f"{self.name}-{container['name']}-", dir=self.where))
         for name in ("upper", "work"):
             (scratch / name).mkdir(parents=True)
         overlay = f"lowerdir=/etc,upperdir={scratch / 'upper'},workdir={scratch / 'work'}"

@@ -172,6 +172,23 @@ def selector_errors(objects: list[Table]) -> list[str]:
     return made
 
 
+def dial_errors(objects: list[Table]) -> list[str]:
+    """Workers that dial no Service, or one that hides a coordinator until they have joined it."""
+    services = {each["metadata"]["name"]: each["spec"] for each in objects if each["kind"] == "Service"}
+    made = []
+    for pod in pod_templates(objects):
+        config, _ = parse_command(pod.spec["containers"][0]["command"])
+        if not isinstance(config, WorkerConfig):
+            continue
+        host, _, port = config.coordinator.rpartition(":")
+        spec = services.get(host, {"ports": []})
+        if int(port) not in [each["port"] for each in spec["ports"]]:
+            made.append(f"{pod.where}: no Service has {config.coordinator}, which its workers dial")
+        elif not spec.get("publishNotReadyAddresses"):
+            made.append(f"{pod.where}: Service {host} has no coordinator until one is ready, which needs workers")
+    return made
+
+
 def _scale_errors(target: Table, objects: list[Table], where: str) -> list[str]:
     scalable = {
         ("LeaderWorkerSet", each["metadata"]["name"]) for each in objects if each["kind"] == "LeaderWorkerSet"
@@ -278,6 +295,6 @@ def _names(words: list[str]) -> Iterator[str]:
 
 def all_errors(objects: list[Table]) -> list[str]:
     made = [error for version in VERSIONS for error in schema_errors(objects, version)]
-    for check in (rule_errors, selector_errors, probe_errors, grace_errors, command_errors):
+    for check in (rule_errors, selector_errors, dial_errors, probe_errors, grace_errors, command_errors):
         made += check(objects)
     return made
