@@ -264,6 +264,14 @@ class _State(Collector):
         yield gauge("baton_choices_queued", "choices that wait for a worker", value=own["queued_choices"])
         oldest = "how long the oldest queued choice has waited"
         yield gauge("baton_oldest_queued_seconds", oldest, value=own["oldest_queued_s"])
+        yield counter("baton_choices_admitted", "choices admitted to the queue", value=own["admitted"])
+        admitted = "prompt tokens of requests admitted to the queue"
+        yield counter("baton_prompt_tokens_admitted", admitted, value=own["admitted_tokens"])
+        yield gauge("baton_prompt_tokens_queued", "prompt tokens in the queue", value=own["queued_tokens"])
+        backlog = "prompt tokens that prefill workers have been given and not computed yet"
+        yield gauge("baton_prompt_tokens_backlog", backlog, value=own["backlog_tokens"])
+        expected = "tokens of an output of recent average length"
+        yield gauge("baton_expected_output_tokens", expected, value=own["expected_output_tokens"])
         yield counter("baton_loop_stalls", "times the event loop was blocked for over 50 ms", value=own["loop_stalls"])
         longest = "the longest time that the event loop was blocked"
         yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)

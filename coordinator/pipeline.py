@@ -252,6 +252,7 @@ class Pipeline:
         }
         counts = {
             **cluster.requests.counts()._asdict(),
+            **cluster.requests.dispatcher.demand(),
             "oldest_queued_s": round(cluster.requests.oldest_queued_s(time.monotonic()), 3),
             "rescheduled": cluster.requests.rescheduled,
             "reassigned": cluster.requests.reassigned,

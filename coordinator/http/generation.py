@@ -55,6 +55,11 @@ _SSE_HEADERS = {
     "x-accel-buffering": "no",
 }
 
+QUIET_S = 10.0
+"""A stream without output for this long, for example because its request waits for a worker to start, gets KEEP_ALIVE:
+proxies and clients close connections that are silent for 30 s or longer."""
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which parsers of server-sent events ignore
+
 log = logging.getLogger("baton.http")
 
 
@@ -139,8 +144,8 @@ class _Whole:
 class _Stream:
     """The sink of a stream of one choice: writes its events directly to the connection once the answer has begun."""
 
-    def __init__(self, render: Renderer, counted: _Counted, writer: ChunkWriter) -> None:
-        self._render, self._counted, self._writer = render, counted, writer
+    def __init__(self, render: Renderer, counted: _Counted, writer: ChunkWriter, quiet: _Quiet) -> None:
+        self._render, self._counted, self._writer, self._quiet = render, counted, writer, quiet
 
     @property
     def ready(self) -> bool:
@@ -153,6 +158,30 @@ class _Stream:
             usage = self._counted.usage
         if render.needs_event(delta):
             self._writer.write(render.text(delta, usage))
+            self._quiet.wrote = True
+
+
+class _Quiet:
+    """Keeps the connection of a stream that has begun alive. State: whether anything was written since the last look,
+    and whether an event is being written, which a comment must not interrupt."""
+
+    def __init__(self, writer: ChunkWriter | None) -> None:
+        self._writer, self.wrote, self.writing = writer, True, False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        if self._writer is not None:
+            self._timer = asyncio.get_running_loop().call_later(QUIET_S, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._writer is not None and not (self.wrote or self.writing) and self._writer.ready:
+            self._writer.write(KEEP_ALIVE)
+        self.wrote = False
+        self.start()
 
 
 class _LargeAnswers:
@@ -198,6 +227,8 @@ class GenerationResponse(Response):
         self._render = render
         self._stream = stream
         self._counted = _Counted(submissions)
+        self._has_started = False  # whether the head of a stream was sent
+        self._quiet = _Quiet(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
@@ -220,9 +251,15 @@ class GenerationResponse(Response):
         deltas = self._deltas(scope)
         try:
             try:
-                delta = await self._next(deltas)
-                response = None if self._stream else await self._whole(delta, deltas)
+                if self._stream:
+                    delta, response = await self._first(deltas, send), None
+                else:
+                    response = await self._whole(await self._next(deltas), deltas)
             except Exception as error:
+                if self._has_started:
+                    note(error)
+                    await self._write(send, self._render.failed(error), more=False)
+                    return
                 response = error_response(error, scope)
             if response is not None:
                 with _LARGE.sent(response, scope) as response:
@@ -232,12 +269,33 @@ class GenerationResponse(Response):
             else:
                 await self._events(delta, deltas, scope, send)
         finally:
+            self._quiet.stop()
             await deltas.aclose()
+
+    async def _first(self, deltas: AsyncGenerator[Delta, None], send: Send) -> Delta:
+        """Returns the first delta of a stream. If that takes longer than QUIET_S, the answer begins before it, and an
+        error can then only be an event."""
+        first = asyncio.ensure_future(self._next(deltas))
+        try:
+            while not (await asyncio.wait((first,), timeout=QUIET_S))[0]:
+                await self._begin(send)
+                await self._write(send, KEEP_ALIVE)
+            return first.result()
+        finally:
+            first.cancel()
+            await asyncio.wait((first,))  # the generator cannot be closed while it runs
+
+    async def _begin(self, send: Send) -> None:
+        if not self._has_started:
+            self._has_started = True
+            headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _deltas(self, scope: Scope) -> AsyncGenerator[Delta, None]:
         if len(self._submissions) == 1:
             writer = scope.get(WRITER) if self._stream else None
-            sink = None if writer is None else _Stream(self._render, self._counted, writer)
+            self._quiet = _Quiet(writer)
+            sink = None if writer is None else _Stream(self._render, self._counted, writer, self._quiet)
             return self._generator.generate(self._submissions[0], sink)
         return generate_all(self._generator, self._submissions)
 
@@ -254,8 +312,8 @@ class GenerationResponse(Response):
         return Response(body, headers=headers)
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], scope: Scope, send: Send) -> None:
-        headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._begin(send)
+        self._quiet.start()
         send = scope.get(SEND, send)
         counted, render, opened = self._counted, self._render, set[int]()
         body, more = b"", True
@@ -295,10 +353,12 @@ class GenerationResponse(Response):
         """Sends in slices and returns when the socket has accepted enough; the server closes the connection of a client
         that reads nothing."""
         remainder = memoryview(body)
+        self._quiet.wrote = self._quiet.writing = True
         while True:
             part, remainder = remainder[:SLICE_BYTES], remainder[SLICE_BYTES:]
             await send({"type": "http.response.body", "body": bytes(part), "more_body": more or bool(remainder)})
             if not remainder:
+                self._quiet.writing = False
                 return
 
 

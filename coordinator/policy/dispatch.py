@@ -73,6 +73,7 @@ class Dispatcher:
         self._queued_tokens = 0
         self._to_come: Counter[ChoiceId] = Counter()  # choices still to be queued, by the name of the first one
         self._submitted = 0
+        self.admitted = self.admitted_tokens = 0  # counters: choices, and the prompt tokens of their requests
         self._blocked: tuple[object, Pool] | None = None  # for which `place` last had no room, and the pool without it
         self.expectation = OutputExpectation()
 
@@ -83,6 +84,19 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    def demand(self) -> dict[str, float | str]:
+        """Returns what the size of the pools should follow: choices and prompt tokens admitted so far, prompt tokens
+        in the queue and those that prefill workers still have to compute, the length that an output is expected to
+        have, and the role whose workers the first of the queue waits for (empty: none)."""
+        return {
+            "admitted": self.admitted,
+            "admitted_tokens": self.admitted_tokens,
+            "queued_tokens": self._queued_tokens,
+            "backlog_tokens": sum(worker.backlog_tokens for worker in self._workers.prefill.workers),
+            "expected_output_tokens": round(self.expectation.mean_tokens, 1),
+            "waits_for": self.role_without_room or "",
+        }
 
     def missing_role(self, *, decode: bool = True) -> Role | None:
         """Returns a role that has no ready worker, if any; without `decode` only prefill is needed."""
@@ -105,15 +119,13 @@ class Dispatcher:
     def submit(self, choice: Choice, choices: int = 1) -> None:
         """Queues the first choice of a request, or refuses it before any work is done. Reserves queue room for all its
         `choices`: `submit_later` queues the later ones, and `forget` releases the room of those that are never queued.
+        While a role has no worker it is queued too: one may be starting.
 
         Raises:
-            ContextLengthExceeded: no pair of workers could ever hold it.
-            Unavailable: no worker of a role is ready, or the queue is full.
+            ContextLengthExceeded: no pair of the present workers could ever hold it.
+            Unavailable: the queue is full.
         """
-        missing = self.missing_role(decode=not choice.request.pooling)
         prompt_tokens = choice.request.num_prefill_tokens
-        if missing is not None:
-            raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
         if prompt_tokens > self._max_tokens:  # a retry cannot succeed
             message = f"the prompt has {prompt_tokens} tokens; at most {self._max_tokens} may wait"
             raise ContextLengthExceeded(message, code="exceeds_queue", param="prompt")
@@ -125,9 +137,11 @@ class Dispatcher:
                 retry_after_s=self._drain_estimate_s(),
             )
         unservable = self.unservable(choice)
-        if unservable is not None and unservable[1] != NO_ADAPTER:  # a worker that has just joined still loads it
+        if unservable is not None and unservable[1] == ErrorCode.EXCEEDS_POOL:  # anything else may change
             message, code = unservable
             raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry cannot succeed
+        self.admitted += choices
+        self.admitted_tokens += prompt_tokens
         self.enqueue(choice)
         if choices > 1:
             self._to_come[choice.name] = choices - 1

@@ -39,7 +39,7 @@ async def tokens(running: Cluster, count: int) -> list[int]:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     model = make_checkpoint(tmp_path_factory.mktemp("drain") / "m", arch="llama", max_position_embeddings=4096)
     # Without the prefix cache: requests for one prompt would all go to the worker that holds it.
-    flags = {"decode": 2, "exact": True, "step_tokens": 64, "prefix_cache": False}
+    flags = {"decode": 2, "exact": True, "step_tokens": 64, "prefix_cache": False, "hold_s": 3.0}
     with cluster(model, **flags, served_model_name="m") as started:
         yield started
 

@@ -83,7 +83,7 @@ class Elastic:
 
 @contextlib.asynccontextmanager
 async def elastic(tmp_path: Path, model: Path, *names: str) -> AsyncIterator[Elastic]:
-    async with bench() as b:
+    async with bench(hold_s=3.0) as b:
         with workers(tmp_path, model, f"127.0.0.1:{b.port}") as jobs:
             e = Elastic(b, jobs)
             await e.join(*names)

@@ -87,11 +87,12 @@ def test_invalid_options_end_the_start_with_an_error(flags: dict[str, object], n
     assert named in running.output.read_text().strip()[-1500:]
 
 
-def test_a_request_without_workers_is_refused_with_503_immediately(tmp_path: Path) -> None:
+def test_a_request_without_workers_is_refused_with_503_after_the_hold(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", arch="llama")
     ready = tmp_path / "ready.json"
     ports = ["--port", "0", "--grpc-port", "0", "--control-port", "0"]
     command = [sys.executable, "-m", "coordinator", "--model", str(model), "--ready-file", str(ready), *ports]
+    command += ["--hold-s", "0"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 20

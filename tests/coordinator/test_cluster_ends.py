@@ -8,18 +8,28 @@ import pytest
 
 from baton.core.commands import Abort, Drain, Prefill
 from baton.core.errors import DeadlineExceeded, DuplicateRequest, JoinRefused
-from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
+from tests.support.fake_workers import bench, run_to_end, until, wait_for_dispatch
 
 
-async def test_requests_are_refused_immediately_when_a_role_has_no_worker() -> None:
+async def test_requests_wait_while_a_role_has_no_worker() -> None:
+    """From zero: nothing is refused, and the first pair of workers serves what waits."""
     async with bench() as b:
-        assert (await b.submit().failed(0.5)).code == "no_prefill_worker"
-        assert b.pipeline.ready() == (False, "no prefill worker is ready")
+        first = b.submit("a")
+        p = await b.add("p0")
+        second = b.submit("b")
+        await until(lambda: b.dispatcher.num_queued == 2, what="both in the queue")
+        d = await b.add("d0")
+        for number, reader in enumerate((first, second), start=1):
+            run_to_end(p, d, (await p.received(Prefill, number)).request.sequence_id)
+            assert len(await reader.done()) == 4
+
+
+async def test_a_request_ends_when_no_worker_of_a_role_joins_within_the_hold() -> None:
+    async with bench(hold_s=0.2) as b:
+        assert (await b.submit().failed()).code == "no_prefill_worker"
         await b.add("p0")
-        error = await b.submit().failed(0.5)
+        error = await b.submit().failed()
         assert (error.code, error.retry_after_s) == ("no_decode_worker", 2)
-        await b.add("d0")
-        assert b.pipeline.ready() == (True, "ready")
 
 
 async def test_a_worker_with_different_facts_is_refused_with_the_field_name() -> None:

@@ -33,6 +33,11 @@ CLUSTER: dict[str, Any] = {
         "choices": 16,
         "queued_choices": 5,
         "oldest_queued_s": 1.5,
+        "admitted": 40,
+        "admitted_tokens": 9000,
+        "queued_tokens": 600,
+        "backlog_tokens": 300,
+        "expected_output_tokens": 75.5,
         "rescheduled": 2,
         "reassigned": 1,
         "loop_stalls": 4,
@@ -134,6 +139,10 @@ def test_cluster_metrics_match_the_workers_report() -> None:
     assert value(metrics, "baton_requests_running") == 4 and value(metrics, "baton_requests_queued") == 3
     assert value(metrics, "baton_choices_running") == 11 and value(metrics, "baton_choices_queued") == 5
     assert value(metrics, "baton_oldest_queued_seconds") == 1.5
+    assert value(metrics, "baton_choices_admitted_total") == 40
+    assert value(metrics, "baton_prompt_tokens_admitted_total") == 9000
+    assert value(metrics, "baton_prompt_tokens_queued") == 600 and value(metrics, "baton_prompt_tokens_backlog") == 300
+    assert value(metrics, "baton_expected_output_tokens") == 75.5
     assert value(metrics, "baton_loop_stalls_total") == 4
     assert value(metrics, "baton_loop_longest_stall_seconds") == 0.25
     assert value(metrics, "baton_kv_usage") == 0  # a lost worker's last load does not count

@@ -142,11 +142,20 @@ def test_refusals_carry_the_reason() -> None:
     too_large = refusal(d, make_choice("huge", 4, 65))
     assert isinstance(too_large, InvalidRequest)  # 400: a retry would fail too
     assert too_large.code == "exceeds_pool" and "65 tokens; the largest decode worker holds 64" in too_large.message
-    set_ready(d, "d0", False)
-    gone = refusal(d, make_choice("x", 1, 2))
-    assert isinstance(gone, Unavailable) and (gone.code, gone.retry_after_s) == ("no_decode_worker", 2)
     lose(d, "p0")
-    assert refusal(d, make_choice("x", 1, 2)).code == "no_prefill_worker"
+    d.submit(make_choice("x", 1, 2))
+    assert d.dispatcher.num_queued == 1  # a worker may be starting
+
+
+def test_demand_counts_what_is_admitted_queued_and_not_computed_yet() -> None:
+    d = dispatcher(view("p0"), view("d0", blocks=2))
+    d.submit(make_choice("a", 6, 8))
+    d.place()
+    d.submit(make_choice("b", 5, 8), choices=3)
+    assert not d.place()
+    demand = d.dispatcher.demand()
+    assert (demand["admitted"], demand["admitted_tokens"], demand["queued_tokens"]) == (4, 11, 5)
+    assert (demand["backlog_tokens"], demand["waits_for"]) == (6, "decode")
 
 
 def test_role_is_servable_while_a_worker_may_return_but_not_while_all_drain() -> None:

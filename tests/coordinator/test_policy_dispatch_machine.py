@@ -75,16 +75,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         prefix = {4: HINTS[: (prefill - 1) // 4]}
         extra = extra if decode else 0
         choice = make_choice(f"r{self.counter}", prefill, prefill + extra, prefix=prefix, age=self.counter)
-        ready = {w.role for w in self.m.workers.values() if w.ready}
         queued = sum(c.request.num_prefill_tokens for c in self.m.queue)
-        fits = (
-            ready == {"prefill", "decode"}
-            and len(self.m.queue) < MAX_REQUESTS
-            and queued + prefill <= MAX_TOKENS
-            and self.pool_holds("prefill", prefill)
-            and (not decode or self.pool_holds("decode", prefill + extra))
-        )
-        if fits:
+        if len(self.m.queue) < MAX_REQUESTS and queued + prefill <= MAX_TOKENS:  # also while a role has no worker
             self.d.submit(choice)
             self.m.queue.append(choice)
         else:
