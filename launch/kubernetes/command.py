@@ -39,6 +39,8 @@ def emit_kubernetes(config: KubernetesConfig) -> int:
     if not config.topology:
         raise StartupError("a topology file is missing: baton emit kubernetes TOPOLOGY")
     topology = parse_topology(read_config_file(config.topology))
+    if topology.model == "auto":
+        raise StartupError("topology: 'model' is missing: a path in the pods, or builtin")
     if not topology.coordinator.options.get("cluster_token_file"):
         raise StartupError("[options]: 'cluster_token_file' is missing: pods reach each other off loopback")
     pods = pod_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))

@@ -33,4 +33,4 @@ class KubernetesConfig:
     backlog_s: float = option(1.5, "prefill work that one worker may have, running and waiting, in seconds", low=0.001)
     kv_share: float = option(0.8, "share of a decode worker's KV blocks that may be in use", low=0.01, high=1)
     pod_monitor: bool = option(True, "emit a PodMonitor, by which Prometheus' operator scrapes the coordinator")
-    start_timeout_s: float = option(900.0, "time limit for a worker to load the model and to join", low=10)
+    start_timeout_s: float = option(900.0, "time limit for a worker to load the model, before it is restarted", low=10)

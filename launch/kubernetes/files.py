@@ -22,7 +22,7 @@ from launch.plan import Plan
 CHECKSUMS_DIR = "/etc/baton/checksums"
 ALL, WITHOUT_WEIGHTS = "SHA256SUMS", "coordinator.SHA256SUMS"
 """Keys of the ConfigMap: every file, and those that the coordinator reads."""
-_PACKAGED = ("auto", "builtin", SMOLLM2)
+_PACKAGED = ("builtin", SMOLLM2)
 _SECRET_FILES = ("cluster_token_file", "api_key_file", "tls_cert_file", "tls_key_file")
 _PART = re.compile(r"-\d{5}-of-")
 """In the name of a GGUF file: one of several parts of a model, which are read together."""
@@ -141,6 +141,8 @@ def checksum_files(sums: Mapping[str, str], paths: Mapping[str, bool], directory
     Raises:
         StartupError: a model has no sums, or not those of its weights; or they are too many for a ConfigMap.
     """
+    if odd := [name for name in sums if "\\" in name or "\n" in name]:
+        raise StartupError(f"--checksums: {odd[0]!r}: a backslash or a new line in the name of a file")
     weights = set()
     for path, is_model in paths.items():
         relative = str(PurePosixPath(path).relative_to(directory))

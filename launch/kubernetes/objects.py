@@ -17,7 +17,7 @@ from baton.core.errors import StartupError
 from launch.kubernetes.config import KubernetesConfig
 from launch.kubernetes.files import ALL, CHECKSUMS_DIR, WITHOUT_WEIGHTS, secret_paths, secret_volumes
 from launch.kubernetes.pods import PodPlan, PodPool
-from launch.kubernetes.scaling import pod_monitor, scaled_object
+from launch.kubernetes.scaling import check_scaling, highest, pod_monitor, scaled_object
 from launch.plan import BATCHES, COORDINATOR
 
 Table = dict[str, Any]
@@ -68,10 +68,11 @@ class ClusterObjects:
             StartupError: the plan cannot run in pods, with the reason.
         """
         config, pools = self._config, self._pods.pools
+        check_scaling(config, pools)
         made = [*self._checksums(), *self._claims(), *self._services(), self._deployment(), *self._sets()]
         made += [self._budget(name) for name in (COORDINATOR, *(pool.name for pool in pools))]
         for pool in pools:
-            if getattr(config, f"{pool.role}_max"):
+            if highest(config, pool.role):
                 job = f"{config.namespace}/{self._name(COORDINATOR)}"
                 spec = scaled_object(config, pool, self._scale_target(pool), job, self._grace_s(pool))
                 made.append(self._object("keda.sh/v1alpha1", "ScaledObject", self._name(pool.name), spec, pool.name))
@@ -200,7 +201,7 @@ class ClusterObjects:
             raise StartupError(f"{reason}; use --sets leaderworkerset")
         roles = []
         for pool in pools:
-            scaling = {"scaling": {"mode": "External"}} if getattr(config, f"{pool.role}_max") else {}
+            scaling = {"scaling": {"mode": "External"}} if highest(config, pool.role) else {}
             roles.append({"name": pool.name, **scaling, "spec": self._set(pool)})
         spec = {"slices": 1, "roles": roles}
         return [self._object("disaggregatedset.x-k8s.io/v1", "DisaggregatedSet", config.name, spec, "workers")]
@@ -224,9 +225,8 @@ class ClusterObjects:
             template["workerTemplate"] = self._worker(pool, 0)
         else:
             template |= {"leaderTemplate": self._worker(pool, 0), "workerTemplate": self._worker(pool, 1)}
-        scaled = getattr(config, f"{pool.role}_max")
         return {
-            **({} if scaled else {"replicas": pool.replicas}),
+            **({} if highest(config, pool.role) else {"replicas": pool.replicas}),
             "leaderWorkerTemplate": template,
             "rolloutStrategy": {
                 "type": "RollingUpdate",

@@ -7,8 +7,11 @@ for more; counted for workers that are up, since the coordinator shows lost ones
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from baton.core.commands import Role
+from baton.core.errors import StartupError
 from launch.kubernetes.config import KubernetesConfig
 from launch.kubernetes.pods import PodPool
 
@@ -16,12 +19,28 @@ RATE_WINDOW = "5m"
 """Over which the cost of a prompt is averaged."""
 
 
+def highest(config: KubernetesConfig, role: Role) -> int:
+    """Returns the most workers of a pool of `role`; 0 if their number is fixed."""
+    return config.prefill_max if role == "prefill" else config.decode_max
+
+
+def check_scaling(config: KubernetesConfig, pools: Sequence[PodPool]) -> None:
+    """Raises StartupError if a limit is less than a pool's number of workers, or for several pools, each of which would
+    do all the work of their role."""
+    for pool in pools:
+        limit = highest(config, pool.role)
+        flag = f"--{pool.role}-max {limit}"
+        if 0 < limit < pool.replicas:
+            raise StartupError(f"{flag} is less than the {pool.replicas} {pool.role} workers of the topology")
+        if limit and [other.role for other in pools].count(pool.role) > 1:
+            raise StartupError(f"{flag}: the {pool.role} workers differ, and only one pool of a role can be scaled")
+
+
 def scaled_object(
     config: KubernetesConfig, pool: PodPool, target: dict[str, Any], job: str, grace_s: int
 ) -> dict[str, Any]:
     """Returns the spec of a ScaledObject: from the pool's number of workers up to the option's. `job` labels the
     coordinator's series. `grace_s` is how long a worker may take to end: it removes one at a time."""
-    highest = config.prefill_max if pool.role == "prefill" else config.decode_max
     if config.scaler:
         trigger = {"type": "external-push", "metadata": {"scalerAddress": config.scaler, "role": pool.role}}
     else:
@@ -35,7 +54,7 @@ def scaled_object(
     return {
         "scaleTargetRef": target,
         "minReplicaCount": pool.replicas,
-        "maxReplicaCount": max(highest, pool.replicas),
+        "maxReplicaCount": highest(config, pool.role),
         "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": down}}},
         "triggers": [trigger],
     }

@@ -353,6 +353,9 @@ def test_other_checksums_are_a_rollout(emit: Callable[..., list[Table]]) -> None
         ((), ("tensor_parallel = 2", "tensor_parallel = 3"), "cannot be divided over 2 nodes"),
         ((), ("[[decode]]", "[[prefill]]"), "use --sets leaderworkerset"),
         (("--scaler", "here"), ("", ""), "--scaler"),
+        (("--decode-max", "1"), ("", ""), "--decode-max 1 is less than the 2 decode workers"),
+        (("--decode-max", "4"), ("base_port = 9200", "max_running = 8"), "only one pool of a role can be scaled"),
+        ((), ('model = "/models/m"', ""), "'model' is missing"),
     ],
 )
 def test_refused_topologies_write_nothing(
@@ -376,6 +379,7 @@ def test_refused_topologies_write_nothing(
         (f"{SUM}  /models/m/model.safetensors\n", "line 1 is not a sum"),
         (f"{SUM}  m/../../x\n", "line 1 is not a sum"),
         (SUMS + "abc m/x\n", "line 3 is not a sum"),
+        (SUMS + f"{SUM}  m/a\\b\n", "a backslash or a new line"),
     ],
 )
 def test_checksums_that_would_verify_nothing_are_refused(sums: str, message: str, tmp_path: Path) -> None:
