@@ -10,13 +10,14 @@ checked; `sim.engine.ConstantModel` costs less and has no KV, for thousands of w
 (`sim.client.Client`) have the times and tokens of their choices in `outcomes`. Without faults, pass
 `Timeouts(watched=False)`: peers then do not watch each other's silence.
 
-A worker can be changed while the cluster runs: `kill`, `pause`, `restart`, `drain`; `start_worker` adds one.
+A worker can be changed while the cluster runs: `kill`, `pause`, `restart`, `drain`; `start_worker` adds one. A worker
+that drains for another role goes on in it, with its blocks, as another `Worker`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.core.commands import Role
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
@@ -37,7 +38,7 @@ from sim.loop import Loop, Trace
 from sim.network import Network, NetworkFaults
 from sim.prefill import PrefillTier
 from sim.process import Clock, Process
-from sim.worker import ChunkFaults, Timeouts, Worker
+from sim.worker import DRAINED, ChunkFaults, Timeouts, Worker
 
 LAYERS = (LayerKV(2, 8, "float32"), LayerKV(2, 8, "float32"))
 
@@ -113,7 +114,7 @@ class Cluster:
         self.requests: dict[str, GenerateRequest] = {}
         self.poison: set[str] = set()
         """Ids of requests that end any worker in whose step they run."""
-        self.kills = self.restarts = self.exits = 0
+        self.kills = self.restarts = self.exits = self.flips = 0
         self.preemptions = 0
         self.supervised = True
         self._make_engine, self._make_clock = engine, clock
@@ -137,10 +138,17 @@ class Cluster:
             coordinator.requests.dispatcher.expectation.mean_tokens = self.options.expected_output_tokens
         return coordinator
 
-    def start_worker(self, name: str) -> Worker:
-        """Starts a worker, or the next incarnation of one; its role follows from the first letter of its name."""
-        role: Role = "prefill" if name[0] == "p" else "decode"
-        pool = self.options.prefill if role == "prefill" else self.options.decode
+    def start_worker(self, name: str, previous: Worker | None = None) -> Worker:
+        """Starts a worker, or the next incarnation of one; its role follows from the first letter of its name, or is
+        the next one of `previous`, whose process, engine and blocks it has."""
+        own: Role = "prefill" if name[0] == "p" else "decode"
+        pool = self._pool(own)
+        role = own if previous is None or previous.next_role is None else previous.next_role
+        if role != own:
+            pool = replace(
+                self._pool(role), blocks=pool.blocks, block_size=pool.block_size, tensor_parallel=pool.tensor_parallel
+            )
+        kept = None if previous is None else previous.tier.scheduler.kept
         layout = KVLayout(pool.block_size, self.options.layers)
         facts = Compatibility(
             PROTOCOL_VERSION,
@@ -159,7 +167,7 @@ class Cluster:
         clock = self._make_clock(self.loop)
         plan_ahead = pool.plan_ahead and (role == "prefill" or pool.drafts == "none")
         worker = Worker(self, name, self._next_incarnation(name), clock, plan_ahead=plan_ahead)
-        engine = self._make_engine(self, role, layout, pool)
+        engine = self._make_engine(self, role, layout, pool) if previous is None else previous.tier.engine
         if role == "prefill":
             scheduler = PrefillScheduler(
                 layout,
@@ -168,6 +176,7 @@ class Cluster:
                 model_digest=facts.model_digest,
                 prefix_cache=pool.prefix_cache,
                 plan_ahead=plan_ahead,
+                kept=kept,
             )
             tier: PrefillTier | DecodeTier = PrefillTier(worker, scheduler, engine, facts, pool.tensor_parallel)
         else:
@@ -179,6 +188,7 @@ class Cluster:
                 model_digest=facts.model_digest,
                 prefix_cache=pool.prefix_cache,
                 plan_ahead=plan_ahead,
+                kept=kept,
             )
             tier = DecodeTier(worker, decode, engine, facts, pool.tensor_parallel)
         self.workers[name] = worker
@@ -186,9 +196,17 @@ class Cluster:
         worker.start(tier)
         return worker
 
+    def _pool(self, role: Role) -> PoolOptions:
+        return self.options.prefill if role == "prefill" else self.options.decode
+
     def worker_exited(self, worker: Worker, why: str) -> None:
         self.loop.note("exit", worker, why)
-        if worker.alive:
+        if worker.alive and why == DRAINED and worker.next_role is not None:
+            self.flips += 1
+            worker.tier.check_idle()
+            worker.die()
+            self.start_worker(worker.name, worker)
+        elif worker.alive:
             self.exits += 1
             self._ended(worker)
             worker.die()

@@ -20,10 +20,11 @@ from baton.core.commands import (
     Join,
     Leave,
     Prefill,
+    Role,
     Target,
     Welcome,
 )
-from baton.core.errors import InvariantError, JoinRefused, NotFound, Unavailable
+from baton.core.errors import InvalidRequest, InvariantError, JoinRefused, NotFound, Unavailable
 from baton.core.events import StepEvents
 from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
@@ -112,7 +113,7 @@ class Coordinator(Process):
         lease_s, now_ms = self.workers.lease_s, round(self.now * 1000)
         end.send(Welcome(self.run_id, lease_s, lease_s / 4, self._key, tracked, now_ms))
         if joined.worker.drain_by is not None:
-            end.send(Drain(max(joined.worker.drain_by - self.now, 0.0)))
+            end.send(Drain(max(joined.worker.drain_by - self.now, 0.0), joined.worker.next_role))
         self._outgoing[worker] = end
         end.on_message = lambda message: self._on_message(worker, join.incarnation, end, message)
         end.on_end = lambda reason: self._session_ended(worker, join.incarnation, end)
@@ -197,13 +198,14 @@ class Coordinator(Process):
             self.requests.check()
         self._idle = not len(self.requests)
 
-    def drain_worker(self, worker: str, timeout_s: float) -> bool:
-        """Drains a worker at an operator's request; returns False if it is not present."""
+    def drain_worker(self, worker: str, timeout_s: float, next_role: Role | None = None) -> bool:
+        """Drains a worker at an operator's request, so that it ends or joins again in `next_role`; returns False if it
+        is not present or cannot take that role."""
         try:
-            self.workers.drain(worker, self.now + timeout_s, self.lease_now())
-        except NotFound:
+            self.workers.drain(worker, self.now + timeout_s, self.lease_now(), next_role)
+        except (NotFound, InvalidRequest):
             return False
-        self._send(worker, Drain(timeout_s))
+        self._send(worker, Drain(timeout_s, next_role))
         return True
 
     def _lost(self, member: Member, why: str) -> None:

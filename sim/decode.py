@@ -91,6 +91,7 @@ class DecodeTier:
             run_id=run_id,
             replace=True,
             tensor_parallel=self.tensor_parallel,
+            both_roles=True,
         )
 
     def load(self) -> Load:

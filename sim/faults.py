@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from baton.core.commands import Role
 from sim.cluster import Cluster
 from sim.process import Process
 
@@ -55,6 +56,11 @@ class Injector:
         for process in cluster.processes():
             if process.paused:
                 process.resume()
+        for name, worker in cluster.workers.items():
+            known = cluster.coordinator.workers.get(name)
+            flips = worker.next_role is not None or (known is not None and known.next_role is not None)
+            if flips or worker.tier.role[0] != name[0]:
+                cluster.kill(name)  # its supervisor starts it in its own role
 
     def _next(self) -> None:
         self._loop.later(self._loop.random.expovariate(1.0 / self._plan.every_s), self._inject)
@@ -79,6 +85,11 @@ class Injector:
             case "drain":
                 self._loop.note("drain", worker)
                 cluster.coordinator.receives(cluster.coordinator.drain_worker, name, draw.random() * 2.0)
+            case "flip":
+                self._loop.note("flip", worker)
+                role: Role = "decode" if worker.tier.role == "prefill" else "prefill"
+                timeout_s = draw.random() * 2.0
+                cluster.coordinator.receives(cluster.coordinator.drain_worker, name, timeout_s, role)
             case "leave":
                 self._loop.note("leave", worker)
                 worker.receives(worker.leave, draw.random() * 2.0)

@@ -105,6 +105,7 @@ class PrefillTier:
             run_id=run_id,
             replace=True,
             tensor_parallel=self.tensor_parallel,
+            both_roles=True,
         )
 
     def load(self) -> Load:
@@ -211,7 +212,7 @@ class PrefillTier:
             raise InvariantError(f"{self.worker} keeps {self.sequence_ids()} {self.sender.runs}: {self.scheduler!r}")
 
     def accept(self, end: End, first: Any) -> None:
-        raise InvariantError(f"{self.worker} was dialled with {first!r}")
+        end.close(f"{self.worker} accepts no links")  # it was a decode worker before
 
     def _start(self, command: Prefill) -> None:
         worker, request = self.worker, command.request

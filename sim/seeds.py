@@ -77,7 +77,10 @@ def run_seed(seed: int, mode: Mode, *, keep_trace: bool = False) -> Result:
     sends = make_requests(draw, mode, crowded)
     for request, at_s, behaviour in sends:
         cluster.send(request, at_s, behaviour)
-    injector = Injector(cluster, make_faults(draw, cluster, mode))
+    plan = make_faults(draw, cluster, mode)
+    if random.Random(seed).random() < 0.3:
+        plan.kinds["flip"] = 2.0
+    injector = Injector(cluster, plan)
     poison(draw, cluster, [request for request, _, _ in sends])
     try:
         _run(cluster, injector, mode, faults_s=2.0 + draw.random() * 6.0)
@@ -311,6 +314,7 @@ def _count(result: Result, cluster: Cluster, injector: Injector) -> None:
             "streams broken": network.broken,
             "dials failed": network.dials_failed,
             "kills": cluster.kills,
+            "flips done": cluster.flips,
             "rescheduled": policy.rescheduled,
             "reassigned": policy.reassigned,
             "stale events": policy.stale_events,

@@ -32,6 +32,7 @@ from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
 from baton.core.output_log import OutputLog
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.reconcile import reconcile
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
@@ -42,6 +43,7 @@ from sim.network import End, Network
 from sim.process import Clock, Process
 
 COORDINATOR = "coordinator"
+DRAINED = "drained"  # why a worker exits that has drained
 HOUSEKEEPING_S, SWEEP_S, DRAINED_ACK_S, DRAIN_CHECK_S, DIAL_S = 0.1, 30.0, 2.0, 0.05, 5.0
 
 
@@ -83,11 +85,19 @@ class World(Protocol):
         ...
 
 
+class Scheduler(Protocol):
+    @property
+    def kept(self) -> KeptBlocks: ...
+
+
 class Tier(Protocol):
     """As in baton/runtime/worker_loop.py."""
 
     role: Role
     engine: Engine
+
+    @property
+    def scheduler(self) -> Scheduler: ...
 
     def join(self, run_id: str) -> Join: ...
 
@@ -133,6 +143,7 @@ class Worker(Process):
         """What the tombstones have to contain: nothing of these sequences may be accepted before."""
         self.handle_key = b""
         self.draining = False
+        self.next_role: Role | None = None
         self.steps = 0
         self.tier: Tier
         self._run_clock_ahead_ms = 0.0
@@ -255,7 +266,8 @@ class Worker(Process):
                 if not self.tier.end(sequence, reason) and tombstone_s > 0:
                     self.tombstones.add(sequence, self.now, tombstone_s)
                     self.refused_until[sequence] = self.now + tombstone_s
-            case Drain(timeout_s):
+            case Drain(timeout_s, next_role):
+                self.next_role = next_role
                 self._begin_drain(timeout_s)
             case _:
                 self.tier.command(command)
@@ -263,7 +275,7 @@ class Worker(Process):
 
     def leave(self, timeout_s: float) -> None:
         """As SIGTERM: the worker drains and exits."""
-        self._leaves_by = self.now + timeout_s
+        self.next_role, self._leaves_by = None, self.now + timeout_s
         if self._end is not None:
             self._end.send(Leave(timeout_s))
         self._begin_drain(timeout_s)
@@ -279,10 +291,16 @@ class Worker(Process):
             self.later(DRAIN_CHECK_S, self._drain_step)
             return
         self._abandon("the drain timeout has passed", frozenset())
+        self._idle_step()
+
+    def _idle_step(self) -> None:
+        if self.next_role is not None and self.tier.load().sequences:
+            self.later(DRAIN_CHECK_S, self._idle_step)
+            return
         self._empty = True
         if self.connected and self._end is not None:
             self._end.send(Drained())
-        self.later(DRAINED_ACK_S, self._exit, "drained")
+        self.later(DRAINED_ACK_S, self._exit, DRAINED)
 
     def _exit(self, why: str) -> None:
         for end in list(self.ends):
@@ -315,7 +333,7 @@ class Worker(Process):
         if isinstance(welcome, BatonError):
             end.close("refused")
             if isinstance(welcome, JoinRefused):
-                self._exit("drained" if self._empty else f"join refused: {welcome.message}")
+                self._exit(DRAINED if self._empty else f"join refused: {welcome.message}")
             else:
                 self._redial()
             return
@@ -361,7 +379,7 @@ class Worker(Process):
     def _session_ended(self, reason: str) -> None:
         self.connected, self._end = False, None
         if self._empty:
-            self._exit("drained")
+            self._exit(DRAINED)
         else:
             self._redial()
 

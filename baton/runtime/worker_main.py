@@ -210,7 +210,8 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                     if signals or next_role is None:
                         break
                     started = time.monotonic()
-                    config = for_device(given, next_role, device)
+                    # The coordinator may not know yet that it has left.
+                    config = replace(for_device(given, next_role, device), replace=True)
                     if next_role not in makers:
                         makers[next_role] = _load_other(next_role)
                     make = makers[next_role]

@@ -97,7 +97,8 @@ class WorkerTable:
         check_join(join, present, self._own)
         join = replace(join, facts=next((j.facts for j in present if j.facts == join.facts), join.facts))
         name, known = join.worker_id, self.get(join.worker_id)
-        if known is not None and known.role != join.role:
+        takes_place = known is not None and join.replace and join.incarnation > known.incarnation
+        if known is not None and known.role != join.role and not takes_place:
             raise refused(join, f"role: {name} is a {known.role} worker but joins as {join.role}")
         if self.has_left(name, join.incarnation):
             raise refused(join, f"incarnation: {join.incarnation} has drained and left")
@@ -112,7 +113,8 @@ class WorkerTable:
             if known.state == "disconnected":
                 known.state, known.since = "ready", now
             return Joined(known, replaced=None)  # it redialled and keeps its sequences
-        if self._next_roles.pop(name, None) == join.role:
+        next_role = self._next_roles.pop(name, None) if known is None else known.next_role
+        if next_role == join.role:
             self.flips[join.role] += 1
         return Joined(self.add(join, now, now + self.lease_s), replaced=known)
 

@@ -259,7 +259,11 @@ def test_impossible_incarnation_blocks_its_worker_name_only_until_its_lease_ends
 def test_worker_name_keeps_its_role_while_the_worker_is_present(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     with pytest.raises(JoinRefused, match="role"):
-        workers.join(join(role="prefill", incarnation=2), 1.0)
+        workers.join(replace(join(role="prefill", incarnation=2), replace=False), 1.0)
+    with pytest.raises(JoinRefused, match="role"):
+        workers.join(replace(join(role="prefill"), replace=True), 1.0)
+    workers.join(join(role="prefill", incarnation=2), 1.0)  # restarted in another role
+    assert not workers.decode.workers and [w.worker_id for w in workers.prefill.workers] == ["d0"]
 
 
 def test_draining_and_leaving(workers: WorkerTable) -> None:
@@ -279,16 +283,21 @@ def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -
     workers.drain("d0", 9.0, 1.0, "prefill")
     drained = workers.get("d0")
     assert drained is not None and (drained.state, drained.next_role) == ("draining", "prefill")
-    with pytest.raises(JoinRefused, match="role"):
-        workers.join(join(role="prefill", incarnation=2), 1.0)  # before it has left
     workers.left("d0", 1)
     assert not workers.flips
-    workers.join(join(role="prefill", incarnation=2), 2.0)
-    assert workers.flips == {"prefill": 1} and [w.worker_id for w in workers.prefill.workers] == ["d0"]
+    workers.join(join(role="prefill", incarnation=2, both_roles=True), 2.0)
+    assert workers.flips == {"prefill": 1}
+    workers.drain("d0", 9.0, 2.0, "decode")
+    joined = workers.join(join(incarnation=3, both_roles=True), 2.5)  # its `Drained` was lost
+    assert joined.replaced is not None and workers.flips == {"prefill": 1, "decode": 1}
+    workers.drain("d0", 9.0, 2.6, "prefill")
+    workers.left("d0", 3)
+    workers.join(join(role="prefill", incarnation=4), 2.7)
+    assert workers.flips == {"prefill": 2, "decode": 1} and [w.worker_id for w in workers.prefill.workers] == ["d0"]
     workers.drain("d0", 9.0, 3.0)
-    workers.left("d0", 2)
-    workers.join(join(incarnation=3), 4.0)
-    assert workers.flips == {"prefill": 1}, "a worker that left and was started again"
+    workers.left("d0", 4)
+    workers.join(join(incarnation=5), 4.0)
+    assert workers.flips == {"prefill": 2, "decode": 1}, "a worker that left and was started again"
 
 
 def test_a_role_that_a_worker_cannot_take_is_refused(workers: WorkerTable) -> None:

@@ -22,6 +22,8 @@ HAPPENS = (
     "reassigned",
     "stale events",
     "preemptions",
+    "flip",
+    "flips done",
 )
 
 
