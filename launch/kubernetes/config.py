@@ -24,8 +24,8 @@ class KubernetesConfig:
     sets: str = option("disaggregatedset", "what the workers are: one object for both pools, or one each", choices=SETS)
     gpu_resource: str = option("nvidia.com/gpu", "name of the resource that a GPU is")
     spread_over: str = option("kubernetes.io/hostname", "node label over whose values the pods of a pool are spread")
-    prefill_max: int = option(0, "most prefill workers of each pool, for autoscaling; 0: their number is fixed", low=0)
-    decode_max: int = option(0, "most decode workers of each pool, for autoscaling; 0: their number is fixed", low=0)
+    prefill_max: int = option(0, "most prefill workers, for autoscaling; 0: their number is fixed", low=0)
+    decode_max: int = option(0, "most decode workers, for autoscaling; 0: their number is fixed", low=0)
     prometheus: str = option(
         "http://prometheus-operated.monitoring.svc:9090", "URL at which KEDA queries the metrics, for autoscaling"
     )

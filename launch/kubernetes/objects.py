@@ -30,6 +30,7 @@ _PROBE = {"timeoutSeconds": 5}
 _USER = 1000
 """That of the image."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_REFERENCE = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _NAME_CHARS = 47
 """Name and role together, so that the names derived from them are labels (63): the webhook of DisaggregatedSet."""
 
@@ -57,6 +58,10 @@ class ClusterObjects:
                 raise StartupError(
                     f"{flag} {given!r} must be lower-case letters, digits and -, and begin with a letter"
                 )
+        references = {"--secret": config.secret} | ({"--models-claim": config.models_claim} if models.directory else {})
+        for flag, given in references.items():
+            if _REFERENCE.fullmatch(given) is None:
+                raise StartupError(f"{flag} {given!r} must be lower-case letters, digits, - and .")
         longest = max((COORDINATOR, *(pool.name for pool in pods.pools)), key=len)
         if len(config.name) + len(longest) > _NAME_CHARS:
             raise StartupError(f"--name {config.name} is too long: at most {_NAME_CHARS - len(longest)} characters")

@@ -11,11 +11,14 @@ import pytest
 
 from baton.runtime.config import CoordinatorConfig, WorkerConfig
 from coordinator.http.app import HttpSettings
+from launch.kubernetes.config import KubernetesConfig
 from launch.up_config import DoctorConfig, UpConfig
 from tests.docs.generate import PAGES, PARTS, ROOT, fresh, names
 from tools.shape import product_files
 
-CONFIGS = {c.__name__: c for c in (CoordinatorConfig, WorkerConfig, UpConfig, DoctorConfig, HttpSettings)}
+CONFIGS = {
+    c.__name__: c for c in (CoordinatorConfig, WorkerConfig, UpConfig, DoctorConfig, KubernetesConfig, HttpSettings)
+}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -345,6 +345,8 @@ def test_other_checksums_are_a_rollout(emit: Callable[..., list[Table]]) -> None
         (("--name", "Baton"), ("", ""), "--name 'Baton' must be lower-case"),
         (("--name", "b" * 40), ("", ""), "is too long: at most"),
         (("--models-claim", ""), ("", ""), "--models-claim is missing: /models/m"),
+        (("--models-claim", "My_Models"), ("", ""), "--models-claim 'My_Models' must be lower-case"),
+        (("--secret", ""), ("", ""), "--secret '' must be lower-case"),
         ((), ("/etc/baton/secrets/token", "secrets/token"), "'secrets/token' must be an absolute path"),
         ((), ("/models/m", "org/name"), "'org/name' must be an absolute path"),
         ((), ("/models/m", "/m"), "must be below one directory, not /"),

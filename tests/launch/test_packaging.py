@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def test_wheel_has_the_packages_and_the_built_in_model_and_nothing_else(wheel: P
     scripts = [path.name for path in (REPOSITORY / "launch").iterdir() if path.suffix in (".sh", ".sbatch")]
     assert len(scripts) == 6 and {f"launch/{name}" for name in scripts} <= set(names)
     assert not [name for name in names if name.endswith((".proto", ".bin", ".pyc"))]
+
+
+def test_the_image_is_built_from_what_the_wheel_needs() -> None:
+    """`.dockerignore` names what the build may read; the build itself reaches package indexes only."""
+    first, *allowed = [line for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if "__" not in line]
+    assert first == "*" and {name.removeprefix("!") for name in allowed} == {*SOURCES, "constraints.txt"}
+    text = (REPOSITORY / "Dockerfile").read_text()
+    assert re.findall(r"https?://[^/\s]+", text) == ["https://download.pytorch.org"]
+    assert not re.search(r"curl|wget|git clone|ADD ", text)
 
 
 def test_every_module_of_the_repository_is_in_the_wheel(wheel: Path) -> None:
