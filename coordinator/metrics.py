@@ -1,8 +1,8 @@
 """The coordinator's metrics, for `GET /metrics` in Prometheus' text format, and one log line for each request.
 
 Requests are observed in `Pipeline.generate`, which both fronts call; the state of workers and queue is read at each
-scrape. With `compat="vllm"` the metrics that have a counterpart in vLLM are exported under its names too, for
-dashboards and gateways made for it. Names, types and meanings: docs/operations.md.
+scrape (metrics_cluster.py). With `compat="vllm"` they are exported under vLLM's names too (metrics_vllm.py). Names,
+types and meanings: docs/operations.md.
 """
 
 from __future__ import annotations
@@ -14,15 +14,26 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError
+from baton.core.latency_limits import TPOT_S as TPOT_LIMITS_S
+from baton.core.latency_limits import TTFT_S as TTFT_LIMITS_S
+from baton.core.latency_limits import upper_bound
 from baton.runtime.ignored_fields import as_header
-from coordinator.policy.pool import LOAD_COLUMNS
+from coordinator.metrics_cluster import ClusterMetrics
+from coordinator.metrics_vllm import TOKENS, VllmNames, VllmRequests
 from coordinator.policy.timeline import Timeline
 from coordinator.submission import Delta, Submission, Usage
 
@@ -33,34 +44,6 @@ MAX_LOGGED_FIELDS = 256
 WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STAGES = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
 
-VLLM: dict[str, tuple[str, ...]] = {
-    "baton_choices_running": ("vllm:num_requests_running",),
-    "baton_choices_queued": ("vllm:num_requests_waiting",),
-    "baton_kv_usage": ("vllm:kv_cache_usage_perc",),
-    "baton_prompt_tokens": ("vllm:prompt_tokens", "vllm:prefix_cache_queries"),
-    "baton_generated_tokens": ("vllm:generation_tokens",),
-    "baton_requests_finished": ("vllm:request_success",),
-    "baton_time_to_first_token_seconds": ("vllm:time_to_first_token_seconds",),
-    "baton_inter_token_latency_seconds": ("vllm:inter_token_latency_seconds",),
-    "baton_time_per_output_token_seconds": ("vllm:request_time_per_output_token_seconds",),
-    "baton_request_seconds": ("vllm:e2e_request_latency_seconds",),
-    "baton_prompt_tokens_cached": ("vllm:prefix_cache_hits",),
-    "baton_draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
-    "baton_draft_tokens_accepted": ("vllm:spec_decode_num_accepted_tokens",),
-    "baton_worker_preemptions": ("vllm:num_preemptions",),
-}
-"""Maps our names to vLLM's; the label `finish_reason` is its `finished_reason`."""
-
-WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
-WORKER_COUNTERS = tuple(name for name in LOAD_COLUMNS if name not in WORKER_GAUGES)
-GPU_GAUGES = {
-    "memory_used_bytes": "memory in use on the GPUs of a worker's first node, by any process",
-    "memory_total_bytes": "total memory of the GPUs of a worker's first node",
-    "utilisation": "mean share of time, 0 to 1, in which a kernel ran on these GPUs",
-}
-_METRIC_NAMES = {"step_s": "step_seconds", "blocks_total": "blocks"}
-"""Metric names spell out their unit; `_total` is the suffix of counters."""
-
 log = logging.getLogger("baton.requests")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the samples would be creation times
 
@@ -70,7 +53,7 @@ class Metrics:
 
     def __init__(self, model: str = "", compat: str = "none", slow_s: float = 0.0) -> None:
         self._registry = CollectorRegistry()
-        self._model, self._compat, self._slow_s = model, compat, slow_s
+        self._model, self._slow_s = model, slow_s
         new: dict[str, Any] = {"registry": self._registry}
         self.finished = Counter("baton_requests_finished", "choices that ended without error", ["finish_reason"], **new)
         self.failed = Counter("baton_requests_failed", "requests that ended with an error", ["code"], **new)
@@ -78,6 +61,7 @@ class Metrics:
         self.cached_tokens = Counter("baton_prompt_tokens_cached", "prompt tokens found in a prefix cache", **new)
         self.tokens = PerToken()
         self._registry.register(self.tokens)
+        self.drafts = Counter("baton_drafts", "drafts that were verified, one for each sequence and step", **new)
         self.drafted = Counter("baton_draft_tokens", "draft tokens that were verified", **new)
         self.accepted = Counter("baton_draft_tokens_accepted", "draft tokens that were accepted", **new)
         self.responses = Counter("baton_http_responses", "responses begun, by HTTP status", ["status"], **new)
@@ -91,6 +75,14 @@ class Metrics:
         self.whole = Histogram(
             "baton_request_seconds", "time from admission to the end of requests without error", buckets=WHOLE_S, **new
         )
+        lengths: dict[str, Any] = {"buckets": TOKENS, **new}
+        self.prompt_length = Histogram("baton_request_prompt_tokens", "tokens of a request's prompt", **lengths)
+        generated = "tokens generated for a choice"
+        self.generated_length = Histogram("baton_request_generated_tokens", generated, **lengths)
+        latency = "requests without error by the upper bounds of their times to the first and per further token"
+        self.latency = Counter("baton_requests_latency", latency, ["ttft_le", "tpot_le"], **new)
+        self.vllm = VllmRequests() if compat == "vllm" else None
+        ProcessCollector(registry=self._registry)
         stage = "a request's time in a stage"
         self._stage = Histogram("baton_stage_seconds", stage, ["stage"], buckets=TTFT_S, **new)
         self._stages = {name: self._stage.labels(name) for name in STAGES}
@@ -102,9 +94,11 @@ class Metrics:
     def everything(self, cluster: Mapping[str, Any]) -> CollectorRegistry:
         registry = CollectorRegistry()
         registry.register(self._registry)
-        registry.register(_State(cluster))
-        if self._compat == "vllm":
-            registry.register(_Renamed([self._registry, _State(cluster)], self._model))
+        registry.register(ClusterMetrics(cluster))
+        if self.vllm is not None:
+            registry.register(
+                VllmNames([self._registry, self.vllm.registry, ClusterMetrics(cluster)], cluster, self._model)
+            )
         return registry
 
     def request(self, submission: Submission) -> Observed:
@@ -197,6 +191,7 @@ class Observed:
             if delta.choice == 0:
                 metrics.cached_tokens.inc(usage.cached_tokens)
             if (drafts := usage.speculation) is not None:
+                metrics.drafts.inc(drafts.steps)
                 metrics.drafted.inc(drafts.drafted_tokens)
                 metrics.accepted.inc(drafts.accepted_tokens)
 
@@ -211,21 +206,45 @@ class Observed:
         """Records the end of the request; `error` is what ended it, unless it ended well."""
         metrics, now = self._metrics, time.monotonic()
         seconds = now - self._began
+        per_token_s = 0.0
+        if self._tokens > len(self._last) and self._first:
+            per_choice = (self._tokens - len(self._last)) / len(self._last)
+            per_token_s = (max(self._last.values()) - self._first) / per_choice
+            metrics.per_token.observe(per_token_s)
         if error is None or len(self._reasons) == self._submission.n:  # after the last delta the reader may just close
             for reason in self._reasons:
                 metrics.finished.labels(reason).inc()
+                if metrics.vllm is not None:
+                    metrics.vllm.ended.labels(reason).inc()
             outcome = "finished: " + ", ".join(dict.fromkeys(self._reasons))
             metrics.whole.observe(seconds)
+            self._finished(per_token_s)
         else:
             code = _code(error)
             metrics.failed.labels(code).inc()
+            if metrics.vllm is not None:
+                metrics.vllm.failed(error)
             outcome = f"failed: {code}"
-        if self._tokens > len(self._last) and self._first:
-            per_choice = (self._tokens - len(self._last)) / len(self._last)
-            metrics.per_token.observe((max(self._last.values()) - self._first) / per_choice)
         refused = error is not None and not self._first  # a client can cause any number of them: logged at DEBUG
         of = f" of {self._submission.client.key}" if self._submission.client.key else ""
         metrics.ended(f"{self._submission.request_id}{of} {outcome}; {self._described(seconds)}", seconds, refused)
+
+    def _finished(self, per_token_s: float) -> None:
+        """Records lengths and latency of a request that ended without error."""
+        metrics, submission = self._metrics, self._submission
+        metrics.prompt_length.observe(len(submission.prompt))
+        generated = [usage.completion_tokens for usage in self._usages]
+        for tokens in generated:
+            metrics.generated_length.observe(tokens)
+        if not (self._first and self._tokens):
+            return
+        first_s = self._first - self._began
+        metrics.latency.labels(upper_bound(TTFT_LIMITS_S, first_s), upper_bound(TPOT_LIMITS_S, per_token_s)).inc()
+        if metrics.vllm is not None:
+            cached = max((usage.cached_tokens for usage in self._usages), default=0)
+            queue_s = 0.0 if self._timeline is None else self._timeline.queue_s
+            last_s = max(self._last.values()) - self._began
+            metrics.vllm.finished(submission, generated, cached, queue_s, first_s, last_s)
 
     def _described(self, seconds: float) -> str:
         cached = max((usage.cached_tokens for usage in self._usages), default=0)
@@ -243,96 +262,3 @@ def _code(error: BaseException) -> str:
     if isinstance(error, BatonError):
         return error.code
     return ErrorCode.INTERNAL_ERROR if isinstance(error, Exception) else "cancelled"
-
-
-class _State(Collector):
-    """Collects the state of the queue, the event loop and the workers from the `/workers` document."""
-
-    def __init__(self, cluster: Mapping[str, Any]) -> None:
-        self._cluster = cluster
-
-    def collect(self) -> Iterable[Metric]:
-        known = self._cluster
-        own, workers = known["coordinator"], known["workers"]
-        gauge, counter = GaugeMetricFamily, CounterMetricFamily
-        running = "requests of which a choice has started"
-        yield gauge("baton_requests_running", running, value=own["requests"] - own["queued"])
-        waiting = "requests of which all choices wait for a worker"
-        yield gauge("baton_requests_queued", waiting, value=own["queued"])
-        running = "choices that run on a worker, or have ended while others of their request run"
-        yield gauge("baton_choices_running", running, value=own["choices"] - own["queued_choices"])
-        yield gauge("baton_choices_queued", "choices that wait for a worker", value=own["queued_choices"])
-        oldest = "how long the oldest queued choice has waited"
-        yield gauge("baton_oldest_queued_seconds", oldest, value=own["oldest_queued_s"])
-        yield counter("baton_choices_admitted", "choices admitted to the queue", value=own["admitted"])
-        admitted = "prompt tokens of requests admitted to the queue"
-        yield counter("baton_prompt_tokens_admitted", admitted, value=own["admitted_tokens"])
-        yield gauge("baton_prompt_tokens_queued", "prompt tokens in the queue", value=own["queued_tokens"])
-        backlog = "prompt tokens that prefill workers have been given and not computed yet"
-        yield gauge("baton_prompt_tokens_backlog", backlog, value=own["backlog_tokens"])
-        expected = "tokens of an output of recent average length"
-        yield gauge("baton_expected_output_tokens", expected, value=own["expected_output_tokens"])
-        yield counter("baton_loop_stalls", "times the event loop was blocked for over 50 ms", value=own["loop_stalls"])
-        longest = "the longest time that the event loop was blocked"
-        yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)
-        again = "times a request was queued again, for example because its worker was lost"
-        yield counter("baton_requests_rescheduled", again, value=own["rescheduled"])
-        handed = "times parked KV was offered to another decode worker"
-        yield counter("baton_requests_reassigned", handed, value=own["reassigned"])
-        refused = counter("baton_joins_refused", "refused joins of workers, by field", labels=["field"])
-        for name, count in known["joins_refused"].items():
-            refused.add_metric([name], count)
-        yield refused
-        flips = counter(
-            "baton_worker_flips", "workers that joined again in another role, by that role", labels=["role"]
-        )
-        for role, count in known["flips"].items():
-            flips.add_metric([role], count)
-        yield flips
-        blocks = {
-            name: sum(w[name] for w in workers if w["role"] == "decode" and w["state"] != "lost")
-            for name in ("blocks_total", "blocks_free")
-        }
-        used = 1 - blocks["blocks_free"] / blocks["blocks_total"] if blocks["blocks_total"] else 0.0
-        yield gauge("baton_kv_usage", "share of the decode workers' KV blocks that is in use", value=used)
-        up = gauge("baton_worker_up", "1 for each worker, 0 if it is lost", labels=["worker", "role", "state"])
-        for w in workers:
-            up.add_metric([w["id"], w["role"], w["state"]], float(w["state"] != "lost"))
-        yield up
-        for names, family in ((WORKER_GAUGES, gauge), (WORKER_COUNTERS, counter)):
-            for name in names:
-                made = family(
-                    f"baton_worker_{_METRIC_NAMES.get(name, name)}",
-                    f"`{name}` of GET /workers",
-                    labels=["worker", "role"],
-                )
-                for w in workers:
-                    made.add_metric([w["id"], w["role"]], w[name])
-                yield made
-        for name, help_text in GPU_GAUGES.items():
-            made = gauge(f"baton_worker_gpu_{name}", help_text, labels=["worker", "role"])
-            for w in (w for w in workers if w.get("gpu")):
-                made.add_metric([w["id"], w["role"]], w["gpu"][name])
-            yield made
-
-
-class _Renamed(Collector):
-    """Exports the metrics that have a counterpart in vLLM under its names."""
-
-    def __init__(self, own: Iterable[Collector], model: str) -> None:
-        self._own, self._model = own, model
-
-    def collect(self) -> Iterable[Metric]:
-        for collector in self._own:
-            for metric in collector.collect():
-                for name in VLLM.get(metric.name, ()):
-                    yield self._renamed(metric, name)
-
-    def _renamed(self, metric: Metric, name: str) -> Metric:
-        made = Metric(name, metric.documentation, metric.type)
-        for sample in metric.samples:
-            labels = {k.replace("finish_reason", "finished_reason"): v for k, v in sample.labels.items()}
-            made.add_sample(
-                sample.name.replace(metric.name, name, 1), labels | {"model_name": self._model}, sample.value
-            )
-        return made

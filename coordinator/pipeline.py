@@ -247,15 +247,21 @@ class Pipeline:
         known: dict[str, Any] = {
             "workers": rows,
             "control": cluster.address,
+            "totals": {pool.role: pool.totals() for pool in (cluster.workers.prefill, cluster.workers.decode)},
             "joins_refused": dict(cluster.joins_refused),
             "flips": dict(cluster.workers.flips),
         }
         counts = {
             **cluster.requests.counts()._asdict(),
             **cluster.requests.dispatcher.demand(),
+            "held_choices": cluster.requests.held(),
             "oldest_queued_s": round(cluster.requests.oldest_queued_s(time.monotonic()), 3),
             "rescheduled": cluster.requests.rescheduled,
             "reassigned": cluster.requests.reassigned,
+            "prefilled_tokens": cluster.requests.prefilled.tokens,
+            "wasted_tokens": dict(cluster.requests.prefilled.wasted),
+            "ready": self.ready()[0],
+            "adapters": cluster.adapters.in_use(cluster.requests),
             "tasks": self._num_tasks(),
             "pid": os.getpid(),
         }

@@ -8,12 +8,14 @@ again for other weights shares nothing with the former ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from baton.core.commands import AdapterSource, SetAdapters
 from baton.core.errors import DuplicateRequest, InvalidRequest, NotFound
 from baton.core.names import model_name_error
+from coordinator.policy.choice import Choice, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class AdapterTable:
     """`model_name` is what clients call the model itself: no adapter may have that name."""
 
     def __init__(self, model_name: str = "", max_adapters: int = 16, max_rank: int = 64) -> None:
-        self._model_name, self._max_adapters, self.max_rank = model_name, max_adapters, max_rank
+        self._model_name, self.max_adapters, self.max_rank = model_name, max_adapters, max_rank
         self._named: dict[str, Adapter] = {}
         self._loading: dict[str, Adapter] = {}
         self._retired: dict[str, AdapterSource] = {}  # by digest
@@ -56,6 +58,16 @@ class AdapterTable:
             raise NotFound(message, code="model_not_found", param=param)
         return adapter.source.digest
 
+    def in_use(self, choices: Iterable[Choice]) -> dict[str, Any] | None:
+        """Returns how many adapters may be loaded (`max`), and the names of those that choices use, `running` and
+        `waiting`; None without adapters."""
+        if not self._named:
+            return None
+        names = {adapter.source.digest: adapter.name for adapter in self}
+        used = {(c.stage is Stage.QUEUED, names[c.request.adapter]) for c in choices if c.request.adapter in names}
+        running, waiting = ([name for queued, name in sorted(used) if queued is state] for state in (False, True))
+        return {"max": self.max_adapters, "running": running, "waiting": waiting}
+
     def check_name(self, name: str, *, replace: bool = False) -> None:
         """Raises InvalidRequest or DuplicateRequest if no adapter can be loaded under this name now; with `replace`
         the name may be that of another adapter, whose place the new one takes."""
@@ -68,8 +80,8 @@ class AdapterTable:
         if name in self._named and not replace:
             message = f"The lora adapter '{name}' has already been loaded. Set load_inplace to replace it."
             raise InvalidRequest(message, param="lora_name")
-        if len({*self._named, *self._loading, name}) > self._max_adapters:
-            message = f"{self._max_adapters} adapters are loaded; unload one, or raise --max-loras"
+        if len({*self._named, *self._loading, name}) > self.max_adapters:
+            message = f"{self.max_adapters} adapters are loaded; unload one, or raise --max-loras"
             raise InvalidRequest(message, param="lora_name")
 
     def load(self, adapter: Adapter, *, replace: bool = False) -> None:

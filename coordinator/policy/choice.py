@@ -157,6 +157,7 @@ class Choice:
     times_parked: int = 0
     offer_at: float = 0.0  # parked KV is not offered before
     recomputed: bool = False  # damaged or missing KV was computed again
+    prefilled: int = 0  # tokens computed by its first prefill that produced a token
 
     # Losses.
     deaths: list[str] = field(default_factory=list)  # workers lost in a step with this choice, with the reason

@@ -125,6 +125,8 @@ class Worker:
         self.reserved_blocks = self.backlog_tokens = self.running = self.growth = 0
         self._state: WorkerState = "ready"
         self._load: Load | None = None
+        # What it had counted before: its first report, if it comes from an earlier run of the coordinator.
+        self._counted_before: Load | None = None if join.run_id else Load()
         self.gpu: GpuUsage | None = None
         self.adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has
         self.adapter_failures: dict[str, str] = {}  # why it cannot load others, by digest
@@ -180,11 +182,17 @@ class Worker:
     @load.setter
     def load(self, load: Load | None) -> None:
         self._load = load
+        self._counted_before = self._counted_before or load
         self._recount()
 
     @property
     def ready(self) -> bool:
         return self._state == "ready"
+
+    def counted(self) -> dict[str, float]:
+        """Returns by how much each counter of TOTALS has risen since it joined."""
+        load, before = self._load or Load(), self._counted_before or Load()
+        return {name: getattr(load, name) - getattr(before, name) for name in TOTALS}
 
     def update_adapters(self, states: AdapterStates) -> None:
         self.adapters = frozenset(states.loaded)
@@ -278,6 +286,8 @@ class Worker:
 _NOT_COLUMNS = {"blocks_total", "backlog_tokens", "hand_overs", "preempted", "speculation"}
 LOAD_COLUMNS = tuple(field.name for field in fields(Load) if field.name not in _NOT_COLUMNS)
 """The columns of a `/workers` row that a worker reports itself."""
+TOTALS = ("prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "step_s", "preemptions")
+"""Those of them that a pool adds up over its workers."""
 
 
 class Pool:
@@ -295,6 +305,8 @@ class Pool:
         self._ranks: list[int] = []  # those of `workers`, sorted
         self._capacity: dict[str, int] = {}  # cached, by adapter
         self._least_tokens: int | None = None  # cached
+        self.worker_s = 0.0  # time that workers were present, added up over all of them
+        self._ended = dict.fromkeys(TOTALS, 0.0)  # of workers that are no longer present
 
     def add(self, worker: Worker) -> int:
         """Adds a worker and returns its slot. Called only by `Worker`."""
@@ -306,11 +318,17 @@ class Pool:
     def remove(self, worker: Worker) -> None:
         if worker in self.workers:
             self.workers.remove(worker)
+            self._ended = {name: count + worker.counted()[name] for name, count in self._ended.items()}
             worker.cached.clear()
             self._slots[worker.slot] = None
             self.sort()
             self.block_sizes = {w.block_size for w in self.workers}
             self.changed()
+
+    def totals(self) -> dict[str, float]:
+        """Returns TOTALS and `worker_s`, over the present workers and those that have left: they never fall."""
+        counted = [self._ended, *(worker.counted() for worker in self.workers)]
+        return {"worker_s": self.worker_s, **{name: sum(each[name] for each in counted) for name in TOTALS}}
 
     def sort(self) -> None:
         """Sorts the workers by name, which breaks ties between equal ones."""

@@ -63,11 +63,13 @@ from coordinator.policy.choice import (
 )
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Prefix, Worker
+from coordinator.policy.prefilled import PrefilledTokens
 from coordinator.policy.workers import WorkerTable
 
 QUEUED, PREFILL, HANDOVER, PARKED, DECODE, ENDED = Stage
 AT_WORKERS = PREFILL, HANDOVER, PARKED, DECODE
 WAITING = QUEUED, PARKED
+ANSWERED = "done", "stop string"  # why the front needs no more output of a complete answer
 ALONE_DEATHS = 2
 """One could be a kill from outside that coincides with its step."""
 MAX_TIMES_PARKED = 30
@@ -116,6 +118,7 @@ class Requests:
         self.table = self._transitions()
         self.draining = False
         self.stale_events = self.rescheduled = self.reassigned = 0  # counters
+        self.prefilled = PrefilledTokens()
         self._hold_s, self._max_deaths = hold_s, max_deaths
         # By ChoiceId, which `sequence[:2]` equals: a slice is cheaper than a new ChoiceId for every token.
         self._choices: dict[tuple[str, int], Choice] = {}
@@ -223,6 +226,10 @@ class Requests:
     def oldest_queued_s(self, now: float) -> float:
         """Returns how long the oldest queued choice has waited; 0.0 if none is queued."""
         return now - min((c.queued_at for c in self._waiting.values() if c.stage is QUEUED), default=now)
+
+    def held(self) -> int:
+        """Returns how many queued choices no present worker can serve."""
+        return sum(c.stage is QUEUED and c.unservable is not None for c in self._waiting.values())
 
     def tracked(self, worker: str) -> tuple[TrackedSequence, ...]:
         """Returns the sequences that this coordinator expects at a worker, with the next output index of each."""
@@ -338,6 +345,7 @@ class Requests:
         return [self._start(choice, now)]
 
     def _on_first_token(self, choice: Choice, event: PrefillTokens, now: float) -> list[Action]:
+        self.prefilled.first_token(choice, event.event.cached_tokens)
         self._enter(choice, PARKED if choice.kv_parked else HANDOVER, now)
         if choice.journal.finish is None and choice.kv_parked:
             return self._offer(choice, event, now)
@@ -418,6 +426,8 @@ class Requests:
         return []
 
     def _on_stop(self, choice: Choice, event: Stop, now: float) -> list[Action]:
+        if event.reason not in ANSWERED:
+            self.prefilled.given_up(choice, "cancelled")
         return self._end(choice, event.reason, now)
 
     def _on_fail(self, choice: Choice, event: Fail, now: float) -> list[Action]:
@@ -517,6 +527,7 @@ class Requests:
 
     def _fail(self, choice: Choice, error: BatonError, now: float) -> list[Action]:
         choice.error = error
+        self.prefilled.given_up(choice, "failed")
         return [*self._end(choice, error.code, now), choice.notification]
 
     def _end(self, choice: Choice, reason: str, now: float) -> list[Action]:

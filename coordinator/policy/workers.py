@@ -49,6 +49,7 @@ class WorkerTable:
         self._next_roles: dict[str, Role] = {}  # of workers that drained to join again
         self.flips: Counter[Role] = Counter()  # workers that joined again in another role, by that role
         self.prefill, self.decode = Pool("prefill"), Pool("decode")  # the present ones
+        self._expired_at: float | None = None  # the last call of `expire`
 
     def get(self, worker_id: str) -> Worker | None:
         """Returns the present worker of that name, if any."""
@@ -189,7 +190,12 @@ class WorkerTable:
         return incarnation is not None and self._left.get(worker_id) == incarnation
 
     def expire(self, now: float) -> list[tuple[Worker, str]]:
-        """Marks workers whose lease has ended as lost and returns them with the reason; drops those lost long ago."""
+        """Marks workers whose lease has ended as lost and returns them with the reason; drops those lost long ago.
+        Counts the time that workers were present."""
+        since = now if self._expired_at is None else self._expired_at
+        for pool in (self.prefill, self.decode):
+            pool.worker_s += len(pool.workers) * (now - since)
+        self._expired_at = now
         expired = []
         for worker in self._workers.values():
             if not worker.lost and worker.lease_until <= now:

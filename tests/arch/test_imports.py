@@ -66,7 +66,12 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "gguf": ("baton/gguf/*", "baton/engine/gguf_files.py"),
     "msgpack": ("baton/runtime/frames.py",),
     "pynvml": ("baton/runtime/gpu_usage.py",),
-    "prometheus_client": ("coordinator/metrics.py",),
+    "prometheus_client": (
+        "coordinator/metrics.py",
+        "coordinator/metrics_cluster.py",
+        "coordinator/metrics_vllm.py",
+        "launch/report.py",
+    ),
     "llguidance": (
         "baton/engine/grammar_automaton.py",
         "baton/runtime/grammar_process.py",

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
+import time
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.core.errors import WorkerLost
+from baton.core.errors import Cancelled, QuotaExceeded, WorkerLost
 from baton.core.events import SpeculationCounters
 from coordinator import metrics as coordinator_metrics
-from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
+from coordinator.metrics import Metrics
+from coordinator.metrics_cluster import WORKER_COUNTERS, WORKER_GAUGES
+from coordinator.metrics_vllm import DERIVED, NAMES, REASONS
+from coordinator.policy.pool import TOTALS
 from coordinator.submission import Delta, Submission, Timeline, Usage
 from tests.support.fake_generator import FakeGenerator
+from tests.support.vllm_queries import QUERIES
 
-ROW: dict[str, Any] = dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0)
+ROW: dict[str, Any] = dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0) | {"block_size": 16}
 GPU = {"memory_used_bytes": 3 << 30, "memory_total_bytes": 80 << 30, "utilisation": 0.5}
 CLUSTER: dict[str, Any] = {
     "workers": [
@@ -32,6 +36,7 @@ CLUSTER: dict[str, Any] = {
         "queued": 3,
         "choices": 16,
         "queued_choices": 5,
+        "held_choices": 2,
         "oldest_queued_s": 1.5,
         "admitted": 40,
         "admitted_tokens": 9000,
@@ -42,9 +47,22 @@ CLUSTER: dict[str, Any] = {
         "reassigned": 1,
         "loop_stalls": 4,
         "loop_longest_stall_ms": 250.0,
+        "ready": True,
+        "prefilled_tokens": 900,
+        "wasted_tokens": {"cancelled": 60, "failed": 0, "rescheduled": 40},
+        "adapters": {"max": 4, "running": ["a", "b"], "waiting": ["c"]},
+    },
+    "totals": {
+        "prefill": dict.fromkeys(TOTALS, 5) | {"prompt_tokens_computed": 700, "worker_s": 12.5},
+        "decode": dict.fromkeys(TOTALS, 7) | {"worker_s": 12.5},
     },
 }
 ENDED = Timeline(queue_s=0.02, prefill_s=0.1, decode_s=0.5, prefill_worker="prefill-0", decode_worker="decode-0")
+
+
+TIMES = "queue", "prefill", "decode", "inference"
+SUCCESS = "vllm:request_success_total"
+SCRAPED = {"job", "instance", "namespace", "pod"}  # labels that the scrape adds
 
 
 class Clock:
@@ -165,13 +183,91 @@ def test_cluster_metrics_match_the_workers_report() -> None:
 def test_vllm_metric_names(clock: Clock) -> None:
     assert not [name for name, _ in samples(Metrics()) if name.startswith("vllm:")]
     metrics = Metrics("m", "vllm")
+    play(metrics, clock, choices=2)
+    metrics.responses.labels("404").inc()
+    metrics.responses.labels("400").inc()
+    exported = {metric.name for metric in metrics.everything(CLUSTER).collect()}
+    assert {name for names in (*NAMES.values(), DERIVED) for name in names} <= exported
+    of = {"model_name": "m", "engine": "0"}
+    assert value(metrics, "vllm:num_requests_waiting", **of) == 5
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", **of, reason="capacity") == 3
+    assert value(metrics, "vllm:num_requests_waiting_by_reason", **of, reason="deferred") == 2
+    assert value(metrics, "vllm:request_success_total", **of, finished_reason="length") == 2
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", **of, le="0.3") == 1
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", **of, source="local_compute") == 700
+    assert value(metrics, "vllm:iteration_tokens_total_count", **of) == 5 + 7
+    assert value(metrics, "vllm:iteration_tokens_total_sum", **of) == 700 + 5 + 7 + 7
+    assert value(metrics, "vllm:num_preemptions_total", **of) == 7
+    assert value(metrics, "vllm:engine_sleep_state", **of, sleep_state="awake") == 1
+    loras = {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert value(metrics, "vllm:lora_requests_info", **of, **loras) == pytest.approx(time.time(), abs=60)
+    assert value(metrics, "http_requests_total", status="4xx") == 2
+    # The request: 0.02 s in the queue, a token of each choice at 0.2 s, the last ones at 0.22 s.
+    sums = {name: value(metrics, f"vllm:request_{name}_time_seconds_sum", **of) for name in TIMES}
+    assert sums == pytest.approx({"queue": 0.02, "prefill": 0.18, "decode": 0.02, "inference": 0.2})
+    assert value(metrics, "vllm:request_params_n_sum", **of) == 2
+    assert value(metrics, "vllm:request_params_max_tokens_sum", **of) == 64
+    assert value(metrics, "vllm:request_prefill_kv_computed_tokens_sum", **of) == 6
+    assert value(metrics, "vllm:request_max_num_generation_tokens_sum", **of) == 3
+    assert value(metrics, "vllm:request_generation_tokens_sum", **of) == 6
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (GeneratorExit(), "abort"),
+        (Cancelled("the client left"), "abort"),
+        (WorkerLost("x"), "error"),
+        (RuntimeError("x"), "error"),
+        (QuotaExceeded("x"), None),
+    ],
+)
+def test_vllms_reasons_of_failed_requests(end: BaseException, reason: str | None, clock: Clock) -> None:
+    metrics = Metrics("m", "vllm")
+    play(metrics, clock, end)
+    counts = {dict(labels)["finished_reason"]: n for (name, labels), n in samples(metrics).items() if name == SUCCESS}
+    assert counts == dict.fromkeys(REASONS, 0) | ({reason: 1} if reason else {})
+
+
+@pytest.mark.parametrize("user", QUERIES)
+def test_what_users_of_vllms_metrics_query_is_exported(user: str, clock: Clock) -> None:
+    metrics = Metrics("m", "vllm")
     play(metrics, clock)
-    found = {name for name, _ in samples(metrics) if name.startswith("vllm:")}
-    for name in (name for names in VLLM.values() for name in names):
-        assert found & {name, f"{name}_total", f"{name}_bucket"}, name
-    assert value(metrics, "vllm:num_requests_waiting", model_name="m") == 5
-    assert value(metrics, "vllm:request_success_total", model_name="m", finished_reason="length") == 1
-    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", model_name="m", le="0.3") == 1
+    metrics.responses.labels("200").inc()
+    CLUSTER["workers"][1]["state"] = "ready"
+    try:
+        exported = samples(metrics)
+    finally:
+        CLUSTER["workers"][1]["state"] = "lost"
+    names = {name for name, _ in exported}
+    labels = {label for _, own in exported for label, _ in own} | SCRAPED
+    for query in QUERIES[user]:
+        asked = set(re.findall(r"\b(?:vllm|http|process)[:_]\w+", query))
+        assert asked and asked <= names, asked - names
+        of = set(re.findall(r"(\w+)=", query))
+        of |= {label for by in re.findall(r"by \((.*?)\)", query) for label in by.split(", ")}
+        assert of <= labels, of - labels
+
+
+def test_a_lost_decode_workers_blocks_are_not_in_the_cache_config(clock: Clock) -> None:
+    metrics, of = Metrics("m", "vllm"), {"model_name": "m", "engine": "0", "block_size": "16"}
+    assert not [name for name, _ in samples(metrics) if name == "vllm:cache_config_info"]
+    CLUSTER["workers"][1]["state"] = "ready"
+    try:
+        assert value(metrics, "vllm:cache_config_info", **of, num_gpu_blocks="40") == 1
+    finally:
+        CLUSTER["workers"][1]["state"] = "lost"
+
+
+def test_requests_are_counted_by_both_latencies(clock: Clock) -> None:
+    metrics = Metrics()
+    play(metrics, clock)
+    play(metrics, clock, choices=3)
+    play(metrics, clock, WorkerLost("x"))
+    cells = {labels: n for (name, labels), n in samples(metrics).items() if name == "baton_requests_latency_total"}
+    assert sum(cells.values()) == 2
+    bounds = [dict(labels) for labels in cells]  # the clock's sums are a bit more than 0.2 and 0.01
+    assert all(b["ttft_le"] in ("0.2", "0.3") and b["tpot_le"] in ("0.01", "0.02") for b in bounds), bounds
 
 
 def test_each_request_is_logged_in_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
@@ -201,19 +297,6 @@ async def test_metrics_are_served_and_responses_are_counted_by_status(
     await client.post("/v1/completions", json={"prompt": 1.5})
     await client.get("/nowhere")
     assert generator.statuses == [200, 400, 404]
-
-
-def test_every_vllm_name_in_the_docs_is_exported(clock: Clock) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "coming-from-vllm.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(vllm:\w+)` \| `(\w+)` \|$", page, re.M))
-    assert len(rows) > 10
-    metrics = Metrics("m", "vllm")
-    play(metrics, clock)
-    found = {name for name, _ in samples(metrics)}
-    exported = {name.removesuffix("_bucket") for name in found}
-    assert set(rows) - exported == set() and set(rows.values()) - exported == set()
-    listed = {name for names in VLLM.values() for name in names}
-    assert {name.removesuffix("_total") for name in rows} == listed
 
 
 def test_only_counters_end_in_total() -> None:

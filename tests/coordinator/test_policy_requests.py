@@ -215,6 +215,33 @@ def test_request_that_was_running_at_two_losses_runs_alone_and_only_its_own_step
     assert not r.ended and not newcomer.deaths
 
 
+def test_tokens_computed_in_vain_are_counted_by_reason() -> None:
+    d = Drive("p0", "d0", "p1", "d1", max_deaths=2)
+    r = d.submit("whole")
+    d.tokens("p0", r.sequence, 0, 5, cached_tokens=1)
+    d.handed_over("p0", r.sequence, "d0")
+    d.tokens("d0", r.sequence, 1, 6, 7, 8)
+    d.record(d.requests.end(r, "the client disconnected", d.now))
+    assert (d.requests.prefilled.tokens, d.requests.prefilled.wasted.total()) == (2, 0)
+    left, _ = d.at(Stage.DECODE, "left")
+    d.record(d.requests.end(left, "the client disconnected", d.now))
+    waiting = d.submit("waiting")
+    d.record(d.requests.end(waiting, "the client disconnected", d.now))
+    stopped, _ = d.at(Stage.DECODE, "stopped")
+    d.record(d.requests.end(stopped, "stop string", d.now))
+    assert d.requests.prefilled.tokens == 2 + 3 + 3
+    assert d.requests.prefilled.wasted == {"cancelled": 3, "failed": 0, "rescheduled": 0}
+    again, _ = d.at(Stage.DECODE, "again")
+    d.lose("d0")
+    d.tokens("p0", again.sequence, 1, 6, cached_tokens=1)  # 3 of its 4 tokens so far
+    assert d.requests.prefilled.wasted == {"cancelled": 3, "failed": 0, "rescheduled": 3}
+    d.handed_over("p0", again.sequence, "d1")
+    d.lose("d1")
+    assert again.error is not None
+    assert d.requests.prefilled.wasted == {"cancelled": 3, "failed": 3, "rescheduled": 3}
+    assert d.requests.prefilled.tokens == 2 + 3 + 3 + 3 + 3
+
+
 def test_kv_is_offered_to_another_decode_worker_before_a_second_prefill() -> None:
     d = Drive("p0", "d0", "d1")
     r, s = d.at(Stage.HANDOVER)

@@ -175,6 +175,29 @@ def test_heartbeats_renew_the_lease_and_a_silent_worker_is_lost(workers: WorkerT
     assert state(workers) == "forgotten"
 
 
+def test_totals_of_a_pool_never_fall_when_workers_leave(workers: WorkerTable) -> None:
+    def count(name: str, incarnation: int, steps: int, now: float) -> None:
+        assert workers.renew_lease(name, incarnation, Load(steps=steps, step_s=steps / 10), now)
+
+    workers.expire(0.0)
+    workers.join(join(), 0.0)
+    workers.join(replace(join("d1"), run_id="an earlier run of the coordinator"), 0.0)
+    count("d0", 1, 5, 1.0)
+    count("d1", 1, 100, 1.0)
+    count("d1", 1, 103, 2.0)
+    workers.expire(2.0)
+    assert workers.decode.totals()["steps"] == 5 + 3, "what d1 computed in the earlier run does not count"
+    assert workers.decode.totals()["worker_s"] == 4.0
+    workers.join(join(incarnation=2), 2.0)
+    count("d0", 2, 2, 3.0)
+    workers.expire(5.0)  # d1 is lost
+    workers.left("d0", 2)
+    workers.expire(6.0)
+    totals = workers.decode.totals()
+    assert (totals["steps"], totals["step_s"], totals["worker_s"]) == (10, pytest.approx(1.0), 10.0)
+    assert set(workers.prefill.totals().values()) == {0}
+
+
 def test_worker_row_reports_async_scheduling_counters(workers: WorkerTable) -> None:
     workers.join(join(), 0.0)
     workers.renew_lease("d0", 1, Load(steps=9, steps_ahead=7, rows_discarded=2), 0.5)

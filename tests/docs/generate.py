@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Metric
 from pydantic import BaseModel
 
 from batches import store as batch_store
@@ -32,7 +33,8 @@ from coordinator.http import body as http_body
 from coordinator.http import guard as http_guard
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
+from coordinator.metrics import Metrics
+from coordinator.metrics_vllm import DERIVED, NAMES
 from coordinator.openai import fields as openai_schema_fields
 from coordinator.openai import schema as openai_schema
 from coordinator.openai import structured
@@ -41,6 +43,7 @@ from coordinator.policy import grammar_queue
 from launch import served_models
 from launch.kubernetes.config import KubernetesConfig
 from launch.up_config import DoctorConfig, UpConfig
+from tests.coordinator.test_metrics import CLUSTER
 from tests.support.fake_generator import FakeGenerator
 
 ROOT = Path(__file__).parents[2]
@@ -313,6 +316,17 @@ def inert() -> str:
     return ", ".join(map(code, sorted(openai_schema_fields.INERT)))
 
 
+def vllm_metrics() -> str:
+    known = {metric.name: metric for metric in Metrics("", "vllm").everything(CLUSTER).collect()}
+    meanings = {name: code(_exported(known[own])) for own, names in NAMES.items() for name in names} | DERIVED
+    rows = ((code(_exported(known[name])), known[name].type, meanings[name]) for name in meanings)
+    return table(("vLLM", "type", "Baton"), rows)
+
+
+def _exported(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
 def neutral() -> str:
     completion, chat = openai_schema_fields.COMPLETION, openai_schema_fields.CHAT
     rows = []
@@ -339,29 +353,10 @@ def message_fields() -> str:
 
 
 def metrics() -> str:
-    row = {"id": "w", "role": "decode", "state": "ready"} | dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0)
-    names = (
-        "requests",
-        "queued",
-        "choices",
-        "queued_choices",
-        "oldest_queued_s",
-        "admitted",
-        "admitted_tokens",
-        "queued_tokens",
-        "backlog_tokens",
-        "expected_output_tokens",
-        "rescheduled",
-        "reassigned",
-        "loop_stalls",
-    )
-    own = dict.fromkeys((*names, "loop_longest_stall_ms"), 0)
-    made = Metrics().everything({"workers": [row], "joins_refused": {}, "flips": {}, "coordinator": own})
+    made = Metrics().everything(CLUSTER)
     rows = []
     for metric in made.collect():
-        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
-        others = ", ".join(map(code, VLLM.get(metric.name, ())))
-        rows.append((code(name), metric.type, metric.documentation + (f" (vLLM: {others})" if others else "")))
+        rows.append((code(_exported(metric)), metric.type, metric.documentation))
     return table(("name", "type", "meaning"), rows)
 
 
@@ -424,6 +419,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "pooled": pooled,
     "inert": inert,
     "metrics": metrics,
+    "vllm_metrics": vllm_metrics,
     "neutral": neutral,
     "message": message_fields,
     "grpc": grpc_fields,
@@ -431,7 +427,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "limits": limits,
     "models": models,
 }
-PAGES = ("docs/api.md", "docs/configuration.md", "docs/models.md", "docs/operations.md")
+PAGES = ("docs/api.md", "docs/coming-from-vllm.md", "docs/configuration.md", "docs/models.md", "docs/operations.md")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 
