@@ -18,6 +18,7 @@ from baton.runtime.options import NumberRange, config_command, run_main
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
 from launch.kubernetes.config import KubernetesConfig
+from launch.report_command import report_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -310,6 +311,7 @@ baton.add_command(bench_command)
 baton.add_command(calibrate_command)
 baton.add_command(simulate_command)
 baton.add_command(plan_command)
+baton.add_command(report_command)
 
 
 def main() -> NoReturn:

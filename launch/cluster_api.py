@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -71,11 +72,42 @@ def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]
     raise StartupError(f"{url}: {reason}")
 
 
+def get_metrics(url: str) -> str:
+    """Returns the response to GET /metrics.
+
+    Raises:
+        StartupError: no cluster replies at `url`, or operators have another address.
+    """
+    try:
+        status, text = request_bytes("GET", f"{_root(url)}/metrics", REQUESTS_TIMEOUT_S)
+    except OSError as error:
+        raise StartupError(f"no cluster at {url}: {error}") from None
+    if status != HTTPStatus.OK:
+        keys = "; with API keys or TLS, operators use --admin-port (8103)" if status in (401, 404) else ""
+        raise StartupError(f"no cluster at {url}: GET /metrics: status {status}{keys}")
+    return text.decode("utf-8", "replace")
+
+
 def request_json(
     method: str, url: str, timeout_s: float, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:
     """Returns the status and the JSON value of the response, None if its body is not JSON. `timeout_s` limits each wait
     for the socket, and the time to read the whole body; `url` may lack its scheme (http).
+
+    Raises:
+        OSError: as `request_bytes` does.
+    """
+    status, text = request_bytes(method, url, timeout_s, body, headers)
+    try:
+        return status, json.loads(text)
+    except (ValueError, RecursionError):
+        return status, None
+
+
+def request_bytes(
+    method: str, url: str, timeout_s: float, body: object = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
+    """Returns the status and the body of the response, as `request_json` does.
 
     Raises:
         OSError: `url` is not an address, or the server does not reply in time, does not speak HTTP or does not end its
@@ -104,10 +136,7 @@ def request_json(
         raise OSError(f"{method} {parts.path}: {error!r}") from None
     finally:
         connection.close()
-    try:
-        return answer.status, json.loads(text)
-    except (ValueError, RecursionError):
-        return answer.status, None
+    return answer.status, bytes(text)
 
 
 def _get(url: str, path: str, timeout_s: float) -> tuple[int, Any]:
