@@ -38,29 +38,73 @@ def percentiles(metric: str) -> dict[str, str]:
     return {f"p{of[2:]}": quantile(of, metric) for of in ("0.50", "0.90", "0.99")}
 
 
+STAGE = {
+    "queue": "before a prefill worker computes it: at the coordinator, and there",
+    "prefill": "its prompt is computed",
+    "reserve": "no decode worker has accepted the KV",
+    "transfer": "the hand-over; most of it overlaps prefill",
+    "decode_queue": "at the decode worker, before its first step",
+    "decode": "from there to the last token",
+}
+
+
+def stage(*names: str) -> Panel:
+    """Returns the graph of the mean time that a request spent in these stages."""
+    sums = (f'baton_stage_seconds_{kind}{{stage=~"{"|".join(names)}"}}' for kind in ("sum", "count"))
+    mean = " / ".join(f"sum by (stage) (rate({each}[$__rate_interval]))" for each in sums)
+    meaning = "; ".join(f"{name}: {STAGE[name]}" for name in names)
+    return Panel(
+        f"Time in {' and '.join(name.replace('_', ' ') for name in names)}",
+        "s",
+        f"Mean. {meaning}.",
+        {"{{stage}}": mean},
+    )
+
+
+def of_worker(metric: str, role: str) -> str:
+    return f'rate(baton_worker_{metric}_total{{role="{role}"}}[$__rate_interval])'
+
+
+def step_time(role: str) -> Panel:
+    queries = {"{{worker}}": f"{of_worker('step_seconds', role)} / {of_worker('steps', role)}"}
+    described = "Of each worker. A throttled one stands out from the others."
+    return Panel(f"Time of a {role} step", "s", described, queries)
+
+
+def busy(role: str) -> Panel:
+    described = "Share of the time in steps, of each worker. 1: more load makes a queue."
+    return Panel(f"Utilisation of {role}", "percentunit", described, {"{{worker}}": of_worker("step_seconds", role)})
+
+
+def blocks(role: str) -> Panel:
+    of = f'{{role="{role}"}}'
+    described = "Cached blocks that nothing refers to count as free."
+    used = f"1 - baton_worker_blocks_free{of} / baton_worker_blocks{of}"
+    return Panel(f"KV blocks in use at {role}", "percentunit", described, {"{{worker}}": used})
+
+
+def sequences(role: str) -> Panel:
+    queries = {f"{{{{worker}}}} {kind}": f'baton_worker_{kind}{{role="{role}"}}' for kind in ("running", "waiting")}
+    return Panel(f"Sequences at {role}", "short", "That compute, and that wait at the worker.", queries)
+
+
+def up(role: str) -> Panel:
+    return Panel(f"Workers of {role}", "short", "That are up.", {"up": f'sum(baton_worker_up{{role="{role}"}})'})
+
+
 ROWS: dict[str, tuple[Panel, ...]] = {
-    "What clients see": (
-        Panel("Time to first token", "s", "From admission.", percentiles("baton_time_to_first_token_seconds")),
-        Panel("Time between tokens", "s", "Every gap.", percentiles("baton_inter_token_latency_seconds")),
-        Panel(
-            "Tokens per second",
-            "short",
-            "Generated, and prompt tokens of requests with at least one token.",
-            {"generated": rate("baton_generated_tokens_total"), "prompt": rate("baton_prompt_tokens_total")},
-        ),
-        Panel(
-            "Requests per second",
-            "reqps",
-            "By how they ended.",
-            {
-                "{{finish_reason}}": rate("baton_requests_finished_total", "finish_reason"),
-                "failed: {{code}}": rate("baton_requests_failed_total", "code"),
-            },
-        ),
-        Panel("Whole request", "s", "Of requests that succeeded.", percentiles("baton_request_seconds")),
+    "1. Front: requests come in": (
         Panel("HTTP answers", "reqps", "By status.", {"{{status}}": rate("baton_http_responses_total", "status")}),
+        Panel(
+            "Prompt tokens",
+            "short",
+            "Per second, of requests that produced a token, and how many of them were cached.",
+            {"prompt": rate("baton_prompt_tokens_total"), "cached": rate("baton_prompt_tokens_cached_total")},
+        ),
+        Panel("Loop stalls", "short", "The coordinator's event loop, blocked for over 50 ms.",
+              {"per second": rate("baton_loop_stalls_total")}),
     ),
-    "Where the time goes": (
+    "2. Queue: they wait for a pair of workers": (
         Panel(
             "Queue and running",
             "short",
@@ -68,57 +112,30 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             {"queued": "baton_choices_queued", "running": "baton_choices_running"},
         ),
         Panel("Oldest in the queue", "s", "Rises while nothing is placed.", {"age": "baton_oldest_queued_seconds"}),
-        Panel(
-            "Time in each stage",
-            "s",
-            "Mean of requests that ended. The stage that grows is the one to look at.",
-            {
-                "{{stage}}": rate("baton_stage_seconds_sum", "stage")
-                + " / "
-                + rate("baton_stage_seconds_count", "stage"),
-            },
-        ),
+        stage("queue"),
     ),
-    "Workers": (
+    "3. Prefill: prompts are computed": (
+        up("prefill"),
+        step_time("prefill"),
+        busy("prefill"),
+        stage("prefill"),
         Panel(
-            "Time of a step",
-            "s",
-            "Of each worker. A throttled one stands out from those of its role.",
-            {
-                "{{worker}}": "rate(baton_worker_step_seconds_total[$__rate_interval])"
-                " / rate(baton_worker_steps_total[$__rate_interval])"
-            },
-        ),
-        Panel(
-            "Share of the time in steps",
-            "percentunit",
-            "1: it computes all the time; more load makes a queue.",
-            {"{{worker}}": "rate(baton_worker_step_seconds_total[$__rate_interval])"},
-        ),
-        Panel(
-            "Tokens per second of each",
+            "Prompt tokens computed",
             "short",
-            "Prompt tokens computed at prefill, tokens generated at decode.",
-            {
-                "{{worker}}": 'rate(baton_worker_prompt_tokens_computed_total{role="prefill"}[$__rate_interval])',
-                "{{worker}} ": 'rate(baton_worker_tokens_generated_total{role="decode"}[$__rate_interval])',
-            },
+            "Per second and worker.",
+            {"{{worker}}": of_worker("prompt_tokens_computed", "prefill")},
         ),
         Panel(
-            "KV blocks in use",
-            "percentunit",
-            "Cached blocks that nothing refers to count as free.",
-            {"{{worker}}": "1 - baton_worker_blocks_free / baton_worker_blocks"},
-        ),
-        Panel(
-            "Sequences",
+            "Wasted prefill",
             "short",
-            "That compute, and that wait at a worker.",
-            {"{{worker}} running": "baton_worker_running", "{{worker}} waiting": "baton_worker_waiting"},
+            "Tokens per second that were computed for requests that did not finish, or again.",
+            {"{{reason}}": rate("baton_prefilled_tokens_wasted_total", "reason")},
         ),
-        Panel("Workers up", "short", "By role.", {"{{role}}": "sum by (role) (baton_worker_up)"}),
+        sequences("prefill"),
+        blocks("prefill"),
     ),
-    "Hand-over, caches, drafts": (
+    "4. Hand-over: KV goes to a decode worker": (
+        stage("reserve", "transfer"),
         Panel(
             "KV handed over",
             "Bps",
@@ -129,10 +146,26 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel(
-            "Prompt tokens from a cache",
-            "percentunit",
-            "Of the prompt tokens of requests with at least one token.",
-            {"share": f"{rate('baton_prompt_tokens_cached_total')} / {rate('baton_prompt_tokens_total')}"},
+            "Repetitions",
+            "short",
+            "Per second: KV offered to another decode worker, chunks sent again, links refused.",
+            {
+                "reassigned": rate("baton_requests_reassigned_total"),
+                "chunks resent": rate("baton_worker_chunks_resent_total"),
+                "links refused": rate("baton_worker_links_refused_total"),
+            },
+        ),
+    ),
+    "5. Decode: tokens are generated": (
+        up("decode"),
+        step_time("decode"),
+        busy("decode"),
+        stage("decode_queue", "decode"),
+        Panel(
+            "Tokens generated",
+            "short",
+            "Per second and worker.",
+            {"{{worker}}": of_worker("tokens_generated", "decode")},
         ),
         Panel(
             "Draft tokens accepted",
@@ -140,19 +173,32 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Of those that were verified.",
             {"share": f"{rate('baton_draft_tokens_accepted_total')} / {rate('baton_draft_tokens_total')}"},
         ),
+        sequences("decode"),
+        blocks("decode"),
         Panel(
-            "Trouble",
+            "Sequences again",
             "short",
-            "Per second: workers lost with requests, KV offered again, chunks sent again, sequences preempted.",
+            "Per second: preempted for want of blocks; queued again, because a worker was lost.",
             {
+                "preempted": rate("baton_worker_preemptions_total"),
                 "rescheduled": rate("baton_requests_rescheduled_total"),
-                "reassigned": rate("baton_requests_reassigned_total"),
-                "chunks resent": rate("baton_worker_chunks_resent_total"),
-                "preemptions": rate("baton_worker_preemptions_total"),
             },
         ),
-        Panel("Loop stalls", "short", "The coordinator's event loop, blocked for over 50 ms.",
-              {"per second": rate("baton_loop_stalls_total")}),
+    ),
+    "6. Stream end: what clients got": (
+        Panel("Time to first token", "s", "From admission.", percentiles("baton_time_to_first_token_seconds")),
+        Panel("Time between tokens", "s", "Every gap.", percentiles("baton_inter_token_latency_seconds")),
+        Panel("Whole request", "s", "Of requests that succeeded.", percentiles("baton_request_seconds")),
+        Panel(
+            "Requests per second",
+            "reqps",
+            "By how they ended.",
+            {
+                "{{finish_reason}}": rate("baton_requests_finished_total", "finish_reason"),
+                "failed: {{code}}": rate("baton_requests_failed_total", "code"),
+            },
+        ),
+        Panel("Tokens per second", "short", "Sent to clients.", {"generated": rate("baton_generated_tokens_total")}),
     ),
 }  # fmt: skip
 

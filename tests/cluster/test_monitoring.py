@@ -1,10 +1,11 @@
-"""A real Prometheus with a running cluster: every query of the dashboard returns data, and a prefill worker that is
-slowed down on purpose stands out in `baton ps` and in the dashboard's query."""
+"""A real Prometheus with a running cluster: every query of the dashboard and of vLLM's public users returns data, and a
+prefill worker that is slowed down on purpose stands out in `baton ps` and in the dashboard's query.
+
+GRAFANA_DASHBOARDS=DIR: also runs the queries of exported Grafana dashboards in DIR, and prints those without data."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -12,15 +13,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.docs.test_monitoring import RULES, expressions
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster
-from tests.support.topologies import free_ports
+from tests.support.prometheus import Prometheus, prometheus
+from tests.support.vllm_queries import QUERIES, dashboard_queries, substituted
+
+MODEL = "builtin"
 
 pytestmark = [
     pytest.mark.cluster,
@@ -28,27 +30,6 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus"),
 ]
-
-
-def prometheus(directory: Path, target: str) -> tuple[subprocess.Popen[bytes], str]:
-    (port,) = free_ports(1)
-    scrape = {"job_name": "baton", "static_configs": [{"targets": [target]}]}
-    config = {"global": {"scrape_interval": "1s"}, "rule_files": [str(RULES)], "scrape_configs": [scrape]}
-    (directory / "prometheus.yml").write_text(json.dumps(config))
-    command = [
-        "prometheus",
-        f"--config.file={directory / 'prometheus.yml'}",
-        f"--storage.tsdb.path={directory / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=error",
-    ]
-    return subprocess.Popen(command), f"http://127.0.0.1:{port}"
-
-
-def ask(url: str, query: str) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{url}/api/v1/query", params={"query": query.replace("$__rate_interval", "10s")}).json()
-    assert answer["status"] == "success", (query, answer)
-    return list(answer["data"]["result"])
 
 
 async def load(running: Cluster, until: float) -> None:
@@ -74,30 +55,41 @@ def throttle_process(pid: int, until: float) -> None:
         time.sleep(0.02)
 
 
-async def test_dashboard_queries_return_data_and_show_a_slow_worker(tmp_path: Path) -> None:
-    with cluster("builtin", prefill=2, prefix_cache=False) as running:
-        process, url = prometheus(tmp_path, running.url.partition("//")[2])
-        try:
-            await load(running, time.monotonic() + 15)
-            empty = [
-                title
-                for title, query in expressions()
-                if title != "alerts" and not ask(url, query) and "failed_total" not in query
-            ]
-            assert not empty, empty
+def check_queries(server: Prometheus) -> None:
+    """Asserts that all queries return data; prints those of GRAFANA_DASHBOARDS that do not."""
+    empty = [
+        title
+        for title, query in expressions()
+        if title != "alerts" and not server.ask(substituted(query, MODEL)) and "failed_total" not in query
+    ]
+    assert not empty, empty
+    queries = [substituted(query, MODEL) for queries in QUERIES.values() for query in queries]
+    assert not (empty := [query for query in queries if not server.ask(query)]), empty
+    for path in sorted(Path(os.environ.get("GRAFANA_DASHBOARDS", os.devnull)).glob("*.json")):
+        asked = {query: title for title, query in dashboard_queries(path)}
+        empty = [f"{title}: {query}" for query, title in asked.items() if not server.ask(substituted(query, MODEL))]
+        print(f"{path.name}: {len(asked)} queries, {len(empty)} without data", *empty, sep="\n  ")
 
-            victim = running.pids("prefill-1")[0]
-            until = time.monotonic() + 25
-            slowing = asyncio.create_task(asyncio.to_thread(throttle_process, victim, until))
-            await load(running, until)
-            step = next(query for title, query in expressions() if title == "Time of a step")
-            found = {row["metric"]["worker"]: float(row["value"][1]) for row in ask(url, step)}
-            print(found)
-            assert found["prefill-1"] > 2 * found["prefill-0"], found
-            await slowing
-        finally:
-            process.terminate()
-            process.wait(10)
+
+async def test_dashboard_queries_return_data_and_show_a_slow_worker(tmp_path: Path) -> None:
+    with (
+        cluster("builtin", prefill=2, prefix_cache=False, metrics_compat="vllm") as running,
+        prometheus(tmp_path, running.url, RULES) as server,
+    ):
+        loading = asyncio.create_task(load(running, time.monotonic() + 40))
+        await asyncio.sleep(15)
+        await asyncio.to_thread(check_queries, server)
+        await loading
+
+        victim = running.pids("prefill-1")[0]
+        until = time.monotonic() + 25
+        slowing = asyncio.create_task(asyncio.to_thread(throttle_process, victim, until))
+        await load(running, until)
+        step = next(query for title, query in expressions() if title == "Time of a prefill step")
+        found = {row["metric"]["worker"]: float(row["value"][1]) for row in server.ask(substituted(step, MODEL))}
+        print(found)
+        assert found["prefill-1"] > 2 * found["prefill-0"], found
+        await slowing
 
 
 async def test_ps_watch_shows_a_slow_worker() -> None:

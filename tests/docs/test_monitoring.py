@@ -33,6 +33,11 @@ def expressions() -> Iterator[tuple[str, str]]:
     yield "alerts", RULES.read_text()
 
 
+def alerts() -> list[str]:
+    """Returns the names of the alerts."""
+    return re.findall(r"- alert: (\w+)", RULES.read_text(encoding="utf-8"))
+
+
 def live_names() -> set[str]:
     metrics = Metrics()
     for error in (None, WorkerLost("gone")):
@@ -53,6 +58,13 @@ def test_all_queried_metrics_exist() -> None:
         assert names <= known, f"{title}: {names - known}"
         asked += len(names)
     assert asked > 40
+
+
+def test_each_alert_has_a_runbook() -> None:
+    rules = RULES.read_text(encoding="utf-8")
+    sections = re.findall(r"^## (\w+)$", (DIRECTORY / "runbooks.md").read_text(encoding="utf-8"), re.M)
+    assert sections == alerts() and len(sections) >= 8
+    assert re.findall(r'runbook: "runbooks.md#(\w+)"', rules) == [name.lower() for name in sections]
 
 
 def test_dashboard_is_generated_from_its_table() -> None:

@@ -1,0 +1,51 @@
+"""`baton report` of a running cluster: every prompt token that a worker computed is accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.client import Client
+from tests.support.cluster import Cluster, cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+
+def report(running: Cluster, *options: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "launch.cli", "report", running.url, "--json", *options]
+    made: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    return made
+
+
+async def give_up(client: Client, prompt: list[int]) -> None:
+    """Leaves a stream after its second event."""
+    events = 0
+    async for _ in client.events(prompt, 400, model=None):
+        events += 1
+        if events == 2:
+            return
+
+
+async def test_computed_prompt_tokens_are_those_of_answers_or_wasted() -> None:
+    with cluster("builtin") as running:
+        async with Client(running) as client:
+            prompts = [[(7 * i + k) % 200 + 6 for k in range(60 + 40 * i)] for i in range(6)]
+            await asyncio.gather(*(client.complete(prompt, 8, model=None) for prompt in prompts))
+            await client.complete(prompts[0], 8, model=None)  # mostly cached
+            done = report(running, "--slo", "ttft=30,tpot=1", "--price", "3600")
+            tokens = sum(map(len, prompts))
+            assert (done["requests"], done["good"], done["generated_tokens"]) == (7, 7, 56)
+            assert done["computed"] == tokens + len(prompts[0]) - done["cached_tokens"] and done["wasted"] == {}
+            prefill, decode = done["roles"]["prefill"], done["roles"]["decode"]
+            assert 0 < prefill["utilisation"] < 1 and 0 < decode["utilisation"] < 1
+            assert done["cost"] == pytest.approx(3600 * (prefill["worker_hours"] + decode["worker_hours"]))
+            left = [(11 * k) % 200 + 6 for k in range(300)]
+            await give_up(client, left)
+            await client.idle(running)
+            done = report(running)
+            assert done["wasted"] == {"cancelled": len(left)} and done["cancelled"] == 1
