@@ -40,6 +40,7 @@ from baton.runtime.process import (
     record_error,
     send_heartbeats,
 )
+from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     send_heartbeats()  # not before: loading libraries from a cold file system blocks the interpreter for long
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
-    started, given = time.monotonic(), config
+    started, given = time.monotonic(), with_certificates(config)
     device = choose_device(given.device).type
     config = for_device(given, role, device)
     options = _engine_options(role, given, device, ranks)
@@ -224,6 +225,19 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         leave_torchrun(ranks)
 
 
+def with_certificates(config: WorkerConfig) -> WorkerConfig:
+    """Returns the config with `both_roles` off if it is not required and the certificate of one role is missing. Raises
+    StartupError if it is required."""
+    try:
+        for role in get_args(Role) if config.both_roles != "off" else ():
+            read_cluster_tls(config.cluster_tls_dir, role)
+    except StartupError:
+        if config.both_roles == "on":
+            raise
+        return replace(config, both_roles="off")
+    return config
+
+
 def _load_other(role: Role) -> MakeWorker:
     """Imports the other tier's worker, which no tier imports, when this worker's role changes."""
     with lasting_imports():
@@ -236,7 +250,7 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
         from baton.runtime.worker_ranks import follow
 
     send_heartbeats()
-    follow(ranks, _engine_options(role, config, choose_device(config.device).type, ranks))
+    follow(ranks, _engine_options(role, with_certificates(config), choose_device(config.device).type, ranks))
 
 
 def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks) -> EngineOptions:

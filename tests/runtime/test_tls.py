@@ -20,10 +20,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from baton.core.errors import BatonError, NotFound, StartupError, Unavailable
 from baton.core.handover import LinkHello, Ping
 from baton.runtime.admin import drain_worker
+from baton.runtime.config import WorkerConfig
 from baton.runtime.link import dial_link, serve_links
 from baton.runtime.streams import LinkLost, MessageStream, dial
 from baton.runtime.tls import ROLES, ClusterTls
 from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.worker_main import with_certificates
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
@@ -268,6 +270,22 @@ async def test_joins_and_drains_require_the_matching_certificate_role(made: Path
             await asyncio.to_thread(drain_worker, address, "d0", 1.0, "")
     finally:
         await server.stop(0)
+
+
+def test_a_worker_is_for_both_roles_only_with_both_certificates(made: Path, tmp_path: Path) -> None:
+    for name in ("ca.pem", "decode.pem", "decode-key.pem"):
+        shutil.copy(made / name, tmp_path / name)
+    for directory, given, then in (
+        (made, "auto", "auto"),
+        (made, "on", "on"),
+        (tmp_path, "auto", "off"),
+        (tmp_path, "off", "off"),
+        ("", "auto", "auto"),
+    ):
+        config = WorkerConfig(cluster_tls_dir=str(directory), both_roles=given)
+        assert with_certificates(config).both_roles == then
+    with pytest.raises(StartupError, match=r"prefill\.pem"):
+        with_certificates(WorkerConfig(cluster_tls_dir=str(tmp_path), both_roles="on"))
 
 
 def test_a_missing_invalid_or_world_readable_file_is_refused_by_name(made: Path, tmp_path: Path) -> None:
