@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from baton.core.codes import ErrorCode
@@ -57,6 +57,7 @@ log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
 LOAD_ADAPTER_S = 90.0  # how long the workers have to load an adapter
 LOAD_ADAPTER_POLL_S = 0.05
+LINGER_S = 1.0  # clients that connected just before may send their requests
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster have to report it
 ToWorker = Welcome | Command | HeartbeatAck
 
@@ -112,13 +113,14 @@ class Cluster:
 
     # For the fronts.
 
-    def admit(self, request: GenerateRequest, choices: int = 1) -> Choice:
+    def admit(self, request: GenerateRequest, choices: int = 1, session: str = "") -> Choice:
         """Queues one choice of a request, which has `choices` if this is the first, and dispatches what can start.
+        `session` is the client's, if it named one.
 
         Raises:
             BatonError: the request is refused, and was not queued.
         """
-        choice, actions = self.requests.admit(request, time.monotonic(), choices)
+        choice, actions = self.requests.admit(request, time.monotonic(), choices, session)
         self._execute(actions)
         return choice
 
@@ -310,6 +312,18 @@ class Cluster:
         log.info("draining %s within %.1f s%s", worker, timeout_s, f" to become {next_role}" if next_role else "")
         self.send(worker, Drain(timeout_s, next_role))
 
+    def set_traffic(self, shares: Mapping[str, float], *, clear: bool) -> Mapping[str, float]:
+        """Sets the shares of new requests by revision; returns those that are valid now.
+
+        Raises:
+            InvalidRequest: a share is invalid.
+        """
+        traffic = self.requests.dispatcher.traffic
+        traffic.set(shares, clear=clear)
+        log.info("traffic: %s", traffic.shares)
+        self._execute(self.requests.tick(time.monotonic()))
+        return traffic.shares
+
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, fails those still running after `timeout_s`, then drains the workers."""
         self.requests.draining = True
@@ -323,6 +337,16 @@ class Cluster:
         give_up_at = time.monotonic() + DRAINED_TIMEOUT_S
         while self._outgoing and time.monotonic() < give_up_at:
             await asyncio.sleep(0.02)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Waits until no request is left, while those of clients that are still connected are accepted; fails the rest
+        after `timeout_s`. The workers keep running, for the next coordinator."""
+        began = time.monotonic()
+        log.info("handing over: %d requests in flight", self.requests.counts().requests)
+        while (now := time.monotonic()) - began < timeout_s and (len(self.requests) or now - began < LINGER_S):
+            await asyncio.sleep(0.02)
+        self.requests.draining = True
+        self._execute(self.requests.drain(time.monotonic()))
 
     def _require_adapters(self) -> None:
         for worker in self.workers.present():

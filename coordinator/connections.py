@@ -19,9 +19,11 @@ class ConnectionLimit:
     """Limits open connections to the files that the process may open and that nothing else (including gRPC connections)
     has open, at most MAX_CONNECTIONS; one address, unless it is loopback, at most three quarters of that.
 
-    State: the numbers of open connections per address and in total, and the limit."""
+    State: the numbers of open connections per address and in total, the limit, and whether each connection is to close
+    after its next response."""
 
     def __init__(self) -> None:
+        self.closing = False
         self._of: Counter[str] = Counter()
         self._total, self.limit = 0, connection_limit(0)
 

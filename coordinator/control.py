@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -15,7 +17,7 @@ from baton.core.errors import BatonError, InvariantError, JoinRefused, ProtocolE
 from baton.core.names import host_port
 from baton.runtime.codec import role_of
 from baton.runtime.first_message import FirstMessage, parsed
-from baton.runtime.ports import open_port
+from baton.runtime.ports import SHARED_PORTS, open_port
 from baton.runtime.status import grpc_code
 from baton.runtime.streams import SERVER_OPTIONS, LinkLost, MessageStream, deserializer, serve_stream
 from baton.runtime.tls import ClusterTls, check_role, peer_role
@@ -47,6 +49,8 @@ class Sessions(Protocol):
 
     def drain_worker(self, worker: str, timeout_s: float, next_role: Role | None = None) -> None: ...
 
+    def set_traffic(self, shares: Mapping[str, float], *, clear: bool) -> Mapping[str, float]: ...
+
 
 class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
     def __init__(self, cluster: Sessions, tls: ClusterTls | None) -> None:
@@ -57,18 +61,34 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
         await serve_stream(context, worker_pb2.SessionResponse, self._session)
 
     async def DrainWorker(self, content: bytes, context: grpc.aio.ServicerContext) -> worker_pb2.DrainWorkerResponse:
-        cluster = self._cluster
-        try:
-            request = parsed(worker_pb2.DrainWorkerRequest, content)
-            check_role(self._tls, peer_role(context), ("operator",), "drain")
-            cluster.check_token(request.token, "drain")
+        async with self._for_operators(context):
+            request = self._checked(worker_pb2.DrainWorkerRequest, content, context, "drain")
             next_role = role_of(request.next_role) if request.next_role else None
-            cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000, next_role)
+            self._cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000, next_role)
+        return worker_pb2.DrainWorkerResponse()
+
+    async def SetTraffic(self, content: bytes, context: grpc.aio.ServicerContext) -> worker_pb2.SetTrafficResponse:
+        async with self._for_operators(context):
+            request = self._checked(worker_pb2.SetTrafficRequest, content, context, "traffic")
+            shares = self._cluster.set_traffic(dict(request.percent), clear=request.clear)
+        return worker_pb2.SetTrafficResponse(percent=shares)
+
+    def _checked(self, kind: Any, content: bytes, context: grpc.aio.ServicerContext, command: str) -> Any:
+        """Returns an operator's request. Raises BatonError if it is invalid or not permitted."""
+        request = parsed(kind, content)
+        check_role(self._tls, peer_role(context), ("operator",), command)
+        self._cluster.check_token(request.token, command)
+        return request
+
+    @asynccontextmanager
+    async def _for_operators(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        """Replies to a BatonError with its status."""
+        try:
+            yield
         except BatonError as e:
             if isinstance(e, JoinRefused):
-                cluster.refused(e, context.peer())
+                self._cluster.refused(e, context.peer())
             await context.abort(grpc_code(e), e.message)
-        return worker_pb2.DrainWorkerResponse()
 
     async def _session(self, stream: MessageStream, first: object) -> None:
         """Runs the session of one worker to its end. Raises as Cluster.join does."""
@@ -118,21 +138,27 @@ def _handlers(servicer: _ControlServicer) -> grpc.GenericRpcHandler:
     drain = grpc.unary_unary_rpc_method_handler(
         servicer.DrainWorker, response_serializer=worker_pb2.DrainWorkerResponse.SerializeToString
     )
+    traffic = grpc.unary_unary_rpc_method_handler(
+        servicer.SetTraffic, response_serializer=worker_pb2.SetTrafficResponse.SerializeToString
+    )
     name = worker_pb2.DESCRIPTOR.services_by_name["WorkerControl"].full_name
-    return grpc.method_handlers_generic_handler(name, {"Session": session, "DrainWorker": drain})
+    methods = {"Session": session, "DrainWorker": drain, "SetTraffic": traffic}
+    return grpc.method_handlers_generic_handler(name, methods)
 
 
 async def serve_control(
-    cluster: Sessions, host: str, port: int, tls: ClusterTls | None = None
+    cluster: Sessions, host: str, port: int, tls: ClusterTls | None = None, *, take_over: bool = False
 ) -> tuple[grpc.aio.Server, int]:
-    """Starts the service, sets the cluster's address, and returns the server with its port.
+    """Starts the service, sets the cluster's address, and returns the server with its port. With `take_over` another
+    coordinator of this user may still listen on it.
 
     Raises:
         StartupError: the address is not available.
     """
-    server = grpc.aio.server(interceptors=(FirstMessage(),), options=SERVER_OPTIONS)
+    options = list({**dict(SERVER_OPTIONS), **dict([SHARED_PORTS])}.items())
+    server = grpc.aio.server(interceptors=(FirstMessage(),), options=options)
     server.add_generic_rpc_handlers((_handlers(_ControlServicer(cluster, tls)),))
-    bound = open_port(server, host, port, "control", "--control-port", tls and tls.server())
+    bound = open_port(server, host, port, "control", "--control-port", tls and tls.server(), check=not take_over)
     await server.start()
     cluster.address = host_port(host, bound)
     return server, bound

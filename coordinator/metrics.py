@@ -75,6 +75,15 @@ class Metrics:
         self.whole = Histogram(
             "baton_request_seconds", "time from admission to the end of requests without error", buckets=WHOLE_S, **new
         )
+        by_revision = "requests that ended, by the revision of their workers"
+        self.by_revision = Counter("baton_revision_requests", by_revision, ["revision", "outcome"], **new)
+        first = "time to the first token, by the revision of the workers"
+        seconds = {"labelnames": ["revision"], **new}
+        self.revision_first = Histogram("baton_revision_time_to_first_token_seconds", first, buckets=TTFT_S, **seconds)
+        mean = "a request's mean time per token after the first, by the revision of its workers"
+        self.revision_per_token = Histogram(
+            "baton_revision_time_per_output_token_seconds", mean, buckets=GAP_S, **seconds
+        )
         lengths: dict[str, Any] = {"buckets": TOKENS, **new}
         self.prompt_length = Histogram("baton_request_prompt_tokens", "tokens of a request's prompt", **lengths)
         generated = "tokens generated for a choice"
@@ -202,8 +211,9 @@ class Observed:
         cached = max((usage.cached_tokens for usage in self._usages), default=0)
         return self._tokens + (len(self._submission.prompt) - cached if self._first else 0)
 
-    def end(self, error: BaseException | None) -> None:
-        """Records the end of the request; `error` is what ended it, unless it ended well."""
+    def end(self, error: BaseException | None, revision: str = "") -> None:
+        """Records the end of the request; `error` is what ended it, unless it ended well. `revision` is that of its
+        workers; unnamed ones have no metrics of their own."""
         metrics, now = self._metrics, time.monotonic()
         seconds = now - self._began
         per_token_s = 0.0
@@ -225,6 +235,12 @@ class Observed:
             if metrics.vllm is not None:
                 metrics.vllm.failed(error)
             outcome = f"failed: {code}"
+        if revision:
+            metrics.by_revision.labels(revision, outcome.partition(":")[0]).inc()
+            if self._first:
+                metrics.revision_first.labels(revision).observe(self._first - self._began)
+            if per_token_s:
+                metrics.revision_per_token.labels(revision).observe(per_token_s)
         refused = error is not None and not self._first  # a client can cause any number of them: logged at DEBUG
         of = f" of {self._submission.client.key}" if self._submission.client.key else ""
         metrics.ended(f"{self._submission.request_id}{of} {outcome}; {self._described(seconds)}", seconds, refused)

@@ -109,7 +109,7 @@ class Pipeline:
                 self._quotas.charge(client, observed.tokens_used, time.monotonic())
             if counted and not submission.admitted:
                 self._quotas.ended(client, submission.n)
-            observed.end(error)
+            observed.end(error, first.choice.revision if first is not None else "")
 
     @contextmanager
     def admitted(self, client: Client, choices: int = 1) -> Iterator[None]:
@@ -135,7 +135,7 @@ class Pipeline:
         """Queues a choice. Deltas of several choices are merged by a task, so none of them goes to the sink."""
         s, shown = submission, (submission.shown_token_ids, submission.include_stop)
         text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, *shown, s.prompt, s.new_parser())
-        choice = self._cluster.admit(request, 1 if request.choice else s.n)
+        choice = self._cluster.admit(request, 1 if request.choice else s.n, s.session)
         reader = Reader(choice, text, sink if s.n == 1 else None, observe)
         self._cluster.listen(choice, reader.notify)
         return reader
@@ -214,11 +214,12 @@ class Pipeline:
         return self._cluster.workers.max_model_len(prompt_tokens)
 
     def ready(self) -> tuple[bool, str]:
-        """Returns whether the pools can serve a request, and one line with the reason if not. A model that does not
-        generate needs no decode worker."""
+        """Returns whether a request is accepted, and one line with the reason if not: while a role has had no ready
+        worker for less than `--hold-s`, requests wait for one. A model that does not generate needs no decode worker.
+        """
         if self._cluster.requests.draining:
             return False, "draining"
-        missing = self._cluster.requests.dispatcher.missing_role(decode=self._generates)
+        missing = self._cluster.requests.missing_role(time.monotonic(), decode=self._generates)
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
     def _num_tasks(self) -> int:
@@ -247,9 +248,10 @@ class Pipeline:
         known: dict[str, Any] = {
             "workers": rows,
             "control": cluster.address,
-            "totals": {pool.role: pool.totals() for pool in (cluster.workers.prefill, cluster.workers.decode)},
+            "totals": {"prefill": cluster.workers.totals("prefill"), "decode": cluster.workers.totals("decode")},
             "joins_refused": dict(cluster.joins_refused),
             "flips": dict(cluster.workers.flips),
+            "traffic": dict(cluster.requests.dispatcher.traffic.shares),
         }
         counts = {
             **cluster.requests.counts()._asdict(),

@@ -9,11 +9,12 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from baton.core.errors import StartupError
+from baton.core.errors import InvalidRequest, StartupError
 from baton.core.model_config import parse_config, parse_config_json
 from baton.core.names import host_port
 from baton.runtime.batches_access import access_key
@@ -22,7 +23,7 @@ from baton.runtime.cluster_token import check_listening, on_loopback
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.loop_watch import LoopWatch
 from baton.runtime.model_source import resolve_model, served_name
-from baton.runtime.ports import bind
+from baton.runtime.ports import bind, share
 from baton.runtime.ready_file import write_ready_file
 from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
@@ -41,6 +42,7 @@ from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.policy.adapters import AdapterTable
 from coordinator.policy.joining import OwnModel
+from coordinator.policy.traffic import parse_shares
 from coordinator.responses_store import DatabaseResponses, MemoryResponses, Responses
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.model import TextModel
@@ -53,7 +55,8 @@ _DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers omit them
 
 
 async def run_coordinator(config: CoordinatorConfig) -> None:
-    """Runs the coordinator until SIGTERM or SIGINT.
+    """Runs the coordinator until SIGTERM or SIGINT. At SIGUSR1, or with --no-drain-workers, it finishes its requests
+    and leaves the workers to another coordinator, which may already listen on its ports (--take-over).
 
     Raises:
         StartupError: it cannot start, or a part of it has failed.
@@ -92,6 +95,10 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         AdapterTable(name, config.max_loras, config.max_lora_rank),
     )
     add_adapters(cluster, config.lora, own_model.config)
+    try:
+        cluster.requests.dispatcher.traffic.set(parse_shares(config.traffic.split()))
+    except InvalidRequest as error:
+        raise StartupError(f"--traffic: {error.message}") from None
     loop_watch = LoopWatch()
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
@@ -101,7 +108,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     translator = Translator(text, deadline_s=config.request_timeout_s, pools_hold=pipeline.max_model_len)
     await asyncio.to_thread(text.check)
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates; clients must not reach their routes
-    front = bind(config.host, config.port)
+    front = bind(config.host, config.port, take_over=config.take_over)
     batches_key = _batches_key(config, keys, token)
     settings = _settings(config, name, keys, "api" if apart else "all", front, batches_key)
     responses = _responses(config)
@@ -113,19 +120,27 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     http = HttpServer(app, front, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
     if apart:
-        admin = bind(config.control_host, config.admin_port)
+        admin = bind(config.control_host, config.admin_port, take_over=config.take_over)
+        share(admin)
         apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin)))
         servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
     credentials = front_tls.credentials if front_tls else None
     options = settings.max_body_bytes, keys, credentials, config.strict_fields
     public = PublicServer(pipeline, translator, name, *options, inference)
-    control, control_port = await serve_control(cluster, config.control_host, config.control_port, cluster_tls)
+    share(front)
+    take_over = config.take_over
+    if take_over:
+        cluster.requests.await_workers(time.monotonic() + config.drain_timeout_s)
+    control, control_port = await serve_control(
+        cluster, config.control_host, config.control_port, cluster_tls, take_over=take_over
+    )
     background: list[asyncio.Task[None]] = []
     try:
-        grpc_port = await public.start(config.host, config.grpc_port)
-        stop = asyncio.Event()
+        grpc_port = await public.start(config.host, config.grpc_port, take_over=take_over)
+        stop, hand_over = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _set_both, hand_over, stop)
         serving = {asyncio.create_task(server.serve(), name=title) for title, server in servers.items()}
         background += [
             *serving,
@@ -149,8 +164,14 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         log.info("serving %s: %s", name, addresses)
         write_ready_file(config.ready_file, addresses)
 
-        await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
-        await cluster.drain(config.drain_timeout_s)
+        await stop.wait()  # until a signal, or a background task fails
+        if hand_over.is_set() or not config.drain_workers:
+            for server in servers.values():
+                server.hand_over()
+            background.append(asyncio.create_task(public.stop(config.drain_timeout_s), name="gRPC server"))
+            await cluster.finish(config.drain_timeout_s)
+        else:
+            await cluster.drain(config.drain_timeout_s)
         for server in servers.values():
             server.stop()
         await asyncio.wait(serving, timeout=5.0)
@@ -223,13 +244,15 @@ def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:
 
 
 def read_own_model(model_dir: Path) -> OwnModel:
-    """Reads the model's config.json. Raises StartupError with one line that names the file."""
-    path = model_dir / "config.json"
+    """Reads the model's config.json, and the digest of its tokenizer. Raises StartupError, with one line."""
+    path, tokenizer = model_dir / "config.json", model_dir / "tokenizer.json"
     try:
         data = path.read_bytes()
+        tokens = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else ""
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror or error}") from None
-    return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), parse_config(parse_config_json(data)))
+    config = parse_config(parse_config_json(data))
+    return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), config, tokens)
 
 
 def _origins(text: str) -> tuple[str, ...]:
@@ -246,6 +269,11 @@ def _origins(text: str) -> tuple[str, ...]:
             raise StartupError(f"--allowed-origins: {given[:100]!r} is not an origin such as https://chat.example")
         origins.append(origin.removesuffix(_DEFAULT_PORTS.get(parts.scheme, " ")))
     return tuple(origins)
+
+
+def _set_both(one: asyncio.Event, other: asyncio.Event) -> None:
+    one.set()
+    other.set()
 
 
 def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:

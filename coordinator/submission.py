@@ -14,6 +14,9 @@ from coordinator.structured_output import Constraint
 from coordinator.text.parser import Event, Parser
 
 MAX_TRACEPARENT = 64
+MAX_SESSION = 256
+SESSION = "x-session-id"
+"""The header, or gRPC's metadata, of a client's session: its requests go to one revision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,11 @@ class Submission:
     time the whole request may take, in seconds. `n` choices are generated, each with its own random numbers. Requests
     share cached KV only if their `cache_salt` is the same. `shown_token_ids` are special tokens that appear in the
     text; with `include_stop` the text ends with its stop string. Lower `priority` goes first in every queue.
-    `traceparent` is the client's span (W3C Trace Context), if it sent one. The output has to match `constraint`; until
-    that is compiled, `sampling` has no grammar. `admitted`: it is one of several prompts of a request that counts
-    against its client's quota as a whole. `new_parser` makes a parser of tool calls and reasoning for the text of one
-    choice. `adapter` is the digest of the LoRA adapter that computes it; empty for the model itself. With `pooling`
-    nothing is generated: the only delta has a vector.
+    `traceparent` is the client's span (W3C Trace Context) and `session` its session, if it sent them. The output has to
+    match `constraint`; until that is compiled, `sampling` has no grammar. `admitted`: it is one of several prompts of a
+    request that counts against its client's quota as a whole. `new_parser` makes a parser of tool calls and reasoning
+    for the text of one choice. `adapter` is the digest of the LoRA adapter that computes it; empty for the model
+    itself. With `pooling` nothing is generated: the only delta has a vector.
     """
 
     request_id: str
@@ -45,18 +48,19 @@ class Submission:
     shown_token_ids: frozenset[int] = frozenset()
     include_stop: bool = False
     traceparent: str = ""
+    session: str = ""
     constraint: Constraint | None = None
     admitted: bool = False
     adapter: str = ""
     new_parser: Callable[[], Parser | None] = field(default=lambda: None, compare=False)
     pooling: Pooling = ""
 
-    def of(self, client: Client, traceparent: str = "", adapter: str = "") -> Submission:
-        """Returns the submission as this client's, with the traceparent that it sent, the adapter that it chose and a
-        priority no more urgent than the client's own."""
+    def of(self, client: Client, traceparent: str = "", session: str = "", *, adapter: str = "") -> Submission:
+        """Returns the submission as this client's, with the traceparent and the session that it sent, the adapter that
+        it chose and a priority no more urgent than the client's own."""
         priority = max(self.priority, client.priority)
         own = replace(self, client=client, priority=priority, adapter=adapter)
-        return replace(own, traceparent=traceparent[:MAX_TRACEPARENT])
+        return replace(own, traceparent=traceparent[:MAX_TRACEPARENT], session=session[:MAX_SESSION])
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ class DecodeWorker:
             replace=self.config.replace,
             tensor_parallel=self.tensor_parallel,
             both_roles=self.config.both_roles == "on",
+            revision=self.config.revision,
         )
 
     def load(self) -> Load:

@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from baton.core.commands import Role
-from baton.core.errors import StartupError
+from baton.core.errors import BatonError, StartupError
 from baton.runtime.options import NumberRange, config_command, run_main
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
@@ -225,6 +225,48 @@ def flip_command(
 
     timeout_s = FLIP_S[role] if timeout_s is None else timeout_s
     return drain(worker, url, timeout_s, role, coordinator, cluster_token_file, cluster_tls_dir)
+
+
+@baton.command("traffic")
+@click.argument("shares", nargs=-1, metavar="[NAME=PERCENT]...")
+@click.option("--url", default=DEFAULT_URL, show_default=True, help="the cluster")
+@click.option("--clear", is_flag=True, help="remove all other shares: requests go to every revision, by its room")
+@_control_options
+def traffic_command(
+    shares: tuple[str, ...], url: str, clear: bool, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
+) -> int:
+    """Send a share of new requests to the workers of a revision: `baton traffic v2=5`, and back: `baton traffic v2=0`.
+    Running requests stay where they are. Without arguments, show the shares and the revisions."""
+    from baton.runtime.admin import set_traffic
+    from coordinator.policy.traffic import parse_shares
+    from launch.cluster_api import get_cluster
+    from launch.control import control_of
+    from launch.views import print_traffic
+
+    try:
+        if (given := parse_shares(shares)) or clear:
+            _, address, token, tls = control_of(url, coordinator, cluster_token_file, cluster_tls_dir)
+            set_traffic(address, given, token, clear=clear, tls=tls)
+        print_traffic(get_cluster(url))
+    except BatonError as error:
+        raise StartupError(error.message) from None
+    return 0
+
+
+@baton.command("roll")
+@click.argument("url", default=DEFAULT_URL)
+@click.option("--run-dir", default="", metavar="DIR", help="run directory of its `baton up`, if it is not the default")
+def roll_command(url: str, run_dir: str) -> int:
+    """Replace every process of the cluster at URL, one after the other, while it serves: after an upgrade, for example.
+    `baton up` must run on this machine."""
+    from launch.console import Console
+    from launch.roll import roll
+    from launch.run_directory import directory_of
+
+    path = Path(run_dir) if run_dir else directory_of(url)
+    if path is None:
+        raise StartupError(f"no `baton up` of this user runs the cluster at {url}; name its directory with --run-dir")
+    return roll(path, Console())
 
 
 @baton.command("certs")

@@ -6,13 +6,10 @@ import time
 
 from baton.core.commands import Role
 from baton.core.errors import BatonError, StartupError
-from baton.core.names import host_port_error
 from baton.runtime.admin import drain_worker
-from baton.runtime.tls_files import read_cluster_tls
-from baton.runtime.token_file import read_token
 from launch.cluster_api import ClusterView, get_cluster
 from launch.console import Console
-from launch.run_directory import local_token
+from launch.control import control_of
 
 GRACE_S = 10.0  # beyond the time for requests: for the last step, and for a worker's preparation for its next role
 POLL_S = 0.1
@@ -32,14 +29,11 @@ def drain(
 ) -> int:
     """Drains a worker and waits until it has left, or has joined again in `next_role`; returns the exit code. Raises
     StartupError if the coordinator refuses it or is not there."""
-    if coordinator and (wrong := host_port_error(coordinator)):
-        raise StartupError(f"--coordinator {wrong}")
     console = Console()
     try:
-        cluster = get_cluster(url)
+        cluster, address, token, tls = control_of(url, coordinator, cluster_token_file, cluster_tls_dir)
         before = _present(cluster, worker)
-        token, tls = read_token(cluster_token_file or local_token(url)), read_cluster_tls(cluster_tls_dir, "operator")
-        drain_worker(coordinator or cluster.control, worker, timeout_s, token, tls=tls, next_role=next_role)
+        drain_worker(address, worker, timeout_s, token, tls=tls, next_role=next_role)
         console.stage(worker, f"draining   for up to {timeout_s:g} s")
         deadline = time.monotonic() + timeout_s + GRACE_S
         while (now := _present(get_cluster(url), worker)) == before or (next_role and now is None):

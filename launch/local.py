@@ -24,6 +24,7 @@ import json
 import os
 import shlex
 import time
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -32,13 +33,14 @@ from baton.core.errors import StartupError
 from baton.runtime.model_source import has_chat_template, resolve_model
 from coordinator.connections import few_connections
 from coordinator.text.pooling import read_pooling
-from launch.child import ChildSpec
+from launch.child import Child, ChildSpec
 from launch.cluster_api import Row, get_cluster
 from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
 from launch.plan import BATCHES, COORDINATOR
-from launch.run_directory import write_addresses
+from launch.roll import REQUESTED, Roll
+from launch.run_directory import ROLL, reading, write_addresses
 from launch.signals import Signals
 from launch.supervisor import Backoff, Supervised
 
@@ -64,6 +66,8 @@ class LocalCluster:
         self._all = self._workers
         self._coordinator: Supervised | None = None
         self._batches: Supervised | None = None
+        # While `baton roll` runs.
+        self._roll: Roll | None = None
         # None until the coordinator of this host has bound them.
         self._addresses: Addresses | None = members.addresses
         # Workers of other hosts that have not joined yet.
@@ -77,6 +81,53 @@ class LocalCluster:
             self._addresses = None
             here = {part.worker.name for part in members.parts.values()}
             self._remote_pending = {worker.name for worker in members.plan.topology.workers} - here
+
+    # For a roll.
+
+    def groups(self) -> dict[str, list[list[Supervised]]]:
+        """Returns the parts of each worker that this host runs, by role. Raises StartupError if another host runs some
+        of a worker."""
+        groups: dict[str, dict[str, list[Supervised]]] = {"prefill": {}, "decode": {}}
+        for supervised in self._workers:
+            worker = self._members.parts[supervised.name].worker
+            groups[worker.role].setdefault(worker.name, []).append(supervised)
+        for name, count in Counter(part.worker.name for part in self._members.plan.parts).items():
+            here = [parts for workers in groups.values() if (parts := workers.get(name))]
+            if here and len(here[0]) < count:
+                raise StartupError(f"{name} runs on several hosts: replace it by hand, on all of them")
+        return {role: list(workers.values()) for role, workers in groups.items()}
+
+    @property
+    def coordinator(self) -> Supervised | None:
+        return self._coordinator
+
+    @property
+    def batches(self) -> Supervised | None:
+        return self._batches
+
+    def succeed_coordinator(self) -> Child:
+        if self._coordinator is None or (old := self._coordinator.child) is None:
+            raise StartupError("the coordinator is not running")
+        with contextlib.suppress(OSError):  # of the present run
+            self._members.ready_file.unlink(missing_ok=True)
+        self._coordinator.succeed(self._members.coordinator(self._addresses, take_over=True))
+        return old
+
+    def restore_coordinator(self, child: Child) -> None:
+        if self._coordinator is not None:
+            self._coordinator.restore(child)
+
+    def _tick_roll(self) -> None:
+        members = self._members
+        if self._roll is None:
+            if reading(members.run_dir / ROLL).get("state") != REQUESTED:
+                return
+            self._console.stage("roll", "replacing every process, one after the other")
+            limits = {"start_timeout_s": members.start_timeout_s, "drain_timeout_s": members.drain_timeout_s}
+            self._roll = Roll(self, members.run_dir, self._console, **limits)
+        self._roll.tick()
+        if self._roll.ended:
+            self._roll = None
 
     @property
     def _front_is_up(self) -> bool:
@@ -95,7 +146,8 @@ class LocalCluster:
                     self._coordinator.start()
                 reminded = time.monotonic()
                 while not signals.stops:
-                    if self._coordinator is None and all(worker.left for worker in self._workers):
+                    left = all(worker.left for worker in self._workers)
+                    if self._coordinator is None and self._roll is None and left:
                         self._console.stage("stopped", "the coordinator has drained every worker of this host")
                         return 0
                     self._tick()
@@ -126,6 +178,8 @@ class LocalCluster:
             self._look_for_joined()
         if not self._announced:
             self._announce_when_ready()
+        else:
+            self._tick_roll()
 
     def _hurry_missing_roles(self) -> None:
         """Restarts workers without their whole delay while no worker of their role is ready: requests wait for it."""
@@ -251,6 +305,8 @@ class LocalCluster:
         deadline = time.monotonic() + limit
         self._console.stage("stopping", f"draining for up to {limit:.0f} s; a second Ctrl-C kills it immediately")
         coordinator = self._coordinator.child if self._coordinator else None
+        if self._roll is not None and (old := self._roll.old) is not None:
+            old.kill()  # its successor drains the workers that have joined it
         batches = self._batches.child if self._batches else None
         if batches is not None:
             batches.terminate()

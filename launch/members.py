@@ -106,10 +106,12 @@ class Members:
         scheme, _, http = self.plan.url.partition("://")
         return Addresses(http, "", self.plan.control, self.plan.admin, scheme)
 
-    def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
-        """Returns what to run. `bound` holds the ports of an earlier run, which the next run reuses."""
+    def coordinator(self, bound: Addresses | None = None, *, take_over: bool = False) -> ChildSpec:
+        """Returns what to run. `bound` holds the ports of an earlier run, which the next run reuses; with `take_over`
+        that run still has them."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
+        command += ("--take-over",) if take_over else ()
         note = "on the same ports" if bound is not None else ""
         environment = {**self.environment, **self.coordinator_environment}
         return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment, note=note)

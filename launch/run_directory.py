@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from baton.core.errors import StartupError
 
@@ -22,6 +23,7 @@ LOCK = "up.lock"
 CLUSTER = "cluster.json"
 TOKEN = "cluster.token"
 KEYS = "api.keys"
+ROLL = "roll.json"
 READY = "coordinator.json"
 BATCHES_READY = "batches.json"
 DATA = "data"
@@ -89,14 +91,28 @@ def write_addresses(path: Path, addresses: Mapping[str, object]) -> None:
 def local_token(url: str) -> str:
     """Returns the token file of the cluster at `url` if this user's `baton up` runs it in a directory of the default
     location; else an empty string."""
+    path = directory_of(url)
+    return str(path / TOKEN) if path is not None and (path / TOKEN).exists() else ""
+
+
+def directory_of(url: str) -> Path | None:
+    """Returns the run directory of the cluster at `url`, if this user's `baton up` runs it in one of the default
+    location."""
     with contextlib.suppress(RuntimeError):
         for addresses_file in _runs().glob(f"*/{CLUSTER}"):
-            with contextlib.suppress(OSError, ValueError):
-                known = json.loads(addresses_file.read_text())
-                urls = {str(known.get(name)).partition("//")[2] for name in ("url", "admin")}
-                if url.rpartition("//")[2].rstrip("/") in urls and (addresses_file.parent / TOKEN).exists():
-                    return str(addresses_file.parent / TOKEN)
-    return ""
+            known = reading(addresses_file)
+            urls = {str(known.get(name)).partition("//")[2] for name in ("url", "admin")}
+            if url.rpartition("//")[2].rstrip("/") in urls:
+                return addresses_file.parent
+    return None
+
+
+def reading(file: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; empty if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        document = json.loads(file.read_text())
+        return document if isinstance(document, dict) else {}
+    return {}
 
 
 @contextlib.contextmanager
@@ -128,7 +144,7 @@ def _hold(lock: int, requested: str) -> None:
 
 
 def _remove_addresses(path: Path) -> None:
-    for name in (CLUSTER, READY, BATCHES_READY, TOKEN, KEYS):
+    for name in (CLUSTER, READY, BATCHES_READY, TOKEN, KEYS, ROLL):
         (path / name).unlink(missing_ok=True)
 
 

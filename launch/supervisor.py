@@ -137,6 +137,23 @@ class Supervised:
             self.restart_at = self.urgent_at = time.monotonic() + RETRY_S
             self._console.stage(self.name, f"{error.message}; retrying in {RETRY_S:g} s")
 
+    def leave(self) -> None:
+        """Requests the child to drain and to end; whether it then starts again is up to the caller."""
+        if self.child is not None:
+            self.child.terminate()
+
+    def succeed(self, spec: ChildSpec) -> Child | None:
+        """Starts a run beside the present one, and supervises it from now on; returns the present one."""
+        old, child = self.child, Child(spec)
+        self.child, self.joined, self._joined_this_run, self._started_at = child, False, False, time.monotonic()
+        self._console.stage(self.name, f"starting   pid {child.pid}, beside pid {old.pid if old else None}")
+        return old
+
+    def restore(self, child: Child) -> None:
+        """Supervises an earlier run, which still serves, again; ends the present one."""
+        self.kill()
+        self.child, self.joined, self._joined_this_run, self.restart_at = child, True, True, None
+
     def mark_joined(self, event: str) -> None:
         now = time.monotonic()
         again, self.joined, self._joined_this_run = self._joined_this_run, True, True

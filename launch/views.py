@@ -49,6 +49,19 @@ def print_cluster(
         show(part, console) if isinstance(part, Table) else console.print(part)
 
 
+def print_traffic(cluster: ClusterView, console: Console | None = None) -> None:
+    """Prints the share of each revision, and its workers."""
+    console, shares = console or Console(), cluster.document.get("traffic")
+    shares = shares if isinstance(shares, Mapping) else {}
+    ready = [row for row in cluster.workers if row["state"] == "ready"]
+    table = make_table(("revision", "share", "prefill", "decode"), right=("share", "prefill", "decode"))
+    for name in sorted({*map(str, shares), *(str(row.get("revision", "")) for row in ready)}):
+        share = f"{shares[name]:g} %" if name in shares else "by room"
+        here = [row["role"] for row in ready if str(row.get("revision", "")) == name]
+        table.add_row(escape(name) or "-", share, *(str(here.count(role)) for role in ("prefill", "decode")))
+    show(table, console)
+
+
 def cluster_view(cluster: ClusterView, before: ClusterView | None = None, between_s: float = 0.0) -> list[str | Table]:
     """Returns the queue and the table of workers. `since` is how long each worker has been in its state. Rates are
     averages since `before`, `between_s` ago: of prompt tokens for prefill, of generated tokens for decode."""

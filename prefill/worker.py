@@ -132,6 +132,7 @@ class PrefillWorker:
             replace=self.config.replace,
             tensor_parallel=self.tensor_parallel,
             both_roles=self.config.both_roles == "on",
+            revision=self.config.revision,
         )
 
     def load(self) -> Load:

@@ -16,7 +16,8 @@ Role = Literal["prefill", "decode"]
 @dataclass(frozen=True, slots=True)
 class Join:
     """From a worker: it joins. `pids` has one entry per rank; `run_id` is empty at its first join. With `replace` it
-    takes the place of a live worker of its name."""
+    takes the place of a live worker of its name. `revision` names what it serves; workers of one revision serve the
+    same model."""
 
     worker_id: str
     role: Role
@@ -33,6 +34,7 @@ class Join:
     replace: bool = False
     tensor_parallel: int = 1
     both_roles: bool = False
+    revision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

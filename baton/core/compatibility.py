@@ -14,6 +14,8 @@ from baton.core.kv_layout import KVLayout
 
 PROTOCOL_VERSION = 18
 """Must be raised when anything on the wire changes: proto/, or what edges send (tests/runtime/test_wire_version.py)."""
+SERVED_VERSIONS = range(PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 2)
+"""Protocol versions of workers that a coordinator serves. Links need equal ones."""
 
 _SHOWN_CHARS = 80
 _DIGEST_CHARS = 12
@@ -33,9 +35,10 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Compatibility:
-    """What must be equal at all workers of a cluster. Of two block sizes, one must be a multiple of the other.
+    """What must be equal at two workers that share a link, except the version of their code. Of two block sizes, one
+    must be a multiple of the other.
 
-    A field comes before those that it explains; in another protocol version the meaning of the others may differ.
+    A field comes before those that it explains.
     """
 
     protocol_version: int
@@ -53,6 +56,8 @@ class Compatibility:
     max_model_len: int
     # Of the whole model, whatever part of its heads a rank has.
     layout: KVLayout
+    # Of tokenizer.json; empty if there is none, or if a worker of an earlier protocol version did not report it.
+    tokenizer_digest: str = ""
 
 
 class Difference(NamedTuple):
@@ -68,15 +73,16 @@ class Difference(NamedTuple):
         return f"{self.field}: {self.ours} at {here} and {self.theirs} at {there}" + (f"; {hint}" if hint else "")
 
 
-def difference(ours: object, theirs: object, *, same_block_size: bool = False) -> Difference | None:
+def difference(ours: object, theirs: object, *, one_worker: bool = False) -> Difference | None:
     """Returns the first field in which two records differ that prevents the two from working together, or None.
 
-    A record is a dataclass, or what `values_by_name` returned for one. `same_block_size`: a multiple is a difference.
+    A record is a dataclass, or what `values_by_name` returned for one. `one_worker`: they are of ranks of one worker,
+    which must also have one version of the code, and one block size.
     """
     a, b = values_by_name(ours), values_by_name(theirs)
     for name in dict.fromkeys((*a, *b)):
         mine, other = a.get(name), b.get(name)
-        if mine == other or (name == "block_size" and not same_block_size and _one_divides(mine, other)):
+        if mine == other or (not one_worker and _may_differ(name, mine, other)):
             continue
         return Difference(name, _shown(name, mine), _shown(name, other))
     return None
@@ -99,6 +105,13 @@ def _walk(record: Any, prefix: str) -> Iterator[tuple[str, Any]]:
                 yield from _walk(item, f"{name}[{index}].")
         else:
             yield name, value
+
+
+def _may_differ(name: str, mine: Any, other: Any) -> bool:
+    """Returns whether two workers may have these values."""
+    if name == "block_size":
+        return _one_divides(mine, other)
+    return name == "code_version" or (name == "tokenizer_digest" and not (mine and other))
 
 
 def _one_divides(mine: Any, other: Any) -> bool:

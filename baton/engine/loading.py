@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,11 +94,12 @@ def load_runner(
         quantize=options.quantize,
         model_impl="transformers" if isinstance(config, GeneralConfig) else "baton",
         edge_kind=choose_edges(options.edge_kind, device.type),
-        config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
+        config_digest=_digest(options.model_dir / "config.json"),
         model_digest=model_digest(options.model_dir) if tensors is None else "",
         vocab_size=config.vocab_size,
         max_model_len=longest,
         layout=layout,
+        tokenizer_digest=_digest(options.model_dir / "tokenizer.json"),
     )
     with _stage("connect", on_stage if ranks.size > 1 else None):
         check_ranks(store, ranks, RankOptions.of(options, facts, device.type, level), LOAD_TIMEOUT_S)
@@ -266,3 +268,8 @@ def load_kernels(runner: Runner, row_lengths: Sequence[int] = (1,)) -> list[Step
     drawn = replace(_row(runner, start, (0,), sampling, 1), output_index=1, history=history)
     greedy = replace(_row(runner, start, (0,), SamplingParams(temperature=0.0), 1), sequence_id=SequenceId("other"))
     return [*steps, StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,)), *pooled]
+
+
+def _digest(path: Path) -> str:
+    """Returns the SHA-256 of a file; empty if there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""

@@ -73,5 +73,5 @@ def check_ranks(store: Store, ranks: Ranks, ours: RankOptions, timeout_s: float)
     except RuntimeError as error:
         raise RankLost(f"lost the connection to the ranks' store: {str(error).splitlines()[0]}") from None
     for rank, theirs in enumerate(following, start=1):
-        if (differs := difference(first, theirs, same_block_size=True)) is not None:
+        if (differs := difference(first, theirs, one_worker=True)) is not None:
             raise StartupError(differs.between("rank 0", f"rank {rank}"))

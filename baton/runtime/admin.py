@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import grpc
 
 from baton.core.commands import Role
@@ -32,9 +35,32 @@ def drain_worker(
     request = worker_pb2.DrainWorkerRequest(worker_id=worker_id, timeout_ms=round(drain_s * 1000), token=token)
     if next_role is not None:
         request.next_role = ROLES[next_role]
+    _call(address, "DrainWorker", request, timeout_s, tls)
+
+
+def set_traffic(
+    address: str,
+    shares: Mapping[str, float],
+    token: str,
+    *,
+    clear: bool = False,
+    timeout_s: float = 5.0,
+    tls: ClusterTls | None = None,
+) -> dict[str, float]:
+    """Requests the coordinator at `address` to set shares of new requests by revision; returns all that are valid now.
+
+    Raises:
+        Unavailable: no coordinator replied within `timeout_s`.
+        BatonError: refused; the message is the coordinator's.
+    """
+    request = worker_pb2.SetTrafficRequest(percent=shares, clear=clear, token=token)
+    return dict(_call(address, "SetTraffic", request, timeout_s, tls).percent)
+
+
+def _call(address: str, method: str, request: Any, timeout_s: float, tls: ClusterTls | None) -> Any:
     try:
         with _channel(address, tls) as channel:
-            worker_pb2_grpc.WorkerControlStub(channel).DrainWorker(request, timeout=timeout_s)
+            return getattr(worker_pb2_grpc.WorkerControlStub(channel), method)(request, timeout=timeout_s)
     except grpc.RpcError as error:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.NOT_FOUND:

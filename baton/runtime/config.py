@@ -151,6 +151,7 @@ class WorkerConfig(WorkerOptions):
     """A prefill or decode worker."""
 
     worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
+    revision: str = option("", "name of what it serves: only workers of one revision are paired; see `baton traffic`")
     replace: bool = option(False, "take the place of a live worker that has this worker's id")
     check: bool = option(False, "load, join the coordinator, leave and exit: with 0 if this worker could serve")
     coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
@@ -180,6 +181,11 @@ class CoordinatorOptions:
     request_timeout_s: float = option(600.0, "total time limit of a request", low=0.1)
     lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
     hold_s: float = option(30.0, "time limit for requests to stay queued while no worker can serve them", low=0)
+    traffic: str = option(
+        "",
+        "share of new requests for a revision at the start, as NAME=PERCENT; may be given several times",
+        several=True,
+    )
     max_deaths: int = option(5, "workers lost while they computed a request, after which it ends with an error", low=1)
     drain_timeout_s: float = option(30.0, "time limit for running requests to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "maximum size of a request body", low=0.001)
@@ -247,6 +253,12 @@ class CoordinatorConfig(CoordinatorOptions):
     control_host: str = option("127.0.0.1", "address to listen on for workers", listens=True)
     cluster_token_file: str = option("", "file with the cluster token; required to listen off loopback")
     ready_file: str = option("", "file to write the bound addresses to, as JSON, once all ports are open")
+    take_over: bool = option(
+        False, "open the ports beside a coordinator that is about to hand over, and let requests wait for its workers"
+    )
+    drain_workers: bool = option(
+        True, "at SIGTERM drain the workers too; otherwise only finish requests: the workers join the next coordinator"
+    )
     batches_address: str = option(
         "", "HOST:PORT of the process that serves /v1/files and /v1/batches; default: these are refused", dialled=True
     )

@@ -19,8 +19,9 @@ BACKLOG = 1_024
 _FIXED_PORTS = range(20_000, 32_768)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Returns a listening TCP socket, so that a second server on the port fails now and not later.
+def bind(host: str, port: int, *, take_over: bool = False) -> socket.socket:
+    """Returns a listening TCP socket, so that a second server on the port fails now and not later. With `take_over` the
+    port may be that of a socket that was passed to `share`, by a process of this user.
 
     Raises:
         StartupError: the port cannot be opened.
@@ -32,6 +33,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if take_over:
+            share(sock)
         sock.bind(address)
         sock.listen(BACKLOG)
     except OSError as error:
@@ -41,6 +44,15 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def share(sock: socket.socket) -> None:
+    """Allows other sockets of this user to listen on its port from now on: those of a successor."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+
+SHARED_PORTS = ("grpc.so_reuseport", 1)
+"""The option of a gRPC server whose ports a successor may open too: `open_port` must `check` them first."""
+
+
 def open_port(
     server: grpc.aio.Server,
     host: str,
@@ -48,13 +60,18 @@ def open_port(
     port_name: str,
     flag: str,
     credentials: grpc.ServerCredentials | None = None,
+    *,
+    check: bool = False,
 ) -> int:
-    """Makes `server` listen (port 0: on a free one) and returns the port.
+    """Makes `server` listen (port 0: on a free one) and returns the port. With `check` it must be free, even if the
+    server would share it.
 
     Raises:
         StartupError: the port cannot be opened; names the port (`port_name`), the cause, and the flag to
             choose another.
     """
+    if check:
+        check_free(host, port, flag, port_name)
     try:
         # gRPC succeeds if it binds any address of a name: `localhost` could be ::1 only.
         address = host_port(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port)

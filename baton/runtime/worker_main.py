@@ -96,6 +96,8 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         try:
             if wrong := name_error(config.worker_id):
                 raise StartupError(f"--worker-id: {wrong}")
+            if config.revision and (wrong := name_error(config.revision)):
+                raise StartupError(f"--revision: {wrong}")
             if ranks.leads:
                 asyncio.run(_serve(role, config, ranks, load))
             else:

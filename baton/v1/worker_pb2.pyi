@@ -33,6 +33,36 @@ class DrainWorkerResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SetTrafficRequest(_message.Message):
+    __slots__ = ("percent", "clear", "token")
+    class PercentEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    percent: _containers.ScalarMap[str, float]
+    clear: bool
+    token: str
+    def __init__(self, percent: _Optional[_Mapping[str, float]] = ..., clear: _Optional[bool] = ..., token: _Optional[str] = ...) -> None: ...
+
+class SetTrafficResponse(_message.Message):
+    __slots__ = ("percent",)
+    class PercentEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
+    percent: _containers.ScalarMap[str, float]
+    def __init__(self, percent: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class SessionRequest(_message.Message):
     __slots__ = ("join", "events", "heartbeat", "drained", "leave", "adapter_states")
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -70,7 +100,7 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[ReleaseRecords, _Mapping]] = ..., set_adapters: _Optional[_Union[SetAdapters, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel", "both_roles")
+    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel", "both_roles", "revision")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +116,7 @@ class Join(_message.Message):
     REPLACE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     BOTH_ROLES_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
     incarnation: int
@@ -101,7 +132,8 @@ class Join(_message.Message):
     replace: bool
     tensor_parallel: int
     both_roles: bool
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ..., tensor_parallel: _Optional[int] = ..., both_roles: _Optional[bool] = ...) -> None: ...
+    revision: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ..., tensor_parallel: _Optional[int] = ..., both_roles: _Optional[bool] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "tracked", "now_ms")

@@ -44,6 +44,11 @@ class WorkerControlStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetTraffic = channel.unary_unary(
+                '/baton.v1.WorkerControl/SetTraffic',
+                request_serializer=baton_dot_v1_dot_worker__pb2.SetTrafficRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.SetTrafficResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -66,6 +71,13 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTraffic(self, request, context):
+        """Sets the shares of new requests by revision. INVALID_ARGUMENT if they exceed 100 percent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainWorkerRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'SetTraffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTraffic,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.SetTrafficRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.SetTrafficResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class WorkerControl:
             '/baton.v1.WorkerControl/DrainWorker',
             baton_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerControl/SetTraffic',
+            baton_dot_v1_dot_worker__pb2.SetTrafficRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.SetTrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

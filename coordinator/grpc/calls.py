@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from baton.core.errors import Cancelled
 from baton.runtime import status
 from coordinator.recent import SPACE
+from coordinator.submission import SESSION
 
 SEND_TIMEOUT_S = 30.0
 
@@ -49,3 +50,9 @@ def sent_value(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:
     """Returns the only value under a name; empty if there is none, or several."""
     sent = [value for key, value in metadata or () if key == name]
     return sent[0] if len(sent) == 1 else ""
+
+
+def sent_with(context: grpc.aio.ServicerContext) -> tuple[str, str]:
+    """Returns the traceparent and the session that a client sent with its call; empty without."""
+    metadata = context.invocation_metadata()
+    return sent_value(metadata, "traceparent"), sent_value(metadata, SESSION)

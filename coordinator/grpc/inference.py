@@ -25,7 +25,7 @@ from baton.runtime.ignored_fields import as_header
 from baton.runtime.unknown_fields import unknown_fields
 from baton.v1 import inference_pb2 as pb
 from coordinator.api_keys import ApiKeys
-from coordinator.grpc.calls import abort, refuse, sent_value, write
+from coordinator.grpc.calls import abort, refuse, sent_value, sent_with, write
 from coordinator.inference import model as oip
 from coordinator.inference.served import VERSION, ServedModel
 from coordinator.inference.statistics import CountingPipeline
@@ -117,8 +117,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         made = oip.generation(_infer_request(request))
         if made.stream:
             raise InvalidRequest("'stream' needs ModelStreamInfer", param="stream")
-        traceparent = sent_value(context.invocation_metadata(), "traceparent")
-        submissions = await self._submissions(client, request, made, traceparent, context)
+        submissions = await self._submissions(client, request, made, context)
         answers = await _whole(self._deltas(submissions), submissions)
         return self._response(request, oip.outputs_of(made, answers, submissions[0].n))
 
@@ -160,8 +159,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             request = parsed(pb.ModelInferRequest, content)
             made = oip.generation(_infer_request(request))
-            traceparent = sent_value(context.invocation_metadata(), "traceparent")
-            submissions = await self._submissions(client, request, made, traceparent, context)
+            submissions = await self._submissions(client, request, made, context)
             if made.stream is False:
                 answers = await _whole(self._deltas(submissions), submissions)
                 response = self._response(request, oip.outputs_of(made, answers, submissions[0].n), final=True)
@@ -193,10 +191,9 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         client: Client,
         request: pb.ModelInferRequest,
         made: oip.Generation,
-        traceparent: str,
         context: grpc.aio.ServicerContext,
     ) -> list[Submission]:
-        adapter = self._served.check(request.model_name, request.model_version)
+        adapter, sent = self._served.check(request.model_name, request.model_version), sent_with(context)
         submissions, ignored = await submissions_of(
             self._translator,
             made,
@@ -210,7 +207,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
             names |= set(filter(None, sent_value(context.trailing_metadata(), "x-ignored-fields").split(", ")))
             with contextlib.suppress(grpc.aio.UsageError):  # a stream has sent its metadata
                 context.set_trailing_metadata((("x-ignored-fields", as_header(names)),))
-        return [each.of(client, traceparent, adapter) for each in submissions]
+        return [each.of(client, *sent, adapter=adapter) for each in submissions]
 
     def _deltas(self, submissions: list[Submission]) -> AsyncGenerator[Delta, None]:
         if len(submissions) == 1:

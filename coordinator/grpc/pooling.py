@@ -12,7 +12,7 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
 from baton.v1 import serving_pb2
 from coordinator import off_loop
-from coordinator.grpc.calls import internal_id, sent_value
+from coordinator.grpc.calls import internal_id, sent_with
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.pooled import MAX_INPUTS, classify, to_classify, to_compare, to_embed
@@ -128,9 +128,9 @@ async def _answers(
     context: grpc.aio.ServicerContext,
 ) -> list[Delta]:
     """Returns the delta of each submission, in their order."""
-    traceparent = sent_value(context.invocation_metadata(), "traceparent")
+    sent = sent_with(context)
     answers: dict[int, Delta] = {}
-    owned = [each.of(client, traceparent, adapter) for each in submissions]
+    owned = [each.of(client, *sent, adapter=adapter) for each in submissions]
     async with aclosing(generate_all(pipeline, owned)) as deltas:
         async for delta in deltas:
             answers[delta.choice] = delta

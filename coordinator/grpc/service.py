@@ -32,14 +32,14 @@ from baton.core.sampling_limits import (
 from baton.runtime import codec, health, status
 from baton.runtime.first_message import FirstMessage, parsed
 from baton.runtime.ignored_fields import as_header
-from baton.runtime.ports import open_port
+from baton.runtime.ports import SHARED_PORTS, open_port
 from baton.runtime.streams import SERVER_OPTIONS
 from baton.runtime.unknown_fields import unknown_fields
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
-from coordinator.grpc.calls import abort, internal_id, refuse, sent_value, write
+from coordinator.grpc.calls import abort, internal_id, refuse, sent_value, sent_with, write
 from coordinator.grpc.inference import SERVICE as INFERENCE
 from coordinator.grpc.inference import Inference
 from coordinator.grpc.pooling import classified, embed, score
@@ -162,9 +162,9 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> None:
         """Generates under the client's own id."""
         inner = internal_id(name) if request.request_id else name
-        traceparent = sent_value(context.invocation_metadata(), "traceparent")
-        adapter = self._adapter(request.model)
-        submission = (await self._submission(inner, request, context.time_remaining())).of(client, traceparent, adapter)
+        adapter, sent = self._adapter(request.model), sent_with(context)
+        submission = await self._submission(inner, request, context.time_remaining())
+        submission = submission.of(client, *sent, adapter=adapter)
         model = request.model or self._model
         async with contextlib.aclosing(self._pipeline.generate(submission)) as deltas:
             index: Counter[int] = Counter()
@@ -360,6 +360,7 @@ class PublicServer:
             ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),
             ("grpc.max_connection_age_grace_ms", CONNECTION_AGE_S * 1000),
             ("grpc.max_allowed_incoming_connections", round(connection_limit(0) * GRPC)),
+            SHARED_PORTS,
         ]
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
         self._server = grpc.aio.server(interceptors=(FirstMessage(),), options=options)
@@ -372,9 +373,10 @@ class PublicServer:
         reflection.enable_server_reflection(names, self._server)
         self._server.add_generic_rpc_handlers((_reflection_v1(names),))
 
-    async def start(self, host: str, port: int) -> int:
-        """Starts the server and returns its port. Raises StartupError if it cannot listen."""
-        bound = open_port(self._server, host, port, "gRPC", "--grpc-port", self._tls)
+    async def start(self, host: str, port: int, *, take_over: bool = False) -> int:
+        """Starts the server and returns its port, on which with `take_over` another coordinator of this user may still
+        listen. Raises StartupError if it cannot listen."""
+        bound = open_port(self._server, host, port, "gRPC", "--grpc-port", self._tls, check=not take_over)
         await self._server.start()
         return bound
 

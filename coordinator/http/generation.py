@@ -38,7 +38,7 @@ from coordinator.openai.responses_render import ResponsesRender
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.several_prompts import generate_all
-from coordinator.submission import Delta, Sink, Submission, Usage
+from coordinator.submission import SESSION, Delta, Sink, Submission, Usage
 from coordinator.text.parser import Event
 
 Renderer = Render | ResponsesRender | MessagesRender | InferRender
@@ -363,9 +363,10 @@ class GenerationResponse(Response):
 
 
 def owned(submission: Submission, request: Request) -> Submission:
-    """Returns the submission with the client, the adapter and the traceparent of the request."""
-    scope = request.scope
-    return submission.of(scope[CLIENT], request.headers.get("traceparent", ""), scope.get(ADAPTER, ""))
+    """Returns the submission with the client, the adapter, the traceparent and the session of the request."""
+    scope, headers = request.scope, request.headers
+    sent = headers.get("traceparent", ""), headers.get(SESSION, "")
+    return submission.of(scope[CLIENT], *sent, adapter=scope.get(ADAPTER, ""))
 
 
 def unique_id(request: Request) -> str:

@@ -2,6 +2,7 @@
 
     await server.serve()     accepts until shutdown, returns when running answers or the grace period have ended
     server.stop()            stop accepting, close idle connections, let running answers end
+    server.hand_over()       stop accepting, go on answering on the connections that there are, until stop()
 
 `GuardedProtocol` handles what uvicorn does not: an endless or slow head, a body that continues after its answer or
 never arrives, endless trailers, answers that are not read, any other way to keep a connection open without a request,
@@ -162,6 +163,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_head, self._other_bytes = False, 0
         self._timer.cancel()
+        if self._connection_limit.closing:
+            self.announce_close()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if len(self._cycles) > MAX_PIPELINED:
             self.transport.abort()
@@ -177,6 +180,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:  # no pipelined request is being answered
             self._limit(KEEP_ALIVE_S)
+
+    def announce_close(self) -> None:
+        """Makes the next answer on this connection its last one, and names that in its head. One that has begun is not:
+        if the connection closed without notice after it, a request that the client has just sent would be lost."""
+        if self.cycle is not None and not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         if not self._offered:
@@ -294,6 +303,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp, sock: socket.socket, *, grace_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._sock, self._tls = sock, tls
         self._connection_limit = ConnectionLimit()
+        self._accepting: list[asyncio.Task[None]] = []  # by `hand_over`
         host, port = sock.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
         super().__init__(
@@ -331,15 +341,42 @@ class HttpServer(uvicorn.Server):
         """Begins the shutdown; `serve` returns when it is complete."""
         self.should_exit = True
 
+    def hand_over(self) -> None:
+        """Stops listening, since a successor listens on the port. Connections that the kernel has not handed out yet
+        are still accepted; each connection closes after its next response."""
+        loop, self._connection_limit.closing = asyncio.get_running_loop(), True
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._sock.accept()
+                connection.setblocking(False)
+                self._accepting.append(loop.create_task(self._accepted(connection), name="last connection"))
+        for server in self.servers:
+            server.close()
+        for protocol in self.server_state.connections:
+            cast(GuardedProtocol, protocol).announce_close()
+
+    async def _accepted(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # its client has left, or its TLS handshake failed
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._protocol,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=HEAD_TIMEOUT_S if self._tls else None,
+                ssl_shutdown_timeout=CLOSE_S if self._tls else None,
+            )
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        config, secure = self.config, self._tls is not None
+        secure = self._tls is not None
         if secure:  # asyncio would read 256 KiB at once from each connection
             sslproto.SSLProtocol.max_size = READ_BYTES
         server = await asyncio.get_running_loop().create_server(
-            lambda: config.http_protocol_class(  # type: ignore[call-arg]
-                config=config, server_state=self.server_state, app_state=self.lifespan.state
-            ),
+            self._protocol,
             sock=self._sock,
             backlog=ACCEPTS_PER_TURN,
             ssl=self._tls,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
 from baton.core.events import (
     HandedOver,
@@ -141,6 +142,9 @@ class Choice:
     # In the queue.
     queue_position: tuple[int, int, int] | None = None  # priority, age and number of submission; None outside the queue
     prefix: Prefix = field(default_factory=dict)  # hints of its full blocks, which workers may hold
+    generated_by: Compatibility | None = None  # the facts of the workers of which it has output
+    traffic_place: float = 0.0  # `Traffic.place`
+    revision: str = ""  # of the workers that it was placed on last
     unservable: tuple[str, str] | None = None  # why no present worker can serve it, and the error code
     unservable_since: float = 0.0
     queued_at: float = 0.0
@@ -294,6 +298,8 @@ class Choice:
         if self.prompt_logprobs is not None:  # not requested again: the prompt may then come from a prefix cache
             sampling = replace(sampling, prompt_logprobs=None)
         self.request = replace(self.request, output=tuple(self.journal.tokens), attempt=attempt, sampling=sampling)
+        if self.prefill is not None and self.request.output:
+            self.generated_by = self.prefill.join.facts
         self.prefill = self.decode = None
         self.targets, self.times_parked, self.queued_at = (), 0, now
         self.earlier_speculation = self.speculation

@@ -6,8 +6,11 @@ room and a decode worker has blocks for its prompt and an output of expected len
 own sequences, and at most slightly more sequences than it runs at once. The decode worker must also be able to hold the
 whole output of the request alone, so every accepted request can finish. Lower `priority` goes first, then lower age
 (first come, first served), so a rescheduled request keeps its place. The head of the queue waits for blocks and is not
-overtaken, so short requests cannot starve a long one. Only a request that no present worker can hold is skipped.
+overtaken by a request that can use the same workers, so short requests cannot starve a long one. Only a request that no
+present worker can hold is skipped.
 
+A request goes to the workers of one class (`coordinator.policy.classes`): of those that may serve it, to the one whose
+smaller side has the most room, in requests of its size.
 The chosen prefill worker is the one that would compute the prompt first: it has the fewest tokens to compute, counting
 its backlog and the part of this prompt that it has not cached. The chosen decode worker is the one that holds the
 longest prefix, unless more than PREFIX_SLACK more sequences run there than on the emptiest one.
@@ -18,7 +21,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from operator import sub
 
 from baton.core.codes import ErrorCode
@@ -26,7 +29,9 @@ from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, InvariantError, Unavailable
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
+from coordinator.policy.classes import WorkerClass, continues
 from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerTable
 
 PREFIX_SLACK = 4
@@ -67,6 +72,7 @@ class OutputExpectation:
 class Dispatcher:
     def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._workers = workers  # whose counters are the sums of what choices hold
+        self.traffic = Traffic()
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
         self._queue: list[tuple[_QueuePosition, Choice]] = []  # sorted
@@ -74,7 +80,8 @@ class Dispatcher:
         self._to_come: Counter[ChoiceId] = Counter()  # choices still to be queued, by the name of the first one
         self._submitted = 0
         self.admitted = self.admitted_tokens = 0  # counters: choices, and the prompt tokens of their requests
-        self._blocked: tuple[object, Pool] | None = None  # for which `place` last had no room, and the pool without it
+        # By class: what the choice needs for which `place` last had no room, and the pool without it.
+        self._blocked: dict[WorkerClass, tuple[object, Pool]] = {}
         self.expectation = OutputExpectation()
 
     def __repr__(self) -> str:
@@ -93,26 +100,32 @@ class Dispatcher:
             "admitted": self.admitted,
             "admitted_tokens": self.admitted_tokens,
             "queued_tokens": self._queued_tokens,
-            "backlog_tokens": sum(worker.backlog_tokens for worker in self._workers.prefill.workers),
+            "backlog_tokens": sum(worker.backlog_tokens for worker in self._workers.present()),
             "expected_output_tokens": round(self.expectation.mean_tokens, 1),
             "waits_for": self.role_without_room or "",
         }
 
     def missing_role(self, *, decode: bool = True) -> Role | None:
-        """Returns a role that has no ready worker, if any; without `decode` only prefill is needed."""
-        pools = (self._workers.prefill, self._workers.decode)[: 1 + decode]
-        return next((pool.role for pool in pools if not any(w.ready for w in pool.workers)), None)
+        """Returns a role that has no ready worker, if no class has both roles; without `decode` only prefill is
+        needed."""
+        missing = [each.missing_role(decode=decode) for each in self._workers.classes]
+        return missing[0] if all(missing) and missing else None if missing else "prefill"
 
     @property
     def role_without_room(self) -> Role | None:
         """Which workers the first of the queue waits for, as of the last `place`."""
-        return self._blocked[1].role if self._blocked is not None and self._queue else None
+        return next((pool.role for _, pool in self._blocked.values()), None) if self._queue else None
 
     @property
     def cached_block_sizes(self) -> set[int]:
         """Block sizes in pools with cached blocks: for these a request's prefix is worth computing."""
-        pools = self._workers.prefill, self._workers.decode
+        pools = [pool for each in self._workers.classes for pool in each.pools]
         return {size for pool in pools if pool.index for size in pool.block_sizes}
+
+    def model_digest(self, choice: Choice) -> str | None:
+        """Returns the digest of the model that is expected to serve a choice; None if no worker is present."""
+        facts = (each.facts for each in (*self._candidates(choice), *self._workers.classes))
+        return next((known.model_digest for known in facts if known is not None), None)
 
     # The queue.
 
@@ -182,39 +195,79 @@ class Dispatcher:
         """Takes the choices that can start now out of the queue, in order, and names the workers of each. The caller
         moves them on to PREFILL."""
         placed: list[Choice] = []
+        closed: dict[WorkerClass, tuple[object, Pool]] = {}  # no later choice may use these
         position = 0
         while position < len(self._queue):
             choice = self._queue[position][1]
-            if self._still_blocked(choice):
-                break
-            prefill = self._pick_prefill(choice)
-            decodes = self._pick_decode(choice) if prefill is not None and choice.needs_decode else ()
-            if prefill is None or (choice.needs_decode and not decodes):
-                if self.unservable(choice) is None:
-                    pool = self._workers.prefill if prefill is None else self._workers.decode
-                    pool.grown, self._blocked = False, (self._needs(choice), pool)
+            if not self._place(choice, closed):
+                if len(closed) == len(self._workers.classes):
                     break
-                position += 1  # it waits for another worker and does not block the queue
+                position += 1  # it waits for another worker, and does not block the choices that can use other ones
                 continue
             self._dequeue(choice)
-            choice.prefill, choice.to_compute = prefill, self._to_compute(prefill, choice)
-            self._name_targets(choice, decodes)
             placed.append(choice)
+        self._blocked = closed
         return placed
 
-    def _still_blocked(self, choice: Choice) -> bool:
-        """Returns whether `place` last found no room for it, and neither its needs nor the room have changed since."""
-        return self._blocked is not None and not self._blocked[1].grown and self._blocked[0] == self._needs(choice)
+    def _place(self, choice: Choice, closed: dict[WorkerClass, tuple[object, Pool]]) -> bool:
+        """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed`;
+        else closes those that could ever hold it."""
+        needs = self._needs(choice)
+        for each in self._by_room(choice, [each for each in self._candidates(choice) if each not in closed]):
+            blocked = self._blocked.get(each)
+            if blocked is not None and blocked[0] == needs and not blocked[1].grown:
+                closed[each] = blocked  # neither its needs nor the room have changed since
+                continue
+            prefill = self._pick_prefill(choice, each.prefill)
+            decodes = self._pick_decode(choice, each.decode) if prefill is not None and choice.needs_decode else ()
+            if prefill is not None and (decodes or not choice.needs_decode):
+                choice.prefill, choice.to_compute = prefill, self._to_compute(prefill, choice)
+                choice.revision = prefill.join.revision
+                self._name_targets(choice, decodes)
+                return True
+            if self._too_small(choice, each) is None:
+                pool = each.prefill if prefill is None else each.decode
+                pool.grown, closed[each] = False, (needs, pool)
+        return False
+
+    def _candidates(self, choice: Choice) -> Collection[WorkerClass]:
+        """Returns the classes that have the roles that a choice needs, and may serve it."""
+        decode, before = choice.needs_decode, choice.generated_by
+        able = [each for each in self._workers.classes if each.complete(decode=decode)]
+        if before is not None:
+            able = [each for each in able if (facts := each.facts) is None or continues(before, facts) is None]
+            return [each for each in able if each.key.revision == choice.revision] or able
+        if self.traffic.shares and able:
+            revisions = self.traffic.revisions(choice.traffic_place, {each.key.revision for each in able})
+            able = [each for each in able if each.key.revision in revisions]
+        return able
+
+    def _by_room(self, choice: Choice, classes: list[WorkerClass]) -> list[WorkerClass]:
+        """Sorts classes by the smaller side's room, in requests of this size, the greatest first."""
+        if len(classes) < 2:
+            return classes
+        tokens, kv_tokens = choice.request.num_prefill_tokens, choice.request.max_kv_tokens
+
+        def room(each: WorkerClass) -> tuple[float, float]:
+            blocks = self.expectation.blocks(tokens, kv_tokens, min(each.decode.block_sizes, default=1))
+            sides = each.prefill.free() / tokens, each.decode.free() / blocks
+            return (min(sides), max(sides)) if choice.needs_decode else (sides[0], 0.0)
+
+        return sorted(classes, key=room, reverse=True)
 
     def _needs(self, choice: Choice) -> object:
         """Returns its submission and everything that decides about its placement except the room of workers."""
-        return choice.queue_position, round(self.expectation.mean_tokens), self.capacity(choice.request.adapter)
+        adapter = choice.request.adapter
+        capacity = [(each.key, pool.capacity(adapter)) for each in self._workers.classes for pool in each.pools]
+        return choice.queue_position, round(self.expectation.mean_tokens), capacity
 
     def reassign(self, choice: Choice) -> bool:
-        """Names new decode workers for parked KV; returns False if none has room now."""
+        """Names new decode workers for parked KV, in the class of its prefill worker; returns False if none has room
+        now."""
         self.release(choice)
         choice.decode = None
-        decodes = self._pick_decode(choice)
+        home = self._workers.class_of(choice.prefill) if choice.prefill is not None else None
+        decodes = self._pick_decode(choice, home.decode) if home is not None else ()
         if decodes:
             self._name_targets(choice, decodes)
         return bool(decodes)
@@ -284,8 +337,9 @@ class Dispatcher:
                 raise InvariantError(f"{choice!r} holds {choice.held}, not {self._occupied(choice)}")
             for counter, count in choice.held._asdict().items():
                 sums[choice.prefill if counter == "backlog_tokens" else choice.decode, counter] += count
-        for pool in (self._workers.prefill, self._workers.decode):
-            pool.check()
+        for each in self._workers.classes:
+            for pool in each.pools:
+                pool.check()
         for worker in self._workers.present():
             for counter in Held._fields:
                 if getattr(worker, counter) != sums[worker, counter]:
@@ -299,26 +353,47 @@ class Dispatcher:
 
     # Room.
 
-    def capacity(self, adapter: str = "") -> Mapping[Role, int]:
-        """Returns for how many tokens of one sequence the workers of each role that have an adapter can hold KV;
-        draining workers do not count."""
-        pools = self._workers.prefill, self._workers.decode
-        return {pool.role: tokens for pool in pools if (tokens := pool.capacity(adapter))}
-
     def unservable(self, choice: Choice) -> tuple[str, str] | None:
         """Returns why no present worker can ever serve a choice, with an error code; None if one can. Parked KV needs
-        only a decode worker; its prefill worker can hand it over while draining."""
-        request, needs = choice.request, list[tuple[Role, int]]()
-        capacity = self.capacity(request.adapter)
+        only a decode worker of its class; its prefill worker can hand it over while draining."""
+        classes: Collection[WorkerClass]
+        if choice.stage is Stage.PARKED and choice.prefill is not None:
+            home = self._workers.class_of(choice.prefill)
+            classes = [home] if home is not None else ()
+        else:
+            classes = self._candidates(choice)
+        reasons = [self._too_small(choice, each) for each in classes]
+        if None in reasons:
+            return None
+        return reasons[0] if reasons else self._no_class(choice)
+
+    def _no_class(self, choice: Choice) -> tuple[str, str]:
+        """Returns why no class may serve a choice, with an error code."""
+        before, roles = choice.generated_by, list[Role]()
+        for each in self._workers.classes:
+            missing = [pool.role for pool in each.pools[: 1 + choice.needs_decode] if not pool.capacity()]
+            if not missing and before is None:
+                return "no revision that gets requests (`baton traffic`) has workers of both roles", "no_prefill_worker"
+            if not missing and before is not None and (facts := each.facts) is not None:
+                differs = continues(before, facts)
+                field = f" ({differs.field} differs)" if differs is not None else ""
+                return f"no worker is left that can continue its output{field}", "no_prefill_worker"
+            roles += missing
+        role = roles[0] if roles else "prefill"
+        return f"no {role} worker is left", f"no_{role}_worker"
+
+    def _too_small(self, choice: Choice, each: WorkerClass) -> tuple[str, str] | None:
+        """Returns why the workers of a class can never serve a choice, with an error code; None if they can."""
+        request, needs = choice.request, list[tuple[Pool, int]]()
         if choice.stage is not Stage.PARKED:
-            needs.append(("prefill", request.num_prefill_tokens))
+            needs.append((each.prefill, request.num_prefill_tokens))
         if choice.needs_decode:
-            needs.append(("decode", request.max_kv_tokens))
-        for role, tokens in needs:
-            limit = capacity.get(role)
-            if limit is None and self.capacity().get(role):
+            needs.append((each.decode, request.max_kv_tokens))
+        for pool, tokens in needs:
+            role, limit = pool.role, pool.capacity(request.adapter)
+            if not limit and pool.capacity():
                 return f"no {role} worker has the request's adapter", NO_ADAPTER
-            if limit is None:
+            if not limit:
                 return f"no {role} worker is left", f"no_{role}_worker"
             if tokens > limit:
                 return (
@@ -332,9 +407,9 @@ class Dispatcher:
         held = worker.cached.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
         return max(1, choice.request.num_prefill_tokens - held)
 
-    def _pick_prefill(self, choice: Choice) -> Worker | None:
+    def _pick_prefill(self, choice: Choice, pool: Pool) -> Worker | None:
         """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length."""
-        pool, tokens, adapter = self._workers.prefill, choice.request.num_prefill_tokens, choice.request.adapter
+        tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
         best: tuple[int, int] | None = None
         for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
             need = max(1, tokens - held)
@@ -350,10 +425,10 @@ class Dispatcher:
                 best = score if best is None else min(best, score)
         return None if best is None else pool.ranked(best[1])
 
-    def _pick_decode(self, choice: Choice) -> tuple[Worker, ...]:
+    def _pick_decode(self, choice: Choice, pool: Pool) -> tuple[Worker, ...]:
         """Returns the worker with room that holds the longest prefix and is not much fuller than others, and a spare if
         there is one; nothing if no worker has room."""
-        pool, request = self._workers.decode, choice.request
+        request = choice.request
         total, tokens, adapter = request.max_kv_tokens, request.num_prefill_tokens, request.adapter
         room = {size: self.expectation.blocks(tokens, total, size) for size in pool.block_sizes}
         fits = pool.by_rank(total, room, adapter)

@@ -1,5 +1,9 @@
 """Decides whether a worker may join: its facts must be possible and match the coordinator's model and other workers.
 
+All workers of one revision serve the same model in the same way. A worker that differs in this is refused, unless it
+names a revision of its own (`--revision`), whose weights, config and options may then be others. The tokenizer and the
+vocabulary are always the coordinator's. The version of the code does not matter, and protocol versions may be adjacent.
+
 A join carries no config.json, only its digest; the KV layout and the vocabulary size show how two models differ.
 """
 
@@ -11,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from baton.core.commands import Join
-from baton.core.compatibility import Compatibility, difference
+from baton.core.compatibility import PROTOCOL_VERSION, SERVED_VERSIONS, Compatibility, Difference, difference
 from baton.core.errors import JoinRefused, StartupError
 from baton.core.model_config import AnyConfig, DType, ModelConfig
 from baton.core.names import name_error
@@ -22,14 +26,25 @@ _ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """The coordinator's model: the directory `where`, the digest of its config.json, and the parsed config."""
+    """The coordinator's model: the directory `where`, the digests of its config.json and its tokenizer.json, and the
+    parsed config."""
 
     where: str
     config_digest: str
     config: AnyConfig
+    tokenizer_digest: str = ""
 
-    def difference(self, facts: Compatibility, worker: str) -> str | None:
-        """Returns how a worker's model differs from this one, starting with the field's name; None if it does not."""
+    def difference(self, join: Join) -> str | None:
+        """Returns how a worker's model differs from this one, starting with the field's name; None if it does not, or
+        if it may: a worker with a revision needs only the same tokens."""
+        tokens = {"vocab_size": self.config.vocab_size, "tokenizer_digest": self.tokenizer_digest}
+        theirs = {name: getattr(join.facts, name) for name in tokens}
+        if not join.revision and (differs := self._other_model(join.facts, join.worker_id)) is not None:
+            return differs
+        differing = difference(tokens, theirs)
+        return differing and f"{differing.between('the coordinator', join.worker_id)}; it serves {self.where}"
+
+    def _other_model(self, facts: Compatibility, worker: str) -> str | None:
         layout = facts.layout  # of a model that transformers computes only the workers know it
         if isinstance(self.config, ModelConfig):
             layout = self.config.kv_layout(facts.layout.block_size, cast(DType, facts.dtype))
@@ -43,18 +58,20 @@ class OwnModel:
 
 
 def check_join(join: Join, present: Iterable[Join], own: OwnModel | None) -> None:
-    """Compares a join with the coordinator's model and with the workers that are present.
+    """Compares a join with the coordinator's model and with the workers of its revision that are `present`.
 
     Raises:
         JoinRefused: it does not fit; the message names the field and both values.
     """
     _check_possible(join)
-    other_model = own.difference(join.facts, join.worker_id) if own is not None else None
+    other_model = own.difference(join) if own is not None else None
     if other_model is not None:
         raise refused(join, other_model)
     for other in present:
-        if (differs := difference(other.facts, join.facts)) is not None:
-            raise refused(join, differs.between(other.worker_id, join.worker_id))
+        theirs = replace(other.facts, protocol_version=join.facts.protocol_version)
+        if (differs := difference(theirs, join.facts)) is not None:
+            revision = f" of revision {join.revision}" if join.revision else ""
+            raise refused(join, f"{differs.between(other.worker_id, join.worker_id)}{revision}")
 
 
 def refused(join: Join, reason: str) -> JoinRefused:
@@ -63,9 +80,14 @@ def refused(join: Join, reason: str) -> JoinRefused:
 
 
 def _check_possible(join: Join) -> None:
-    """Raises JoinRefused for values that no valid worker reports."""
+    """Raises JoinRefused for values that no valid worker reports, or none that this coordinator can serve."""
     if wrong := name_error(join.worker_id):
         raise JoinRefused(f"{join.role} worker refused: worker_id: {wrong}", param="worker_id")
+    if join.revision and (wrong := name_error(join.revision)):
+        raise refused(join, f"revision: {wrong}")
+    if join.facts.protocol_version not in SERVED_VERSIONS:
+        differs = difference({"protocol_version": PROTOCOL_VERSION}, {"protocol_version": join.facts.protocol_version})
+        raise refused(join, cast(Difference, differs).between("the coordinator", join.worker_id))
     for name, size, least in (
         ("block_size", join.facts.layout.block_size, 1),
         ("blocks_total", join.blocks_total, 1),

@@ -1,4 +1,4 @@
-"""The workers of one role and the routing state of each. Pure.
+"""The workers of one role in one class, and the routing state of each. Pure.
 
 Each worker keeps the state that decides about placements as two plain values: `room`, how much more it can accept, and
 `rank`, the order of preference among suitable workers. Both are derived from its state, its load and what is placed on
@@ -130,7 +130,7 @@ class Worker:
         self.gpu: GpuUsage | None = None
         self.adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that it has
         self.adapter_failures: dict[str, str] = {}  # why it cannot load others, by digest
-        self._join, self._pool = join, pool
+        self._join, self.pool = join, pool
         self.slot, self._order = pool.add(self), 0
         self.cached = CachedBlocks(join.blocks_total, pool.index, 1 << self.slot)
         self.room = self.rank = 0
@@ -159,8 +159,8 @@ class Worker:
         self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
         """Sequences that may be placed here: those that run at once, and some whose prompts are computed meanwhile, so
         that no slot stays empty. Further ones wait in the queue, from which any worker can take them."""
-        self._pool.block_sizes.add(self.block_size)
-        self._pool.changed()
+        self.pool.block_sizes.add(self.block_size)
+        self.pool.changed()
         self._recount()
 
     @property
@@ -171,9 +171,9 @@ class Worker:
     def state(self, state: WorkerState) -> None:
         self._state = state
         if state == "lost":
-            self._pool.remove(self)
+            self.pool.remove(self)
         self._recount()
-        self._pool.changed()
+        self.pool.changed()
 
     @property
     def load(self) -> Load | None:
@@ -197,7 +197,7 @@ class Worker:
     def update_adapters(self, states: AdapterStates) -> None:
         self.adapters = frozenset(states.loaded)
         self.adapter_failures = {failure.digest: failure.reason for failure in states.failed}
-        self._pool.changed()
+        self.pool.changed()
 
     def has(self, adapter: str) -> bool:
         """Returns whether it has the LoRA adapter of a request; empty: the request has none."""
@@ -227,7 +227,7 @@ class Worker:
     def update_cached(self, events: KVCacheEvents) -> None:
         self.cached.update(events)
         if self.role == "prefill":  # a request that found no room may now have less to compute
-            self._pool.grown = True
+            self.pool.grown = True
 
     def _recount(self) -> None:
         if self.role == "prefill":
@@ -238,12 +238,12 @@ class Worker:
             room = self._blocks_left() if self.running < self.max_running else -1
             rank = self.running << RUNNING_SHIFT | self.reserved_blocks << ORDER_BITS | self._order
         if rank != self.rank:
-            self._pool.reorder(self, rank)
+            self.pool.reorder(self, rank)
             self.rank = rank
         if self._state != "ready":
             room = -1
         if room > self.room:
-            self._pool.grown = True
+            self.pool.grown = True
         self.room = room
 
     def _blocks_left(self) -> int:
@@ -261,6 +261,9 @@ class Worker:
         return {
             "id": self.worker_id,
             "role": self.role,
+            "revision": self.join.revision,
+            "protocol_version": self.join.facts.protocol_version,
+            "version": self.join.facts.code_version,
             "tensor_parallel": self.join.tensor_parallel,
             "host": self.join.host,
             "dtype": self.join.facts.dtype,
@@ -291,7 +294,7 @@ TOTALS = ("prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", 
 
 
 class Pool:
-    """The present workers of one role."""
+    """The present workers of one role in one class."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -361,6 +364,12 @@ class Pool:
             able = (w.max_tokens for w in self.workers if w.state != "draining" and w.has(adapter))
             self._capacity[adapter] = max(able, default=0)
         return self._capacity[adapter]
+
+    def free(self) -> int:
+        """Returns the tokens that prefill workers, or the blocks that decode workers, can still accept in all."""
+        if self.role == "prefill":
+            return sum(max(BACKLOG_STEPS * w.step_tokens - w.backlog_tokens, 0) for w in self.workers if w.ready)
+        return sum(max(w.room, 0) for w in self.workers)
 
     def fitting(self, workers: list[Worker], tokens: int, room: Mapping[int, int], adapter: str) -> list[int]:
         """Returns the ranks of those `workers` that can hold `tokens` tokens, have `room`, by block size, left, and

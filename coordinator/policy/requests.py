@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.codes import ErrorCode
-from baton.core.commands import Abort, ReleaseRecords, TrackedSequence
+from baton.core.commands import Abort, ReleaseRecords, Role, TrackedSequence
 from baton.core.errors import (
     BatonError,
     DeadlineExceeded,
@@ -125,6 +125,8 @@ class Requests:
         self._waiting: dict[ChoiceId, Choice] = {}  # those in a stage that waits for workers
         self._alone: dict[str, ChoiceId] = {}  # the choice that a worker computes alone now
         self._no_deadline_before = math.inf  # no choice has an earlier deadline
+        self._complete_at = [-math.inf, -math.inf]  # when prefill, and both roles, last had a ready worker
+        self._held_from = -math.inf  # no choice has waited for a missing worker before
         self._attempt = 0  # last one assigned; no two choices share a value, so an id can be reused immediately
         self._age = 0  # last one assigned
 
@@ -148,9 +150,12 @@ class Requests:
 
     # From the front.
 
-    def admit(self, request: GenerateRequest, now: float, choices: int = 1) -> tuple[Choice, list[Action]]:
+    def admit(
+        self, request: GenerateRequest, now: float, choices: int = 1, session: str = ""
+    ) -> tuple[Choice, list[Action]]:
         """Queues one choice and dispatches what can start. Choice 0 represents its request: it is refused if the queue
         has no room for all `choices`, and stays registered until the other choices, which have its age, have ended.
+        `session` is the client's, if it named one.
 
         Raises:
             BatonError: the request is refused, and was not queued.
@@ -165,6 +170,10 @@ class Requests:
         choice = Choice(replace(request, attempt=self._next_attempt()), age, now, now + request.deadline_s)
         if request.deadline_s <= 0:
             raise choice.late()
+        if first is None:
+            choice.traffic_place = self.dispatcher.traffic.place(request, session)
+        else:
+            choice.traffic_place = first.traffic_place
         choice.prefix = self._prefix(choice)
         if first is None:
             self.dispatcher.submit(choice, choices)
@@ -212,6 +221,7 @@ class Requests:
 
     def worker_joined(self, now: float) -> list[Action]:
         """Dispatches what can start now that a worker has joined or redialled."""
+        self._look_for_roles(now)
         return self._place(now)
 
     def on_worker_lost(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:
@@ -222,6 +232,17 @@ class Requests:
         actions = [action for choice in [*self] for action in handle(self.table, choice, loss, now)]
         self._update_servable(now)
         return actions + self._place(now)
+
+    def missing_role(self, now: float, *, decode: bool = True) -> Role | None:
+        """Returns a role that has had no ready worker for `hold_s`, or ever: for that long requests may still find one.
+        Without `decode` only prefill is needed."""
+        missing = self.dispatcher.missing_role(decode=decode)
+        return None if now - self._complete_at[decode] < self._hold_s else missing
+
+    def await_workers(self, until: float) -> None:
+        """Lets requests wait for workers that are expected at `until`, and `hold_s` from then on."""
+        self._complete_at = [until, until]
+        self._held_from = until
 
     def oldest_queued_s(self, now: float) -> float:
         """Returns how long the oldest queued choice has waited; 0.0 if none is queued."""
@@ -242,13 +263,15 @@ class Requests:
         """Handles deadlines, unservable choices, parked KV and the queue. Called about every 0.1 s."""
         actions: list[Action] = []
         self._update_servable(now)
+        self._look_for_roles(now)
         if now >= self._no_deadline_before:  # scanning 10,000 choices blocks the loop for 4 ms
             for choice in [choice for choice in self if now >= choice.deadline_at and not choice.ended]:
                 actions += handle(self.table, choice, Fail(choice.late()), now)
             open_deadlines = (choice.deadline_at for choice in self if not choice.ended)
             self._no_deadline_before = min(open_deadlines, default=math.inf)
         for choice in list(self._waiting.values()):
-            if choice.unservable is not None and now - choice.unservable_since >= self._hold_s:
+            since = max(choice.unservable_since, self._held_from)
+            if choice.unservable is not None and now - since >= self._hold_s:
                 message, code = choice.unservable
                 message += f"; no other joined within {self._hold_s:g} s (--hold-s)"
                 actions += handle(self.table, choice, Fail(Unavailable(message, code=code, retry_after_s=2)), now)
@@ -567,6 +590,11 @@ class Requests:
         if stage in AT_WORKERS:
             self.dispatcher.hold(choice)
 
+    def _look_for_roles(self, now: float) -> None:
+        for decode in (False, True):
+            if self.dispatcher.missing_role(decode=decode) is None:
+                self._complete_at[decode] = now
+
     def _update_servable(self, now: float) -> None:
         """Updates whether any worker that is not draining can serve each waiting choice: the `hold_s` timer starts
         when none is left."""
@@ -578,17 +606,17 @@ class Requests:
 
     def _prefix(self, choice: Choice) -> Prefix:
         """Returns the hints of the blocks that a worker may already hold; the last token is always computed."""
-        request, facts = choice.request, self.workers.facts()
+        request, digest = choice.request, self.dispatcher.model_digest(choice)
         tokens, prefix = request.prompt + request.output, dict[int, tuple[bytes, ...]]()
         first = self._choices.get(ChoiceId(request.request_id), choice)
         same = request.prompt is first.request.prompt and not request.output and not first.request.output
-        if facts is None or request.pooling == "mean":  # which reuses no KV
+        if digest is None or request.pooling == "mean":  # which reuses no KV
             return prefix
         for size in self.dispatcher.cached_block_sizes:
             if same and size in first.prefix:
                 prefix[size] = first.prefix[size]
                 continue
-            chain = KeyChain(facts.model_digest, request.tenant, request.cache_salt, request.adapter, size)
+            chain = KeyChain(digest, request.tenant, request.cache_salt, request.adapter, size)
             keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
             prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
         return prefix

@@ -48,6 +48,7 @@ class Timeline(StageStamps):
     prefill_worker: str = ""
     decode_worker: str = ""
     spans: tuple[Span, ...] = ()
+    revision: str = ""
 
     @property
     def total_s(self) -> float:
@@ -60,6 +61,7 @@ class Timeline(StageStamps):
             "first_token_ms": _ms(self.first_token_s),
             "prefill_worker": self.prefill_worker,
             "decode_worker": self.decode_worker,
+            "revision": self.revision,
             "spans": [
                 {"name": s.name, "start_ms": _ms(s.start_s), "ms": _ms(s.end_s - s.start_s), "worker": s.worker}
                 for s in self.spans
@@ -76,6 +78,7 @@ def timeline(choice: Choice, now: float) -> Timeline:
         prefill_worker=choice.prefill_worker,
         decode_worker=choice.decode_worker,
         spans=spans(choice, now),
+        revision=choice.revision,
     )
 
 

@@ -1,4 +1,5 @@
-"""The worker table: which workers exist, their state and lease. Pure; the routing state of each is in pool.py.
+"""The worker table: which workers exist, their class, state and lease. Pure; the routing state of each is in pool.py,
+their classes are in classes.py.
 
 States of a worker:
 
@@ -16,15 +17,15 @@ a restart. Incarnations are timestamps: after a clock was set back, a lost worke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.commands import Join, Role
-from baton.core.compatibility import Compatibility
 from baton.core.errors import InvalidRequest, InvariantError, NotFound
 from baton.core.events import GpuUsage, Load
 from baton.core.liveness import REDIAL_S
+from coordinator.policy.classes import ClassKey, WorkerClass, class_key
 from coordinator.policy.joining import OwnModel, check_join, refused
 from coordinator.policy.pool import Pool, Worker
 
@@ -48,7 +49,8 @@ class WorkerTable:
         self._left: dict[str, int] = {}  # the last incarnation that drained under each name
         self._next_roles: dict[str, Role] = {}  # of workers that drained to join again
         self.flips: Counter[Role] = Counter()  # workers that joined again in another role, by that role
-        self.prefill, self.decode = Pool("prefill"), Pool("decode")  # the present ones
+        self._classes: dict[ClassKey, WorkerClass] = {}  # with present workers, and the last ones that had any
+        self._earlier: dict[Role, Counter[str]] = {"prefill": Counter(), "decode": Counter()}  # totals of other classes
         self._expired_at: float | None = None  # the last call of `expire`
 
     def get(self, worker_id: str) -> Worker | None:
@@ -65,27 +67,39 @@ class WorkerTable:
         return worker is not None and worker.connected
 
     def present(self) -> list[Worker]:
-        return [*self.prefill.workers, *self.decode.workers]
+        return [worker for each in self.classes for worker in each.workers]
 
-    def pool(self, role: Role) -> Pool:
-        return self.prefill if role == "prefill" else self.decode
+    @property
+    def classes(self) -> Collection[WorkerClass]:
+        return self._classes.values()
+
+    def totals(self, role: Role) -> dict[str, float]:
+        """Returns the sums of `Pool.totals` over all classes of this run: they never fall."""
+        sums = Counter(self._earlier[role])
+        for each in self.classes:
+            sums.update(each.pool(role).totals())
+        return {**Pool(role).totals(), **sums}
+
+    def class_of(self, worker: Worker) -> WorkerClass | None:
+        """Returns the class of a worker; None only if neither it nor any other worker of that class is present."""
+        return self._classes.get(class_key(worker.join))
 
     def all(self) -> Iterable[Worker]:
         """Returns all workers, lost ones too, prefill first."""
         return sorted(self._workers.values(), key=lambda w: (w.role != "prefill", w.worker_id))
 
-    def facts(self) -> Compatibility | None:
-        """Returns the facts that the present workers share, if there are any."""
-        return next((w.join.facts for pool in (self.prefill, self.decode) for w in pool.workers), None)
-
     def max_model_len(self, prompt_tokens: int = 0) -> int | None:
         """Returns the tokens of the longest prompt and output together that every worker can hold, or, for a prompt
-        that is too long for the smallest worker, that one worker of each role can hold; None before any has joined."""
-        known = [pool.lengths for pool in (self.prefill, self.decode) if pool.lengths is not None]
-        if not known:
+        that is too long for the smallest worker, that one worker of each role of a class can hold; None before any has
+        joined."""
+        classes = [each for each in self.classes if each.workers] or self.classes
+        known = [[pool.lengths for pool in each.pools if pool.lengths is not None] for each in classes]
+        if not any(known):
             return None
-        smallest = min(least for least, _ in known)
-        return smallest if prompt_tokens < smallest else min(longest for _, longest in known)
+        smallest = min(least for lengths in known for least, _ in lengths)
+        if prompt_tokens < smallest:
+            return smallest
+        return max(min(longest for _, longest in lengths) for lengths in known if lengths)
 
     def join(self, join: Join, now: float) -> Joined:
         """Adds a worker, or reconnects one that redialled.
@@ -94,7 +108,8 @@ class WorkerTable:
             JoinRefused: it does not fit; the message names the field and both values.
         """
         # Equal facts share one object, so that a join is not compared with each of a thousand workers.
-        present = {id(w.join.facts): w.join for w in self.present() if w.worker_id != join.worker_id}.values()
+        peers = [w.join for w in self.present() if w.worker_id != join.worker_id and w.join.revision == join.revision]
+        present = {id(peer.facts): peer for peer in peers}.values()
         check_join(join, present, self._own)
         join = replace(join, facts=next((j.facts for j in present if j.facts == join.facts), join.facts))
         name, known = join.worker_id, self.get(join.worker_id)
@@ -110,6 +125,8 @@ class WorkerTable:
             at = f"{known.join.link_address or known.join.host}, pid {', '.join(map(str, known.join.pids))}"
             raise refused(join, f"worker_id: a live worker has this id ({at}); --replace takes its place")
         if known is not None and known.incarnation == join.incarnation:
+            if class_key(known.join) != class_key(join):
+                raise refused(join, f"revision: this incarnation joined with {known.join.revision!r}")
             known.join, known.connected, known.lease_until = join, True, now + self.lease_s
             if known.state == "disconnected":
                 known.state, known.since = "ready", now
@@ -121,10 +138,15 @@ class WorkerTable:
 
     def add(self, join: Join, now: float, lease_until: float) -> Worker:
         """Adds a worker without comparing it with the others; replaces an earlier incarnation."""
-        earlier = self.get(join.worker_id)
+        earlier, key = self.get(join.worker_id), class_key(join)
         if earlier is not None:
-            self.pool(earlier.role).remove(earlier)
-        worker = self._workers[join.worker_id] = Worker(join, now, lease_until, self.pool(join.role))
+            earlier.pool.remove(earlier)
+        for empty in [each for each in self.classes if each.key != key and not each.workers]:
+            del self._classes[empty.key]
+            for pool in empty.pools:
+                self._earlier[pool.role].update(pool.totals())
+        into = self._classes.setdefault(key, WorkerClass(key, Pool("prefill"), Pool("decode")))
+        worker = self._workers[join.worker_id] = Worker(join, now, lease_until, into.pool(join.role))
         return worker
 
     def renew_lease(self, worker_id: str, incarnation: int, load: Load | None, now: float) -> bool:
@@ -181,7 +203,7 @@ class WorkerTable:
         """Removes a worker that has drained; this incarnation may not join again."""
         if self.incarnation(worker_id) == incarnation:
             worker = self._workers.pop(worker_id)
-            self.pool(worker.role).remove(worker)
+            worker.pool.remove(worker)
             self._left[worker_id] = incarnation
             if worker.next_role is not None:
                 self._next_roles[worker_id] = worker.next_role
@@ -193,8 +215,9 @@ class WorkerTable:
         """Marks workers whose lease has ended as lost and returns them with the reason; drops those lost long ago.
         Counts the time that workers were present."""
         since = now if self._expired_at is None else self._expired_at
-        for pool in (self.prefill, self.decode):
-            pool.worker_s += len(pool.workers) * (now - since)
+        for each in self.classes:
+            for pool in each.pools:
+                pool.worker_s += len(pool.workers) * (now - since)
         self._expired_at = now
         expired = []
         for worker in self._workers.values():

@@ -226,6 +226,7 @@ class _ServerStream:
         self._error: str | None = None
         self._done = False
         self._stages: dict[str, float] = {}
+        self._revision = ""
 
     def feed(self, now: float, chunk: bytes) -> None:
         """Raises:
@@ -266,6 +267,7 @@ class _ServerStream:
             output_tokens=len(self._choices) if self._output_tokens is None else self._output_tokens,
             counted=self._output_tokens is not None,
             stages=self._stages,
+            revision=self._revision,
         )
 
     def _event(self, now: float, data: bytes) -> None:
@@ -286,6 +288,7 @@ class _ServerStream:
             if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
                 self._text.append(now)
             if isinstance(timeline := choice.get("timeline"), dict):
+                self._revision = printable(str(timeline.get("revision", "")), _MAX_SHOWN)
                 for span in timeline["spans"]:
                     name, ms = printable(span["name"], _MAX_SHOWN), span["ms"]
                     if not (math.isfinite(ms) and 0 <= ms < _MAX_COUNT):

@@ -26,6 +26,7 @@ _TIMES = (
 )
 _HEADINGS = ("p50", "p95", "p99", "max", "samples")
 _SWEEP = ("requests/s", "goodput", "within", "met", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "failed")
+_REVISIONS = ("revision", "requests", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
 _NOTE = "n: output tokens by the server's own count (usage); percentiles are linear between the nearest ranks"
 PACKAGES = ("baton-serve", "aiohttp")
 """The client's packages whose versions a report lists."""
@@ -103,6 +104,8 @@ def tables(report: Report) -> list[Table]:
         if stats.stages:
             stages = [(name, *_numbers(summary)) for name, summary in stage_times(report, base).items()]
             sections.append(Table("", ("in the server", *_HEADINGS), stages))
+        if len(revisions := by_revision(report, base)) > 1:
+            sections.append(Table("", _REVISIONS, [_revision_row(*each) for each in revisions.items()]))
     if len(report.runs) > 1:
         names = tuple(report.servers)
         headings = ("mean ± 95 %", *names, *(("second / first",) if len(names) > 1 else ()))
@@ -118,6 +121,18 @@ def stage_times(report: Report, base: str) -> dict[str, Summary]:
     traced = [record for record in report.records(base) if record.stages and record.error is None]
     outside = summarize(record.e2e_s - sum(record.stages.values()) for record in traced)
     return {name: stages[name] for name in dict.fromkeys((*order, *stages))} | {"outside": outside}
+
+
+def by_revision(report: Report, base: str) -> dict[str, RunStatistics]:
+    """Returns the statistics of the requests of each revision that the server named; failed ones name none."""
+    records = [record for record in report.records(base) if record.stages]
+    names = sorted({record.revision for record in records})
+    return {name: statistics([r for r in records if r.revision == name], report.slo) for name in names}
+
+
+def _revision_row(name: str, stats: RunStatistics) -> tuple[str, ...]:
+    times = (stats.ttft.p50, stats.ttft.p99, stats.tpot.p50, stats.tpot.p99)
+    return (name or "-", str(stats.requests), *(f"{seconds * 1e3:.2f}" for seconds in times))
 
 
 def best(report: Report) -> str:
@@ -242,6 +257,7 @@ def _request(run: int, record: RequestRecord) -> dict[str, Any]:
         "output_tokens": record.output_tokens,
         "gaps_s": [round(gap, 6) for gap in record.gaps_s],
         "stages_s": {name: round(seconds, 6) for name, seconds in record.stages.items()},
+        "revision": record.revision,
     }
 
 

@@ -39,7 +39,8 @@ class RequestRecord:
 
     `cached_tokens` are those of the prompt that the server found in a prefix cache, None if it does not report them.
     `counted` is False if the server reported no usage and `output_tokens` is the number of events instead. `stages`
-    holds the seconds in each stage of the server's own timeline, if it reports one.
+    holds the seconds in each stage of the server's own timeline, and `revision` is that of the workers, if it reports
+    them.
     """
 
     sent: float
@@ -53,6 +54,7 @@ class RequestRecord:
     error: str | None = None
     timed_out: bool = False
     stages: Mapping[str, float] = field(default_factory=dict)
+    revision: str = ""
 
     @property
     def ttft_s(self) -> float | None:

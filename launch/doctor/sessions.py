@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from baton.core.commands import Abort, Drain, Drained, Heartbeat, HeartbeatAck, Join, Prefill, Role, Welcome
-from baton.core.errors import HandoffError, InvariantError, JoinRefused
+from baton.core.errors import HandoffError, InvalidRequest, InvariantError, JoinRefused
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.runtime.cluster_token import check_token
@@ -152,6 +152,9 @@ class CheckSessions:
 
     def drain_worker(self, worker: str, timeout_s: float, next_role: Role | None = None) -> None:
         self._send(worker, Drain(timeout_s, next_role))
+
+    def set_traffic(self, shares: Mapping[str, float], *, clear: bool) -> Mapping[str, float]:
+        raise InvalidRequest("a doctor serves no requests", param="share")
 
     def fail(self, error: InvariantError) -> None:
         log.critical("%s", error)

@@ -113,7 +113,7 @@ async def test_streams_of_a_killed_decode_worker_continue_on_another_worker(runn
         await client.idle(running)
 
 
-async def test_a_killed_prefill_worker_makes_the_cluster_unready_and_ends_no_stream(running: Cluster) -> None:
+async def test_requests_wait_for_the_restart_of_a_killed_prefill_worker(running: Cluster) -> None:
     async with Client(running) as client:
         decoding = asyncio.create_task(_outcome(client, [3] * 20, 1500))
         await until(running, lambda c: sum(w["running"] for w in c.workers().values()) >= 1, "a running stream")
@@ -121,17 +121,9 @@ async def test_a_killed_prefill_worker_makes_the_cluster_unready_and_ends_no_str
         victim = running.pids("prefill-0")[0]
         await asyncio.sleep(1.0)  # all are admitted by then
         running.kill(victim)
-        killed_at = time.monotonic()
-        saw_503 = False
-        while time.monotonic() - killed_at < 6 and not saw_503:
-            ready = await client.http.get("/ready")
-            saw_503 = ready.status_code == 503 and "prefill" in ready.text
-            await asyncio.sleep(0.02)
-        assert saw_503
-        refused = await client.http.post("/v1/completions", json=body([1] * 5, 2))
-        if refused.status_code != 200:
-            assert refused.status_code == 503
-            assert int(refused.headers["retry-after"]) >= 1
+        await until(running, lambda c: c.workers()["prefill-0"]["state"] != "ready", "its loss")
+        assert (await client.http.get("/ready")).status_code == 200, "requests may wait (--hold-s)"
+        assert (await client.http.post("/v1/completions", json=body([1] * 5, 2))).status_code == 200
         outcomes = await asyncio.gather(*computing)
         assert [(o.tokens, o.error) for o in outcomes] == [(100, None)] * 6, "they wait for its restart"
         assert (await decoding).tokens == 1500

@@ -53,6 +53,16 @@ async def test_waiting_requests_end_when_a_role_has_no_worker_for_longer_than_th
         assert (await first.failed()).code == "no_decode_worker"
 
 
+async def test_a_front_is_ready_while_a_role_is_empty_up_to_the_hold() -> None:
+    async with bench("p0", "d0", lease_s=0.5, hold_s=1.0) as b:
+        await until(lambda: b.pipeline.ready()[0], what="both roles")
+        for name in ("p0", "d0"):
+            b.cluster.workers.left(name, 1)
+        assert b.pipeline.ready() == (True, "ready")
+        assert (await b.submit("b").failed()).code == "no_prefill_worker"
+        assert b.pipeline.ready() == (False, "no prefill worker is ready")
+
+
 async def test_requests_beyond_the_queue_limit_and_duplicate_ids_are_refused() -> None:
     async with bench("p0", "d0", max_requests=1) as b:
         a, waits = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)

@@ -64,7 +64,7 @@ async def test_a_command_lost_with_its_stream_is_sent_again() -> None:
         assert len(p.all(Prefill)) == 1
 
 
-async def test_queued_requests_are_not_refused_during_a_short_session_break() -> None:
+async def test_requests_are_not_refused_during_a_short_session_break() -> None:
     async with bench("p0", "d0") as b:
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
         p, d, s = await wait_for_dispatch(b)
@@ -72,7 +72,9 @@ async def test_queued_requests_are_not_refused_during_a_short_session_break() ->
         d.cut()
         await until(lambda: b.state("d0") == "disconnected")
         third = b.submit("c", prompt=(1,))
+        assert b.pipeline.ready() == (True, "ready")
         await asyncio.sleep(0.25)
+        assert third.error is None
         d.wire.refuses = False
         run_to_end(p, d, s)
         assert len(await first.done()) == 4

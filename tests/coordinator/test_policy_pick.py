@@ -94,10 +94,12 @@ def test_pick_equals_a_linear_scan_over_all_workers(workers: int, sizes: tuple[i
         prefix = {size: hints[: dice.randrange(12)] for size, hints in HINTS.items()}
         tokens = dice.randrange(1, 120)
         choice = make_choice(f"r{turn}", tokens, tokens + dice.randrange(200), prefix=prefix)
-        prefill, decode = dispatcher._pick_prefill(choice), dispatcher._pick_decode(choice)
+        of_workers = next(iter(table.classes))
+        prefill = dispatcher._pick_prefill(choice, of_workers.prefill)
+        decode = dispatcher._pick_decode(choice, of_workers.decode)
         assert (prefill.worker_id if prefill else None) == plain_prefill(table, choice), turn
-        table.prefill.check()
-        table.decode.check()
+        of_workers.prefill.check()
+        of_workers.decode.check()
         targets = [worker.worker_id for worker in decode]
         assert targets == plain_decode(dispatcher, table, choice), turn
         found["of a prefix"] += prefill is not None and held_tokens(prefill, choice) > 0

@@ -425,6 +425,17 @@ def test_requests_wait_for_an_empty_role_and_then_fail_with_the_reason() -> None
     assert d.error(running).code == "no_prefill_worker"
 
 
+def test_workers_that_are_expected_are_waited_for_beyond_the_hold() -> None:
+    d = Drive(hold_s=2.0)
+    d.requests.await_workers(d.now + 30.0)
+    waits = d.submit("r")
+    d.tick()
+    d.tick(31.0)
+    assert waits.error is None
+    d.tick(1.5)
+    assert d.error(waits).code == "no_prefill_worker"
+
+
 def test_returning_role_stops_the_hold_timeout_even_without_room_for_all() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     first, _ = d.at(Stage.DECODE, "first", prompt=(1,) * 40)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton.core.commands import Join, Role
-from baton.core.compatibility import Difference, difference
+from baton.core.compatibility import PROTOCOL_VERSION, Difference, difference
 from baton.core.errors import InvalidRequest, JoinRefused
 from baton.core.events import Load
 from baton.core.kv_layout import KVLayout, LayerKV
@@ -28,6 +28,7 @@ OWN = OwnModel(
             hidden_size=16, head_dim=8, num_hidden_layers=2, num_key_value_heads=2, vocab_size=make_facts().vocab_size
         )
     ),
+    "t",
 )
 """The model that workers with `make_facts` have loaded."""
 
@@ -59,11 +60,12 @@ def layers(**changes: object) -> KVLayout:
 @pytest.mark.parametrize(
     ("param", "facts"),
     [
-        ("protocol_version", {"protocol_version": 99}),
+        ("protocol_version", {"protocol_version": PROTOCOL_VERSION + 2}),
+        ("protocol_version", {"protocol_version": PROTOCOL_VERSION - 2}),
+        ("tokenizer_digest", {"tokenizer_digest": "other"}),
         ("model_digest", {"model_digest": "other"}),
         ("config_digest", {"config_digest": "other"}),
         ("dtype", {"dtype": "bfloat16"}),
-        ("code_version", {"code_version": "9.9"}),
         ("exact", {"exact": True}),
         ("quantize", {"quantize": "int8"}),
         ("model_impl", {"model_impl": "transformers"}),
@@ -83,7 +85,8 @@ def test_a_fact_that_differs_is_refused_by_name(workers: WorkerTable, param: str
     with pytest.raises(JoinRefused) as caught:
         workers.join(join("d1", **facts), 0.0)
     assert caught.value.param == param and caught.value.message.startswith(f"decode worker d1 refused: {param}: ")
-    owner = "the coordinator" if param == "config_digest" else "d0"
+    at_coordinator = ("config_digest", "protocol_version", "tokenizer_digest", "vocab_size")
+    owner = "the coordinator" if param in at_coordinator else "d0"
     assert f" at {owner} and " in caught.value.message and " at d1" in caught.value.message
     assert state(workers, "d1") == "forgotten"
 
@@ -186,16 +189,16 @@ def test_totals_of_a_pool_never_fall_when_workers_leave(workers: WorkerTable) ->
     count("d1", 1, 100, 1.0)
     count("d1", 1, 103, 2.0)
     workers.expire(2.0)
-    assert workers.decode.totals()["steps"] == 5 + 3, "what d1 computed in the earlier run does not count"
-    assert workers.decode.totals()["worker_s"] == 4.0
+    assert workers.totals("decode")["steps"] == 5 + 3, "what d1 computed in the earlier run does not count"
+    assert workers.totals("decode")["worker_s"] == 4.0
     workers.join(join(incarnation=2), 2.0)
     count("d0", 2, 2, 3.0)
     workers.expire(5.0)  # d1 is lost
     workers.left("d0", 2)
     workers.expire(6.0)
-    totals = workers.decode.totals()
+    totals = workers.totals("decode")
     assert (totals["steps"], totals["step_s"], totals["worker_s"]) == (10, pytest.approx(1.0), 10.0)
-    assert set(workers.prefill.totals().values()) == {0}
+    assert set(workers.totals("prefill").values()) == {0}
 
 
 def test_worker_row_reports_async_scheduling_counters(workers: WorkerTable) -> None:
@@ -286,7 +289,7 @@ def test_worker_name_keeps_its_role_while_the_worker_is_present(workers: WorkerT
     with pytest.raises(JoinRefused, match="role"):
         workers.join(replace(join(role="prefill"), replace=True), 1.0)
     workers.join(join(role="prefill", incarnation=2), 1.0)  # restarted in another role
-    assert not workers.decode.workers and [w.worker_id for w in workers.prefill.workers] == ["d0"]
+    assert [(w.worker_id, w.role) for w in workers.present()] == [("d0", "prefill")]
 
 
 def test_draining_and_leaving(workers: WorkerTable) -> None:
@@ -316,7 +319,7 @@ def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -
     workers.drain("d0", 9.0, 2.6, "prefill")
     workers.left("d0", 3)
     workers.join(join(role="prefill", incarnation=4), 2.7)
-    assert workers.flips == {"prefill": 2, "decode": 1} and [w.worker_id for w in workers.prefill.workers] == ["d0"]
+    assert workers.flips == {"prefill": 2, "decode": 1} and [w.role for w in workers.present()] == ["prefill"]
     workers.drain("d0", 9.0, 3.0)
     workers.left("d0", 4)
     workers.join(join(incarnation=5), 4.0)

@@ -22,8 +22,14 @@ def test_field_that_differs_is_named_with_both_values(name: str) -> None:
     ours = make_facts()
     value = other(getattr(ours, name))
     expected = Difference(name, ascii(getattr(ours, name)), ascii(value))
-    assert difference(ours, replace(ours, **{name: value})) == expected
+    assert difference(ours, replace(ours, **{name: value}), one_worker=True) == expected
     assert difference(ours, replace(ours)) is None
+
+
+def test_two_workers_may_have_different_code_and_one_may_not_report_its_tokenizer() -> None:
+    assert difference(make_facts(), make_facts(code_version="9.9")) is None
+    assert difference(make_facts(), make_facts(tokenizer_digest="")) is None
+    assert difference(make_facts(), make_facts(tokenizer_digest="u")) == ("tokenizer_digest", "'t'", "'u'")
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(LayerKV)])
@@ -65,7 +71,7 @@ def test_message_names_both_ends_and_explains() -> None:
 
 @pytest.mark.parametrize("value", ["x" * 100_000, "x\n\x1b[31m", "\u202e" * 100])
 def test_value_of_a_peer_is_shown_as_one_short_line_of_ascii(value: str) -> None:
-    for name in ("code_version", "model_digest"):
+    for name in ("dtype", "model_digest"):
         differs = difference(make_facts(), make_facts(**{name: value}))
         assert differs is not None and differs.theirs.isascii() and differs.theirs.isprintable()
         assert len(differs.theirs) <= 80

@@ -68,8 +68,8 @@ ENDPOINTS = {
     "GET /v1/models/{model_id}": "one of these entries; 404 for any other name",
     "POST /tokenize": "`prompt`, or `messages` with `tools` and the template's other fields, to token ids",
     "POST /detokenize": "`tokens` to text, special tokens shown",
-    "GET /health": "200 while both pools (prefill alone, if the model does not generate) have a ready worker, else 503"
-    " with the reason",
+    "GET /health": "200 while requests are accepted: each role that they need has a ready worker, or had one less than "
+    "`--hold-s` ago; else 503 with the reason",
     "GET /ready": "the same",
     "GET /": "a page with a chat box, the pools and the last requests",
     "GET /live": "200 while the coordinator runs",
@@ -88,7 +88,7 @@ ENDPOINTS = {
     "GET /tokenizer_info": "special tokens and chat template, as vLLM has it",
     "GET /v2": "name, version and extensions of the server, see [Open Inference Protocol](#open-inference-protocol)",
     "GET /v2/health/live": "200 while the coordinator runs",
-    "GET /v2/health/ready": "200 while both pools have a ready worker, else 503 with the reason",
+    "GET /v2/health/ready": "200 while requests are accepted, else 503 with the reason",
     "GET /v2/models/stats": "counts and durations of inference requests",
     "POST /v2/repository/index": "the one model and whether it is ready",
     "GET /v2/models/{name}": "the model's inputs and outputs",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.bench.load import LoadPlan
+from launch.bench.report import Report, Run, tables
 from launch.bench.run import MOST_STEPS, Search
 from launch.bench.stats import RequestRecord, interval, statistics
 from sim.scale.workload import Lengths, parse_lengths
@@ -208,3 +209,17 @@ def test_lengths_are_parsed() -> None:
     for wrong in ("", "x", "8-1", "-3", "1-2-3"):
         with pytest.raises(ValueError):
             parse_lengths(wrong)
+
+
+def test_revisions_are_compared_if_the_server_names_several() -> None:
+    def record(revision: str, ttft_s: float, **more: object) -> RequestRecord:
+        times = {"arrivals": (ttft_s, ttft_s + 0.1), "finished": ttft_s + 0.1, "ended": ttft_s + 0.2}
+        return RequestRecord(0.0, **times, output_tokens=2, stages={"decode": 0.1}, revision=revision, **more)  # type: ignore[arg-type]
+
+    def rows(*records: RequestRecord) -> list[list[str]]:
+        return [[*row] for table in tables(Report({}, runs=[Run("s", [*records])])) for row in table.rows]
+
+    stable = ["-", "2", "250.00", "299.00", "100.00", "100.00"]
+    records = [record("", 0.2), record("", 0.3), record("v2", 0.4), RequestRecord(0.0, error="503")]
+    assert rows(*records)[-2:] == [stable, ["v2", "1", "400.00", "400.00", "100.00", "100.00"]]
+    assert stable not in rows(*records[:2]), "one revision needs no comparison"

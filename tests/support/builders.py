@@ -114,6 +114,7 @@ def make_facts(**changes: object) -> Compatibility:
         "protocol_version": PROTOCOL_VERSION,
         "vocab_size": 100,
         "max_model_len": 64,
+        "tokenizer_digest": "t",
     }
     return Compatibility(**{**values, **changes})  # type: ignore[arg-type]
 

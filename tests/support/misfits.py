@@ -20,8 +20,11 @@ def _layers(**changes: Any) -> Callable[[KVLayout], KVLayout]:
 
 MISFITS: list[tuple[str, dict[str, Any]]] = [
     (f"protocol_version: {PROTOCOL_VERSION} at d0 and 11 at the prefill worker", {"protocol_version": 11}),
-    ("code_version: '0.1.0' at d0 and '9.9' at the prefill worker", {"code_version": "9.9"}),
-    ("code_version: '0.1.0' at d0 and '' at the prefill worker", {"code_version": ""}),
+    (
+        f"protocol_version: {PROTOCOL_VERSION} at d0 and {PROTOCOL_VERSION - 1} at the prefill worker",
+        {"protocol_version": PROTOCOL_VERSION - 1},
+    ),
+    ("tokenizer_digest: 't' at d0 and 'u' at the prefill worker", {"tokenizer_digest": "u"}),
     ("run_id: 'run' at d0 and 'other' at the prefill worker", {"run_id": "other"}),
     ("model_digest: 'm' at d0 and 'x' at the prefill worker", {"model_digest": "x"}),
     ("model_digest: 'm' at d0 and 'xxxxxxxxxxxx' at the prefill worker", {"model_digest": "x" * 100_000}),
