@@ -96,6 +96,8 @@ def main(kinds: list[str]) -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401 (imported once, before the forks)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
+    from baton.engine.transformers_parallel import PROVEN
+
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     rows = {row["type"]: row for row in json.loads(FILE.read_text())} if FILE.exists() else {}
@@ -104,6 +106,7 @@ def main(kinds: list[str]) -> None:
         result, reason = tried(kind)
         rows[kind] = {"type": kind, "class": name if isinstance(name, str) else name[0], "outcome": result}
         rows[kind] |= {"reason": reason} if reason else {}
+        rows[kind] |= {"ranks": 2} if kind in PROVEN else {}
         print(kind, result, reason, flush=True)
         ordered = [json.dumps(rows[key]) for key in sorted(rows)]
         FILE.write_text("[\n" + ",\n".join(ordered) + "\n]\n")

@@ -38,9 +38,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
             with naming(worker.name):
                 config.longest(options.max_model_len)
                 if not isinstance(config, ModelConfig) or options.model_impl == "transformers":
-                    if worker.tensor_parallel > 1:
-                        raise StartupError(f"tensor_parallel {worker.tensor_parallel}: transformers computes on 1 rank")
-                    continue
+                    continue  # a worker knows how its ranks divide the model
                 even_share(config.num_heads, worker.tensor_parallel, "num_attention_heads")
                 local_heads(config.num_kv_heads, worker.tensor_parallel, 0)
                 even_share(config.intermediate_size, worker.tensor_parallel, "intermediate_size")

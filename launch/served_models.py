@@ -1,8 +1,8 @@
 """`baton models`: which architectures are served, by which path, and what is proven of each.
 
 models.json has the outcome of each causal language model of transformers (benchmarks/served_models.py): "equal" if the
-tokens of a tiny random checkpoint equalled transformers' own, "refused" with the reason with which a worker refuses it,
-"differs", or "not tried".
+tokens of a tiny random checkpoint equalled transformers' own (with "ranks", on that many, too), "refused" with the
+reason with which a worker refuses it, "differs", or "not tried".
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ FILE = Path(__file__).with_name("models.json")
 OWN = ("llama", "mistral", "qwen2", "qwen3")
 PROVEN = {
     "equal": "tokens equal transformers' (tiny, random, float32)",
+    "equal on two ranks": "tokens equal transformers' (tiny, random, float32), on two ranks, too",
     "differs": "tokens differ from those that transformers generates",
     "refused": "refused",
     "not tried": "not tried",
@@ -35,7 +36,8 @@ def rows(*, served_only: bool = False) -> list[tuple[str, str, str, str]]:
         if served_only and outcome != "equal":
             continue
         path = "baton" if row["type"] in OWN else "transformers" if outcome == "equal" else ""
-        proven = PROVEN[outcome] + (f": {reason}" if reason else "")
+        proven = PROVEN[f"{outcome} on two ranks" if row.get("ranks") == 2 else outcome]
+        proven += f": {reason}" if reason else ""
         result.append((row["type"], row["class"], path, proven))
     return result
 

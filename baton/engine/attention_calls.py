@@ -35,10 +35,11 @@ _MASKED_QUERIES, _MASKED_POSITIONS = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of attention. It reads storage `source`; `latent`: of MLA, whose K and V are expanded from it. `reach`
-    is None if it is unknown: a mask that reads fake tensors cannot be evaluated."""
+    """One call of attention, with `kv_heads` in storage `source`; `latent`: of MLA, whose K and V are expanded from it.
+    `reach` is None if it is unknown: a mask that reads fake tensors cannot be evaluated."""
 
     source: int
+    kv_heads: int
     reach: Reach | None
     scale: float | None
     softcap: float | None
@@ -48,7 +49,9 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`storages` in the order in which a pass writes them, `calls` in the order of attention."""
+    """`storages` in the order in which a pass writes them, as the whole model has them, `calls` in the order of
+    attention. A storage whose heads ranks do not divide has one head, as large as all of them, which is then on every
+    rank."""
 
     storages: tuple[LayerKV, ...]
     calls: tuple[AttentionCall, ...]
@@ -62,6 +65,7 @@ class Recorder:
         self._stored: list[tuple[Tensor, Tensor]] = []  # kept: tensors are compared by identity
         self._layers: list[int] = []
         self._calls: list[AttentionCall] = []
+        self._heads: dict[int, int] = {}  # of storages whose heads ranks divide: the whole model's
         self._masks: list[tuple[Any, int | None]] = []  # of each call, with its argument `sliding_window`
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
@@ -91,7 +95,11 @@ class Recorder:
         if mask is not None and not callable(mask):
             raise StartupError("attends with a mask of its own")
         self._masks.append((mask, options.get("sliding_window")))
-        call = AttentionCall(source, None, scale, softcap, options.get("s_aux") is not None, latent)
+        if module.baton_kv_heads and module.layer_idx == self._layers[source]:
+            self._heads[source] = module.baton_kv_heads
+        call = AttentionCall(
+            source, self._stored[source][0].shape[1], None, scale, softcap, options.get("s_aux") is not None, latent
+        )
         if latent and (call.sinks or softcap is not None):
             raise StartupError("attends to latents with sinks or softcap")
         self._calls.append(call)
@@ -113,8 +121,11 @@ class Recorder:
         for index, (keys, values) in enumerate(self._stored):
             of_readers = windows.get(index, [0])
             window = max(of_readers) if all(of_readers) else 0
-            layer = LayerKV(keys.shape[1], keys.shape[3], _name(keys), window=window)  # type: ignore[arg-type]
-            storages.append(replace(layer, value_dim=values.shape[3]))
+            heads = self._heads.get(index, 0)
+            shared = 1 if heads else keys.shape[1]
+            layer = LayerKV(heads or 1, shared * keys.shape[3], _name(keys), window=window)  # type: ignore[arg-type]
+            layer = replace(layer, value_dim=shared * values.shape[3])
+            storages.append(layer)
         return Recorded(tuple(storages), tuple(calls))
 
     def _source(self, module: Any, key: Tensor, value: Tensor) -> tuple[int, bool]:
@@ -129,8 +140,8 @@ class Recorder:
                 (latents[1], turned[1]) == (1, 1)
                 and isinstance(projection, torch.nn.Linear)
                 and projection.bias is None
-                and projection.in_features == latents[3]
-                and projection.out_features == key.shape[1] * (module.qk_nope_head_dim + module.v_head_dim)
+                and projection.weight.shape
+                == (key.shape[1] * (module.qk_nope_head_dim + module.v_head_dim), latents[3])
                 and (key.shape[3], value.shape[3]) == (module.qk_nope_head_dim + turned[3], module.v_head_dim)
             ):
                 return len(self._stored) - 1, True

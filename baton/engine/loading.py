@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import RankOptions, check_ranks
 from baton.engine.runner import Computing, Runner
-from baton.engine.selfcheck import check_against_reference
+from baton.engine.selfcheck import check_against_reference, check_in_float32, num_blocks
 from baton.engine.selftest import check_exact, prove_row_invariance
 from baton.engine.transformers_path import check_options, transformers_model
 from baton.engine.weights import WeightReader
@@ -76,11 +77,10 @@ def load_runner(
         longest = config.longest(options.max_model_len)
         kernels, kernels_name = choose_kernels(options.kernels, device)
         if isinstance(config, GeneralConfig):
-            check_options(options, ranks)
+            check_options(options)
             module = transformers_model()
-            # With its weights: its layout is known only then.
-            weights = model = module.load(options.model_dir, longest, dtype, device, config.vocab_size)
-            layout = KVLayout(options.block_size, model.recorded.storages)
+            load = partial(module.load, options.model_dir, longest, dtype, device, config.vocab_size)
+            layout = KVLayout(options.block_size, ())  # known when the model is loaded
             kernels_name = f"transformers {module.VERSION}, sampling {kernels_name}"
         else:
             weights = _open_weights(options, config, ranks, device, dtype, tensors, kernels, kernels_name)
@@ -105,7 +105,11 @@ def load_runner(
         check_ranks(store, ranks, RankOptions.of(options, facts, device.type, level), LOAD_TIMEOUT_S)
         group = connect(store, ranks, device, options.host)
     classifier = None
-    if not isinstance(config, GeneralConfig):
+    if isinstance(config, GeneralConfig):
+        with _stage("load", on_stage), torch.no_grad():
+            weights = model = load(group)
+        facts = replace(facts, layout=KVLayout(options.block_size, model.recorded.storages))
+    else:
         with _stage("load", on_stage), torch.no_grad():
             model = build_model(config, weights, group, kernels, longest, options)
             classifier = weights.classifier() if config.num_labels and group.leads else None
@@ -155,6 +159,11 @@ def load_runner(
     if isinstance(config, GeneralConfig):
         with _stage("self-check", on_stage), torch.no_grad():
             check_against_reference(runner, model.reference)
+            if dtype != "float32":
+                layers = tuple(replace(layer, dtype="float32") for layer in local.layers)
+                pool = KVPool(KVLayout(options.block_size, layers), num_blocks(local), device)
+                checked, _ = make_runner(pool, pool.num_blocks * options.block_size)
+                check_in_float32(checked, model.reference, model.in_float32())
     group.barrier("end of loading")
     return runner
 

@@ -69,7 +69,8 @@ def unread_sizes(
     Raises StartupError for a model that transformers cannot serve."""
     if not isinstance(config, GeneralConfig):
         return config.kv_layout(block_size, dtype), parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize)
-    recorded, parameters = transformers_model().probe(model_dir, config.max_position_embeddings, dtype)
+    longest = config.max_position_embeddings
+    recorded, parameters = transformers_model().probe(model_dir, longest, dtype, size, rank)
     if recorded is None:
         raise StartupError(f"{model_dir.name}: its KV layout is only known when it is loaded")
     return KVLayout(block_size, recorded.storages), parameters

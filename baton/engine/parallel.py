@@ -103,6 +103,12 @@ class TPGroup:
         self._run("gather", lambda: self._group.gather(outputs, [shard], options), OPERATION_TIMEOUT_S)
         return None if gathered is None else torch.cat(gathered.unbind(), dim=-1)
 
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """Concatenates shards [..., n] in rank order, on every rank: [..., size * n]."""
+        if self.size == 1:
+            return shard
+        return torch.cat(self._all_gather(shard, "all-gather", OPERATION_TIMEOUT_S).unbind(), dim=-1)
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Returns the leader's tensor on every rank; followers pass a tensor of its shape, which is overwritten."""
         if self.size == 1:

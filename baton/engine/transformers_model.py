@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from baton.engine.batch import Batch
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.gguf_files import read_index
 from baton.engine.kv_pool import KVPool
+from baton.engine.parallel import TPGroup
+from baton.engine.transformers_parallel import divide, mark_kv_heads, reading_parts
 
 NAME = "baton_paged"
 VERSION: str = transformers.__version__
@@ -141,7 +143,7 @@ class _Step:
         self._updates += 1
         for tensor, new in zip(storage, (keys, values), strict=True):
             stored = new[0].transpose(0, 1)[: len(self._slots)]
-            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, self._slots, stored)
+            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, self._slots, stored.reshape(-1, *tensor.shape[2:]))
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
@@ -150,12 +152,13 @@ class _Step:
         self._calls += 1
         if call.reach is None:
             raise InvariantError("a mask was not evaluated")
-        prepared, storage = self._prepared[call.reach], self._kv.storage[call.source]
+        prepared = self._prepared[call.reach]
+        keys, values = (each.view(*each.shape[:2], call.kv_heads, -1) for each in self._kv.storage[call.source])
         scores = Scores(call.scale, call.softcap, options.get("s_aux"))
         queries = query[0].transpose(0, 1)
         if call.latent:
-            return self._attend_latents(module, queries, storage, prepared, call)[None]
-        return self._attention.attend(queries, *storage, prepared, scores).view(1, *queries.shape[:2], -1)
+            return self._attend_latents(module, queries, (keys, values), prepared, call)[None]
+        return self._attention.attend(queries, keys, values, prepared, scores).view(1, *queries.shape[:2], -1)
 
     def _attend_latents(
         self, module: Any, queries: Tensor, storage: tuple[Tensor, Tensor], prepared: Any, call: AttentionCall
@@ -177,10 +180,10 @@ class _Step:
 
 
 class TransformersModel:
-    """A model of transformers behind the contract of `Model`, for one rank. `recorded` is what `record` returned."""
+    """A model of transformers behind the contract of `Model`: one rank's part. `recorded` is what `record` returned."""
 
-    def __init__(self, model: Any, vocab_size: int, longest: int) -> None:
-        self._model, self._vocab_size = model, vocab_size
+    def __init__(self, model: Any, vocab_size: int, longest: int, group: TPGroup) -> None:
+        self._model, self._vocab_size, self._group = model, vocab_size, group
         self.recorded = record(model, longest)
         self.windows: Iterable[Reach] = dict.fromkeys(c.reach for c in self.recorded.calls if c.reach is not None)
         self.steps = 0  # computed over pages
@@ -190,14 +193,15 @@ class TransformersModel:
         return parameter_bytes(self._model)
 
     def forward(self, batch: Batch, kv: KVPool, attention: FastAttention) -> Tensor:
-        """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions."""
+        """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
+        followers none: [0, vocab]."""
         prepared = {reach: attention.prepare(batch.spans, reach.window, reach.chunk) for reach in self.windows}
         step = _Step(self.recorded, batch.slots, kv, attention, prepared)
         before = batch.positions - torch.arange(len(batch.token_ids), device=kv.device)
         logits = _run(self._model, step, before, batch.tokens, batch.positions, batch.sampled)
         step.finish()
         self.steps += 1
-        return logits[:, : self._vocab_size].float()
+        return self._whole(logits)
 
     def forward_pooled(self, batch: Batch, kv: KVPool, attention: FastAttention) -> tuple[Tensor, Tensor]:
         """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
@@ -211,13 +215,27 @@ class TransformersModel:
 
     def reference(self, tokens: Tensor) -> Tensor:
         """Logits [T, vocab] of a sequence tokens [T], as transformers computes them by itself: whole, and with its
-        plain attention."""
+        plain attention; none on followers, which compute their part."""
         self._model.set_attn_implementation("eager")
         try:
             logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0]
         finally:
             self._model.set_attn_implementation(NAME)
-        return logits[:, : self._vocab_size].float()
+        return self._whole(logits)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Meanwhile all steps compute in float32: weights are converted layer by layer, while each is called, and are
+        the same bits as before in the end."""
+        handles = [handle for unit in _units(self._model) for handle in _convert_while_called(unit)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        return logits[:, : self._vocab_size].float() if self._group.leads else logits.new_empty(0, self._vocab_size)
 
 
 def _run(
@@ -253,32 +271,42 @@ def _observe(model: Any, longest: int) -> Recorder:
     return recorder
 
 
-def probe(model_dir: Path, longest: int, dtype: DType) -> tuple[Recorded | None, int]:
-    """Returns what a model asks for, without reading its weights, and the bytes of its parameters. None, and 0, for
-    what only real data shows. Raises StartupError for a model that is not served."""
+def probe(model_dir: Path, longest: int, dtype: DType, size: int = 1, rank: int = 0) -> tuple[Recorded | None, int]:
+    """Returns what a model asks for, without reading its weights, and the bytes of the parameters of `rank` of `size`.
+    None, and 0, for what only real data shows. Raises StartupError for a model that is not served."""
     config = _read_config(model_dir, longest)
     with _plainly(model_dir):
         with FakeTensorMode():
             # In bfloat16: the kernel of experts has no other dtype on fake tensors.
-            size = 0
+            model, num_bytes, recorder = None, 0, None
             try:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
-                size = parameter_bytes(model) * DTYPE_BYTES[dtype] // DTYPE_BYTES["bfloat16"]
+                num_bytes = parameter_bytes(model)
                 recorder = _observe(_prepare(model), longest)
             except RuntimeError:  # an operation needs data
-                return None, size
-        recorded = recorder.finish(model.config.get_text_config().num_hidden_layers)
+                pass
+            if size > 1 and model is not None:
+                divide(model, TPGroup(rank, size))
+                model.tie_weights()
+                num_bytes = parameter_bytes(model)
+        num_bytes = num_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES["bfloat16"]
+        if recorder is None:
+            return None, num_bytes
+        recorded = recorder.finish(config.get_text_config().num_hidden_layers)
     stored = (replace(layer, dtype=dtype) if layer.dtype == "bfloat16" else layer for layer in recorded.storages)
-    return replace(recorded, storages=tuple(stored)), size
+    return replace(recorded, storages=tuple(stored)), num_bytes
 
 
-def load(model_dir: Path, longest: int, dtype: DType, device: torch.device, vocab_size: int) -> TransformersModel:
-    """Loads a checkpoint. Raises StartupError, with one line, for one that is damaged or not served."""
+def load(
+    model_dir: Path, longest: int, dtype: DType, device: torch.device, vocab_size: int, group: TPGroup
+) -> TransformersModel:
+    """Loads this rank's part of a checkpoint; all ranks of the group call it. Raises StartupError, with one line, for
+    one that is damaged or not served."""
     if read_index(model_dir) is not None:
         raise StartupError(f"{model_dir.name}: transformers' path reads safetensors, not GGUF")
     checkpoint = Checkpoint(model_dir)  # refuses pickles, damaged files, and other dtypes than float
-    probe(model_dir, longest, dtype)
-    with _plainly(model_dir):
+    probe(model_dir, longest, dtype, group.size, group.rank)
+    with _plainly(model_dir), reading_parts(group) if group.size > 1 else nullcontext():
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             config=_read_config(model_dir, longest),
@@ -296,7 +324,45 @@ def load(model_dir: Path, longest: int, dtype: DType, device: torch.device, voca
         for name, parameter in model.named_parameters():
             if parameter.numel() and not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
                 raise StartupError(f"tensor {name} holds NaN or infinite values")
-        return TransformersModel(_prepare(model.to(device)), vocab_size, longest)
+        return TransformersModel(_prepare(model.to(device)), vocab_size, longest, group)
+
+
+def _units(model: Any) -> list[list[Any]]:
+    """Returns the modules of each layer, and every other module that has weights of its own."""
+    units: list[list[Any]] = [list(each.modules()) for layers in _layer_lists(model) for each in layers]
+    inside = {id(module) for unit in units for module in unit}
+    return units + [
+        [module] for module in model.modules() if id(module) not in inside and next(_own(module), None) is not None
+    ]
+
+
+def _layer_lists(model: Any) -> list[Any]:
+    count = model.config.get_text_config().num_hidden_layers
+    return [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+
+
+def _own(module: Any) -> Iterator[Tensor]:
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            yield tensor
+
+
+def _convert_while_called(unit: list[Any]) -> Iterator[Any]:
+    """Yields the handles of the hooks, at the first module of a unit."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def convert(*_: Any) -> None:
+        kept.extend((tensor, tensor.data) for module in unit for tensor in _own(module))
+        for tensor, _stored in kept:
+            tensor.data = tensor.data.float()
+
+    def restore(*_: Any) -> None:
+        for tensor, stored in kept:
+            tensor.data = stored
+        kept.clear()
+
+    yield unit[0].register_forward_pre_hook(convert)
+    yield unit[0].register_forward_hook(restore, always_call=True)
 
 
 def parameter_bytes(model: Any) -> int:
@@ -312,6 +378,7 @@ def _prepare(model: Any) -> Any:
     cache = PagedCache("logits_to_keep" in inspect.signature(model.forward).parameters)
     for module in model.modules():
         module.baton_cache = cache
+    mark_kv_heads(model)
     return model
 
 

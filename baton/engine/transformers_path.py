@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from baton.core.errors import StartupError
-from baton.core.ranks import Ranks
 from baton.engine.options import EngineOptions
 
 
@@ -25,12 +24,10 @@ def transformers_model() -> ModuleType:
     return transformers_model
 
 
-def check_options(options: EngineOptions, ranks: Ranks) -> None:
+def check_options(options: EngineOptions) -> None:
     """Raises StartupError for an option that this path does not serve, with the one that would work."""
     refused = None
-    if ranks.size > 1:
-        refused = f"--tensor-parallel {ranks.size}: use 1 rank"
-    elif options.exact:
+    if options.exact:
         refused = "--exact: the sums of torch's own modules are not row-invariant"
     elif options.quantize != "none":
         refused = f"--quantize {options.quantize}: use none"

@@ -20,7 +20,13 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 CHUNK, COUNT = 16, 64
 LENGTHS = (3, 16, 17, 50, 97, 130)
 CACHED = 128  # tokens of the last prompt that are in whole blocks
+SENT_TOKENS = sum(LENGTHS) + LENGTHS[-1] - CACHED
 LATENT, ROPE, LAYERS = 20, 8, 4  # of the tiny checkpoints
+DIVIDED = (
+    "cohere2", "deepseek_v3", "gemma2", "gemma3n_text", "glm4_moe", "gpt_neox", "gpt_oss", "llama4_text", "olmo2",
+    "phi3", "qwen3_moe", "starcoder2",
+)  # fmt: skip
+QUICK_DIVIDED = (("gemma2", (2, 1)), ("deepseek_v3", (1, 2)))
 
 
 def prompts() -> list[list[int]]:
@@ -36,10 +42,32 @@ async def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> No
     decode, prefill = worked["decode-0"], worked["prefill-0"]
     assert {decode["model_impl"], prefill["model_impl"]} == {"transformers"}
     assert decode["prompt_tokens_computed"] == 0
-    assert prefill["prompt_tokens_computed"] == sum(LENGTHS) + LENGTHS[-1] - CACHED
+    assert prefill["prompt_tokens_computed"] == SENT_TOKENS
     assert decode["kv_bytes_received"] == prefill["kv_bytes_sent"] > 0
     if kind == "deepseek_v3":  # MLA: what is sent of a token are its latents
-        assert prefill["kv_bytes_sent"] == (sum(LENGTHS) + LENGTHS[-1] - CACHED) * LAYERS * (LATENT + ROPE) * 4
+        assert prefill["kv_bytes_sent"] == SENT_TOKENS * LAYERS * (LATENT + ROPE) * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill_tp", "decode_tp"),
+    [
+        pytest.param(kind, *sizes, marks=() if (kind, sizes) in QUICK_DIVIDED else pytest.mark.long)
+        for kind in DIVIDED
+        for sizes in ((2, 1), (1, 2))
+    ],
+)
+async def test_tokens_over_workers_of_other_sizes_equal_transformers(
+    kind: str, prefill_tp: int, decode_tp: int, tmp_path: Path
+) -> None:
+    model = make_transformers_checkpoint(tmp_path / "m", kind)
+    sizes = {"prefill_tp": prefill_tp, "decode_tp": decode_tp}
+    worked = await same_tokens(model, tmp_path, model_impl="transformers", **sizes)
+    decode, prefill = worked["decode-0"], worked["prefill-0"]
+    assert [len(worker["pids"]) for worker in (prefill, decode)] == [prefill_tp, decode_tp]
+    assert decode["prompt_tokens_computed"] == 0
+    assert decode["kv_bytes_received"] == prefill["kv_bytes_sent"] > 0
+    if kind == "deepseek_v3":  # each rank has all latents
+        assert prefill["kv_bytes_sent"] == SENT_TOKENS * LAYERS * (LATENT + ROPE) * 4 * decode_tp
 
 
 @pytest.mark.parametrize(

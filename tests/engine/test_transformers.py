@@ -12,17 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import StartupError
-from baton.core.ranks import Ranks
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine import transformers_path
+from baton.engine import loading, transformers_path
 from baton.engine.attention import Reach, Scores
 from baton.engine.attention_calls import reach_of
 from baton.engine.checkpoint import read_model_config
-from baton.engine.loading import load_runner
 from baton.engine.memory import unread_sizes
-from baton.engine.options import EngineOptions
-from tests.support.engine_driver import Job, random_tokens, run, tiny_runner
+from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.transformers_models import SERVED, generated, make_transformers_checkpoint
 
 QUICK = ("deepseek_v3", "gemma2", "gpt_oss", "llama4_text")  # latents; softcap and window; sinks; chunks and experts
@@ -100,12 +97,30 @@ def test_longrope_is_served_up_to_the_length_of_one_set_of_frequencies(tmp_path:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_self_check_finds_a_planted_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_self_check_finds_a_planted_fault(
+    fault: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = FAULTS[fault]
-    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    path = make_transformers_checkpoint(tmp_path / kind, kind, getattr(torch, dtype))
     plant(fault, monkeypatch)
     with pytest.raises(StartupError, match="self-check failed: a sequence computed"):
-        tiny_runner(path)
+        tiny_runner(path, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.long) for kind in SERVED]
+)
+def test_bfloat16_is_checked_in_float32_and_computes_the_same_bits_afterwards(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_transformers_checkpoint(tmp_path / kind, kind, torch.bfloat16)
+    checked = tiny_runner(path, dtype="bfloat16")
+    assert not caplog.records
+    monkeypatch.setattr(loading, "check_in_float32", lambda *_: None)
+    tokens = random_tokens(24)
+    logits = [all_logits(runner, tokens, [24]) for runner in (checked, tiny_runner(path, dtype="bfloat16"))]
+    assert torch.equal(*logits)
 
 
 def plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +165,6 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 def test_options_that_the_path_does_not_serve_are_refused(options: dict[str, Any], reason: str, gemma2: Path) -> None:
     with pytest.raises(StartupError, match=re.escape(reason)):
         tiny_runner(gemma2, **options)
-
-
-def test_several_ranks_are_refused(gemma2: Path) -> None:
-    with pytest.raises(StartupError, match="--tensor-parallel 2: use 1 rank"):
-        load_runner(EngineOptions(model_dir=gemma2), ranks=Ranks(0, 2))
 
 
 def test_a_missing_extra_is_named(gemma2: Path, monkeypatch: pytest.MonkeyPatch) -> None:

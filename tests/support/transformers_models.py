@@ -78,9 +78,8 @@ SERVED = (
 """Architectures whose tokens are compared with those that transformers generates."""
 
 
-def tiny_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A random model. Raises MemoryError if the sizes above do not make it tiny."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def tiny_config(kind: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
 
     default = AutoConfig.for_model(kind)
     known = set(default.to_dict()) | set(default.attribute_map)
@@ -88,9 +87,16 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) ->
     if "kv_lora_rank" in known:
         sizes |= _LATENT_HEADS
         sizes.pop("head_dim", None)
-    torch.manual_seed(0)
     eos = {"pad_token_id": 0, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
-    config = AutoConfig.for_model(kind, **sizes | eos | changes)
+    return AutoConfig.for_model(kind, **sizes | eos | changes)
+
+
+def tiny_model(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random model. Raises MemoryError if the sizes above do not make it tiny."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(kind, **changes)
+    torch.manual_seed(0)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST_PARAMETERS:

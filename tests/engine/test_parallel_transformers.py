@@ -1,0 +1,177 @@
+"""Tensor parallelism of models that transformers computes: what each rank holds, and the tokens of transformers
+itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import StartupError
+from baton.core.kv_layout import LayerKV
+from baton.engine import transformers_parallel
+from baton.engine.checkpoint import read_model_config
+from baton.engine.memory import unread_sizes
+from baton.engine.parallel import TPGroup
+from baton.engine.transformers_parallel import PROVEN, Cut, divide
+from launch import served_models
+from tests.support.engine_driver import Job, random_tokens, run
+from tests.support.rank_pool import RankPool
+from tests.support.transformers_models import generated, make_transformers_checkpoint
+
+PROMPTS, NEW_TOKENS = (37, 11, 24), 24
+QUICK = ("deepseek_v3", "gpt_oss", "olmo2")  # latents and experts; a supplement; KV whole on every rank
+PART = {"afmoe": 0.77}
+"""Of the whole model, at most, on one of two ranks, if it is more than 0.66: tiny models have large norms, routers and
+latents, and the plan of AFMoE divides only experts."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [pytest.param(kind, 2, marks=() if kind in QUICK else pytest.mark.long) for kind in PROVEN]
+    + [("gemma2", 4), pytest.param("qwen3_moe", 4, marks=pytest.mark.long)],  # with 2 KV heads
+)
+def test_tokens_on_several_ranks_equal_those_that_transformers_generates(
+    kind: str, ranks: int, pool: RankPool, tmp_path: Path
+) -> None:
+    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
+    jobs = [Job(prompt, NEW_TOKENS, chunk=7) for prompt in prompts]
+    _, whole = unread_sizes(path, read_model_config(path, "transformers"), 4, "float32")
+    with pool.load(path, ranks, model_impl="transformers", block_size=4) as runner:
+        run(runner, jobs, seed=1)
+        layer, local = runner.layout.layers[0], runner.facts[0].local_layout.layers[0]
+        assert local.num_kv_heads == max(layer.num_kv_heads // ranks, 1)
+        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
+    assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
+
+
+def test_the_list_that_users_see_names_the_same_architectures() -> None:
+    rows = json.loads(served_models.FILE.read_text())
+    assert sorted(row["type"] for row in rows if row.get("ranks") == 2) == sorted(PROVEN)
+
+
+@pytest.mark.parametrize(
+    ("cut", "size", "group", "slices", "length"),
+    [
+        (Cut(-2), 12, TPGroup(1, 3), [slice(4, 8)], 4),
+        (Cut(-2, pieces=2), 12, TPGroup(1, 2), [slice(3, 6), slice(9, 12)], 6),  # gate and up
+        (Cut(-1, units=6), 12, TPGroup(1, 3), [slice(4, 8)], 4),  # pairs
+        (Cut(-2, units=2, kind="kv"), 32, TPGroup(2, 4), [slice(16, 32)], 16),
+        (Cut(-2, kind="vocabulary"), 7, TPGroup(1, 2), [slice(4, 7)], 4),
+        (Cut(-1, kind="first"), 7, TPGroup(1, 2), [slice(0, 7)], 7),
+    ],
+)
+def test_part_of_a_dimension(cut: Cut, size: int, group: TPGroup, slices: list[slice], length: int) -> None:
+    assert cut.local(size, group, "x") == (slices, length)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "plan", "reason"),
+    [
+        ("gpt2", {}, {}, "transformers has no tensor-parallel plan for model_type gpt2"),
+        ("diffllama", {}, {}, "tensor parallelism of model_type diffllama is not tested"),
+        ("gemma2", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}, {}, "of 3 cannot be"),
+        ("gemma2", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}, {}, "3 KV heads cannot be"),
+        ("gemma2", {"intermediate_size": 95}, {}, "layers.0.mlp.gate_proj.weight: its dimension of 95 cannot be"),
+        ("gemma2", {}, {"model.layers.*.mlp.up_proj": "new"}, "mlp.up_proj.weight: its tensor-parallel style 'new' is"),
+        ("gemma2", {}, {"model.norm": "colwise"}, "model.norm: a Gemma2RMSNorm cannot be divided colwise"),
+        ("gemma2", {}, {"model.layers.*.mlp": "all_reduce"}, "model.layers.0.mlp: its plan sums"),
+        (
+            "gemma2",
+            {},
+            {"model.layers.*.self_attn.k_proj": "colwise_gather_output"},
+            "self_attn.q_proj: its plan divides only one of queries and keys",
+        ),
+        ("gemma2", {}, {"lm_head": "replicated_with_grad_allreduce"}, "lm_head: .*"),
+    ],
+)
+def test_plans_that_cannot_be_applied_are_refused_by_name(
+    kind: str, changes: dict[str, Any], plan: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(transformers_parallel._SUPPLEMENTS, kind, plan)
+    if plan.get("model.layers.*.mlp"):
+        plan |= dict.fromkeys((f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")), "mla_kv_a_proj")
+    with pytest.raises(StartupError, match=reason):
+        divide(without_weights(kind, **changes), TPGroup(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [
+        ("gemma2", LayerKV(2, 16, "float32", window=8)),
+        ("olmo2", LayerKV(1, 32, "float32")),  # normalised over all heads
+        ("deepseek_v3", LayerKV(1, 20, "float32", value_dim=8)),
+    ],
+)
+def test_kv_that_ranks_do_not_divide_has_one_head(kind: str, layer: LayerKV, tmp_path: Path) -> None:
+    path = make_transformers_checkpoint(tmp_path / "m", kind)
+    layout, _ = unread_sizes(path, read_model_config(path), 16, "float32")
+    assert layout.layers[0] == layer
+
+
+def test_loading_a_part_takes_no_more_than_the_part_and_its_largest_tensor(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 6}
+    paths = [
+        make_transformers_checkpoint(tmp_path / name, "mixtral", **sizes) for name, sizes in (("n", {}), ("m", sizes))
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *map(str, paths)], capture_output=True, text=True, check=True, timeout=200
+    )
+    peak, part, largest = json.loads(done.stdout)
+    assert part > 30 << 20
+    assert peak < 1.1 * part + 2 * largest + (8 << 20), (peak, part, largest)
+
+
+def without_weights(kind: str, **changes: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from tests.support.transformers_models import tiny_config
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation="eager")
+
+
+LOAD = """
+import json, sys, threading, time, torch
+from pathlib import Path
+from baton.engine import transformers_model
+from baton.engine.parallel import TPGroup
+
+class Alone(TPGroup):
+    "One of two ranks, whose sums are its own part: only sizes count here."
+    all_reduce = all_gather = gather = lambda self, x: x
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) << 10
+
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+def load(directory):
+    return transformers_model.load(Path(directory), 64, "float32", torch.device("cpu"), 320, Alone(1, 2))
+
+torch.set_num_threads(1)
+load(sys.argv[1])  # allocates what is allocated once
+before = peak = anonymous()
+threading.Thread(target=watch, daemon=True).start()
+model = load(sys.argv[2])
+sizes = [p.numel() * p.element_size() for p in model._model.parameters()]
+print(json.dumps([peak - before, sum(sizes), max(sizes)]))
+"""
