@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -31,6 +31,7 @@ from baton.core.errors import BatonError
 from baton.core.latency_limits import TPOT_S as TPOT_LIMITS_S
 from baton.core.latency_limits import TTFT_S as TTFT_LIMITS_S
 from baton.core.latency_limits import upper_bound
+from baton.core.request import FinishReason
 from baton.runtime.ignored_fields import as_header
 from coordinator.metrics_cluster import ClusterMetrics
 from coordinator.metrics_vllm import TOKENS, VllmNames, VllmRequests
@@ -56,6 +57,8 @@ class Metrics:
         self._model, self._slow_s = model, slow_s
         new: dict[str, Any] = {"registry": self._registry}
         self.finished = Counter("baton_requests_finished", "choices that ended without error", ["finish_reason"], **new)
+        for reason in get_args(FinishReason):  # a sum of series of which none exists yet is no number
+            self.finished.labels(reason)
         self.failed = Counter("baton_requests_failed", "requests that ended with an error", ["code"], **new)
         self.prompt_tokens = Counter("baton_prompt_tokens", "prompt tokens of requests that produced a token", **new)
         self.cached_tokens = Counter("baton_prompt_tokens_cached", "prompt tokens found in a prefix cache", **new)
