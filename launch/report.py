@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -27,9 +27,19 @@ from sim.stats import Slo
 ROLES = "prefill", "decode"
 CANCELLED = "cancelled"
 OTHER = "given up before the first token, preempted, or in progress"
+Labels = tuple[tuple[str, str], ...]
+
+
+class Limits(NamedTuple):
+    """Seconds to the first token, and per further one; 0: none."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+NO_LIMITS = Limits(0.0, 0.0)
 NO_PRICES: Mapping[str, float] = {}
 _START = "process_start_time_seconds"
-Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,13 @@ class ClusterReport:
         }
 
 
+def counted_limits(slo: Slo | None) -> Limits:
+    """Returns the limits of an SLO, rounded down to counted ones. Raises InvalidRequest if one is below them all."""
+    if slo is None:
+        return NO_LIMITS
+    return Limits(counted_limit(TTFT_S, slo.ttft_s), counted_limit(TPOT_S, slo.tpot_s))
+
+
 def scrape(url: str) -> Scrape:
     """Raises StartupError if no coordinator answers at `url`."""
     return parse(get_metrics(url), time.time())
@@ -151,7 +168,7 @@ def load(path: str) -> Scrape:
 
 
 def made_of(
-    before: Scrape | None, after: Scrape, slo: Slo | None = None, prices: Mapping[str, float] = NO_PRICES
+    before: Scrape | None, after: Scrape, limits: Limits = NO_LIMITS, prices: Mapping[str, float] = NO_PRICES
 ) -> ClusterReport:
     """Reports on the time between two scrapes, or since the coordinator's start: without the first one, and if the
     coordinator was restarted after it. `prices` are per worker-hour, by role."""
@@ -168,12 +185,10 @@ def made_of(
         values = (labels[label] for labels, _ in after.each(name))
         return {value: count for value in values if (count := round(rise(name, **{label: value})))}
 
-    limits = counted_limit(TTFT_S, slo.ttft_s if slo else 0.0), counted_limit(TPOT_S, slo.tpot_s if slo else 0.0)
     failed = by("baton_requests_failed_total", "code")
     cancelled = failed.pop(CANCELLED, 0)
     requests = rise("baton_request_seconds_count")
-    pools = ("baton_pool_prompt_tokens_computed_total", "baton_prefilled_tokens_total")
-    computed, prefilled = map(rise, pools)
+    computed, prefilled = map(rise, ("baton_pool_prompt_tokens_computed_total", "baton_prefilled_tokens_total"))
     wasted = by("baton_prefilled_tokens_wasted_total", "reason")
     if (other := round(computed - prefilled)) > 0:
         wasted[OTHER] = other
@@ -183,9 +198,9 @@ def made_of(
         requests=round(requests),
         failed=failed,
         cancelled=cancelled,
-        good=round(_good(before, after, *limits)) if any(limits) else round(requests),
-        ttft_s=limits[0],
-        tpot_s=limits[1],
+        good=round(_good(before, after, limits)) if any(limits) else round(requests),
+        ttft_s=limits.ttft_s,
+        tpot_s=limits.tpot_s,
         prompt_tokens=round(rise("baton_prompt_tokens_total")),
         cached_tokens=round(rise("baton_prompt_tokens_cached_total")),
         generated_tokens=round(rise("baton_generated_tokens_total")),
@@ -202,12 +217,13 @@ def made_of(
     )
 
 
-def _good(before: Scrape, after: Scrape, ttft_s: float, tpot_s: float) -> float:
+def _good(before: Scrape, after: Scrape, limits: Limits) -> float:
     """Returns the requests in cells whose bounds are not above the limits; 0: none."""
     name, count = "baton_requests_latency_total", 0.0
     for labels, value in after.each(name):
         within = all(
-            not limit or float(labels[key]) <= limit for key, limit in (("ttft_le", ttft_s), ("tpot_le", tpot_s))
+            not limit or float(labels[key]) <= limit
+            for key, limit in (("ttft_le", limits.ttft_s), ("tpot_le", limits.tpot_s))
         )
         count += (value - before.total(name, **labels)) * within
     return count

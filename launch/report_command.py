@@ -31,7 +31,7 @@ def report_command(
 ) -> int:
     """Report on the cluster at URL over a window, by default since its coordinator started: goodput at latency limits,
     utilisation of each role, wasted prefill, and cost per million tokens."""
-    from launch.report import load, made_of, parse_prices, save_scrape, scrape, text_of
+    from launch.report import counted_limits, load, made_of, parse_prices, save_scrape, scrape, text_of
 
     if since and for_s is not None:
         raise StartupError("--since and --for both set the window; give only one")
@@ -39,6 +39,10 @@ def report_command(
         prices = parse_prices(price)
     except ValueError as error:
         raise StartupError(f"--price {price}: {error}") from None
+    try:
+        limits = counted_limits(slo)
+    except BatonError as error:
+        raise StartupError(f"--slo {slo}: {error.message}") from None
     before = load(since) if since else None
     if for_s is not None:
         before = scrape(url)
@@ -46,10 +50,7 @@ def report_command(
     after = scrape(url)
     if save:
         save_scrape(after, save)
-    try:
-        made = made_of(before, after, slo, prices)
-    except BatonError as error:
-        raise StartupError(f"--slo {slo}: {error.message}") from None
+    made = made_of(before, after, limits, prices)
     if as_json:
         click.echo(json.dumps(made.as_json(), indent=2))
     else:

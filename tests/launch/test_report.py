@@ -15,7 +15,7 @@ from baton.core.errors import StartupError, WorkerLost
 from coordinator import metrics as coordinator_metrics
 from coordinator.metrics import Metrics
 from launch.cli import baton
-from launch.report import OTHER, Scrape, made_of, parse, parse_prices, text_of
+from launch.report import OTHER, Scrape, counted_limits, made_of, parse, parse_prices, text_of
 from sim.stats import Slo
 from tests.coordinator.test_metrics import CLUSTER, Clock, play
 
@@ -57,11 +57,11 @@ def test_a_window_is_the_difference_of_two_scrapes() -> None:
         prefilled_tokens_total=750,
         prefilled_tokens_wasted_total__reason_is_cancelled=15,
     )
-    made = made_of(before, after, Slo(ttft_s=0.35, tpot_s=0.05))
+    made = made_of(before, after, counted_limits(Slo(ttft_s=0.35, tpot_s=0.05)))
     assert (made.seconds, made.requests, made.cancelled, made.failed) == (100.0, 50, 5, {"queuefull": 10})
     assert (made.ttft_s, made.tpot_s, made.good) == (0.3, 0.05, 30), "limits are rounded down to counted ones"
     assert (made.goodput_per_s, made.good_share) == (0.3, 0.5)
-    assert made_of(before, after, Slo(ttft_s=0.5)).good == 50 and made_of(before, after).good == 50
+    assert made_of(before, after, counted_limits(Slo(ttft_s=0.5))).good == 50 and made_of(before, after).good == 50
     assert made.computed == 100 and made.wasted == {"cancelled": 15, OTHER: 50} and made.wasted_share == 0.65
     assert (made.prompt_tokens, made.cached_tokens, made.generated_tokens) == (8_000, 2_000, 2_000)
 
@@ -75,7 +75,7 @@ def test_utilisation_and_cost_follow_from_the_time_of_workers() -> None:
         "generated_tokens_total": 500_000.0,
         "prompt_tokens_total": 1_500_000.0,
     }
-    made = made_of(None, scraped(START + 3_600, **counts), None, parse_prices("prefill=1.5,decode=2"))
+    made = made_of(None, scraped(START + 3_600, **counts), prices=parse_prices("prefill=1.5,decode=2"))
     assert (made.seconds, made.roles["prefill"].utilisation, made.roles["decode"].utilisation) == (3_600, 0.25, 0.75)
     assert (made.roles["prefill"].worker_hours, made.cost) == (2.0, 5.0)
     assert made.cost_per_million(made.generated_tokens) == 10.0
