@@ -256,6 +256,9 @@ class ClusterObjects:
             "GROUP_NAME": "leaderworkerset.sigs.k8s.io/name",
             "GROUP_INDEX": "leaderworkerset.sigs.k8s.io/group-index",
         }
+        if self._config.sets == "disaggregatedset":
+            # Each rollout is a revision: its workers are paired with each other only, whatever it changes.
+            labels["BATON_REVISION"] = "disaggregatedset.x-k8s.io/revision"
         container["env"] += [_from_pod(name, f"metadata.labels['{label}']") for name, label in labels.items()]
         threads = {
             k: v for k, v in part.environment.items() if k != "CUDA_VISIBLE_DEVICES"

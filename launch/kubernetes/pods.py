@@ -116,7 +116,9 @@ def pod_plan(topology: Topology, model: str, served_name: str) -> PodPlan:
         port = worker.config.health_port or HEALTH_PORT
         place = replace(worker, name=name, nodes=tuple(pods), devices=())
         places.append(place.with_option(health_port=port))
-    coordinator = replace(topology.coordinator, node=COORDINATOR)
+    # The workers join the next coordinator: only its pod ends, when it is replaced or its node is drained.
+    of_coordinator = {**topology.coordinator.options, "drain_workers": False}
+    coordinator = replace(topology.coordinator, node=COORDINATOR, options=of_coordinator)
     pods_of = replace(topology, nodes=tuple(nodes), coordinator=coordinator, workers=tuple(places))
     plan = make_plan(pods_of, model, served_name)
     check_plan(plan, {})

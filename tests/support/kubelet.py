@@ -26,7 +26,7 @@ from pathlib import Path
 import httpx
 
 from tests.support import netns
-from tests.support.kubernetes import PodTemplate, Table, expand
+from tests.support.kubernetes import LWS_LABELS, REVISION_LABEL, PodTemplate, Table, expand
 
 CONTAINER_PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 ROOT = Path(__file__).parents[2]
@@ -161,7 +161,7 @@ def pods(
     with netns.nodes(*names) as network:
         made: dict[str, Pod] = {}
         for group, templates in groups.items():
-            labels = {"leaderworkerset.sigs.k8s.io/name": group, "leaderworkerset.sigs.k8s.io/group-index": "0"}
+            labels = {**dict(zip(LWS_LABELS, (group, "0"), strict=True)), REVISION_LABEL: "5f0c2a91"}
             for n, template in enumerate(templates):
                 name = f"{group}-{n}" if n else group
                 pod = Pod(name, template, network[name], where, labels)
