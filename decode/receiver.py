@@ -30,7 +30,8 @@ from baton.core.handover import (
     Refuse,
 )
 from baton.core.kv_layout import KVLayout
-from baton.core.liveness import LINK_SILENCE_S
+from baton.core.listening import ListeningClock
+from baton.core.liveness import LEASE_CHECK_S, LINK_SILENCE_S, MAX_READ_GAP_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.runtime.event_log import EventLog
@@ -161,22 +162,28 @@ class ReceivingLink:
         self._hand_overs = receiver.hand_overs
         self._edges: dict[EdgeKey, EdgeEndpoint] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reads, self._reading = 0, False
 
     async def run(self) -> None:
         """Serves the link until it ends, then ends the sequences whose KV has not arrived completely."""
         reason, receiver = "the link broke", self._receiver
+        watch: asyncio.Task[None] | None = None
         try:
             await self._stream.send(receiver.owner.welcome(self._hello))
             plans = reshard_layout(receiver.layout, self._hello.tensor_parallel, receiver.tensor_parallel)
             self._peer.plans = {plan.key: plan for plan in plans}
-            while (message := await self._receive()) is not None:
-                await self._on(message)
+            async with asyncio.timeout(None) as silence:
+                watch = asyncio.create_task(self._watch(silence), name=f"silence of {self._hello.prefill_worker}")
+                while (message := await self._receive()) is not None:
+                    await self._on(message)
             reason = f"the link to {self._hello.prefill_worker} ended: {self._stream.ended}"
         except LinkLost as e:
             reason = e.message
         except TimeoutError:
             self._stream.end(reason := f"{self._hello.prefill_worker} was silent for {LINK_SILENCE_S:g} s")
         finally:
+            if watch is not None:
+                watch.cancel()
             for endpoint in self._edges.values():
                 endpoint.abort(reason)
             await self._execute(self._hand_overs.on_link_ended(self._peer, reason, time.monotonic()))
@@ -185,9 +192,26 @@ class ReceivingLink:
             await self.close_edges()
 
     async def _receive(self) -> object | None:
-        """Returns the next message. Times out after LINK_SILENCE_S: a live prefill worker pings every second."""
-        async with asyncio.timeout(LINK_SILENCE_S):
+        self._reads += 1
+        self._reading = True
+        try:
             return await self._stream.receive()
+        finally:
+            self._reading = False
+
+    async def _watch(self, silence: asyncio.Timeout) -> None:
+        """Ends a read that waits for LINK_SILENCE_S: a live prefill worker pings every second. After a stall of this
+        process its messages wait unread (decision 0003)."""
+        clock = ListeningClock(time.monotonic(), MAX_READ_GAP_S)
+        since, reads = 0.0, -1
+        while True:
+            await asyncio.sleep(LEASE_CHECK_S)
+            now = clock.advance(time.monotonic())
+            if not self._reading or self._reads != reads:
+                since, reads = now, self._reads
+            elif now - since >= LINK_SILENCE_S:
+                silence.reschedule(asyncio.get_running_loop().time())
+                return
 
     async def close_edges(self) -> None:
         for endpoint in self._edges.values():

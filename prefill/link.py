@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +32,8 @@ from baton.core.handover import (
     Posted,
     Refuse,
 )
-from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
+from baton.core.listening import ListeningClock
+from baton.core.liveness import LEASE_CHECK_S, MAX_READ_GAP_S, PING_EVERY_S, PING_LIMIT_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.runtime.link import DialledLink, dial_link
@@ -271,10 +273,22 @@ class Link:
         for nonce in itertools.count(1):
             await asyncio.sleep(PING_EVERY_S)
             try:
-                await self._ask(Ping(nonce), ("ping", nonce), PING_LIMIT_S, "reply to a ping")
+                await self._replies(nonce)
             except BatonError as e:
                 self._end(e.message)
                 return
+
+    async def _replies(self, nonce: int) -> None:
+        """Sends a ping and waits for the reply. After a stall of this process it waits unread (decision 0003)."""
+        reply, clock = self._expect(("ping", nonce)), ListeningClock(time.monotonic(), MAX_READ_GAP_S)
+        sent_at = clock.at(time.monotonic())
+        await self._stream.send(Ping(nonce))
+        while not reply.done():
+            if clock.advance(time.monotonic()) - sent_at >= PING_LIMIT_S:
+                reply.cancel()
+                raise HandoffError(f"{self.decode_worker} sent no reply to a ping within {PING_LIMIT_S:g} s")
+            await asyncio.wait({reply}, timeout=LEASE_CHECK_S)
+        reply.result()
 
 
 def _plan_edges(hello: LinkHello, welcome: LinkWelcome, address: str) -> Sequence[EdgePlan]:

@@ -25,11 +25,12 @@ PING_LIMIT_S = 3.0
 # 4. A link, at its decode worker. Longer than a ping and its reply may take.
 LINK_SILENCE_S = 4.0
 
+MAX_READ_GAP_S = 1.5
+"""3 to 5: a gap between two reads counts as at most so much silence: messages may wait unread (decision 0003)."""
+
 # 5. Lockstep: the ranks of one worker watch each other.
 RANK_HEARTBEAT_S = 1.0
 RANK_SILENCE_S = 4.0
-MAX_RANK_GAP_S = 1.5
-"""A gap between two reads counts as at most so much silence: heartbeats may wait unread (decision 0003)."""
 LOADING_SILENCE_S = 60.0
 """While a model is loaded, the control thread may be blocked for a while: one large tensor is read in one call."""
 

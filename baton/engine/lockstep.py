@@ -24,7 +24,7 @@ from typing import Any
 
 from baton.core.errors import RankLost
 from baton.core.listening import ListeningClock
-from baton.core.liveness import LOADING_SILENCE_S, MAX_RANK_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
+from baton.core.liveness import LOADING_SILENCE_S, MAX_READ_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, RankPeer, Store, dial_leader, gather_followers
 from baton.runtime.frames import DropAdapter, Failed, Hello, Lost, RankHeartbeat, RankLeave, RankStop, encode
@@ -48,7 +48,7 @@ class Channel:
         self._peers = peers
         self._on_lost = on_lost
         self._silence_s = LOADING_SILENCE_S
-        self._clock = ListeningClock(time.monotonic(), MAX_RANK_GAP_S)
+        self._clock = ListeningClock(time.monotonic(), MAX_READ_GAP_S)
         self._ended = threading.Event()
         self._losing = threading.Lock()
         self._order = threading.Lock()

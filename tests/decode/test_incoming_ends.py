@@ -16,6 +16,8 @@ from baton.core.request import SequenceId
 from baton.runtime.link import dial_link
 from baton.transfer import sections
 from decode import receiver
+from prefill import link
+from tests.support.builders import make_request
 from tests.support.nodes import pair, until
 from tests.support.prefill_peer import Peer, R, peer
 
@@ -92,6 +94,32 @@ async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.Mo
         await until(lambda: p.decode.idle)
         assert [(e.sequence, e.code) for e in p.decode.posted.ended] == [(R, "worker_lost")]
         assert "silent for 0.3 s" in p.decode.posted.ended[0].message
+
+
+async def test_a_link_survives_a_stall_of_its_ends_that_is_longer_than_any_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ends are in this process. Pings and replies wait unread meanwhile."""
+    for module, name, seconds in (
+        (receiver, "LINK_SILENCE_S", 1.0),
+        (link, "PING_EVERY_S", 0.1),
+        (link, "PING_LIMIT_S", 0.8),
+        (receiver, "MAX_READ_GAP_S", 0.4),
+        (link, "MAX_READ_GAP_S", 0.4),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+    async with pair() as (source, (decode,)):
+        for number in range(6):
+            source.submit(make_request(f"r{number}", range(8), max_tokens=2), decode)
+            source.compute()
+            await until(lambda: source.posted.handed_over and not source.posted.parked, what="hand-over")
+            source.posted.handed_over.clear()
+            decode.compute()
+            await asyncio.sleep(0.05 * number)  # at another point between two pings
+            time.sleep(1.5)
+        await asyncio.sleep(0.3)
+        assert not source.posted.parked
+        assert [task.result().lost for task in source.worker.sender._links.values()] == [None]
 
 
 @pytest.mark.parametrize("slow", ["checksum", "unpack"])

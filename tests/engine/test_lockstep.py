@@ -203,7 +203,7 @@ def test_a_pause_of_the_whole_machine_does_not_count_as_silence(
     paused = PausingTime()
     monkeypatch.setattr(lockstep, "time", paused)
     monkeypatch.setattr(lockstep, "RANK_HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(lockstep, "MAX_RANK_GAP_S", 0.1)
+    monkeypatch.setattr(lockstep, "MAX_READ_GAP_S", 0.1)
     monkeypatch.setattr(lockstep, "RANK_SILENCE_S", 1.0)
     made = connect(3)
     for channel in (made.leader, *made.followers):
