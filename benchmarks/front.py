@@ -77,6 +77,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
         config_digest=hashlib.sha256((directory / "config.json").read_bytes()).hexdigest(),
         layout=config.kv_layout(16, "float32"),
         dtype="float32",
+        kv_dtype="float32",
         code_version="stub",
         exact=False,
         quantize="none",

@@ -2,10 +2,11 @@
 
     python -m benchmarks.quantization errors [MODEL_DIR]
     python -m benchmarks.quantization steps [--shape 1b]
+    python -m benchmarks.quantization kv [MODEL_DIR]
 
 `errors` rounds the linear layers of a trained checkpoint (the built-in one) in several ways, and compares the logits of
 Python sources with those of the checkpoint. `steps` times decode steps of random weights, the kinds by turns, so that
-other load affects all equally.
+other load affects all equally. `kv` does both for KV in FP8 against KV in bf16, with a checkpoint's own weights.
 """
 
 from __future__ import annotations
@@ -82,8 +83,10 @@ class Rounded(Checkpoint):
         return (self._way(weight) if name.endswith("_proj.weight") else weight)[..., columns]
 
 
-def load(directory: Path, kind: str, tensors: Any = None) -> Runner:
-    options = EngineOptions(model_dir=directory, dtype="bfloat16", quantize=kind, kv_memory_bytes=256 << 20)
+def load(directory: Path, kind: str, tensors: Any = None, kv_dtype: str = "auto") -> Runner:
+    options = EngineOptions(
+        model_dir=directory, dtype="bfloat16", kv_dtype=kv_dtype, quantize=kind, kv_memory_bytes=512 << 20
+    )
     return load_runner(options, tensors=tensors)
 
 
@@ -107,8 +110,13 @@ def compare(logits: Tensor, full: Tensor, tokens: list[int]) -> list[str]:
     return [f"{loss:.4f}", f"{same:.2%}", f"{divergence:.2e}", f"{error:.2%}"]
 
 
-def errors(directory: Path, count: int) -> None:
+def text_of(directory: Path, count: int) -> list[int]:
     ids: list[int] = AutoTokenizer.from_pretrained(directory)("".join(map(Path.read_text, TEXTS))).input_ids[:count]
+    return ids
+
+
+def errors(directory: Path, count: int) -> None:
+    ids = text_of(directory, count)
     full = logits_of(load(directory, "none"), ids)
     rows = [["bf16", *compare(full, full, ids)]]
     for name, way in WAYS.items():
@@ -118,6 +126,34 @@ def errors(directory: Path, count: int) -> None:
         rows.append([f"`--quantize {kind}`", *compare(logits_of(load(directory, kind), ids), full, ids)])
     print(f"{len(ids)} tokens\n")
     print(table(("weights", "loss", "same best token", "KL to bf16", "logits' error"), rows))
+
+
+def kv(directory: Path, count: int, repeat: int) -> None:
+    ids = text_of(directory, count)
+    runners = {kind: load(directory, "none", kv_dtype=kind) for kind in ("auto", "fp8")}
+    full = logits_of(runners["auto"], ids)
+    rows = [[kind, *compare(logits_of(runner, ids), full, ids)] for kind, runner in runners.items()]
+    print(f"{len(ids)} tokens\n\n{table(('KV', 'loss', 'same best token', 'KL to bf16', 'logits error'), rows)}\n")
+    times = []
+    for number, context in ((1, 512), (1, 4096), (8, 512), (8, 2048)):
+        blocks = context // BLOCK + 1
+        plan = StepPlan(
+            0,
+            tuple(
+                Row(SequenceId(str(i)), context, (i,), tuple(range(i * blocks, (i + 1) * blocks)), GREEDY, 1)
+                for i in range(number)
+            ),
+        )
+        busy_s: dict[str, list[float]] = {kind: [] for kind in runners}
+        for _ in range(repeat):
+            for kind, runner in runners.items():
+                started = time.process_time()
+                runner.step_logits(plan)
+                busy_s[kind].append(time.process_time() - started)
+        least = {kind: 1e3 * min(of) for kind, of in busy_s.items()}
+        ratio = f"{least['auto'] / least['fp8']:.2f}"
+        times.append([f"{number} at {context}", *(f"{value:.1f}" for value in least.values()), ratio])
+    print(table(("decode step, processor ms", "bf16", "fp8", "times as fast"), times))
 
 
 class RandomMatrices(RandomTensors):
@@ -169,7 +205,7 @@ def steps(shape: str, repeat: int) -> None:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("part", choices=("errors", "steps"))
+    options.add_argument("part", choices=("errors", "steps", "kv"))
     options.add_argument("model", type=Path, nargs="?")
     options.add_argument("--shape", default="1b")
     options.add_argument("--tokens", type=int, default=2048)
@@ -178,6 +214,8 @@ def main() -> None:
     with torch.no_grad():
         if given.part == "errors":
             errors(given.model or builtin_directory("target"), given.tokens)
+        elif given.part == "kv":
+            kv(given.model or builtin_directory("target"), given.tokens, given.repeat)
         else:
             steps(given.shape, given.repeat)
 

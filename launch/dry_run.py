@@ -18,8 +18,8 @@ from rich.table import Table
 
 from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
-from baton.core.kv_layout import KVLayout
-from baton.core.model_config import AnyConfig, DType
+from baton.core.kv_layout import DType, KVLayout
+from baton.core.model_config import AnyConfig
 from baton.core.reshard import local_layout, reshard_layout
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype
@@ -168,7 +168,14 @@ def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
     layout, parameters = unread_sizes(
-        model_dir, config, options.block_size, dtype, size, rank, quantize=options.quantize
+        model_dir,
+        config,
+        options.block_size,
+        dtype,
+        size,
+        rank,
+        kv_dtype=options.kv_dtype,
+        quantize=options.quantize,
     )
     mine = local_layout(layout, size, rank)
     longest = config.longest(options.max_model_len)
@@ -212,7 +219,7 @@ def _draft_bytes(part: WorkerPart, model_dir: Path, longest: int, blocks: int, d
     except StartupError:
         return None
     usable = min(longest, blocks * options.block_size) if blocks else longest
-    share = draft_share(draft_dir, draft, usable, options.block_size, dtype, options.max_running)
+    share = draft_share(draft_dir, draft, usable, options.block_size, dtype, options.max_running, options.kv_dtype)
     return share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
 
 

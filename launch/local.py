@@ -288,7 +288,8 @@ class LocalCluster:
         facts: dict[str, list[str]] = {}
         for f in self._workers_there():
             quantized = "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
-            kind = f"{f.get('dtype')}{quantized}"
+            stored = "" if f.get("kv_dtype") == f.get("dtype") else f" and {f.get('kv_dtype')} KV"
+            kind = f"{f.get('dtype')}{quantized}{stored}"
             room = f"{f.get('blocks_total')} KV blocks of {f.get('block_size')} tokens"
             settings = f"{kind}, {room}, at most {f.get('max_model_len')} tokens a sequence"
             facts.setdefault(settings, []).append(f["id"])

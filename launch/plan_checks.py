@@ -16,8 +16,8 @@ from typing import cast
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility, difference
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
-from baton.core.kv_layout import KVLayout
-from baton.core.model_config import AnyConfig, DType, GeneralConfig, ModelConfig, parse_config, parse_config_json
+from baton.core.kv_layout import KVDType, KVLayout, stored_dtype
+from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig, parse_config, parse_config_json
 from baton.core.reshard import even_share, local_heads
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import CoordinatorConfig, WorkerConfig, resolve
@@ -57,6 +57,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
             code_version="",  # what the plan makes equal is left empty
             exact=options.exact,
             dtype=_dtype(options) or dtype,
+            kv_dtype=(kv_dtype := stored_dtype(options.kv_dtype, cast(KVDType, _dtype(options) or dtype))),
             quantize=options.quantize,
             model_impl="transformers" if _by_transformers(config, options) else "baton",
             edge_kind=_edge_kind(options) or edge_kind,
@@ -64,7 +65,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
             model_digest="",
             vocab_size=0,
             max_model_len=options.max_model_len or longest,
-            layout=_layout(config, options.block_size, _dtype(options) or dtype),
+            layout=_layout(config, options.block_size, kv_dtype),
         )
         for other, theirs in earlier:
             if (differs := difference(theirs, facts)) is not None:
@@ -178,12 +179,8 @@ def _dtype(options: WorkerConfig) -> str:
     return options.dtype
 
 
-def _layout(config: AnyConfig | None, block_size: int, dtype: str) -> KVLayout:
-    return (
-        config.kv_layout(block_size, cast(DType, dtype))
-        if isinstance(config, ModelConfig)
-        else KVLayout(block_size, ())
-    )
+def _layout(config: AnyConfig | None, block_size: int, dtype: KVDType) -> KVLayout:
+    return config.kv_layout(block_size, dtype) if isinstance(config, ModelConfig) else KVLayout(block_size, ())
 
 
 def _by_transformers(config: AnyConfig | None, options: WorkerConfig) -> bool:

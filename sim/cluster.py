@@ -155,6 +155,7 @@ class Cluster:
             code_version="0",
             exact=True,
             dtype="float32",
+            kv_dtype="float32",
             quantize="none",
             model_impl="baton",
             edge_kind="gloo",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from baton.core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """Must be raised when anything on the wire changes: proto/, or what edges send (tests/runtime/test_wire_version.py)."""
 SERVED_VERSIONS = range(PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 2)
 """Protocol versions of workers that a coordinator serves. Links need equal ones."""
@@ -23,6 +23,7 @@ _DIGEST_CHARS = 12
 _HINTS = {
     "device": "auto depends on the machine: set --device",
     "dtype": "auto depends on the machine: set --dtype",
+    "kv_dtype": "it follows from --kv-dtype, and with auto from --dtype",
     "kernels": "auto depends on the machine: set --kernels",
     "edge_kind": "auto depends on the device: set --edge-kind",
     "model_digest": "config.json is equal, the weights are not",
@@ -45,6 +46,7 @@ class Compatibility:
     code_version: str
     exact: bool
     dtype: str
+    kv_dtype: str
     quantize: str
     # Which path computes the model: "baton" or "transformers".
     model_impl: str

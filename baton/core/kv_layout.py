@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DType = Literal["float32", "bfloat16", "float16"]
+KVDType = Literal[DType, "float8_e4m3fn"]
+
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FP8: KVDType = "float8_e4m3fn"
+KV_DTYPE_BYTES: dict[str, int] = {**DTYPE_BYTES, _FP8: 1}
+KV_DTYPES = ("auto", "fp8", "fp8_e4m3")
+"""The values of `--kv-dtype`."""
+
+
+def stored_dtype(kv_dtype: str, dtype: KVDType) -> KVDType:
+    """Returns the data type of KV for a value of `--kv-dtype`, in a model that computes in `dtype`."""
+    return {"auto": dtype, "fp8": _FP8, "fp8_e4m3": _FP8}[kv_dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +29,7 @@ class LayerKV:
 
     num_kv_heads: int
     head_dim: int
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: KVDType
     kind: Literal["attention"] = "attention"
     window: int = 0
     value_dim: int = 0
@@ -27,7 +40,12 @@ class LayerKV:
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_kv_heads * (self.head_dim + self.value_dim) * DTYPE_BYTES[self.dtype]
+        return self.num_kv_heads * (self.head_dim + self.value_dim) * KV_DTYPE_BYTES[self.dtype]
+
+
+def stored_layers(layers: Iterable[LayerKV], kv_dtype: str) -> tuple[LayerKV, ...]:
+    """Returns layers whose dtypes are those of the computation as `--kv-dtype` stores them."""
+    return tuple(replace(layer, dtype=stored_dtype(kv_dtype, layer.dtype)) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from baton.core.errors import StartupError
-from baton.core.kv_layout import DTYPE_BYTES, KVLayout, LayerKV
+from baton.core.kv_layout import DTYPE_BYTES, DType, KVDType, KVLayout, LayerKV
 from baton.core.quantization_config import QuantizationConfig, parse_quantization_config
 
 Architecture = Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-DType = Literal["float32", "bfloat16", "float16"]
 
 _HEADS = "ForCausalLM", "ForSequenceClassification", "Model"
 """The ends of an architecture's name: with an LM head, with a classification head, without a head."""
@@ -93,8 +92,8 @@ class ModelConfig:
             "mlp.down_proj": (hidden, inner),
         }
 
-    def kv_layout(self, block_size: int, dtype: DType) -> KVLayout:
-        """Returns the KV cache layout of this model: one attention entry per layer, all KV heads."""
+    def kv_layout(self, block_size: int, dtype: KVDType) -> KVLayout:
+        """Returns the KV cache layout of this model: one attention entry per layer, all KV heads, stored in `dtype`."""
         return KVLayout(
             block_size,
             tuple(LayerKV(self.num_kv_heads, self.head_dim, dtype, window=window) for window in self.windows),

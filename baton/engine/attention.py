@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.batch import RowSpan
+from baton.engine.kv_pool import load
 
 _SHORT_ROW = 8
 _PADDING_BLOCKS = 8  # contexts share a group if the longest is at most twice the shortest, or this many blocks longer
@@ -91,7 +92,8 @@ class Group:
 
 
 class FastAttention:
-    """For layers of any number of heads. `zero_block` is the id of the block of zeros that pads block tables."""
+    """For layers of any number of heads that compute in `dtype`. `zero_block` is the id of the block of zeros that pads
+    block tables."""
 
     def __init__(self, block_size: int, zero_block: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._zero_block = block_size, zero_block
@@ -105,11 +107,12 @@ class FastAttention:
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, prepared: list[Group], scores: Scores = PLAIN_SCORES
     ) -> Tensor:
-        """queries [T, H, D], keys [blocks + 1, block_size, K, D], values likewise [..., K, E] -> [T, H * E]."""
+        """queries [T, H, D], keys [blocks + 1, block_size, K, D], values likewise [..., K, E], perhaps in FP8
+        -> [T, H * E]."""
         output = queries.new_zeros((*queries.shape[:2], values.shape[3]))
         for group in prepared:
             q = queries.index_select(0, group.queries)
-            k, v = self._gather(keys, group), self._gather(values, group)
+            k, v = self._gather(keys, group, q.dtype), self._gather(values, group, q.dtype)
             output.index_copy_(0, group.queries, self._attend_group(q, k, v, group, scores))
         return output.flatten(1)
 
@@ -121,8 +124,8 @@ class FastAttention:
         output = queries.new_zeros((*queries.shape[:2], latents.shape[3]))
         for group in prepared:
             q = queries.index_select(0, group.queries)
-            v = self._gather(latents, group)
-            k = torch.cat((v, self._gather(turned, group)), dim=-1)
+            v = self._gather(latents, group, q.dtype)
+            k = torch.cat((v, self._gather(turned, group, q.dtype)), dim=-1)
             output.index_copy_(0, group.queries, self._attend_group(q, k, v, group, scores))
         return output
 
@@ -181,10 +184,10 @@ class FastAttention:
             return None
         return torch.zeros(seen.shape, dtype=self._dtype).masked_fill_(~seen, -torch.inf).to(self._device)
 
-    def _gather(self, cache: Tensor, group: Group) -> Tensor:
-        """The contexts of a group in one tensor: [R, K, L, D]."""
+    def _gather(self, cache: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+        """The contexts of a group in one tensor of `dtype`: [R, K, L, D]."""
         heads = cache.shape[2:]
-        gathered = cache.index_select(0, group.blocks).view(-1, *heads)
+        gathered = load(cache, group.blocks, dtype).view(-1, *heads)
         if group.unwritten is None:
             gathered = gathered[: group.context]
         else:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.core.model_config import ModelConfig
 from baton.engine.batch import RowSpan
+from baton.engine.kv_pool import load
 
 TILE = 16
 KEY_STEP = 64
@@ -60,7 +61,7 @@ class ExactAttention:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: list[Context]) -> Tensor:
         output = torch.zeros_like(queries)
         for context in prepared:
-            k, v = self._gather(keys, context), self._gather(values, context)
+            k, v = (self._gather(cache, context, queries.dtype) for cache in (keys, values))
             for tile in context.tiles:
                 out = self._attend_tile(queries[tile.first : tile.last], k, v, tile)
                 output[tile.first : tile.last] = out
@@ -88,9 +89,9 @@ class ExactAttention:
         blocks = torch.tensor([*own, *[self._zero_block] * padding]).to(self._device)
         return Context(blocks, span.end - base, tuple(tiles))
 
-    def _gather(self, cache: Tensor, context: Context) -> Tensor:
-        """[K, positions, D], zeros from the first unwritten position on."""
-        gathered = cache.index_select(0, context.blocks).flatten(0, 1)
+    def _gather(self, cache: Tensor, context: Context, dtype: torch.dtype) -> Tensor:
+        """[K, positions, D] in `dtype`, zeros from the first unwritten position on."""
+        gathered = load(cache, context.blocks, dtype).flatten(0, 1)
         gathered[context.written :] = 0.0
         return gathered.transpose(0, 1).contiguous()
 

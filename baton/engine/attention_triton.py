@@ -25,6 +25,7 @@ from baton.core.model_config import ModelConfig
 from baton.engine.batch import RowSpan
 from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention, rows_of
+from baton.engine.kv_pool import load
 
 _FLASH_TOKENS = 64
 """Tokens of a row from which FlashAttention gains more than gathering the context costs."""
@@ -232,8 +233,8 @@ def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> b
 
 def flash_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: FlashRows, window: int, out: Tensor) -> None:
     """Computes causal attention of rows of queries [T, H, D] to their contexts in keys and values [blocks, block_size,
-    K, D], into their parts of out [T, H, D]."""
-    k, v = (cache.flatten(0, 1).index_select(0, rows.slots) for cache in (keys, values))
+    K, D], perhaps in FP8, into their parts of out [T, H, D]."""
+    k, v = (load(cache.flatten(0, 1), rows.slots, queries.dtype) for cache in (keys, values))
     out[rows.where] = _flash_forward(
         queries[rows.where],
         k,

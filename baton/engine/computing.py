@@ -51,12 +51,18 @@ def build_model(
 
 
 def how_to_compute(
-    model: Any, kv: KVPool, config: AnyConfig, group: TPGroup, longest: int, options: EngineOptions
+    model: Any,
+    kv: KVPool,
+    config: AnyConfig,
+    group: TPGroup,
+    longest: int,
+    options: EngineOptions,
+    dtype: torch.dtype,
 ) -> Computing:
-    """Returns the `Computing` of a model: one that `build_model` built with the same arguments, or a
+    """Returns the `Computing` of a model in `dtype`: one that `build_model` built with the same arguments, or a
     TransformersModel."""
     if isinstance(config, GeneralConfig):
-        return _of_transformers(model, kv, options)
+        return _of_transformers(model, kv, options, dtype)
     if isinstance(model, NativeModel):
         compute, mask = partial(model.forward, kv), masker(model.kernels)
         pooled, choose = partial(model.forward_pooled, kv), chooser(model.kernels, options.threads)
@@ -71,13 +77,13 @@ def how_to_compute(
             compute_pooled=pooled,
         )
     if kv.device.type == "cuda":
-        return _on_cuda(model, kv, config, group, longest, options)
+        return _on_cuda(model, kv, config, group, longest, options, dtype)
     local, size = shard_config(config, group), kv.layout.block_size
     attention: Attention
     if options.exact:
         attention = ExactAttention(local, size, kv.zero_block, kv.device)
     else:
-        attention = FastAttention(size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
+        attention = FastAttention(size, kv.zero_block, dtype, kv.device)
     # Compiled kernels record no autograd graph: no_grad would only cost their steps time.
     compute = torch.no_grad()(partial(model.forward, kv=kv, attention=attention))
     pooled = torch.no_grad()(partial(model.forward_pooled, kv=kv, attention=attention))
@@ -85,9 +91,9 @@ def how_to_compute(
     return Computing(compute, min_tokens=2 if options.exact else 1, compute_pooled=pooled)
 
 
-def _of_transformers(model: Any, kv: KVPool, options: EngineOptions) -> Computing:
+def _of_transformers(model: Any, kv: KVPool, options: EngineOptions, dtype: torch.dtype) -> Computing:
     """Uses torch's attention on every device, and the compiled kernels, or Triton's, to sample."""
-    attention = FastAttention(kv.layout.block_size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
+    attention = FastAttention(kv.layout.block_size, kv.zero_block, dtype, kv.device)
     compute = torch.no_grad()(partial(model.forward, kv=kv, attention=attention))
     pooled = torch.no_grad()(partial(model.forward_pooled, kv=kv, attention=attention))
     if kv.device.type == "cuda":
@@ -102,7 +108,13 @@ def _of_transformers(model: Any, kv: KVPool, options: EngineOptions) -> Computin
 
 
 def _on_cuda(
-    model: Model, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, options: EngineOptions
+    model: Model,
+    kv: KVPool,
+    config: ModelConfig,
+    group: TPGroup,
+    longest: int,
+    options: EngineOptions,
+    dtype: torch.dtype,
 ) -> Computing:
     """Uses Triton attention, CUDA graphs for decode steps, and drafting on the device."""
     from baton.engine.attention_triton import TritonAttention
@@ -111,8 +123,7 @@ def _on_cuda(
     from baton.engine.kernels.sampling import decide
 
     size = kv.layout.block_size
-    local, dtype = shard_config(config, group), kv.storage[0][0].dtype
-    attention = TritonAttention(local, size, dtype, kv.device, exact=options.exact)
+    attention = TritonAttention(shard_config(config, group), size, dtype, kv.device, exact=options.exact)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
     prepare: Callable[[], None] | None = None
     limits = RowLimits(size, kv.num_blocks, config.vocab_size, longest)

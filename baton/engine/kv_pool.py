@@ -29,6 +29,25 @@ AHEAD_BYTES = 64 << 20
 _SLICE_BYTES = 1 << 20  # per call: it blocks threads that map or unmap memory meanwhile
 _POPULATE_WRITE = 23
 
+FP8_MAX = 448.0
+"""The largest number of float8_e4m3fn."""
+
+
+def store(cache: Tensor, slots: Tensor, new: Tensor) -> None:
+    """Writes new [n, K, D] into slots [n] (block * block_size + offset) of a cache [blocks, block_size, K, D]. In FP8
+    they are rounded to the nearest, ties to even, and what is beyond its range becomes the largest number."""
+    rows = cache.view(-1, *cache.shape[2:])
+    if cache.dtype == torch.float8_e4m3fn:  # torch copies it only as bytes
+        rows, new = rows.view(torch.uint8), new.clamp(-FP8_MAX, FP8_MAX).to(cache.dtype).view(torch.uint8)
+    rows.index_copy_(0, slots, new)
+
+
+def load(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the rows `index` [n] of a cache's first dimension, in `dtype` if they are stored in FP8."""
+    if cache.dtype == torch.float8_e4m3fn:
+        return cache.view(torch.uint8).index_select(0, index).view(cache.dtype).to(dtype)
+    return cache.index_select(0, index)
+
 
 class KVPool:
     """K and V of every layer, in blocks: `layers[i]` is (K, V), [num_blocks, block_size, kv_heads, head_dim] and

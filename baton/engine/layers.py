@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.model_config import Llama3Rope, ModelConfig
+from baton.engine.kv_pool import store
 from baton.engine.weights import Projection
 
 Linear = Callable[[Tensor], Tensor]
@@ -132,7 +133,7 @@ class PlainHeads:
             )
         rotated, stored = rotate(to_rotate, *rope), len(slots)
         for tensor, new in zip(cache, (rotated[:, self._num_heads :], qkv[:, self._num_rotated :]), strict=True):
-            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slots, new[:stored])
+            store(tensor, slots, new[:stored])
         return rotated[:, : self._num_heads]
 
 

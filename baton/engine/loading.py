@@ -23,8 +23,8 @@ import torch
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
-from baton.core.kv_layout import KVLayout
-from baton.core.model_config import DType, GeneralConfig, ModelConfig
+from baton.core.kv_layout import DType, KVLayout, stored_dtype, stored_layers
+from baton.core.model_config import GeneralConfig, ModelConfig
 from baton.core.ranks import Ranks
 from baton.core.request import POOLINGS, Pooling, SamplingParams, SequenceId, TokenBias
 from baton.core.reshard import local_layout
@@ -35,6 +35,8 @@ from baton.engine.computing import build_model, how_to_compute
 from baton.engine.device import check_triton, choose_device, choose_dtype
 from baton.engine.grammars import Grammars
 from baton.engine.kernels.native import Kernels, choose_kernels
+from baton.engine.kv_error import TOKENS as KV_ERROR_TOKENS
+from baton.engine.kv_error import report_kv_error
 from baton.engine.kv_pool import KVPool
 from baton.engine.memory import kv_budget, peak_bytes, plan_blocks
 from baton.engine.options import EngineOptions
@@ -69,6 +71,7 @@ def load_runner(
     ranks = ranks or Ranks()
     device = choose_device(options.device, ranks.local_rank)
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
+    kv_dtype = stored_dtype(options.kv_dtype, dtype)
     check_quantize(options.quantize, device)
     if is_gpu(device):
         check_triton()
@@ -80,17 +83,18 @@ def load_runner(
             check_options(options)
             module = transformers_model()
             load = partial(module.load, options.model_dir, longest, dtype, device, config.vocab_size)
-            layout = KVLayout(options.block_size, ())  # known when the model is loaded
+            in_dtype = KVLayout(options.block_size, ())  # known when the model is loaded
             kernels_name = f"transformers {module.VERSION}, sampling {kernels_name}"
         else:
             weights = _open_weights(options, config, ranks, device, dtype, tensors, kernels, kernels_name)
-            layout = config.kv_layout(options.block_size, dtype)
+            in_dtype = config.kv_layout(options.block_size, dtype)
     level = "torch" if kernels is None else kernels.level
     facts = Compatibility(
         protocol_version=PROTOCOL_VERSION,
         code_version=options.version,
         exact=options.exact,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         quantize=options.quantize,
         model_impl="transformers" if isinstance(config, GeneralConfig) else "baton",
         edge_kind=choose_edges(options.edge_kind, device.type),
@@ -98,7 +102,7 @@ def load_runner(
         model_digest=model_digest(options.model_dir) if tensors is None else "",
         vocab_size=config.vocab_size,
         max_model_len=longest,
-        layout=layout,
+        layout=replace(in_dtype, layers=stored_layers(in_dtype.layers, options.kv_dtype)),
         tokenizer_digest=_digest(options.model_dir / "tokenizer.json"),
     )
     with _stage("connect", on_stage if ranks.size > 1 else None):
@@ -108,7 +112,8 @@ def load_runner(
     if isinstance(config, GeneralConfig):
         with _stage("load", on_stage), torch.no_grad():
             weights = model = load(group)
-        facts = replace(facts, layout=KVLayout(options.block_size, model.recorded.storages))
+        in_dtype = KVLayout(options.block_size, model.recorded.storages)
+        facts = replace(facts, layout=replace(in_dtype, layers=stored_layers(in_dtype.layers, options.kv_dtype)))
     else:
         with _stage("load", on_stage), torch.no_grad():
             model = build_model(config, weights, group, kernels, longest, options)
@@ -116,8 +121,12 @@ def load_runner(
     max_samples = max(1, options.decode_rows * options.decode_lengths[-1])  # samples of a step
     local = local_layout(facts.layout, ranks.size, ranks.rank)
 
-    def make_runner(kv: KVPool, max_model_len: int, grammars: Grammars | None = None) -> tuple[Runner, Computing]:
-        computing = how_to_compute(model, kv, config, group, min(longest, max_model_len), options)
+    def make_runner(
+        kv: KVPool, max_model_len: int, grammars: Grammars | None = None, computed: DType = dtype
+    ) -> tuple[Runner, Computing]:
+        computing = how_to_compute(
+            model, kv, config, group, min(longest, max_model_len), options, getattr(torch, computed)
+        )
         runner = Runner(
             computing,
             config,
@@ -140,7 +149,7 @@ def load_runner(
             step_bytes = peak_bytes(
                 device, lambda: run_largest(*make_runner(KVPool(local, 1, device), longest), max_samples)
             )
-        budget = kv_budget(options, local, longest, device, ranks, step_bytes)
+        budget = kv_budget(options, local, longest, device, ranks, dtype, step_bytes)
         fitting = plan_blocks(local, budget, options.max_model_len)
         kv = KVPool(local, group.minimum(fitting, "KV blocks"), device)
     grammars = None
@@ -156,14 +165,22 @@ def load_runner(
         with _stage("self-test", on_stage):
             limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)
             prove_row_invariance(runner.step_logits, kv, *limits)
+    wide = runner
+    if kv_dtype != dtype:
+        unrounded = local_layout(in_dtype, ranks.size, ranks.rank)
+        few = max(num_blocks(unrounded), unrounded.blocks_for(KV_ERROR_TOKENS))
+        wide, _ = make_runner(KVPool(unrounded, few, device), few * options.block_size)
     if isinstance(config, GeneralConfig):
         with _stage("self-check", on_stage), torch.no_grad():
-            check_against_reference(runner, model.reference)
+            check_against_reference(wide, model.reference)
             if dtype != "float32":
                 layers = tuple(replace(layer, dtype="float32") for layer in local.layers)
                 pool = KVPool(KVLayout(options.block_size, layers), num_blocks(local), device)
-                checked, _ = make_runner(pool, pool.num_blocks * options.block_size)
+                checked, _ = make_runner(pool, pool.num_blocks * options.block_size, computed="float32")
                 check_in_float32(checked, model.reference, model.in_float32())
+    if wide is not runner:
+        with _stage("kv error", on_stage), torch.no_grad():
+            report_kv_error(runner, wide)
     group.barrier("end of loading")
     return runner
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from baton.core.errors import StartupError
-from baton.core.kv_layout import DTYPE_BYTES, KVLayout
-from baton.core.model_config import AnyConfig, DType, GeneralConfig
+from baton.core.kv_layout import DTYPE_BYTES, DType, KVLayout, stored_dtype, stored_layers
+from baton.core.model_config import AnyConfig, GeneralConfig
 from baton.core.ranks import Ranks
 from baton.engine.checkpoint import read_model_config
 from baton.engine.options import EngineOptions
@@ -63,25 +63,34 @@ def unread_sizes(
     size: int = 1,
     rank: int = 0,
     *,
+    kv_dtype: str = "auto",
     quantize: str = "none",
 ) -> tuple[KVLayout, int]:
     """Returns the KV layout of the whole model and the bytes of the weights of `rank` of `size`, before they are read.
     Raises StartupError for a model that transformers cannot serve."""
     if not isinstance(config, GeneralConfig):
-        return config.kv_layout(block_size, dtype), parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize)
+        parameters = parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize)
+        return config.kv_layout(block_size, stored_dtype(kv_dtype, dtype)), parameters
     longest = config.max_position_embeddings
     recorded, parameters = transformers_model().probe(model_dir, longest, dtype, size, rank)
     if recorded is None:
         raise StartupError(f"{model_dir.name}: its KV layout is only known when it is loaded")
-    return KVLayout(block_size, recorded.storages), parameters
+    return KVLayout(block_size, stored_layers(recorded.storages, kv_dtype)), parameters
 
 
 def draft_share(
-    model_dir: Path, config: AnyConfig, target_longest: int, block_size: int, dtype: DType, max_running: int
+    model_dir: Path,
+    config: AnyConfig,
+    target_longest: int,
+    block_size: int,
+    dtype: DType,
+    max_running: int,
+    kv_dtype: str = "auto",
 ) -> DraftShare:
-    """`config` is the draft's, `target_longest` the most positions of the target's sequences."""
+    """`config` is the draft's, `target_longest` the most positions of the target's sequences; both have the same
+    `kv_dtype`."""
     longest = min(config.max_position_embeddings, target_longest)
-    layout, parameters = unread_sizes(model_dir, config, block_size, dtype)
+    layout, parameters = unread_sizes(model_dir, config, block_size, dtype, kv_dtype=kv_dtype)
     return DraftShare(parameters, layout, max_running * layout.blocks_for(longest), longest)
 
 
@@ -101,17 +110,23 @@ def peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
 
 
 def kv_budget(
-    options: EngineOptions, layout: KVLayout, longest: int, device: torch.device, ranks: Ranks, step_bytes: int = 0
+    options: EngineOptions,
+    layout: KVLayout,
+    longest: int,
+    device: torch.device,
+    ranks: Ranks,
+    dtype: DType,
+    step_bytes: int = 0,
 ) -> int:
-    """Bytes for the KV of one of `ranks`, from the options or by default; `layout` is this rank's own part. On a GPU
-    `step_bytes` are left free, for the largest step."""
+    """Bytes for the KV of one of `ranks`, from the options or by default; `layout` is this rank's own part, `dtype` is
+    that of the computation. On a GPU `step_bytes` are left free, for the largest step."""
     if options.kv_memory_bytes is not None:
         return options.kv_memory_bytes // ranks.size
     draft = None
     if options.draft_dir is not None:
         config = read_model_config(options.draft_dir)
         draft = draft_share(
-            options.draft_dir, config, longest, options.block_size, layout.layers[0].dtype, options.max_running
+            options.draft_dir, config, longest, options.block_size, dtype, options.max_running, options.kv_dtype
         )
     return default_budget(layout, longest, device, ranks.local_size, draft, options.gpu_share, step_bytes)
 

@@ -181,6 +181,7 @@ class NativeModel:
         for layer, (keys, values) in zip(self._layers, kv.storage, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         self._model.block_size = kv.layout.block_size
+        self._model.is_fp8 = kv.layout.layers[0].dtype == "float8_e4m3fn"
         self._kv = kv
 
     def _layer(self, weights: LayerWeights, window: int) -> native.Layer:

@@ -12,10 +12,11 @@ class EngineOptions:
 
     `model_impl` is what computes the model: `baton`, `transformers`, or `auto` (the first where it supports the model).
     `exact` makes the bits of a row's logits independent of its batch (in float32; in bfloat16 on CUDA and with compiled
-    kernels), and proves it at start. `threads` is the number of compute threads of this process. `kv_memory_bytes`
-    is for the worker, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
-    address for the worker's other ranks, `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in
-    transit at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
+    kernels), and proves it at start. `kv_dtype` is how KV is stored: `auto` (in `dtype`) or `fp8`, also `fp8_e4m3`.
+    `threads` is the number of compute threads of this process. `kv_memory_bytes` is for the worker, all ranks together.
+    `max_num_tokens` bounds the tokens of one step. `host` is this machine's address for the worker's other ranks,
+    `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in transit at once, all ranks together.
+    `kernels` is `auto` (the best compiled ones that this processor has, else
     torch's), `torch`, or the level of compiled ones. `quantize` is `none`, `int8` or `int4` (weights of linear layers
     and head; only with compiled kernels). `version` is the code's. `draft_dir` is the draft model that this rank loads
     afterwards, for `max_running` sequences. `decode_rows` is the most sequences of a decode step, for which steps are
@@ -28,6 +29,7 @@ class EngineOptions:
     model_impl: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
+    kv_dtype: str = "auto"
     exact: bool = False
     threads: int = 1
     block_size: int = 16

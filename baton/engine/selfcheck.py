@@ -22,6 +22,7 @@ from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
+from baton.engine.kv_error import median_error
 from baton.engine.runner import Runner
 
 log = logging.getLogger("baton.engine")
@@ -97,12 +98,6 @@ def check_against_reference(
                 f" {error:.2g} of the logits' spread, more than {tolerance:g}: this model is not"
                 " served"
             )
-
-
-def median_error(logits: Tensor, expected: Tensor) -> float:
-    """The median over positions of |logits - expected| / |expected - its mean|, for [T, vocab]."""
-    spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1)
-    return float(((logits - expected).norm(dim=-1) / spread).median())
 
 
 def _row(name: str, tokens: list[int], start: int, length: int, blocks: tuple[int, ...]) -> Row:

@@ -24,14 +24,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.cache_utils import Cache
 
 from baton.core.errors import InvariantError, StartupError
-from baton.core.kv_layout import DTYPE_BYTES
-from baton.core.model_config import DType
+from baton.core.kv_layout import DTYPE_BYTES, DType
 from baton.engine.attention import FastAttention, Reach, Scores
 from baton.engine.attention_calls import AttentionCall, MaskFunction, Recorded, Recorder
 from baton.engine.batch import Batch
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.gguf_files import read_index
-from baton.engine.kv_pool import KVPool
+from baton.engine.kv_pool import KVPool, store
 from baton.engine.parallel import TPGroup
 from baton.engine.transformers_parallel import divide, mark_kv_heads, reading_parts
 
@@ -143,7 +142,7 @@ class _Step:
         self._updates += 1
         for tensor, new in zip(storage, (keys, values), strict=True):
             stored = new[0].transpose(0, 1)[: len(self._slots)]
-            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, self._slots, stored.reshape(-1, *tensor.shape[2:]))
+            store(tensor, self._slots, stored.reshape(-1, *tensor.shape[2:]))
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from baton.core.commands import Role
 from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
+from baton.core.kv_layout import KV_DTYPES
 from baton.core.names import host_port_error, model_name_error, unbracketed
 
 Config = TypeVar("Config")
@@ -79,6 +80,11 @@ class EngineConfig:
     )
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "data type of weights and KV", choices=("auto", "bfloat16", "float32"))
+    kv_dtype: str = option(
+        "auto",
+        "data type of KV; auto: as --dtype; fp8, fp8_e4m3: 8-bit floats (E4M3, scale 1, saturating at 448)",
+        choices=KV_DTYPES,
+    )
     exact: bool = option(
         False,
         "batch-invariant: the same bits for any batch, chunked prefill or prefix cache hit; --dtype auto is float32",

@@ -274,6 +274,7 @@ def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks)
         model_impl=config.model_impl,
         device=config.device,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         exact=config.exact,
         kernels=config.kernels,
         quantize=config.quantize,

@@ -190,7 +190,7 @@ class KVLayout(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ...) -> None: ...
 
 class Compatibility(_message.Message):
-    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "config_digest", "quantize", "edge_kind", "model_impl", "tokenizer_digest")
+    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "config_digest", "quantize", "edge_kind", "model_impl", "tokenizer_digest", "kv_dtype")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class Compatibility(_message.Message):
     EDGE_KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_IMPL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     layout: KVLayout
     dtype: str
@@ -217,7 +218,8 @@ class Compatibility(_message.Message):
     edge_kind: str
     model_impl: str
     tokenizer_digest: str
-    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., config_digest: _Optional[str] = ..., quantize: _Optional[str] = ..., edge_kind: _Optional[str] = ..., model_impl: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ...) -> None: ...
+    kv_dtype: str
+    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., config_digest: _Optional[str] = ..., quantize: _Optional[str] = ..., edge_kind: _Optional[str] = ..., model_impl: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob", "top_ids", "top_logprobs", "rank")

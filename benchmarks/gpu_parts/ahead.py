@@ -198,7 +198,19 @@ def idle_device(batch: int, context: int) -> Runner:
     options = EngineOptions(model_dir=Path(), decode_rows=batch)
     layout = config.kv_layout(16, "bfloat16")
     facts = Compatibility(
-        PROTOCOL_VERSION, "", False, "bfloat16", "none", "gloo", "", "", config.vocab_size, longest, layout
+        PROTOCOL_VERSION,
+        "",
+        False,
+        "bfloat16",
+        "bfloat16",
+        "none",
+        "baton",
+        "gloo",
+        "",
+        "",
+        config.vocab_size,
+        longest,
+        layout,
     )
     sizes = {"max_model_len": longest, "parameter_bytes": 0}
     group = TPGroup(0, 1)

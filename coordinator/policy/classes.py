@@ -64,6 +64,6 @@ def continues(before: Compatibility, after: Compatibility) -> Difference | None:
     the facts `before`; None if they can. In exact mode they must also generate the same tokens."""
     names = ["model_digest", "tokenizer_digest", "exact", "quantize"]
     if before.exact:
-        names += ["dtype", "model_impl"]
+        names += ["dtype", "kv_dtype", "model_impl"]
     a, b = asdict(before), asdict(after)
     return difference({name: a[name] for name in names}, {name: b[name] for name in names})

@@ -17,7 +17,8 @@ from typing import cast
 from baton.core.commands import Join
 from baton.core.compatibility import PROTOCOL_VERSION, SERVED_VERSIONS, Compatibility, Difference, difference
 from baton.core.errors import JoinRefused, StartupError
-from baton.core.model_config import AnyConfig, DType, ModelConfig
+from baton.core.kv_layout import KVDType
+from baton.core.model_config import AnyConfig, ModelConfig
 from baton.core.names import name_error
 from baton.core.reshard import MAX_TENSOR_PARALLEL, local_layout
 
@@ -47,7 +48,7 @@ class OwnModel:
     def _other_model(self, facts: Compatibility, worker: str) -> str | None:
         layout = facts.layout  # of a model that transformers computes only the workers know it
         if isinstance(self.config, ModelConfig):
-            layout = self.config.kv_layout(facts.layout.block_size, cast(DType, facts.dtype))
+            layout = self.config.kv_layout(facts.layout.block_size, cast(KVDType, facts.kv_dtype))
         own = replace(facts, config_digest=self.config_digest, vocab_size=self.config.vocab_size, layout=layout)
         differs = difference(own, facts)
         if differs is None or facts.config_digest == self.config_digest:

@@ -267,6 +267,7 @@ class Worker:
             "tensor_parallel": self.join.tensor_parallel,
             "host": self.join.host,
             "dtype": self.join.facts.dtype,
+            "kv_dtype": self.join.facts.kv_dtype,
             "quantize": self.join.facts.quantize,
             "model_impl": self.join.facts.model_impl,
             "block_size": self.join.facts.layout.block_size,

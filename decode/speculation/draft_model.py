@@ -12,8 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from baton.core.errors import InvariantError, StartupError
-from baton.core.kv_layout import KVLayout
-from baton.core.model_config import DType
+from baton.core.kv_layout import DType, KVLayout
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import Row, StepOutcome, StepPlan
@@ -118,7 +117,13 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
         )
     of_target: DType = runner.dtype_name  # type: ignore[assignment]
     share = draft_share(
-        directory, draft_config, runner.max_model_len, runner.layout.block_size, of_target, config.max_running
+        directory,
+        draft_config,
+        runner.max_model_len,
+        runner.layout.block_size,
+        of_target,
+        config.max_running,
+        config.kv_dtype,
     )
     started = time.monotonic()
     draft = load_runner(
@@ -126,6 +131,7 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             model_dir=directory,
             device=config.device,
             dtype=runner.dtype_name,
+            kv_dtype=config.kv_dtype,
             threads=runner.threads,
             block_size=runner.layout.block_size,
             kv_memory_bytes=share.num_blocks(runner.num_blocks) * share.layout.bytes_per_block,

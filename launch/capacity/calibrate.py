@@ -103,6 +103,7 @@ def calibrate(cluster: LoadClient, name: str, *, shared_host: bool, progress: Ca
         "command": shlex.join(["baton", *sys.argv[1:]]),
         "costs": "processor time" if shared_host else "seconds of workers' steps and between them",
         "dtype": str(decode["dtype"]),
+        "kv_dtype": str(decode["kv_dtype"]),
         **versions(*PACKAGES),
     }
     return Calibration(

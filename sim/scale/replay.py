@@ -146,7 +146,7 @@ class Replay:
     def _join(self, name: str, role: Role, calibration: Calibration) -> None:
         kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
         facts = Compatibility(
-            *(PROTOCOL_VERSION, "", False, "float32", "none", "baton", "gloo", "", "", 1 << 16),
+            *(PROTOCOL_VERSION, "", False, "float32", "float32", "none", "baton", "gloo", "", "", 1 << 16),
             max_model_len=calibration.max_model_len,
             layout=self._layout,
         )

@@ -66,6 +66,7 @@ def layers(**changes: object) -> KVLayout:
         ("model_digest", {"model_digest": "other"}),
         ("config_digest", {"config_digest": "other"}),
         ("dtype", {"dtype": "bfloat16"}),
+        ("kv_dtype", {"kv_dtype": "float8_e4m3fn"}),
         ("exact", {"exact": True}),
         ("quantize", {"quantize": "int8"}),
         ("model_impl", {"model_impl": "transformers"}),

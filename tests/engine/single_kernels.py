@@ -35,10 +35,16 @@ class Wanted(ctypes.Structure):
 def attend(kernels: Kernels, *arguments: Any) -> None:
     function = kernels._library.baton_attend
     function.argtypes = (
-        *(c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
+        *(c_int, c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
     )
     function.restype = None
+    function(*arguments)
+
+
+def fp8(kernels: Kernels, *arguments: Any) -> None:
+    function = kernels._library.baton_fp8
+    function.argtypes, function.restype = (c_int, c_void_p, c_int64, c_void_p, c_void_p), None
     function(*arguments)
 
 

@@ -78,6 +78,28 @@ def test_the_kernel_agrees_with_the_plain_attention(
     assert torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_fp8_is_widened_in_the_kernel(dtype: torch.dtype) -> None:
+    config = shape(4, 2, 80)
+    queries, keys, values, spans = paged(config, 16, dtype)
+    keys, values = ((cache * 30).to(torch.float8_e4m3fn) for cache in (keys, values))
+    kernel = triton_attention(config, 16, dtype)
+    prepared = kernel.prepare(spans, 0)
+    found = kernel.attend(queries, keys, values, prepared)
+    assert torch.equal(found, kernel.attend(queries, keys.to(dtype), values.to(dtype), prepared))
+
+
+def test_every_code_of_fp8_is_widened_and_made_as_by_torch() -> None:
+    from tests.engine.triton_fp8 import NUMBERS, convert
+
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    codes, widened = torch.empty(1 << 16, dtype=torch.uint8), torch.empty(1 << 16)
+    convert[len(numbers) // NUMBERS,](numbers, codes, widened, COUNT=NUMBERS)
+    expected, nan = numbers.clamp(-448, 448).to(torch.float8_e4m3fn), numbers.isnan()
+    assert torch.equal(codes[~nan], expected.view(torch.uint8)[~nan])
+    assert torch.equal(widened[~nan], expected[~nan].float()) and widened[nan].isnan().all()
+
+
 def test_last_program_merges_the_splits_and_resets_the_arrival_counter() -> None:
     config = shape(4, 2, 16)
     queries, keys, values, spans = paged(config, 16, torch.float32)

@@ -69,16 +69,31 @@ def test_draft_memory_is_reserved_before_loading_only_on_a_gpu(monkeypatch: pyte
     assert default_budget(LAYOUT, 4, CUDA, 1, share) == DEFAULT_SEQUENCES * 1024  # as much as these sequences can use
 
 
-def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
+def test_a_draft_stores_kv_as_its_target_does(tmp_path: Path) -> None:
+    wide, _ = shares = [loaded(tmp_path / kv_dtype, kv_dtype)[1:] for kv_dtype in ("auto", "fp8")]
+    for made, share in shares:
+        assert (made.parameter_bytes, kv_bytes(made)) == (share.parameter_bytes, share.kv_bytes(made.num_blocks))
+    assert shares[1][0].facts.kv_dtype == "float8_e4m3fn"
+    assert wide[1].layout.bytes_per_block == 4 * shares[1][1].layout.bytes_per_block
+
+
+def loaded(tmp_path: Path, kv_dtype: str = "auto") -> tuple[Runner, Runner, DraftShare]:
     """A target, its draft and the expected memory of the draft."""
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
-    runner = load_runner(EngineOptions(model_dir=target, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
+    options = EngineOptions(model_dir=target, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch")
+    runner = load_runner(replace(options, kv_dtype=kv_dtype))
     config = WorkerConfig(
-        step_tokens=512, model=str(target), draft=str(draft), device="cpu", kernels="torch", max_running=3
+        step_tokens=512,
+        model=str(target),
+        draft=str(draft),
+        device="cpu",
+        kernels="torch",
+        max_running=3,
+        kv_dtype=kv_dtype,
     )
     made = load_draft(config, runner)
     assert made is not None
-    share = draft_share(draft, read_model_config(draft), runner.max_model_len, 16, "float32", 3)
+    share = draft_share(draft, read_model_config(draft), runner.max_model_len, 16, "float32", 3, kv_dtype)
     return runner, made, share
 
 

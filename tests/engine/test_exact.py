@@ -38,20 +38,22 @@ ARCHS = {
 
 
 KINDS = [
-    *((arch, "auto", "float32") for arch in ARCHS),
-    *((arch, "torch", "float32") for arch in ("mistral", "qwen3")),
-    *((arch, "auto", "bfloat16") for arch in ("llama", "qwen3")),
+    *((arch, "auto", "float32", "auto") for arch in ARCHS),
+    *((arch, "torch", "float32", "auto") for arch in ("mistral", "qwen3")),
+    *((arch, "auto", "bfloat16", "auto") for arch in ("llama", "qwen3")),
+    ("qwen3", "torch", "float32", "fp8"),
+    ("mistral", "auto", "bfloat16", "fp8"),
 ]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def exact(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Runner:
-    arch, kernels, dtype = request.param
+    arch, kernels, dtype, kv_dtype = request.param
     if dtype == "bfloat16":
         compiled, name = choose_kernels(kernels, torch.device("cpu"))
         if compiled is None:
             pytest.skip(f"no compiled kernels here: {name}")
-    return tiny_runner(checkpoint(**ARCHS[arch]), exact=True, kernels=kernels, dtype=dtype)
+    return tiny_runner(checkpoint(**ARCHS[arch]), exact=True, kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 64, 512])

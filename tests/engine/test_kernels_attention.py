@@ -24,7 +24,8 @@ kinds = pytest.mark.parametrize(("level", "dtype"), [*KINDS, emulated_kind], ids
 
 @dataclass
 class Case:
-    """Sequences in a pool whose other positions are NaN. `rows` are (sequence, start, end)."""
+    """Sequences in a pool whose other positions are NaN. `rows` are (sequence, start, end). `codes` are the pool in
+    FP8, if attention is to read that instead."""
 
     dtype: torch.dtype
     heads: int = 9
@@ -48,6 +49,7 @@ class Case:
                 new = torch.randn(length, self.kv_heads, self.head_dim, generator=generator).to(self.dtype)
                 for position in range(length):
                     pool[table[position // self.block_size], position % self.block_size] = new[position]
+        self.codes: tuple[Tensor, ...] | None = None
 
     def expected(self, sequence: int) -> Tensor:
         """Returns the reference, [length, heads, head_dim] in float64."""
@@ -73,10 +75,11 @@ class Case:
         shape = AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.window)
         width = self.heads * self.head_dim
         output = torch.full((first, width), torch.nan, dtype=self.dtype)
-        addresses: tuple[Any, ...] = (self.keys.data_ptr(), self.values.data_ptr(), output.data_ptr())
+        pools = self.codes or (self.keys, self.values)
+        addresses: tuple[Any, ...] = (*(pool.data_ptr() for pool in pools), output.data_ptr())
         attend(
-            load(level), self.dtype == torch.bfloat16, ctypes.byref(shape), packed, len(rows), queries.data_ptr(),
-            width, *addresses, width, threads,
+            load(level), self.dtype == torch.bfloat16, self.codes is not None, ctypes.byref(shape), packed, len(rows),
+            queries.data_ptr(), width, *addresses, width, threads,
         )  # fmt: skip
         parts = output.view(-1, self.heads, self.head_dim).split([end - start for _, start, end in rows])
         return list(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,13 @@ def test_parameter_bytes_equal_the_bytes_that_each_rank_reads(
         assert parameter_bytes(config, size, rank, 4, quantized) == reader.bytes_read
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("quantize", ["none", *(["int8"] if processor_levels() else [])])
-def test_parameters_and_kv_equal_those_of_a_running_engine(quantize: str, tmp_path: Path) -> None:
+def test_parameters_and_kv_equal_those_of_a_running_engine(quantize: str, kv_dtype: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
-    runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize))
-    made = plan(model, kv_memory_gib=1 / 1024, quantize=quantize)
+    options = EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, kv_dtype=kv_dtype)
+    runner = load_runner(replace(options, quantize=quantize))
+    made = plan(model, kv_memory_gib=1 / 1024, quantize=quantize, kv_dtype=kv_dtype)
     found = first_memory(made, model)
     assert found.parameter_bytes == runner.parameter_bytes
     assert (found.kv_bytes, found.kv_blocks) == (kv_bytes(runner), runner.num_blocks)

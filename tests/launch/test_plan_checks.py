@@ -48,6 +48,11 @@ def plan(model: Path, first: dict[str, object], last: dict[str, object], **optio
     ("first", "last", "difference"),
     [
         ({"block_size": 32}, {"block_size": 24}, "block_size: 32 at prefill-0 and 24 at decode-0"),
+        (
+            {"dtype": "bfloat16"},
+            {"dtype": "bfloat16", "kv_dtype": "fp8"},
+            "kv_dtype: 'bfloat16' at prefill-0 and 'float8_e4m3fn' at decode-0",
+        ),
         ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype: 'float32' at prefill-0 and 'bfloat16' at decode-0"),
         (
             {"exact": True},

@@ -106,6 +106,7 @@ def make_facts(**changes: object) -> Compatibility:
         "config_digest": "c",
         "layout": make_layout(),
         "dtype": "float32",
+        "kv_dtype": "float32",
         "code_version": "0.1.0",
         "exact": False,
         "quantize": "none",

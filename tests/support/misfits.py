@@ -31,6 +31,7 @@ MISFITS: list[tuple[str, dict[str, Any]]] = [
     ("model_digest: 'm' at d0 and 'x\\n' at the prefill worker", {"model_digest": "x\n"}),
     ("edge_kind: 'gloo' at d0 and 'nccl' at the prefill worker", {"edge_kind": "nccl"}),
     ("edge_kind: 'gloo' at d0 and 'rdma' at the prefill worker", {"edge_kind": "rdma"}),
+    ("kv_dtype: 'float32' at d0 and 'float8_e4m3fn' at the prefill worker; ", {"kv_dtype": "float8_e4m3fn"}),
     ("quantize: 'none' at d0 and 'int8' at the prefill worker", {"quantize": "int8"}),
     ("token: it is missing", {"token": ""}),
     ("token: it is not this cluster's", {"token": "secret "}),

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import HandoffError
-from baton.core.kv_layout import KVLayout, LayerKV
+from baton.core.kv_layout import KV_DTYPE_BYTES, KVLayout, LayerKV
 from baton.transfer import staging
 from baton.transfer.checksum import checksum, checksum_parts
 from baton.transfer.staging import Layers, PagedLayers, locate, pack, pack_layers
 from tests.support.paged import pack_tokens, unpack_tokens
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {name: getattr(torch, name) for name in KV_DTYPE_BYTES}
 
 
 def random_layers(layout: KVLayout, num_blocks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

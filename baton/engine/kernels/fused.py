@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
+from baton.engine.kernels.fp8 import as_bytes, narrow
 from baton.engine.kernels.linear import FixedLinear
 from baton.engine.layers import LayerOps, Norm, Rotary, make_linear
 
@@ -61,11 +62,13 @@ class FusedHeads:
         tokens, heads, head_dim = qkv.shape
         queries = torch.empty((tokens, self._num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
         cos, sin = self._tables
+        (keys, fp8), (values, _) = map(as_bytes, cache)
         weights = (cos, cos) if self._norms is None else (self._norms[0].weight, self._norms[1].weight)
         _rotate_and_store[tokens, triton.cdiv(heads, _HEADS)](
-            qkv, rope, slots, cos, sin, *weights, queries, *cache, 0.0 if self._norms is None else self._norms[0].eps,
+            qkv, rope, slots, cos, sin, *weights, queries, keys, values,
+            0.0 if self._norms is None else self._norms[0].eps,
             NORMS=self._norms is not None, QUERY_HEADS=self._num_heads, KV_HEADS=self._num_kv_heads, HEAD_DIM=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim), HEADS=_HEADS,
+            WIDTH=triton.next_power_of_2(head_dim), HEADS=_HEADS, FP8=fp8,
         )  # fmt: skip
         return queries
 
@@ -111,7 +114,7 @@ def _add_norm(
 def _rotate_and_store(
     qkv_ptr, position_ptr, slot_ptr, cos_ptr, sin_ptr, query_norm_ptr, key_norm_ptr, query_ptr, key_ptr, value_ptr, eps,
     NORMS: tl.constexpr, QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -147,6 +150,8 @@ def _rotate_and_store(
     tl.store(query_ptr + query_at, rotated, mask=there & is_query[:, None])
     slot = tl.load(slot_ptr + token)
     key_at = (slot * KV_HEADS + head - QUERY_HEADS)[:, None] * HEAD_DIM + d[None, :]
+    if FP8:
+        rotated, raw = narrow(rotated.to(tl.float32)), narrow(raw.to(tl.float32))
     tl.store(key_ptr + key_at, rotated, mask=there & (is_rotated & (head >= QUERY_HEADS))[:, None])
     value_at = (slot * KV_HEADS + head - QUERY_HEADS - KV_HEADS)[:, None] * HEAD_DIM + d[None, :]
     tl.store(value_ptr + value_at, raw, mask=there & (head >= QUERY_HEADS + KV_HEADS)[:, None])

@@ -64,7 +64,7 @@ class ModelStruct(ctypes.Structure):
         ("eps", c_float),
         ("is_bf16", c_int32),
         ("threads", c_int32),
-        ("reserved", c_int32),
+        ("is_fp8", c_int32),
     )
 
 

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels.fp8 import as_bytes, widen
+
 MIN_ROWS = 16
 """Rows of the smallest tile: the minimum for tensor cores."""
 MAX_SPLITS = 64
@@ -67,10 +69,12 @@ def rows_of(queries: int, group: int) -> int:
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, window: int, out: Tensor, arrived: Tensor
 ) -> None:
-    """Computes attention of q [T, H, D] to keys and values [blocks, block_size, K, D] into out [T, H, D], except for
-    tokens that belong to no row. `window` 0 means no window. `arrived` int32 [tiles x KV heads at least] counts the
-    computed splits of a tile and is 0 between calls: calls that share it must run one after the other on one stream."""
+    """Computes attention of q [T, H, D] to keys and values [blocks, block_size, K, D], which may be in FP8, into out
+    [T, H, D], except for tokens that belong to no row. `window` 0 means no window. `arrived` int32 [tiles x KV heads at
+    least] counts the computed splits of a tile and is 0 between calls: calls that share it must run one after the other
+    on one stream."""
     heads, head_dim = q.shape[1], q.shape[2]
+    (keys, fp8), (values, _) = as_bytes(keys), as_bytes(values)
     kv_heads, group = keys.shape[2], heads // keys.shape[2]
     rows = tiles.tile_rows or rows_of(tiles.queries, group)
     width = max(16, triton.next_power_of_2(head_dim))
@@ -88,7 +92,7 @@ def paged_attention(
         head_dim**-0.5 * _LOG2_E,
         WINDOWED=window > 0, FIXED=tiles.tile_rows > 0, BLOCK_SIZE=keys.shape[1], KEYS=keys_of_tile,
         EXACT_DOT=q.dtype == torch.float32, NO_SCORE=_NO_SCORE, GROUP=group, HEAD_DIM=head_dim, ROWS=rows, WIDTH=width,
-        SPLITS=MAX_SPLITS, num_warps=8 if rows > 64 or tiles.tile_rows else 4,
+        SPLITS=MAX_SPLITS, FP8=fp8, num_warps=8 if rows > 64 or tiles.tile_rows else 4,
     )  # fmt: skip
 
 
@@ -106,7 +110,7 @@ def _attend(
     q_token, q_head, out_token, out_head, k_block, k_slot, k_head, v_block, v_slot, v_head, scale,
     WINDOWED: tl.constexpr, FIXED: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     EXACT_DOT: tl.constexpr, NO_SCORE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, offset = tl.load(tile_row_ptr + tile), tl.load(tile_offset_ptr + tile)
@@ -148,7 +152,9 @@ def _attend(
             there = key < end
             block = tl.load(blocks_ptr + key // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
             k_at = block * k_block + (key % BLOCK_SIZE) * k_slot + head * k_head
-            k = tl.load(k_ptr + k_at[None, :] + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+            k = tl.load(k_ptr + k_at[None, :] + d[:, None], mask=there[None, :] & inside[:, None], other=0)
+            if FP8:
+                k = widen(k).to(q.dtype)
             scores = (tl.dot(q, k, input_precision="ieee") if EXACT_DOT else tl.dot(q, k)) * scale
             seen = there[None, :] & (key[None, :] <= position[:, None])
             if WINDOWED:
@@ -158,7 +164,9 @@ def _attend(
             weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
             shrink = tl.exp2(best - higher)
             v_at = block * v_block + (key % BLOCK_SIZE) * v_slot + head * v_head
-            v = tl.load(v_ptr + v_at[:, None] + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+            v = tl.load(v_ptr + v_at[:, None] + d[None, :], mask=there[:, None] & inside[None, :], other=0)
+            if FP8:
+                v = widen(v).to(q.dtype)
             part = tl.dot(weights, v, input_precision="ieee") if EXACT_DOT else tl.dot(weights.to(v.dtype), v)
             sums = sums * shrink[:, None] + part
             total = total * shrink + tl.sum(weights, 1)

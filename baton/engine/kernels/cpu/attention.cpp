@@ -2,6 +2,7 @@
 
 #include "attention_few.h"
 #include "attention_wide.h"
+#include "fp8.h"
 #if BATON_LEVEL >= 3
 #include "attention_amx.h"
 #endif
@@ -174,8 +175,12 @@ int64_t most_few() {
 template <class E>
 void attend(
     const AttentionShape& shape, const Row* rows, int64_t num_rows, const E* queries, int64_t query_stride,
-    const E* keys, const E* values, E* output, int64_t output_stride, int threads) {
+    const Pool& pool, E* output, int64_t output_stride, int threads) {
   const Plan<E> plan(shape);
+  const auto pack = [&](const Row& row, int64_t head, int64_t block, char* to) {
+    const Opened<E> opened(shape, pool, Places(shape, row, block), head, 1);
+    pack_block(plan, opened.places, opened.keys, opened.values, to);
+  };
   // KV heads that one unit computes for a row with few queries: all, if there are enough rows for the threads.
   const int64_t together = threads == 1 || num_rows >= 4 * threads ? shape.kv_heads : 1;
   // Rows with few tiles: a unit is one row and KV head, and packs each block just before using it.
@@ -188,12 +193,12 @@ void attend(
       const bool by_turns = threads == 1;  // rows are computed in order
       const Row* after = by_turns && &row + 1 < rows + num_rows ? &row + 1 : nullptr;
       return attend_few(
-          plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, keys, values, output,
+          plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, pool, output,
           output_stride);
     }
     char* block_at = block_memory.get(plan.block_bytes);
     attend_tiles<E>(plan, row, head, 0, tiles, queries, query_stride, output, output_stride, [&](int64_t block) {
-      pack_block(plan, row, head, block, keys, values, block_at);
+      pack(row, head, block, block_at);
       return block_at;
     });
   });
@@ -206,7 +211,7 @@ void attend(
     char* packed = row_memory.get((end - begin) * plan.block_bytes);
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
       parallel(end - begin, threads, [&](int64_t i) {
-        pack_block(plan, row, head, begin + i, keys, values, packed + i * plan.block_bytes);
+        pack(row, head, begin + i, packed + i * plan.block_bytes);
       });
       parallel(units, threads, [&](int64_t i) {
         const int64_t unit = units - 1 - i;  // the longest first
@@ -221,7 +226,7 @@ void attend(
 
 #define BATON_INSTANTIATE(E) \
   template void attend<E>( \
-      const AttentionShape&, const Row*, int64_t, const E*, int64_t, const E*, const E*, E*, int64_t, int);
+      const AttentionShape&, const Row*, int64_t, const E*, int64_t, const Pool&, E*, int64_t, int);
 BATON_INSTANTIATE(float)
 BATON_INSTANTIATE(bf16)
 

@@ -27,6 +27,12 @@ struct AttentionShape {
   int64_t window;  // 0: none
 };
 
+// Keys and values [blocks, block_size, kv_heads, head_dim], of the type of queries or in FP8.
+struct Pool {
+  const void *keys, *values;
+  bool is_fp8;
+};
+
 // Whether, at level amx in bf16, rows with few queries are computed in tiles like longer ones, not by their own kernel.
 extern bool few_rows_in_tiles;
 
@@ -34,11 +40,10 @@ extern bool few_rows_in_tiles;
 // once, before the first step. True at other levels.
 bool few_rows_match();
 
-// queries: token t, head h at queries + t * query_stride + h * head_dim. keys, values: the pool's [blocks, block_size,
-// kv_heads, head_dim]. The heads of token t are written contiguously to output + t * output_stride.
+// queries: token t, head h at queries + t * query_stride + h * head_dim. The heads of token t are written contiguously to output + t * output_stride.
 template <class E>
 void attend(
     const AttentionShape& shape, const Row* rows, int64_t num_rows, const E* queries, int64_t query_stride,
-    const E* keys, const E* values, E* output, int64_t output_stride, int threads);
+    const Pool& pool, E* output, int64_t output_stride, int threads);
 
 }  // namespace baton

@@ -1,4 +1,4 @@
-// Offsets of a block's keys and values in the pool, and their prefetch, interleaved with other work.
+// Prefetch of a block's keys and values, interleaved with other work.
 //
 // Many prefetches at once would wait for each other (a core has some 20 lines in flight), and memory would then be idle
 // until the next ones. All heads of a block are prefetched in memory order, which is a fifth faster than head by head.
@@ -9,24 +9,6 @@
 namespace baton {
 namespace {
 
-// Offsets of a block's positions in a pool, in elements. An incomplete block is padded with its last position, which is
-// then masked; a block after the row's end has no positions.
-struct Places {
-  int64_t at[KEYS];
-  int64_t count, first_slot;
-
-  Places(const AttentionShape& s, const Row& row, int64_t block) {
-    const int64_t apart = s.kv_heads * s.head_dim;
-    count = std::clamp<int64_t>(row.start + row.length - block * KEYS, 0, KEYS);
-    first_slot = block * KEYS % s.block_size;
-    int64_t table = block * KEYS / s.block_size, slot = first_slot;
-    for (int64_t key = 0; key < count; ++table, slot = 0)
-      for (int64_t at_slot = row.blocks[table] * s.block_size + slot; key < count && slot < s.block_size; ++slot)
-        at[key++] = at_slot++ * apart;
-    for (int64_t key = count; count > 0 && key < KEYS; ++key) at[key] = at[count - 1];
-  }
-};
-
 // Consecutive cache lines. After the last run, the last line is returned again, with a step of 0.
 struct Run {
   const char *line, *end;
@@ -36,11 +18,14 @@ struct Run {
 // The runs of the keys of some heads of a block, and then those of the values.
 class Runs {
  public:
-  template <class E>
-  Runs(const AttentionShape& s, const Places& places, const E* keys, const E* values, int64_t heads)
-      : places_(places), pools_{reinterpret_cast<const char*>(keys), reinterpret_cast<const char*>(values)},
-        last_(pools_[0]), element_(sizeof(E)), bytes_(heads * s.head_dim * sizeof(E)),
-        together_(heads == s.kv_heads ? s.block_size : 1) {}
+  // `element` is the size of an element of x.
+  Runs(const AttentionShape& s, const Pool& pool, const Places& places, int64_t element, int64_t head, int64_t heads)
+      : places_(places), element_(pool.is_fp8 ? 1 : element), bytes_(heads * s.head_dim * element_),
+        together_(heads == s.kv_heads ? s.block_size : 1) {
+    pools_[0] = static_cast<const char*>(pool.keys) + head * s.head_dim * element_;
+    pools_[1] = static_cast<const char*>(pool.values) + head * s.head_dim * element_;
+    last_ = pools_[0];
+  }
 
   [[gnu::noinline]] Run next() {
     if (place_ == places_.count) place_ = 0, ++pool_;

@@ -16,18 +16,13 @@ inline __m512i load_row(const bf16* from, int64_t elements, int64_t tile) {
   return _mm512_maskz_loadu_epi16(lanes, from + tile * 32);
 }
 
-// Packs keys and values of positions [64 * block, 64 * block + 64) of one KV head: keys as tiles of 16 keys by 16 dwords,
-// values as tiles of 16 elements by 16 dwords of keys. Positions from `end` on are zeros, whatever the pool holds there.
+// Packs keys and values of a block's places in one KV head: keys as tiles of 16 keys by 16 dwords, values as tiles of 16
+// elements by 16 dwords of keys. Positions after the end of the row are zeros, whatever the pool holds there.
 inline void pack_block(
-    const Plan<bf16>& plan, const Row& row, int64_t head, int64_t block, const bf16* keys, const bf16* values, char* to) {
+    const Plan<bf16>& plan, const Places& places, const bf16* keys, const bf16* values, char* to) {
   const AttentionShape& s = plan.shape;
-  const int64_t token = s.kv_heads * s.head_dim, end = row.start + row.length;
-  int64_t at[KEYS];
-  int64_t known = std::min(KEYS, end - block * KEYS);
-  for (int64_t key = 0; key < known; ++key) {
-    const int64_t position = block * KEYS + key;
-    at[key] = (row.blocks[position / s.block_size] * s.block_size + position % s.block_size) * token + head * s.head_dim;
-  }
+  const int64_t* at = places.at;
+  const int64_t known = places.count;
   for (int64_t i = 0; i < KEY_TILES; ++i)
     for (int64_t tile = 0; tile < plan.key_tiles; ++tile)
       for (int64_t r = 0; r < TILE; ++r) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention_ahead.h"
+#include "fp8.h"
 #if BATON_LEVEL >= 3
 #include "attention_few_tiles.h"
 #endif
@@ -209,7 +210,7 @@ BATON_LANES Floats in_order(const float* output, int64_t at) {
 template <class E>
 void attend_few(
     const Plan<E>& plan, const Row& row, bool fetched, const Row* after, int64_t first_head, int64_t last_head,
-    const E* queries, int64_t stride, const E* keys, const E* values, E* to, int64_t to_stride) {
+    const E* queries, int64_t stride, const Pool& pool, E* to, int64_t to_stride) {
   const AttentionShape& s = plan.shape;
   const int64_t columns = row.length * plan.group, size = s.head_dim, width = round_up(size, TURN<E>);
   const int64_t heads = last_head - first_head, all = heads * columns;
@@ -232,10 +233,9 @@ void attend_few(
   }
   const int64_t end = row.start + row.length;
   int64_t block = plan.first_block(row.start);
-  const E *first_keys = keys + first_head * size, *first_values = values + first_head * size;
   Places now(s, row, block);
   if (!fetched) {
-    Runs runs(s, now, first_keys, first_values, heads);
+    Runs runs(s, pool, now, sizeof(E), first_head, heads);
     for (Run run = runs.next(); run.step > 0; run = runs.next())
       for (; run.line < run.end; run.line += run.step) _mm_prefetch(run.line, _MM_HINT_T0);
   }
@@ -243,14 +243,16 @@ void attend_few(
     const bool over = (block + 1) * KEYS >= end && after != nullptr;
     const Places next(s, over ? *after : row, over ? plan.first_block(after->start) : block + 1);
     const int64_t first = block * KEYS, halves = (now.count + HALF - 1) / HALF;
-    Runs runs(s, next, first_keys, first_values, heads);
+    Runs runs(s, pool, next, sizeof(E), first_head, heads);
     Ahead ahead(&runs), nothing(scores);
+    const Opened<E> opened(s, pool, now, first_head, heads);
+    const Places& at = opened.places;
     for (int64_t head = 0; head < heads; ++head) {
-      const E *own_keys = first_keys + head * size, *own_values = first_values + head * size;
+      const E *own_keys = opened.keys + head * size, *own_values = opened.values + head * size;
       const float* own_query = query + head * columns * width;
       float* own_output = output + head * columns * width;
       for (int64_t half = 0; half < halves; ++half) {
-        transpose_keys(own_keys, now.at + half * HALF, size, turned, ahead);
+        transpose_keys(own_keys, at.at + half * HALF, size, turned, ahead);
         in_turns(columns, [&](int64_t c, auto number) {
           score_few<number>(turned, size, own_query + c * width, width, scores + c * KEYS + half * HALF);
         });
@@ -262,7 +264,7 @@ void attend_few(
       }
       in_turns(columns, [&](int64_t c, auto number) {
         add_few<number>(
-            own_values, now.at, now.count, size, scores + c * KEYS, own_output + c * width, width,
+            own_values, at.at, at.count, size, scores + c * KEYS, own_output + c * width, width,
             c == 0 ? ahead : nothing);
       });
     }

@@ -1,4 +1,4 @@
-// Sizes of attention's packed operands: blocks of keys and values, query tiles.
+// Sizes of attention's packed operands: blocks of keys and values, query tiles; the places of a block in the pool.
 #pragma once
 
 #include <type_traits>
@@ -48,6 +48,24 @@ struct Plan {
     return shape.window ? std::max<int64_t>(0, position - shape.window + 1) / KEYS : 0;
   }
   int64_t tiles_of(const Row& row) const { return (row.length * group + TILE - 1) / TILE; }
+};
+
+// Offsets of a block's positions in a pool, in elements. An incomplete block is padded with its last position, which is
+// then masked; a block after the row's end has no positions.
+struct Places {
+  int64_t at[KEYS];
+  int64_t count, first_slot;
+
+  Places(const AttentionShape& s, const Row& row, int64_t block) {
+    const int64_t apart = s.kv_heads * s.head_dim;
+    count = std::clamp<int64_t>(row.start + row.length - block * KEYS, 0, KEYS);
+    first_slot = block * KEYS % s.block_size;
+    int64_t table = block * KEYS / s.block_size, slot = first_slot;
+    for (int64_t key = 0; key < count; ++table, slot = 0)
+      for (int64_t at_slot = row.blocks[table] * s.block_size + slot; key < count && slot < s.block_size; ++slot)
+        at[key++] = at_slot++ * apart;
+    for (int64_t key = count; count > 0 && key < KEYS; ++key) at[key] = at[count - 1];
+  }
 };
 
 }  // namespace

@@ -15,17 +15,15 @@ inline Ints load_row(const E* from, int64_t elements, int64_t tile) {
   return as_ints(load(from + tile * TILE, first_lanes(elements - tile * TILE)));
 }
 
-// Packs keys and then values of positions [64 * block, 64 * block + 64) of one KV head as rows of floats, each padded
-// to whole tiles. Positions after the end of the row are zeros, whatever the pool holds there.
+// Packs keys and then values of a block's places in one KV head as rows of floats, each padded to whole tiles. Positions
+// after the end of the row are zeros, whatever the pool holds there.
 template <class E>
-void pack_block(const Plan<E>& plan, const Row& row, int64_t head, int64_t block, const E* keys, const E* values, char* to) {
+void pack_block(const Plan<E>& plan, const Places& places, const E* keys, const E* values, char* to) {
   const AttentionShape& s = plan.shape;
-  const int64_t width = plan.value_tiles * TILE, known = std::min(KEYS, row.start + row.length - block * KEYS);
+  const int64_t width = plan.value_tiles * TILE, known = places.count;
   float *key_to = reinterpret_cast<float*>(to), *value_to = reinterpret_cast<float*>(to + plan.key_bytes);
-  int64_t table = block * KEYS / s.block_size, slot = block * KEYS % s.block_size;
   for (int64_t key = 0; key < known; ++key) {
-    const int64_t at = ((row.blocks[table] * s.block_size + slot) * s.kv_heads + head) * s.head_dim;
-    if (++slot == s.block_size) ++table, slot = 0;
+    const int64_t at = places.at[key];
     for (int64_t tile = 0; tile < plan.value_tiles; ++tile) {
       store_aligned(key_to + key * width + tile * TILE, as_floats(load_row(keys + at, s.head_dim, tile)));
       store_aligned(value_to + key * width + tile * TILE, as_floats(load_row(values + at, s.head_dim, tile)));

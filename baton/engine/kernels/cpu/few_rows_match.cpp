@@ -51,7 +51,7 @@ bool agree(bool with_queries, int low, int high) {
     found[in_tiles].resize(queries.size());
     few_rows_in_tiles = in_tiles;
     attend<bf16>(
-        shape, rows, 2, queries.data(), HEADS * SIZE, keys.data(), values.data(), found[in_tiles].data(), HEADS * SIZE, 1);
+        shape, rows, 2, queries.data(), HEADS * SIZE, {keys.data(), values.data(), false}, found[in_tiles].data(), HEADS * SIZE, 1);
   }
   // By value: the sign of a result that is flushed to zero may differ.
   for (auto& results : found) std::replace(results.begin(), results.end(), bf16(0x8000), bf16(0));

@@ -16,6 +16,9 @@
 namespace baton {
 
 using bf16 = uint16_t;
+struct fp8 {
+  uint8_t code;  // E4M3, without infinities
+};
 
 BATON_LANES __m256i* integers(void* at) { return static_cast<__m256i*>(at); }
 BATON_LANES const __m256i* integers(const void* at) { return static_cast<const __m256i*>(at); }

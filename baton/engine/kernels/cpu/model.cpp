@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "fp8.h"
 #include "model.h"
 
 namespace baton {
@@ -86,8 +87,8 @@ struct Computation {
     rotate_and_store(layer, qkv);
     clear_padding(attended, m.heads * m.head_dim, heads_width);
     const AttentionShape shape{m.heads, m.kv_heads, m.head_dim, m.block_size, layer.window};
-    const E *keys = static_cast<const E*>(layer.keys), *values = static_cast<const E*>(layer.values);
-    attend<E>(shape, s.rows, s.num_rows, qkv, width, keys, values, attended, heads_width, m.threads);
+    const Pool pool{layer.keys, layer.values, m.is_fp8 != 0};
+    attend<E>(shape, s.rows, s.num_rows, qkv, width, pool, attended, heads_width, m.threads);
     put(layer, &AdapterLayer::attention_out, layer.attention_out, attended, heads_width, partial);
   }
 
@@ -175,16 +176,23 @@ struct Computation {
     each_token([&](int64_t t) {
       E* heads = qkv + t * width;
       const float *cos = m.cos + position[t] * (size / 2), *sin = m.sin + position[t] * (size / 2);
-      E* keys = static_cast<E*>(layer.keys) + slot[t] * stored;
       for (int64_t h = 0; h < m.heads + m.kv_heads; ++h) {
         E* head = heads + h * size;
         const void* weight = h < m.heads ? layer.q_norm : layer.k_norm;
         if (weight) norm_head(head, static_cast<const E*>(weight));
-        rotate(head, h < m.heads ? head : keys + (h - m.heads) * size, cos, sin, size);
+        rotate(head, head, cos, sin, size);
       }
-      E* values = static_cast<E*>(layer.values) + slot[t] * stored;
-      std::memcpy(values, heads + (m.heads + m.kv_heads) * size, stored * sizeof(E));
+      const E* keys = heads + m.heads * size;
+      put_in_pool(layer.keys, slot[t] * stored, keys, stored);
+      put_in_pool(layer.values, slot[t] * stored, keys + stored, stored);
     });
+  }
+
+  void put_in_pool(void* pool, int64_t at, const E* from, int64_t count) const {
+    if (m.is_fp8)
+      narrow(from, count, static_cast<fp8*>(pool) + at);
+    else
+      std::memcpy(static_cast<E*>(pool) + at, from, count * sizeof(E));
   }
 
   void norm_head(E* head, const E* weight) const {
@@ -277,12 +285,18 @@ void baton_head(const Model* model, const Step* step) {
 
 // Single kernels, for tests and benchmarks.
 void baton_attend(
-    int is_bf16, const AttentionShape* shape, const Row* rows, int64_t num_rows, const void* queries, int64_t stride,
+    int is_bf16, int is_fp8, const AttentionShape* shape, const Row* rows, int64_t num_rows, const void* queries, int64_t stride,
     const void* keys, const void* values, void* output, int64_t output_stride, int threads) {
+  const Pool pool{keys, values, is_fp8 != 0};
   BATON_BY_TYPE(
       is_bf16, attend<E>(
-                   *shape, rows, num_rows, static_cast<const E*>(queries), stride, static_cast<const E*>(keys),
-                   static_cast<const E*>(values), static_cast<E*>(output), output_stride, threads));
+                   *shape, rows, num_rows, static_cast<const E*>(queries), stride, pool, static_cast<E*>(output),
+                   output_stride, threads));
+}
+
+void baton_fp8(int is_bf16, const void* numbers, int64_t count, void* codes, void* widened) {
+  fp8* to = static_cast<fp8*>(codes);
+  BATON_BY_TYPE(is_bf16, narrow(static_cast<const E*>(numbers), count, to); widen(to, count, static_cast<E*>(widened)));
 }
 
 void baton_linear(

@@ -14,7 +14,7 @@ struct Layer {
   Linear attention_out;
   const void* mlp_norm;
   Linear gate_up, down;  // gate and up alternate every 16 outputs
-  void *keys, *values;   // the pool's [blocks, block_size, kv_heads, head_dim]
+  void *keys, *values;   // the pool's [blocks, block_size, kv_heads, head_dim], in the type of x or in FP8
   int64_t window;
 };
 
@@ -26,7 +26,7 @@ struct Model {
   const Layer* layers;
   Linear head;
   float eps;
-  int32_t is_bf16, threads, reserved;
+  int32_t is_bf16, threads, is_fp8;  // of x; of the pool
 };
 
 // T packed tokens in rows; x [T, hidden] is the residual stream. Logits [num_sampled, head.n] are computed at the packed
