@@ -40,6 +40,22 @@ BATON_LANES uint16_t from_fp8(fp8 x) {
   return uint16_t(bits | (x.code & 0x80) << 8);
 }
 
+#if BATON_LEVEL >= 1
+// The same for 32 numbers. The shift to the right repeats the sign in the bits above the number.
+BATON_LANES __m512i from_fp8(__m256i codes) {
+  alignas(64) static const uint16_t SMALL[32] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+  const __m256i size = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f));
+  const __m512i words = _mm512_cvtepu8_epi16(codes), shifted = _mm512_srai_epi16(_mm512_slli_epi16(words, 8), 4);
+  const __m512i sign = _mm512_set1_epi16(int16_t(0x8000));
+  __m512i bits = _mm512_and_si512(shifted, _mm512_set1_epi16(0x07f0));
+  bits = _mm512_add_epi16(bits, _mm512_set1_epi16(0x3c00));
+  const __mmask32 small = _mm256_cmplt_epu8_mask(size, _mm256_set1_epi8(8));
+  bits = _mm512_mask_permutexvar_epi16(bits, small, words, _mm512_load_si512(SMALL));
+  bits = _mm512_mask_mov_epi16(bits, _mm256_cmpeq_epi8_mask(size, _mm256_set1_epi8(0x7f)), _mm512_set1_epi16(0x7fc0));
+  return _mm512_ternarylogic_epi32(sign, shifted, bits, 0xca);  // the sign of one, the other bits of the other
+}
+#endif
+
 inline void narrow(const float* from, int64_t count, fp8* to) {
   for (int64_t i = 0; i < count; ++i) to[i].code = to_fp8(from[i]);
 }
@@ -47,7 +63,11 @@ inline void narrow(const bf16* from, int64_t count, fp8* to) {
   for (int64_t i = 0; i < count; ++i) to[i].code = to_fp8(bits_of<float>(uint32_t(from[i]) << 16));
 }
 inline void widen(const fp8* from, int64_t count, bf16* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = from_fp8(from[i]);
+  int64_t i = 0;
+#if BATON_LEVEL >= 1
+  for (; i + 32 <= count; i += 32) _mm512_storeu_si512(to + i, from_fp8(_mm256_loadu_si256(integers(from + i))));
+#endif
+  for (; i < count; ++i) to[i] = from_fp8(from[i]);
 }
 inline void widen(const fp8* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = bits_of<float>(uint32_t(from_fp8(from[i])) << 16);
