@@ -35,6 +35,7 @@ from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerTable
 
 PREFIX_SLACK = 4
+MAX_OVERTAKEN = 64  # choices that wait for room in one class while later ones use another
 START_TOKENS = 128.0  # expected output length before any output has ended
 NO_ADAPTER = "adapter_not_loaded"
 _WEIGHT = 0.05  # of each new output in the moving average
@@ -196,11 +197,13 @@ class Dispatcher:
         moves them on to PREFILL."""
         placed: list[Choice] = []
         closed: dict[WorkerClass, tuple[object, Pool]] = {}  # no later choice may use these
-        position = 0
+        complete = {each for each in self._workers.classes if each.complete(decode=True)}
+        position = overtaken = 0
         while position < len(self._queue):
             choice = self._queue[position][1]
             if not self._place(choice, closed):
-                if len(closed) == len(self._workers.classes):
+                overtaken += bool(closed)
+                if closed and (complete <= closed.keys() or overtaken > MAX_OVERTAKEN):
                     break
                 position += 1  # it waits for another worker, and does not block the choices that can use other ones
                 continue
@@ -212,8 +215,9 @@ class Dispatcher:
     def _place(self, choice: Choice, closed: dict[WorkerClass, tuple[object, Pool]]) -> bool:
         """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed`;
         else closes those that could ever hold it."""
-        needs = self._needs(choice)
-        for each in self._by_room(choice, [each for each in self._candidates(choice) if each not in closed]):
+        candidates = [each for each in self._candidates(choice) if each not in closed]
+        needs = self._needs(choice) if candidates else None
+        for each in self._by_room(choice, candidates):
             blocked = self._blocked.get(each)
             if blocked is not None and blocked[0] == needs and not blocked[1].grown:
                 closed[each] = blocked  # neither its needs nor the room have changed since

@@ -262,8 +262,8 @@ class Requests:
     def tick(self, now: float) -> list[Action]:
         """Handles deadlines, unservable choices, parked KV and the queue. Called about every 0.1 s."""
         actions: list[Action] = []
-        self._update_servable(now)
         self._look_for_roles(now)
+        self._update_servable(now)
         if now >= self._no_deadline_before:  # scanning 10,000 choices blocks the loop for 4 ms
             for choice in [choice for choice in self if now >= choice.deadline_at and not choice.ended]:
                 actions += handle(self.table, choice, Fail(choice.late()), now)

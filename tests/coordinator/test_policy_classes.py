@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from baton.core.compatibility import PROTOCOL_VERSION
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
-from coordinator.policy.classes import ClassKey, continues
+from coordinator.policy.choice import Choice
+from coordinator.policy.classes import ClassKey, WorkerClass, continues
+from coordinator.policy.dispatch import MAX_OVERTAKEN
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.workers import WorkerTable
 from tests.coordinator.test_policy_workers import OWN
@@ -82,6 +85,30 @@ def test_a_request_that_waits_for_one_class_does_not_block_those_of_another() ->
     assert [(p.name, p.prefill) for p in d.place()] == [("a0", "p0"), ("any", "p1")]
     d.prefilled("a0")
     assert d.names() == ["a1"], "in the order of their age"
+
+
+def test_a_long_queue_for_one_class_is_not_searched_to_its_end_at_each_placement() -> None:
+    d = Placing(table(("p0", "a"), ("d0", "a"), ("p1", "b"), ("d1", "b"), ("p2", "c"), b={"model_digest": "x"}))
+    examined = 0
+
+    def counted(choice: Choice) -> Collection[WorkerClass]:
+        nonlocal examined
+        examined += 1
+        return candidates(choice)
+
+    candidates, d.dispatcher._candidates = d.dispatcher._candidates, counted  # type: ignore[method-assign]
+    for number in range(1000):
+        choice = make_choice(f"a{number}", 24, 25, age=number)
+        choice.generated_by = make_facts()
+        d.submit(choice)
+    d.place()
+    examined = 0
+    assert d.place() == [] and examined <= MAX_OVERTAKEN + 2
+    d.submit(make_choice("urgent", 4, 8, priority=-1))
+    d.submit(make_choice("waits", 30, 34, priority=-1))
+    assert [p.name for p in d.place()] == ["urgent"]
+    examined = 0
+    assert d.place() == [] and examined == 1, "no class with both roles has room for the first"
 
 
 def test_output_is_continued_only_by_the_same_model() -> None:

@@ -233,7 +233,7 @@ FAULTS = (
     Fault("baton/runtime/tls.py", ", require_client_auth=True)", ")", T_TLS),
     Fault("baton/runtime/tls.py", "if tls is not None and role not in expected:", "if False:", T_TLS),
     Fault("baton/runtime/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),
-    Fault("coordinator/control.py", '("operator",), "drain")', '("operator", "decode"), "drain")', T_TLS),
+    Fault("coordinator/control.py", '("operator",), command)', '("operator", "decode"), command)', T_TLS),
     Fault("coordinator/policy/quotas.py", "        account.running -= choices\n", "", T_QUOTAS),
     Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
     Fault(
@@ -586,6 +586,6 @@ FAULTS = (
         "tests/prefill/test_scheduler.py",
     ),
     Fault("baton/engine/pooling.py", ".mul_(SCALE).round_()", ".mul_(SCALE)", "tests/engine/test_pooling.py"),
-    Fault(DISPATCH, "decode=not choice.request.pooling", "decode=True", T_REQUESTS),
+    Fault(DISPATCH, "decode, before = choice.needs_decode,", "decode, before = True,", T_REQUESTS),
     Fault("coordinator/several_prompts.py", "min(len(submissions), AT_ONCE))]", "len(submissions))]", T_POOLING),
 )
