@@ -34,7 +34,8 @@ def outcome(kind: str) -> tuple[str, str]:
         try:
             make_transformers_checkpoint(path, kind)
         except Exception as error:  # whatever the code of an architecture raises for sizes that it was not meant for
-            return "not tried", f"no tiny checkpoint: {_line(error)}"
+            refused = refused_by_config(path, kind)
+            return ("refused", refused) if refused else ("not tried", f"no tiny checkpoint: {_line(error)}")
         prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
         try:
             runner = tiny_runner(path, model_impl="transformers", block_size=4)
@@ -50,6 +51,27 @@ def outcome(kind: str) -> tuple[str, str]:
             "differs",
             f"the tokens of a forward pass without a cache are {'equal' if whole == outputs else 'others'}",
         )
+
+
+def refused_by_config(path: Path, kind: str) -> str:
+    """Returns why the `config.json` of an architecture's own sizes is refused; empty if it is not, or has none."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    from baton.core.errors import StartupError
+    from baton.engine.checkpoint import read_model_config
+
+    try:
+        config = AutoConfig.for_model(kind)
+    except Exception:  # some have no sizes of their own
+        return ""
+    config.architectures = [NAMES[kind]] if isinstance(NAMES[kind], str) else list(NAMES[kind])
+    config.save_pretrained(path)
+    try:
+        read_model_config(path, "transformers")
+    except StartupError as error:
+        return error.message
+    return ""
 
 
 def likeliest(path: Path, prompt: list[int], output: list[int]) -> list[int]:

@@ -42,13 +42,39 @@ _SIZES: dict[str, Any] = {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_d_state": 8, "mamba_n_heads": 8,
 }  # fmt: skip
 _LATENT_HEADS = {"num_key_value_heads": 4}
+_DECODER = {
+    "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 1,
+    "encoder_attention_heads": 4, "encoder_ffn_dim": 96,
+}  # fmt: skip
 _OF_KIND: dict[str, dict[str, Any]] = {
     "phi3": {"rope_parameters": None},
     "dots1": {"n_shared_experts": 1},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "blenderbot": _DECODER,
+    "plbart": _DECODER,
+    "whisper": _DECODER | {"max_target_positions": 512},
+    "moshi": {"sliding_window": 512},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "smollm3": {"use_sliding_window": True},
@@ -66,7 +92,7 @@ _OF_KIND: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
 }
-_MOST_PARAMETERS = 20_000_000
+_MOST_PARAMETERS = 80_000_000
 
 SERVED = (
     "arcee", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma",
