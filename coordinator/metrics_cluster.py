@@ -4,11 +4,12 @@ totals include workers that have left."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.core.commands import Role
 from coordinator.policy.pool import LOAD_COLUMNS, TOTALS
 
 WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
@@ -58,6 +59,11 @@ class ClusterMetrics(Collector):
         handed = "times parked KV was offered to another decode worker"
         yield counter("baton_requests_reassigned", handed, value=own["reassigned"])
         yield gauge("baton_ready", "1 while `/ready` is 200", value=float(own["ready"]))
+        missing = "1 for a role that is needed and has no ready worker"
+        role_missing = gauge("baton_role_missing", missing, labels=["role"])
+        for role in get_args(Role):
+            role_missing.add_metric([role], float(role == own["missing_role"]))
+        yield role_missing
         prefilled = "tokens that prefills computed, counted when their first token arrives"
         yield counter("baton_prefilled_tokens", prefilled, value=own["prefilled_tokens"])
         vain = "of these, tokens of choices that ended before their answer was complete, or that were prefilled again"

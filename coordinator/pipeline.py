@@ -263,6 +263,7 @@ class Pipeline:
             "prefilled_tokens": cluster.requests.prefilled.tokens,
             "wasted_tokens": dict(cluster.requests.prefilled.wasted),
             "ready": self.ready()[0],
+            "missing_role": cluster.requests.dispatcher.missing_role(decode=self._generates) or "",
             "adapters": cluster.adapters.in_use(cluster.requests),
             "tasks": self._num_tasks(),
             "pid": os.getpid(),

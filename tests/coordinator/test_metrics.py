@@ -48,6 +48,7 @@ CLUSTER: dict[str, Any] = {
         "loop_stalls": 4,
         "loop_longest_stall_ms": 250.0,
         "ready": True,
+        "missing_role": "decode",
         "prefilled_tokens": 900,
         "wasted_tokens": {"cancelled": 60, "failed": 0, "rescheduled": 40},
         "adapters": {"max": 4, "running": ["a", "b"], "waiting": ["c"]},
@@ -157,6 +158,8 @@ def test_cluster_metrics_match_the_workers_report() -> None:
     assert value(metrics, "baton_requests_running") == 4 and value(metrics, "baton_requests_queued") == 3
     assert value(metrics, "baton_choices_running") == 11 and value(metrics, "baton_choices_queued") == 5
     assert value(metrics, "baton_oldest_queued_seconds") == 1.5
+    assert value(metrics, "baton_role_missing", role="decode") == 1
+    assert value(metrics, "baton_role_missing", role="prefill") == 0
     assert value(metrics, "baton_choices_admitted_total") == 40
     assert value(metrics, "baton_prompt_tokens_admitted_total") == 9000
     assert value(metrics, "baton_prompt_tokens_queued") == 600 and value(metrics, "baton_prompt_tokens_backlog") == 300
