@@ -51,7 +51,7 @@ DERIVED = {
     "vllm:num_requests_waiting_by_reason": "`baton_choices_queued`: `deferred` are those that no present worker can"
     " serve (`--hold-s`), `capacity` all others",
     "vllm:num_preemptions": "`baton_pool_preemptions_total` of decode",
-    "vllm:prompt_tokens_by_source": "prompt tokens that prefill workers computed (source `local_compute`) or had cached"
+    "vllm:prompt_tokens_by_source": "prompt tokens that workers computed (source `local_compute`) or had cached"
     " (`local_cache_hit`)",
     "vllm:iteration_tokens_total": "steps (count) and tokens (sum) of both pools; no buckets",
     "vllm:engine_sleep_state": "`sleep_state` `awake`: `baton_ready`",
@@ -152,9 +152,8 @@ class VllmNames(Collector):
         preemptions = CounterMetricFamily(name, DERIVED[name], labels=[*self._labels])
         preemptions.add_metric([*self._labels.values()], totals["decode"]["preemptions"])
         yield preemptions
-        source = "local_compute", "local_cache_hit"
-        tokens = (totals["prefill"][name] for name in ("prompt_tokens_computed", "prompt_tokens_cached"))
-        by_source = dict(zip(source, tokens, strict=True))
+        sources = {"local_compute": "prompt_tokens_computed", "local_cache_hit": "prompt_tokens_cached"}
+        by_source = {source: sum(pool[name] for pool in totals.values()) for source, name in sources.items()}
         yield self._family(CounterMetricFamily, "vllm:prompt_tokens_by_source", "source", by_source)
         steps = sum(pool["steps"] for pool in totals.values())
         tokens_of = sum(pool["prompt_tokens_computed"] + pool["tokens_generated"] for pool in totals.values())

@@ -197,7 +197,7 @@ def test_vllm_metric_names(clock: Clock) -> None:
     assert value(metrics, "vllm:num_requests_waiting_by_reason", **of, reason="deferred") == 2
     assert value(metrics, "vllm:request_success_total", **of, finished_reason="length") == 2
     assert value(metrics, "vllm:time_to_first_token_seconds_bucket", **of, le="0.3") == 1
-    assert value(metrics, "vllm:prompt_tokens_by_source_total", **of, source="local_compute") == 700
+    assert value(metrics, "vllm:prompt_tokens_by_source_total", **of, source="local_compute") == 700 + 7
     assert value(metrics, "vllm:iteration_tokens_total_count", **of) == 5 + 7
     assert value(metrics, "vllm:iteration_tokens_total_sum", **of) == 700 + 5 + 7 + 7
     assert value(metrics, "vllm:num_preemptions_total", **of) == 7
