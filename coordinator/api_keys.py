@@ -1,9 +1,9 @@
 """The API keys of clients, if the deployment requires any: those of `--api-key` and those of a file.
 
 A file has one key per line, in plain text or as `sha256:` and the digest in hex; only the digest is kept in memory.
-Options after the key set its name, tenant, priority and limits:
+Options after the key set its name, tenant, priority, weight and limits:
 
-    sk-0123456789abcdef  name=search tenant=acme priority=5 requests_at_once=8 tokens_per_minute=60000
+    sk-0123456789abcdef  name=search tenant=acme priority=5 weight=2 requests_at_once=8 tokens_per_minute=60000
 
 Empty lines and lines that begin with `#` are ignored.
 """
@@ -26,6 +26,7 @@ FROM_UP = "BATON_KEYS_OF_UP"
 """The environment variable with the path of a file in which `baton up` passes the digests of its `--api-key`."""
 MIN_CHARS = 16
 MAX_PRIORITY = 100
+MAX_WEIGHT = 1000
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -147,7 +148,7 @@ def _client(words: list[str], digest: bytes, where: str) -> Client:
     given: dict[str, str] = {}
     for word in words:
         name, _, value = word.partition("=")
-        known = ("name", "tenant", "priority", *_LIMITS)
+        known = ("name", "tenant", "priority", "weight", *_LIMITS)
         if name not in known:
             raise StartupError(f"{where}: unknown option {name[:64]!r}{nearest(name, known)}")
         if name in given:
@@ -159,7 +160,8 @@ def _client(words: list[str], digest: bytes, where: str) -> Client:
     limits = KeyLimits(**{name: _number(given[name], name, 1, _MOST, where) for name in _LIMITS if name in given})
     key = given.get("name") or digest.hex()[:8]
     priority = _number(given.get("priority", "0"), "priority", -MAX_PRIORITY, MAX_PRIORITY, where)
-    return Client(key, given.get("tenant", key), priority, limits)
+    weight = _number(given.get("weight", "1"), "weight", 1, MAX_WEIGHT, where)
+    return Client(key, given.get("tenant", key), priority, limits, weight)
 
 
 def _number(text: str, name: str, low: int, high: int, where: str) -> int:

@@ -50,6 +50,7 @@ from coordinator.policy.adapters import Adapter, AdapterTable
 from coordinator.policy.choice import Choice
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
+from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.requests import Requests
 from coordinator.policy.workers import WorkerTable
 
@@ -113,14 +114,16 @@ class Cluster:
 
     # For the fronts.
 
-    def admit(self, request: GenerateRequest, choices: int = 1, session: str = "") -> Choice:
-        """Queues one choice of a request, which has `choices` if this is the first, and dispatches what can start.
-        `session` is the client's, if it named one.
+    def admit(
+        self, request: GenerateRequest, choices: int = 1, session: str = "", client: Client = ANONYMOUS
+    ) -> Choice:
+        """Queues one choice of a client's request, which has `choices` if this is the first, and dispatches what can
+        start. `session` is the client's, if it named one.
 
         Raises:
             BatonError: the request is refused, and was not queued.
         """
-        choice, actions = self.requests.admit(request, time.monotonic(), choices, session)
+        choice, actions = self.requests.admit(request, time.monotonic(), choices, session, client)
         self._execute(actions)
         return choice
 

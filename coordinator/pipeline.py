@@ -135,7 +135,7 @@ class Pipeline:
         """Queues a choice. Deltas of several choices are merged by a task, so none of them goes to the sink."""
         s, shown = submission, (submission.shown_token_ids, submission.include_stop)
         text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, *shown, s.prompt, s.new_parser())
-        choice = self._cluster.admit(request, 1 if request.choice else s.n, s.session)
+        choice = self._cluster.admit(request, 1 if request.choice else s.n, s.session, s.client)
         reader = Reader(choice, text, sink if s.n == 1 else None, observe)
         self._cluster.listen(choice, reader.notify)
         return reader

@@ -42,6 +42,7 @@ class TraceRow:
     input_len: int
     output_len: int
     blocks: tuple[int, ...] = ()
+    tenant: str = ""
 
 
 def trace_path(name: str) -> Path:

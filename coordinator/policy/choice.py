@@ -30,7 +30,10 @@ from baton.core.request import ChoiceId, GenerateRequest, SequenceId, TokenLogpr
 from coordinator.policy.actions import Notify
 from coordinator.policy.journal import Journal, Verdict
 from coordinator.policy.pool import Prefix, Worker
+from coordinator.policy.quotas import ANONYMOUS, Client
 
+QueuePosition = tuple[int, int, int]
+"""Priority, age, and number of the submission."""
 SUSPECT_DEATHS = 2
 NEVER = 1 << 62
 
@@ -132,6 +135,7 @@ class Choice:
     age: int  # position of its request in the order of admission
     started_at: float
     deadline_at: float
+    client: Client = ANONYMOUS
     stage: Stage = Stage.QUEUED
     attempt: int = field(init=False)  # the one that counts; KV offered again has a later one than `request`
     journal: Journal = field(init=False)
@@ -140,7 +144,7 @@ class Choice:
     error: BatonError | None = None
 
     # In the queue.
-    queue_position: tuple[int, int, int] | None = None  # priority, age and number of submission; None outside the queue
+    queue_position: QueuePosition | None = None  # None outside the queue
     prefix: Prefix = field(default_factory=dict)  # hints of its full blocks, which workers may hold
     generated_by: Compatibility | None = None  # the facts of the workers of which it has output
     traffic_place: float = 0.0  # `Traffic.place`
@@ -149,12 +153,15 @@ class Choice:
     unservable_since: float = 0.0
     queued_at: float = 0.0
     queued_s: float = 0.0
+    prompt_charged: bool = False  # its tenant's counter includes the prompt: it has been placed before
+    output_charged: int = 0  # output tokens in that counter
 
     # At its workers.
     prefill: Worker | None = None
     decode: Worker | None = None  # the preferred one, then the one that has the KV
     targets: tuple[Worker, ...] = ()  # decode workers named for this attempt; each may hold the sequence
     to_compute: int = 0  # tokens that prefill is expected to compute
+    counts_as_running: bool = False  # against its key's `max_running`
     held: Held = NOTHING
     grows_at: int = NEVER  # with more output tokens than this it needs another block at its decode worker
     kv_parked: bool = False  # the prefill worker keeps the KV: every target of this attempt has refused it

@@ -4,10 +4,10 @@ The coordinator holds the queue (late dispatch): a prefill worker has a backlog 
 or one longer prompt, so queued requests can still go to any worker. A request is dispatched when a prefill worker has
 room and a decode worker has blocks for its prompt and an output of expected length, beyond the expected growth of its
 own sequences, and at most slightly more sequences than it runs at once. The decode worker must also be able to hold the
-whole output of the request alone, so every accepted request can finish. Lower `priority` goes first, then lower age
-(first come, first served), so a rescheduled request keeps its place. The head of the queue waits for blocks and is not
-overtaken by a request that can use the same workers, so short requests cannot starve a long one. Only a request that no
-present worker can hold is skipped.
+whole output of the request alone, so every accepted request can finish. The order is that of policy.fair_queue: by
+priority, rescheduled choices before others, then the tenants in turns. The head of the queue waits for blocks and is
+not overtaken by a request that can use the same workers, so short requests cannot starve a long one. Only a request
+that no present worker can hold is skipped.
 
 A request goes to the workers of one class (`coordinator.policy.classes`): of those that may serve it, to the one whose
 smaller side has the most room, in requests of its size.
@@ -19,7 +19,6 @@ longest prefix, unless more than PREFIX_SLACK more sequences run there than on t
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable
 from operator import sub
@@ -30,6 +29,7 @@ from baton.core.errors import ContextLengthExceeded, InvariantError, Unavailable
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.classes import WorkerClass, continues
+from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Worker
 from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerTable
@@ -39,8 +39,6 @@ MAX_OVERTAKEN = 64  # choices that wait for room in one class while later ones u
 START_TOKENS = 128.0  # expected output length before any output has ended
 NO_ADAPTER = "adapter_not_loaded"
 _WEIGHT = 0.05  # of each new output in the moving average
-_QueuePosition = tuple[int, int, int]
-"""Position in the queue: priority, age, and submission number."""
 
 
 class OutputExpectation:
@@ -76,11 +74,10 @@ class Dispatcher:
         self.traffic = Traffic()
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
-        self._queue: list[tuple[_QueuePosition, Choice]] = []  # sorted
-        self._queued_tokens = 0
+        self._queue = FairQueue()
         self._to_come: Counter[ChoiceId] = Counter()  # choices still to be queued, by the name of the first one
-        self._submitted = 0
         self.admitted = self.admitted_tokens = 0  # counters: choices, and the prompt tokens of their requests
+        self._running: Counter[str] = Counter()  # choices at workers, by key
         # By class: what the choice needs for which `place` last had no room, and the pool without it.
         self._blocked: dict[WorkerClass, tuple[object, Pool]] = {}
         self.expectation = OutputExpectation()
@@ -100,7 +97,7 @@ class Dispatcher:
         return {
             "admitted": self.admitted,
             "admitted_tokens": self.admitted_tokens,
-            "queued_tokens": self._queued_tokens,
+            "queued_tokens": self._queue.tokens,
             "backlog_tokens": sum(worker.backlog_tokens for worker in self._workers.present()),
             "expected_output_tokens": round(self.expectation.mean_tokens, 1),
             "waits_for": self.role_without_room or "",
@@ -145,9 +142,9 @@ class Dispatcher:
             raise ContextLengthExceeded(message, code="exceeds_queue", param="prompt")
         # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
         full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
-        if full or self._queued_tokens + prompt_tokens > self._max_tokens:
+        if full or self._queue.tokens + prompt_tokens > self._max_tokens:
             raise Unavailable(
-                f"{len(self._queue)} choices with {self._queued_tokens} prompt tokens are already waiting",
+                f"{len(self._queue)} choices with {self._queue.tokens} prompt tokens are already waiting",
                 retry_after_s=self._drain_estimate_s(),
             )
         unservable = self.unservable(choice)
@@ -178,17 +175,8 @@ class Dispatcher:
         del self._to_come[first]
 
     def enqueue(self, choice: Choice) -> None:
-        """Queues an accepted choice by its priority and age, regardless of the limits."""
-        self._submitted += 1
-        choice.queue_position = (choice.request.priority, choice.age, self._submitted)
-        insort(self._queue, (choice.queue_position, choice))
-        self._queued_tokens += choice.request.num_prefill_tokens
-
-    def _dequeue(self, choice: Choice) -> None:
-        if choice.queue_position is not None:
-            del self._queue[bisect_left(self._queue, (choice.queue_position,))]
-            self._queued_tokens -= choice.request.num_prefill_tokens
-            choice.queue_position = None
+        """Queues an accepted choice, regardless of the limits."""
+        self._queue.add(choice)
 
     # Placement.
 
@@ -198,16 +186,16 @@ class Dispatcher:
         placed: list[Choice] = []
         closed: dict[WorkerClass, tuple[object, Pool]] = {}  # no later choice may use these
         complete = {each for each in self._workers.classes if each.complete(decode=True)}
-        position = overtaken = 0
-        while position < len(self._queue):
-            choice = self._queue[position][1]
+        overtaken = 0
+        for choice in self._queue.in_turn():
             if not self._place(choice, closed):
                 overtaken += bool(closed)
                 if closed and (complete <= closed.keys() or overtaken > MAX_OVERTAKEN):
                     break
-                position += 1  # it waits for another worker, and does not block the choices that can use other ones
-                continue
-            self._dequeue(choice)
+                continue  # it waits for another worker, and does not block the choices that can use other ones
+            self._queue.remove(choice)
+            self._queue.charge(choice, choice.to_compute)
+            self._count_running(choice, 1)
             placed.append(choice)
         self._blocked = closed
         return placed
@@ -259,6 +247,16 @@ class Dispatcher:
 
         return sorted(classes, key=room, reverse=True)
 
+    def _count_running(self, choice: Choice, sign: int) -> None:
+        """Counts a choice that goes to workers (1) or returns (-1). A key at its `max_running` is held."""
+        client, limit = choice.client, choice.client.limits.max_running
+        choice.counts_as_running = sign > 0
+        self._running[client.key] += sign
+        if limit and self._running[client.key] >= limit:
+            self._queue.hold(client.key)
+        elif limit:
+            self._queue.release(client.key)
+
     def _needs(self, choice: Choice) -> object:
         """Returns its submission and everything that decides about its placement except the room of workers."""
         adapter = choice.request.adapter
@@ -268,7 +266,7 @@ class Dispatcher:
     def reassign(self, choice: Choice) -> bool:
         """Names new decode workers for parked KV, in the class of its prefill worker; returns False if none has room
         now."""
-        self.release(choice)
+        self._count(choice, NOTHING)
         choice.decode = None
         home = self._workers.class_of(choice.prefill) if choice.prefill is not None else None
         decodes = self._pick_decode(choice, home.decode) if home is not None else ()
@@ -283,6 +281,7 @@ class Dispatcher:
     def hold(self, choice: Choice) -> None:
         """Counts at the workers of a choice what it occupies there, which follows from its stage and its tokens. Called
         again after each change of these, and once it has more than `grows_at` tokens."""
+        self._queue.charge(choice)
         held = self._occupied(choice)
         if (worker := choice.decode) is None:
             choice.grows_at = NEVER
@@ -296,7 +295,7 @@ class Dispatcher:
     def set_decode(self, choice: Choice, decode: Worker | None) -> None:
         """Counts a choice at another decode worker than the preferred one: that worker has accepted its KV."""
         if choice.decode is not decode:
-            self.release(choice)
+            self._count(choice, NOTHING)
             choice.decode = decode
             self.hold(choice)
 
@@ -304,11 +303,14 @@ class Dispatcher:
         """Releases a choice that ends, and counts its output; not that of one that is rescheduled."""
         if choice.stage is not Stage.QUEUED and choice.needs_decode:
             self.expectation.ended(choice.produced)
+        self._queue.charge(choice)
         self.release(choice)
 
     def release(self, choice: Choice) -> None:
         """Takes a choice out of the queue, or off the counters of its workers."""
-        self._dequeue(choice)
+        self._queue.remove(choice)
+        if choice.counts_as_running:
+            self._count_running(choice, -1)
         self._count(choice, NOTHING)
 
     def _count(self, choice: Choice, held: Held) -> None:
@@ -332,11 +334,12 @@ class Dispatcher:
 
     def check(self, choices: Iterable[Choice]) -> None:
         """Raises InvariantError if the queue or the counters of workers do not match these choices, which are all."""
-        queued: list[tuple[_QueuePosition | None, Choice]] = []
+        queued, running = [], Counter[str]()
         sums: Counter[tuple[Worker | None, str]] = Counter()
         for choice in choices:
             if choice.stage is Stage.QUEUED:
-                queued.append((choice.queue_position, choice))
+                queued.append(choice)
+            running[choice.client.key] += choice.counts_as_running
             if choice.held._replace(growth=0) != self._occupied(choice):
                 raise InvariantError(f"{choice!r} holds {choice.held}, not {self._occupied(choice)}")
             for counter, count in choice.held._asdict().items():
@@ -348,10 +351,9 @@ class Dispatcher:
             for counter in Held._fields:
                 if getattr(worker, counter) != sums[worker, counter]:
                     raise InvariantError(f"{worker}: {counter} should be {sums[worker, counter]}")
-        if self._queue != sorted(queued, key=lambda entry: entry[0] or ()):
-            raise InvariantError(f"the queue does not match the waiting choices: {self._queue}")
-        if self._queued_tokens != sum(choice.request.num_prefill_tokens for _, choice in queued):
-            raise InvariantError(f"queued tokens are not {self._queued_tokens}")
+        self._queue.check(queued)
+        if +self._running != +running:
+            raise InvariantError(f"running choices by key are {running}, not {self._running}")
         if self._to_come and min(self._to_come.values()) < 1:
             raise InvariantError(f"choices still to come are {self._to_come}")
 
@@ -458,7 +460,7 @@ class Dispatcher:
     def _drain_estimate_s(self) -> float:
         """Estimates in how many seconds half of the queue has drained, at 0.1 s per step."""
         budget = sum(w.step_tokens for w in self._workers.present() if w.ready and w.role == "prefill") or 1
-        return max(1.0, round(self._queued_tokens / budget * 0.05))
+        return max(1.0, round(self._queue.tokens / budget * 0.05))
 
 
 def _blocks(tokens: int, block_size: int) -> int:

@@ -16,22 +16,26 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of one key; 0 means unlimited."""
+    """Limits of one key; 0 means unlimited. Beyond `max_running` choices at workers, others wait (policy.dispatch);
+    what exceeds another limit is refused."""
 
     requests_at_once: int = 0
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    max_running: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
     """A client: `key` names its API key in logs and metrics, `tenant` the owner of the key. Requests with a lower
-    `priority` go first; a request cannot have a lower one than its client."""
+    `priority` go first; a request cannot have a lower one than its client. `weight` is the share of its tenant beside
+    others (policy.fairness)."""
 
     key: str = ""
     tenant: str = ""
     priority: int = 0
     limits: KeyLimits = field(default_factory=KeyLimits)
+    weight: int = 1
 
 
 ANONYMOUS = Client()

@@ -64,6 +64,7 @@ from coordinator.policy.choice import (
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.prefilled import PrefilledTokens
+from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.workers import WorkerTable
 
 QUEUED, PREFILL, HANDOVER, PARKED, DECODE, ENDED = Stage
@@ -151,7 +152,12 @@ class Requests:
     # From the front.
 
     def admit(
-        self, request: GenerateRequest, now: float, choices: int = 1, session: str = ""
+        self,
+        request: GenerateRequest,
+        now: float,
+        choices: int = 1,
+        session: str = "",
+        client: Client = ANONYMOUS,
     ) -> tuple[Choice, list[Action]]:
         """Queues one choice and dispatches what can start. Choice 0 represents its request: it is refused if the queue
         has no room for all `choices`, and stays registered until the other choices, which have its age, have ended.
@@ -167,7 +173,7 @@ class Requests:
         first = self._choices.get(ChoiceId(request.request_id)) if request.choice else None
         self._age += first is None
         age = self._age if first is None else first.age
-        choice = Choice(replace(request, attempt=self._next_attempt()), age, now, now + request.deadline_s)
+        choice = Choice(replace(request, attempt=self._next_attempt()), age, now, now + request.deadline_s, client)
         if request.deadline_s <= 0:
             raise choice.late()
         if first is None:

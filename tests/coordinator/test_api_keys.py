@@ -219,15 +219,16 @@ async def test_grpc_calls_require_a_key(text_model: TextModel, keys: ApiKeys) ->
         assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=10)).status
 
 
+LIMITS = "requests_at_once=2 requests_per_minute=9 tokens_per_minute=1000 max_running=4"
 LINES = f"""
-{KEY} name=search tenant=acme priority=5 requests_at_once=2 requests_per_minute=9 tokens_per_minute=1000
+{KEY} name=search tenant=acme priority=5 weight=3 {LIMITS}
 {OTHER}
 """
 
 
 def test_a_key_line_sets_name_tenant_priority_and_limits(tmp_path: Path) -> None:
     keys = read_api_keys(key_file(tmp_path, LINES))
-    assert keys.client(f"Bearer {KEY}") == Client("search", "acme", 5, KeyLimits(2, 9, 1000))
+    assert keys.client(f"Bearer {KEY}") == Client("search", "acme", 5, KeyLimits(2, 9, 1000, 4), 3)
     name = hashlib.sha256(OTHER.encode()).hexdigest()[:8]
     assert keys.client(f"Bearer {OTHER}") == Client(name, name)
 
@@ -240,6 +241,7 @@ def test_a_key_line_sets_name_tenant_priority_and_limits(tmp_path: Path) -> None
         ("name=a/b", "name must be 1 to 64 letters"),
         ("priority=x", "priority must be an integer from -100 to 100"),
         ("priority=101", "priority must be an integer"),
+        ("weight=0", "weight must be an integer from 1 to 1000"),
         ("requests_at_once=0", "requests_at_once must be an integer from 1"),
         ("tokens_per_minute=1e3", "tokens_per_minute must be an integer"),
         (f"tokens_per_minute={'9' * 5000}", "tokens_per_minute must be an integer"),

@@ -165,12 +165,13 @@ class DispatcherMachine(RuleBasedStateMachine):
     def reschedule_now(self, r: str) -> None:
         choice = self.m.placed[r]
         self.d.reschedule(r)
-        self.m.queue = sorted([*self.m.queue, choice], key=lambda c: c.age)
+        self.m.queue = sorted([*self.m.queue, choice], key=lambda c: (not c.prompt_charged, c.age))
         self.forget(r)
 
     @rule(data=st.data())
     def reschedule(self, data: st.DataObject) -> None:
-        """Reschedules a request: it returns to its place by age in the queue, even if the queue is full."""
+        """Reschedules a request: it returns to its place by age before those that never ran, even if the queue is
+        full."""
         if (r := self.draw_placed(data)) is not None:
             self.reschedule_now(r)
 

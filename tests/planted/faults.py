@@ -19,6 +19,7 @@ T_SECURITY, T_BAD, T_CHAT = (
     "tests/coordinator/test_chat.py",
 )
 CHOICE = "coordinator/policy/choice.py"
+FAIR_QUEUE, T_FAIR_QUEUE = "coordinator/policy/fair_queue.py", "tests/coordinator/test_policy_fair_queue.py"
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK, T_CLASSES = (
@@ -237,9 +238,9 @@ FAULTS = (
     Fault("coordinator/policy/quotas.py", "        account.running -= choices\n", "", T_QUOTAS),
     Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
     Fault(
-        DISPATCH,
-        "choice.queue_position = (choice.request.priority, choice.age,",
-        "choice.queue_position = (0, choice.age,",
+        FAIR_QUEUE,
+        "for priority in sorted(self._levels)",
+        "for priority in list(self._levels)",
         T_DISPATCH,
     ),
     Fault("coordinator/submission.py", "max(self.priority, client.priority)", "self.priority", T_KEYS),
@@ -302,7 +303,11 @@ FAULTS = (
     Fault(REQUESTS, "Fail(choice.late()), now)", "Placed(), now) if False else []", T_REQUESTS),
     # Placement.
     Fault(
-        DISPATCH,
+        "coordinator/policy/fairness.py", "return max(self.of(tenant), floor)", "return self.of(tenant)", T_FAIR_QUEUE
+    ),
+    Fault(FAIR_QUEUE, "_RESUMED if choice.prompt_charged else", "", T_FAIR_QUEUE),
+    Fault(
+        FAIR_QUEUE,
         "choice.queue_position = (choice.request.priority, choice.age, self._submitted)",
         "choice.queue_position = (choice.request.priority, 0, self._submitted)",
         T_DISPATCH,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.request import GenerateRequest
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Prefix, Worker
+from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.workers import WorkerTable
 
 
@@ -27,12 +29,13 @@ def make_choice(
     age: int = 0,
     priority: int = 0,
     adapter: str = "",
+    client: Client = ANONYMOUS,
 ) -> Choice:
     """A choice with a prompt of `prefill_tokens` tokens, whose KV grows to `kv_tokens` tokens. If these are equal, it
     needs no decode worker."""
     max_tokens = kv_tokens - prefill_tokens + 1
     request = GenerateRequest(name, (1,) * prefill_tokens, max_tokens, priority=priority, adapter=adapter)
-    choice = Choice(request, age, 0.0, 600.0)
+    choice = Choice(replace(request, tenant=client.tenant), age, 0.0, 600.0, client)
     choice.prefix = prefix or {}
     return choice
 

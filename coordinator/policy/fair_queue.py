@@ -1,0 +1,164 @@
+"""The choices that wait for workers, in the order in which they go. Pure.
+
+Lower `priority` goes first. Within one, choices that ran before and were rescheduled go first, by age: their service
+has been charged, and their clients are in the middle of an answer. Then the tenants take turns by their virtual
+counters (policy.fairness), each priority with counters of its own, so that what is served at one earns no debt at
+another; the choices of one tenant go by age. Those of a held key (one that has reached its `max_running`) do not wait
+for workers, and so do not take part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from baton.core.errors import InvariantError
+from coordinator.policy.choice import Choice, QueuePosition
+from coordinator.policy.fairness import VirtualCounters
+
+Lane = tuple[str, str]
+"""A tenant and one of its keys."""
+_RESUMED: Lane = ("", "resumed choices")  # no key has this name
+
+
+@dataclass(slots=True)
+class _Level:
+    """The waiting choices of one priority: sorted by age in each lane, which is absent while empty."""
+
+    counters: VirtualCounters = field(default_factory=VirtualCounters)
+    lanes: dict[Lane, list[tuple[QueuePosition, Choice]]] = field(default_factory=dict)
+
+    def open(self, held: Collection[str]) -> set[str]:
+        """Returns the tenants with a choice that waits for workers."""
+        return {tenant for tenant, key in self.lanes if key not in held and key != _RESUMED[1]}
+
+
+class FairQueue:
+    """Complete state: the levels by priority, the held keys, and how much waits, of each tenant and in all."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level] = {}
+        self._held: set[str] = set()
+        self._submitted = self._size = self.tokens = 0
+        self.waiting: Counter[str] = Counter()
+        """Choices that wait, by tenant."""
+        self.waiting_tokens: Counter[str] = Counter()
+        """Their prompt tokens."""
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __repr__(self) -> str:
+        return f"<FairQueue {self._size} choices of {len(+self.waiting)} tenants>"
+
+    def __iter__(self) -> Iterator[Choice]:
+        return (entry[1] for level in self._levels.values() for lane in level.lanes.values() for entry in lane)
+
+    def add(self, choice: Choice) -> None:
+        self._submitted += 1
+        level, lane = self._place_of(choice)
+        choice.queue_position = (choice.request.priority, choice.age, self._submitted)
+        self._enter(level, lane)
+        insort(level.lanes.setdefault(lane, []), (choice.queue_position, choice))
+        self._count(choice, 1)
+
+    def remove(self, choice: Choice) -> None:
+        """Removes a choice, if it is in the queue."""
+        if choice.queue_position is None:
+            return
+        level, lane = self._place_of(choice)
+        entries = level.lanes[lane]
+        del entries[bisect_left(entries, (choice.queue_position,))]
+        choice.queue_position = None
+        if not entries:
+            del level.lanes[lane]
+            self._leave(level, lane)
+        self._count(choice, -1)
+
+    def hold(self, key: str) -> None:
+        """Excludes the choices of a key until `release`, except those that ran before."""
+        if key in self._held:
+            return
+        self._held.add(key)
+        for level in self._levels.values():
+            for lane in [lane for lane in level.lanes if lane[1] == key]:
+                self._leave(level, lane)
+
+    def release(self, key: str) -> None:
+        if key not in self._held:
+            return
+        for level in self._levels.values():
+            for lane in [lane for lane in level.lanes if lane[1] == key]:
+                self._enter(level, lane, held=False)
+        self._held.discard(key)
+
+    def in_turn(self) -> Iterator[Choice]:
+        """Yields the choices that wait for workers in their order. The caller may remove and charge a choice before it
+        asks for the next one, which follows from the counters then."""
+        for priority in sorted(self._levels) if self._size else ():
+            level, passed = self._levels[priority], Counter[Lane]()
+            while (choice := self._next(level, passed)) is not None:
+                yield choice
+                if choice.queue_position is not None:
+                    passed[self._place_of(choice)[1]] += 1
+
+    def charge(self, choice: Choice, prompt_tokens: int = 0) -> None:
+        """Charges a choice's tenant for prompt tokens, unless it ran before, and for output since the last call."""
+        output, choice.output_charged = len(choice.journal.tokens) - choice.output_charged, len(choice.journal.tokens)
+        if choice.prompt_charged:
+            prompt_tokens = 0
+        elif prompt_tokens:
+            choice.prompt_charged = True
+        if prompt_tokens or output:
+            counters, tenant = self._place_of(choice)[0].counters, choice.request.tenant
+            counters.charge(tenant, choice.client.weight, prompt_tokens=prompt_tokens, output_tokens=output)
+
+    def _place_of(self, choice: Choice) -> tuple[_Level, Lane]:
+        request = choice.request
+        level = self._levels.get(request.priority)
+        if level is None:
+            level = self._levels[request.priority] = _Level()
+        return level, _RESUMED if choice.prompt_charged else (request.tenant, choice.client.key)
+
+    def _enter(self, level: _Level, lane: Lane, *, held: bool | None = None) -> None:
+        """Lifts the counter of a tenant that begins to wait with this lane."""
+        held = lane[1] in self._held if held is None else held
+        if lane is not _RESUMED and not held and lane[0] not in (waiting := level.open(self._held)):
+            level.counters.enter(lane[0], waiting)
+
+    def _leave(self, level: _Level, lane: Lane) -> None:
+        if lane is not _RESUMED and lane[0] not in level.open(self._held):
+            level.counters.leave(lane[0])
+
+    def _next(self, level: _Level, passed: Counter[Lane]) -> Choice | None:
+        """Returns the next choice of a level, after so many in each lane that were passed over."""
+        best: tuple[tuple[float, int], QueuePosition, Choice] | None = None
+        for lane, entries in level.lanes.items():
+            if passed[lane] < len(entries) and lane[1] not in self._held:
+                if lane is _RESUMED:
+                    return entries[passed[lane]][1]
+                head = (level.counters.turn(lane[0]), *entries[passed[lane]])
+                best = head if best is None else min(best, head)
+        return None if best is None else best[2]
+
+    def _count(self, choice: Choice, sign: int) -> None:
+        tenant, tokens = choice.request.tenant, sign * choice.request.num_prefill_tokens
+        self._size += sign
+        self.tokens += tokens
+        self.waiting[tenant] += sign
+        self.waiting_tokens[tenant] += tokens
+
+    def check(self, queued: Collection[Choice]) -> None:
+        """Raises InvariantError unless these choices, and no others, are in the queue, sorted and counted."""
+        entries = [lane for level in self._levels.values() for lane in level.lanes.values()]
+        if {*self} != {*queued} or any(not lane or lane != sorted(lane) for lane in entries):
+            raise InvariantError(f"the queue does not match the waiting choices: {[*self]}")
+        waiting, tokens = Counter[str](), Counter[str]()
+        for choice in queued:
+            waiting[choice.request.tenant] += 1
+            tokens[choice.request.tenant] += choice.request.num_prefill_tokens
+        counted = self._size, self.tokens, +self.waiting, +self.waiting_tokens
+        if counted != (len(queued), tokens.total(), waiting, tokens):
+            raise InvariantError(f"{self!r} counts {counted}, not {waiting} and {tokens}")

@@ -1,0 +1,233 @@
+"""The order of waiting choices: fair between tenants within a proven bound, by priority, without those of held keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from coordinator.policy.choice import Choice
+from coordinator.policy.fair_queue import FairQueue
+from coordinator.policy.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
+from coordinator.policy.quotas import Client, KeyLimits
+from coordinator.policy.workers import WorkerTable
+from tests.support.builders import add_worker
+from tests.support.placing import Placing, make_choice
+
+MAX_PROMPT, MAX_OUTPUT, POOL_TOKENS = 40, 30, 120
+BOUND = 2 * max(INPUT_WEIGHT * MAX_PROMPT, OUTPUT_WEIGHT * POOL_TOKENS)
+lengths = st.tuples(st.integers(1, MAX_PROMPT), st.integers(1, MAX_OUTPUT))
+
+
+def of(tenant: str, number: int, prompt: int = 4, output: int = 4, **more: object) -> Choice:
+    client = Client(tenant, tenant, **more)  # type: ignore[arg-type]
+    return make_choice(f"{tenant}{number}", prompt, prompt + output - 1, age=number, client=client)
+
+
+def size(choice: Choice) -> int:
+    return len(choice.request.prompt) + choice.request.max_tokens
+
+
+class Machine:
+    """A decode worker of POOL_TOKENS tokens that computes one token of each of its choices per step, and fills up from
+    the queue before each."""
+
+    def __init__(self) -> None:
+        self.queue, self.running = FairQueue(), list[Choice]()
+        self.waiting, self.served = Counter[str](), Counter[str]()
+        self.used = 0
+
+    def submit(self, choice: Choice) -> None:
+        self.queue.add(choice)
+        self.waiting[choice.client.key] += 1
+
+    def step(self) -> None:
+        for choice in self.queue.in_turn():
+            if self.used + size(choice) > POOL_TOKENS:
+                break
+            self.used += size(choice)
+            self.waiting[choice.client.key] -= 1
+            self.queue.remove(choice)
+            self.queue.charge(choice, len(choice.request.prompt))
+            self.serve(choice, INPUT_WEIGHT * len(choice.request.prompt))
+            self.running.append(choice)
+        for choice in self.running:
+            choice.journal.tokens.append(1)
+            self.queue.charge(choice)
+            self.serve(choice, OUTPUT_WEIGHT)
+            self.used -= size(choice) if len(choice.journal.tokens) == choice.request.max_tokens else 0
+        self.running = [c for c in self.running if len(c.journal.tokens) < c.request.max_tokens]
+
+    def serve(self, choice: Choice, cost: float) -> None:
+        self.served[choice.client.key] += cost / choice.client.weight
+
+
+def spread(light: list[tuple[int, int]], heavy: list[tuple[int, int]], *, fair: bool, weight: int = 1) -> float:
+    """Returns the largest difference of the service that both tenants receive in any interval in which both wait. The
+    heavy one sends `heavy` four times before each request of the other. Unless `fair`, all are one tenant."""
+    m, number = Machine(), 0
+    for request in light:
+        for tenant, requests in (("heavy", heavy * 4), ("light", [request])):
+            for prompt, output in requests:
+                number += 1
+                client = Client(tenant, tenant if fair else "all", weight=weight if tenant == "heavy" else 1)
+                m.submit(make_choice(f"{number}", prompt, prompt + output - 1, age=number, client=client))
+    ahead = [0.0]  # of the heavy tenant
+    while all(m.waiting[tenant] for tenant in ("light", "heavy")):
+        m.step()
+        ahead.append(m.served["heavy"] - m.served["light"])
+    rises = (last - low for last, low in zip(ahead, accumulate(ahead, min), strict=True))
+    falls = (high - last for last, high in zip(ahead, accumulate(ahead, max), strict=True))
+    return max(*rises, *falls)
+
+
+@settings(max_examples=50)
+@example([(1, 30)] * 40, [(40, 1)], 1)
+@example([(40, 1)] * 40, [(1, 30)], 1)
+@example([(20, 20)] * 40, [(20, 20)], 4)
+@given(st.lists(lengths, min_size=2, max_size=12), st.lists(lengths, min_size=1, max_size=2), st.integers(1, 4))
+def test_two_tenants_that_wait_receive_equal_service_within_the_bound(
+    light: list[tuple[int, int]], heavy: list[tuple[int, int]], weight: int
+) -> None:
+    assert spread(light, heavy, fair=True, weight=weight) <= BOUND
+
+
+def test_the_bound_does_not_hold_first_come_first_served() -> None:
+    light, heavy = [(20, 20)] * 40, [(20, 20)]
+    assert spread(light, heavy, fair=False) > 5 * BOUND
+    assert spread(light, heavy, fair=True) <= BOUND
+
+
+def order(queue: FairQueue, count: int) -> list[str]:
+    """Places the next choices, whose prompts are computed and which generate nothing."""
+    names = []
+    for choice in queue.in_turn():
+        queue.remove(choice)
+        queue.charge(choice, len(choice.request.prompt))
+        names.append(choice.name.request_id)
+        if len(names) == count:
+            break
+    return names
+
+
+def test_a_tenant_that_was_idle_has_no_credit() -> None:
+    queue = FairQueue()
+    for number in range(9):
+        queue.add(of("a", number))
+    assert order(queue, 4) == ["a0", "a1", "a2", "a3"], "nobody else waits"
+    for number in range(10, 14):
+        queue.add(of("b", number))
+    assert order(queue, 4) == ["b10", "a4", "b11", "a5"], "first, but not four times"
+    queue.check([*queue])
+
+
+def test_counters_outlive_an_empty_queue() -> None:
+    queue = FairQueue()
+    queue.add(of("a", 0, prompt=30))
+    queue.add(of("b", 0, prompt=10))
+    assert order(queue, 2) == ["a0", "b0"] and not len(queue)
+    for number in range(1, 5):
+        queue.add(of("b", number, prompt=10))
+        queue.add(of("a", number, prompt=10))
+    assert order(queue, 4) == ["b1", "b2", "a1", "b3"], "b received less"
+
+
+def test_output_counts_and_a_weight_divides_the_service() -> None:
+    queue = FairQueue()
+    talker = of("a", 0)
+    queue.add(talker)
+    queue.add(of("b", 0, weight=2))
+    assert order(queue, 2) == ["a0", "b0"]
+    talker.journal.tokens += [1] * 5
+    queue.charge(talker)
+    queue.charge(talker)  # the same tokens are charged once
+    for number in range(1, 9):
+        queue.add(of("b", number, weight=2))
+        queue.add(of("a", number))
+    # a: 4 + 2 * 5 = 14; b: 4 / 2 = 2, and 2 for each further choice
+    assert order(queue, 9) == ["b1", "b2", "b3", "b4", "b5", "b6", "a1", "b7", "b8"]
+
+
+def test_priorities_have_counters_of_their_own() -> None:
+    """What a tenant receives at a low priority takes nothing from its share at a high one."""
+    queue = FairQueue()
+    for number in range(6):
+        batch = of("a", number)
+        batch.request = make_choice(f"batch{number}", 30, 31, priority=100, client=batch.client).request
+        queue.add(batch)
+    assert len(order(queue, 5)) == 5
+    queue.add(of("b", 10))
+    queue.add(of("a", 9))
+    assert order(queue, 3)[:2] == ["a9", "b10"], "by age: both have received nothing at this priority"
+
+
+def test_rescheduled_choices_go_first_and_their_prompt_is_charged_once() -> None:
+    queue = FairQueue()
+    for number in range(2):
+        queue.add(of("a", number))
+    assert order(queue, 2) == ["a0", "a1"]
+    placed = of("a", 2)
+    queue.add(placed)
+    assert order(queue, 1) == ["a2"]
+    for number in range(3, 5):
+        queue.add(of("b", number))
+        queue.add(of("a", number))
+    queue.add(placed)
+    assert order(queue, 3) == ["a2", "b3", "a3"], "b was lifted to what a has received, once for each prompt"
+    queue.check([*queue])
+
+
+def test_a_key_at_its_limit_of_running_choices_waits_and_others_go() -> None:
+    table = WorkerTable(3.0)
+    for name in ("p0", "d0"):
+        add_worker(table, name, step_tokens=100, blocks=100)
+    d = Placing(table)
+    keys = [Client(f"k{n}", "t", limits=KeyLimits(max_running=2 - n)) for n in range(2)]
+    for number in range(3):
+        for client in keys:
+            d.submit(make_choice(f"{client.key}-{number}", 4, 8, age=number, client=client))
+    d.submit(make_choice("other", 4, 8, age=9, client=Client("o", "o")))
+    assert sorted(d.names()) == ["k0-0", "k0-1", "k1-0", "other"]
+    d.check()
+    assert not d.place()
+    d.finish("k1-0")
+    assert d.names() == ["k1-1"]
+    d.prefilled("k0-0")
+    assert d.reassign("k0-0") is not None  # not a free slot
+    d.check()
+    assert not d.place()
+    d.reschedule("k0-1")
+    assert d.names() == ["k0-1"], "it is in the middle of an answer"
+    d.finish("k0-0")
+    d.finish("k0-1")
+    assert d.names() == ["k0-2"]
+    d.check()
+
+
+def test_a_tenant_whose_key_was_held_earns_no_credit() -> None:
+    queue = FairQueue()
+    queue.hold("a")
+    for number in range(4):
+        queue.add(of("a", number))
+        queue.add(of("b", number))
+        queue.add(of("c", number))
+    assert order(queue, 6) == ["b0", "c0", "b1", "c1", "b2", "c2"]
+    queue.release("a")
+    assert order(queue, 3) == ["a0", "b3", "c3"]
+    queue.check([*queue])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_removal_of_the_last_choice_of_a_tenant_keeps_the_counts(held: bool) -> None:
+    queue = FairQueue()
+    choice = of("a", 0)
+    queue.add(choice)
+    if held:
+        queue.hold("a")
+    queue.remove(choice)
+    queue.remove(choice)
+    queue.check([])
+    assert not len(queue) and not +queue.waiting and queue.tokens == 0
