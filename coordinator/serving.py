@@ -94,6 +94,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         config.max_deaths,
         AdapterTable(name, config.max_loras, config.max_lora_rank),
     )
+    cluster.requests.dispatcher.several_tenants = keys.has_several_tenants()
     add_adapters(cluster, config.lora, own_model.config)
     try:
         cluster.requests.dispatcher.traffic.set(parse_shares(config.traffic.split()))

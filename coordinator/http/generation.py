@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -23,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import InvariantError, Unavailable
+from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SpeculationCounters
 from baton.core.request import TokenLogprob
 from coordinator import off_loop
@@ -44,6 +45,7 @@ from coordinator.text.parser import Event
 Renderer = Render | ResponsesRender | MessagesRender | InferRender
 ADAPTER = "baton.adapter"
 """The scope key of the digest of the LoRA adapter that a request chose; empty for none."""
+DEADLINE = "x-request-timeout-ms"
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
@@ -363,8 +365,13 @@ class GenerationResponse(Response):
 
 
 def owned(submission: Submission, request: Request) -> Submission:
-    """Returns the submission with the client, the adapter, the traceparent and the session of the request."""
+    """Returns the submission with the client, the adapter, the traceparent, the session and the deadline of the
+    request. Raises InvalidRequest if that is not a number of milliseconds."""
     scope, headers = request.scope, request.headers
+    if (given := headers.get(DEADLINE)) is not None:
+        if not re.fullmatch(r"[1-9][0-9]{0,8}", given):
+            raise InvalidRequest(f"{DEADLINE} must be a whole number of milliseconds, at least 1", param=DEADLINE)
+        submission = replace(submission, deadline_s=min(submission.deadline_s, int(given) / 1e3))
     sent = headers.get("traceparent", ""), headers.get(SESSION, "")
     return submission.of(scope[CLIENT], *sent, adapter=scope.get(ADAPTER, ""))
 

@@ -25,10 +25,11 @@ from operator import sub
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import Role
-from baton.core.errors import ContextLengthExceeded, InvariantError, Unavailable
+from baton.core.errors import ContextLengthExceeded, InvariantError, QuotaExceeded, Unavailable
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.classes import WorkerClass, continues
+from coordinator.policy.drain_rate import MAX_RETRY_S, DrainRate
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Worker
 from coordinator.policy.traffic import Traffic
@@ -77,6 +78,8 @@ class Dispatcher:
         self._queue = FairQueue()
         self._to_come: Counter[ChoiceId] = Counter()  # choices still to be queued, by the name of the first one
         self.admitted = self.admitted_tokens = 0  # counters: choices, and the prompt tokens of their requests
+        self.several_tenants = False  # each may fill only half of what the others leave of the queue
+        self.drain_rate = DrainRate()
         self._running: Counter[str] = Counter()  # choices at workers, by key
         # By class: what the choice needs for which `place` last had no room, and the pool without it.
         self._blocked: dict[WorkerClass, tuple[object, Pool]] = {}
@@ -134,7 +137,8 @@ class Dispatcher:
 
         Raises:
             ContextLengthExceeded: no pair of the present workers could ever hold it.
-            Unavailable: the queue is full.
+            Unavailable: the queue is full, or what goes before the choice takes longer than its deadline allows.
+            QuotaExceeded: its tenant has filled its part of the queue.
         """
         prompt_tokens = choice.request.num_prefill_tokens
         if prompt_tokens > self._max_tokens:  # a retry cannot succeed
@@ -145,17 +149,43 @@ class Dispatcher:
         if full or self._queue.tokens + prompt_tokens > self._max_tokens:
             raise Unavailable(
                 f"{len(self._queue)} choices with {self._queue.tokens} prompt tokens are already waiting",
-                retry_after_s=self._drain_estimate_s(),
+                retry_after_s=self.drain_rate.retry_after_s(self._queue.tokens / 2),
             )
+        self._check_share(choice, choices)
         unservable = self.unservable(choice)
         if unservable is not None and unservable[1] == ErrorCode.EXCEEDS_POOL:  # anything else may change
             message, code = unservable
             raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry cannot succeed
+        self._check_deadline(choice)
         self.admitted += choices
         self.admitted_tokens += prompt_tokens
         self.enqueue(choice)
         if choices > 1:
             self._to_come[choice.name] = choices - 1
+
+    def _check_share(self, choice: Choice, choices: int) -> None:
+        """Raises QuotaExceeded if its tenant would hold more than half of what the others leave of the queue, so that
+        there is always room for another (dynamic thresholds, Choudhury and Hahne, 1998). A tenant of which nothing
+        waits is not refused."""
+        queue, tenant = self._queue, choice.request.tenant
+        waiting, tokens = queue.waiting[tenant], queue.waiting_tokens[tenant]
+        if not self.several_tenants or not waiting:
+            return
+        many = 2 * (waiting + choices) > self._max_requests - (len(queue) - waiting)
+        long = 2 * (tokens + choice.request.num_prefill_tokens) > self._max_tokens - (queue.tokens - tokens)
+        if many or long:
+            raise QuotaExceeded(
+                f"{waiting} choices of this tenant with {tokens} prompt tokens are already waiting",
+                retry_after_s=self.drain_rate.retry_after_s(tokens / 2 * len(+queue.waiting)),
+            )
+
+    def _check_deadline(self, choice: Choice) -> None:
+        """Raises Unavailable if the requests that go before a choice take longer, at the measured rate, than it has."""
+        wait_s, limit_s = self.drain_rate.seconds(self._queue.ahead(choice)), choice.deadline_at - choice.started_at
+        if wait_s is not None and wait_s > limit_s:
+            message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.1f} s away"
+            retry_after_s = max(1.0, min(wait_s - limit_s, MAX_RETRY_S))
+            raise Unavailable(message, code="would_exceed_deadline", retry_after_s=retry_after_s)
 
     def submit_later(self, choice: Choice, first: ChoiceId) -> None:
         """Queues a later choice of the request whose first choice is `first`."""
@@ -177,6 +207,11 @@ class Dispatcher:
     def enqueue(self, choice: Choice) -> None:
         """Queues an accepted choice, regardless of the limits."""
         self._queue.add(choice)
+
+    def measure(self, placed: Iterable[Choice], now: float) -> None:
+        """Measures the rate at which the queue drains, after each `place`."""
+        tokens = sum(choice.request.num_prefill_tokens for choice in placed)
+        self.drain_rate.update(now, tokens, waits=bool(self._queue))
 
     # Placement.
 
@@ -456,11 +491,6 @@ class Dispatcher:
             if rank not in chosen:
                 chosen.append(rank)
         return tuple(map(pool.ranked, chosen))
-
-    def _drain_estimate_s(self) -> float:
-        """Estimates in how many seconds half of the queue has drained, at 0.1 s per step."""
-        budget = sum(w.step_tokens for w in self._workers.present() if w.ready and w.role == "prefill") or 1
-        return max(1.0, round(self._queue.tokens / budget * 0.05))
 
 
 def _blocks(tokens: int, block_size: int) -> int:

@@ -29,6 +29,8 @@ class _Level:
 
     counters: VirtualCounters = field(default_factory=VirtualCounters)
     lanes: dict[Lane, list[tuple[QueuePosition, Choice]]] = field(default_factory=dict)
+    tokens: Counter[Lane] = field(default_factory=Counter)
+    """Prompt tokens in each lane."""
 
     def open(self, held: Collection[str]) -> set[str]:
         """Returns the tenants with a choice that waits for workers."""
@@ -62,6 +64,7 @@ class FairQueue:
         choice.queue_position = (choice.request.priority, choice.age, self._submitted)
         self._enter(level, lane)
         insort(level.lanes.setdefault(lane, []), (choice.queue_position, choice))
+        level.tokens[lane] += choice.request.num_prefill_tokens
         self._count(choice, 1)
 
     def remove(self, choice: Choice) -> None:
@@ -72,6 +75,7 @@ class FairQueue:
         entries = level.lanes[lane]
         del entries[bisect_left(entries, (choice.queue_position,))]
         choice.queue_position = None
+        level.tokens[lane] -= choice.request.num_prefill_tokens
         if not entries:
             del level.lanes[lane]
             self._leave(level, lane)
@@ -103,6 +107,23 @@ class FairQueue:
                 yield choice
                 if choice.queue_position is not None:
                     passed[self._place_of(choice)[1]] += 1
+
+    def ahead(self, choice: Choice) -> float:
+        """Returns how many prompt tokens at least go before a choice that is added now: those of its tenant, of lower
+        `priority` values, and of other tenants until their counters reach its own."""
+        tenant, own = choice.request.tenant, self._place_of(choice)[0]
+        before: float = sum(
+            sum(level.tokens.values()) for value, level in self._levels.items() if value < choice.request.priority
+        )
+        counters, open_tenants = own.counters, own.open(self._held)
+        at = counters.of(tenant) if tenant in open_tenants else counters.after_idle(tenant, open_tenants)
+        mine = sum(tokens for lane, tokens in own.tokens.items() if lane[0] == tenant and lane is not _RESUMED)
+        for lane, tokens in own.tokens.items():
+            if lane is _RESUMED or lane[0] == tenant:
+                before += tokens
+            elif lane[1] not in self._held:
+                before += min(tokens, max(0.0, at + mine / choice.client.weight - counters.of(lane[0])))
+        return before
 
     def charge(self, choice: Choice, prompt_tokens: int = 0) -> None:
         """Charges a choice's tenant for prompt tokens, unless it ran before, and for output since the last call."""

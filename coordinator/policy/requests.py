@@ -477,7 +477,9 @@ class Requests:
 
     def _place(self, now: float) -> list[Action]:
         """Dispatches what can start."""
-        return [a for choice in self.dispatcher.place() for a in handle(self.table, choice, Placed(), now)]
+        placed = self.dispatcher.place()
+        self.dispatcher.measure(placed, now)
+        return [action for choice in placed for action in handle(self.table, choice, Placed(), now)]
 
     def _start(self, choice: Choice, now: float) -> StartPrefill:
         request = replace(choice.request, deadline_s=max(choice.deadline_at - now, 0.001), alone=choice.alone)

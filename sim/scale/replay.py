@@ -174,7 +174,9 @@ class Replay:
             return
         row, number = self._rows[self._next], self._next
         self._next += 1
-        request = GenerateRequest(f"r{number}", self._prompt(number, row), max(1, row.output_len), GREEDY, tenant=row.tenant)
+        request = GenerateRequest(
+            f"r{number}", self._prompt(number, row), max(1, row.output_len), GREEDY, tenant=row.tenant
+        )
         times = Times(self.loop.now, row.input_len, max(1, row.output_len))
         self.measured.times.append(times)
         job = _Job(Choice(request, number, self.loop.now, _FOREVER_S), request, times, client)

@@ -393,3 +393,16 @@ async def test_files_and_batches_are_off_without_a_batches_process(client: httpx
     for path in ("/v1/files", "/v1/batches"):
         for answer in (await client.get(path), await client.post(path)):
             assert answer.status_code == 400 and "--data-dir" in answer.json()["error"]["message"]
+
+
+async def test_a_deadline_of_the_client(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        for given, expected_s in (("1500", 1.5), ("999999999", 600.0)):
+            assert (await client.post(path, json=body, headers={"x-request-timeout-ms": given})).status_code == 200
+            assert generator.submissions[-1].deadline_s == expected_s
+        count = len(generator.submissions)
+        for given in ("0", "-1", "1.5", "", "1" * 10, "٣"):
+            headers = {"x-request-timeout-ms": given.encode()}
+            refused = await client.post(path, json=body, headers=headers)  # type: ignore[arg-type]
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "x-request-timeout-ms", given
+        assert len(generator.submissions) == count

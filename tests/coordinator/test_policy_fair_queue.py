@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton.core.errors import BatonError, QuotaExceeded, Unavailable
 from coordinator.policy.choice import Choice
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
@@ -231,3 +233,94 @@ def test_removal_of_the_last_choice_of_a_tenant_keeps_the_counts(held: bool) -> 
     queue.remove(choice)
     queue.check([])
     assert not len(queue) and not +queue.waiting and queue.tokens == 0
+
+
+def full(several_tenants: bool, requests: int = 12, tokens: int = 1000) -> Placing:
+    """A dispatcher whose only prefill worker accepts no more, while 100 tokens per second leave the queue."""
+    table = WorkerTable(3.0)
+    for name in ("p0", "d0"):
+        add_worker(table, name, step_tokens=2, blocks=1000)
+    d = Placing(table, requests, tokens)
+    d.dispatcher.several_tenants = several_tenants
+    d.submit(of("runs", 0, prompt=8))
+    assert d.names() == ["runs0"]
+    for step in range(200):
+        d.dispatcher.drain_rate.update(step * 0.1, 10, waits=True)
+    return d
+
+
+def refused(d: Placing, choice: Choice) -> BatonError:
+    with pytest.raises(BatonError) as caught:
+        d.submit(choice)
+    d.check()
+    return caught.value
+
+
+def test_a_tenant_fills_half_of_what_others_leave_of_the_queue() -> None:
+    d = full(several_tenants=True)
+    for number in range(6):
+        d.submit(of("a", number, prompt=40))
+    own = refused(d, of("a", 6))
+    assert isinstance(own, QuotaExceeded) and own.retry_after_s == pytest.approx(1.2, rel=0.02)  # 120 tokens of 240
+    for number in range(3):
+        d.submit(of("b", number, prompt=40))
+    both = refused(d, of("b", 3))
+    assert isinstance(both, QuotaExceeded) and both.retry_after_s == pytest.approx(
+        1.2, rel=0.02
+    )  # 60, at half the rate
+    for number in range(3):
+        d.submit(of(f"c{number}", 0))
+    none_left = refused(d, of("d", 0))
+    assert isinstance(none_left, Unavailable) and none_left.code == "overloaded"
+    assert none_left.retry_after_s == pytest.approx(1.86, rel=0.02)  # half of 372 tokens
+
+
+def test_a_tenant_with_one_long_prompt_is_not_refused_for_its_share() -> None:
+    d = full(several_tenants=True)
+    d.submit(of("a", 0, prompt=900))
+    assert isinstance(refused(d, of("a", 1, prompt=4)), QuotaExceeded)
+    d.submit(of("b", 0, prompt=90))
+
+
+def test_a_single_tenant_may_fill_the_queue() -> None:
+    d = full(several_tenants=False)
+    for number in range(12):
+        d.submit(of("a", number))
+    assert refused(d, of("a", 12)).code == "overloaded"
+
+
+def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
+    d = full(several_tenants=False)
+    for number in range(5):
+        d.submit(of("a", number, prompt=100))
+    late = of("a", 5)
+    late.deadline_at = 4.0
+    error = refused(d, late)
+    assert (error.code, error.retry_after_s) == ("would_exceed_deadline", pytest.approx(1.0, abs=0.1))
+    assert "5.0 s are before this one, whose deadline is 4.0 s away" in error.message
+    late.deadline_at = 6.0
+    d.submit(late)
+    other = of("b", 0)
+    other.deadline_at = 1.0
+    d.submit(other)  # its tenant is next
+    urgent = of("a", 7)
+    urgent.request, urgent.deadline_at = replace(urgent.request, priority=-1), 1.0
+    d.submit(urgent)
+    d.check()
+
+
+def test_what_goes_before_a_choice_follows_from_the_counters() -> None:
+    queue = FairQueue()
+    for number in range(3):
+        queue.add(of("a", number, prompt=10))
+    assert queue.ahead(of("a", 9)) == 30 and queue.ahead(of("b", 0)) == 0
+    assert order(queue, 1) == ["a0"]
+    queue.add(of("b", 0, prompt=4))
+    assert queue.ahead(of("b", 1)) == 4 + 4, "b0, and a until its counter is 14"
+    queue.add(of("c", 0, prompt=50))
+    assert queue.ahead(of("a", 9)) == 20 + 4 + 20
+    later = of("b", 2)
+    later.request = replace(later.request, priority=3)
+    assert queue.ahead(later) == 20 + 4 + 50
+    queue.hold("c")
+    assert queue.ahead(of("a", 9)) == 20 + 4

@@ -1,0 +1,36 @@
+"""How fast the queue drains, measured: prompt tokens placed per second while choices wait. Pure."""
+
+from __future__ import annotations
+
+import math
+
+WINDOW_S = 10.0
+"""Older measurements count less: by 1/e after so many seconds in which choices waited."""
+MAX_RETRY_S = 60.0
+
+
+class DrainRate:
+    """Complete state: the tokens that were placed and the seconds in which choices waited, both decayed, and whether
+    any has waited since the last update."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = self._at = 0.0
+        self._waited = False
+
+    def update(self, now: float, placed_tokens: int, *, waits: bool) -> None:
+        """Counts what was just placed; `waits`: whether choices are left. What is placed while nothing waits says
+        nothing about the rate."""
+        if self._waited:
+            elapsed_s = now - self._at
+            kept = math.exp(-elapsed_s / WINDOW_S)
+            self._tokens = self._tokens * kept + placed_tokens
+            self._seconds = self._seconds * kept + elapsed_s
+        self._at, self._waited = now, waits
+
+    def seconds(self, tokens: float) -> float | None:
+        """Returns how long so many tokens take to leave the queue; None if nothing has been measured."""
+        return tokens * self._seconds / self._tokens if self._tokens else None
+
+    def retry_after_s(self, tokens: float) -> float:
+        """Returns after how many seconds a refused client should try again, if so many tokens have to leave first."""
+        return max(1.0, min(self.seconds(tokens) or 0.0, MAX_RETRY_S))

@@ -1,0 +1,48 @@
+"""One tenant at ten times its load: what others notice, with the production dispatcher in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sim.scale.replay import ClusterShape, Replay
+from sim.scale.workload import Lengths, poisson
+from sim.stats import percentile
+from sim.trace import TraceRow
+from tests.support.scale import CALIBRATION
+
+SECONDS, OTHERS, HEAVY = 60, 6, "heavy"
+PROMPTS, OUTPUTS = Lengths(200, 1500), Lengths(20, 60)
+_COSTS = replace(CALIBRATION, prefill_worker=replace(CALIBRATION.prefill_worker, step_tokens=512))
+CLUSTER = ClusterShape(_COSTS, 1, _COSTS, 3, max_queued_requests=1 << 20, max_queued_tokens=1 << 30)
+
+
+def paced(tenant: str, seed: int) -> list[TraceRow]:
+    """One request per second, which is less than a seventh of what the cluster can do."""
+    lengths, phase = poisson(3.0, SECONDS, PROMPTS, OUTPUTS, seed), random.Random(seed).random()
+    return [replace(row, at_s=second + phase, tenant=tenant) for second, row in enumerate(lengths[:SECONDS])]
+
+
+def ttft_p99_s(rows: Sequence[TraceRow]) -> dict[bool, float]:
+    """Returns the 99th percentile of the heavy tenant's (True) and of the others' (False) times to first token."""
+    rows = sorted(rows, key=lambda row: row.at_s)
+    replay = Replay(CLUSTER, rows)
+    assert not replay.run().refused
+    times = list(zip(rows, replay.measured.times, strict=True))
+    kinds = {row.tenant in (HEAVY, "") for row in rows}
+    return {
+        heavy: percentile(sorted(t.ttft_s or 0.0 for row, t in times if (row.tenant in (HEAVY, "")) is heavy), 99)
+        for heavy in kinds
+    }
+
+
+def test_others_notice_little_of_a_tenant_at_ten_times_its_load() -> None:
+    others = [row for number in range(OTHERS) for row in paced(f"t{number}", number + 1)]
+    heavy = [replace(row, tenant=HEAVY) for row in poisson(10.0, SECONDS, PROMPTS, OUTPUTS, 99)]
+    alone = ttft_p99_s(others)[False]
+    both = ttft_p99_s(others + heavy)
+    assert both[False] <= 1.3 * alone
+    assert both[True] > 20 * alone, "more arrives than the cluster can do"
+    as_one = ttft_p99_s([replace(row, tenant="") for row in others + heavy])[True]
+    assert as_one > 20 * alone, "first come, first served, all wait for the heavy tenant"
