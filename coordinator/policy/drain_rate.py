@@ -10,12 +10,11 @@ MAX_RETRY_S = 60.0
 
 
 class DrainRate:
-    """Complete state: the tokens that were placed and the seconds in which choices waited, both decayed, and whether
-    any has waited since the last update."""
-
     def __init__(self) -> None:
-        self._tokens = self._seconds = self._at = 0.0
-        self._waited = False
+        self._tokens = 0.0  # that were placed while choices waited, decayed, as the next
+        self._seconds = 0.0  # in which choices waited
+        self._at = 0.0  # of the last update
+        self._waited = False  # since then
 
     def update(self, now: float, placed_tokens: int, *, waits: bool) -> None:
         """Counts what was just placed; `waits`: whether choices are left. What is placed while nothing waits says

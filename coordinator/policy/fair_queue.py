@@ -38,10 +38,8 @@ class _Level:
 
 
 class FairQueue:
-    """Complete state: the levels by priority, the held keys, and how much waits, of each tenant and in all."""
-
     def __init__(self) -> None:
-        self._levels: dict[int, _Level] = {}
+        self._levels: dict[int, _Level] = {}  # by priority
         self._held: set[str] = set()
         self._submitted = self._size = self.tokens = 0
         self.waiting: Counter[str] = Counter()

@@ -20,14 +20,13 @@ INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
 
 
 class VirtualCounters:
-    """Counters of tenants that share one queue. Complete state: `_served`, `_turns`, and the last tenant that left the
-    queue, to whose counter others are lifted when nobody waits."""
+    """Counters of tenants that share one queue."""
 
     def __init__(self) -> None:
-        self._served: dict[str, float] = {}
+        self._served: dict[str, float] = {}  # the counters
         self._turns: dict[str, int] = {}  # the number of the last prompt charged to each tenant
         self._prompts = 0
-        self._last_left = ""
+        self._last_left = ""  # the last tenant that left the queue: others are lifted to it when nobody waits
 
     def of(self, tenant: str) -> float:
         return self._served.get(tenant, 0.0)
