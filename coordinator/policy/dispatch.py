@@ -211,7 +211,7 @@ class Dispatcher:
     def measure(self, placed: Iterable[Choice], now: float) -> None:
         """Measures the rate at which the queue drains, after each `place`."""
         tokens = sum(choice.request.num_prefill_tokens for choice in placed)
-        self.drain_rate.update(now, tokens, waits=bool(self._queue))
+        self.drain_rate.update(now, tokens, waits=bool(self._queue and self._blocked))  # not while a role is missing
 
     # Placement.
 

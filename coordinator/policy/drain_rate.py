@@ -13,18 +13,22 @@ class DrainRate:
     def __init__(self) -> None:
         self._tokens = 0.0  # that were placed while choices waited, decayed, as the next
         self._seconds = 0.0  # in which choices waited
-        self._at = 0.0  # of the last update
-        self._waited = False  # since then
+        self._at = 0.0  # when choices were last known to wait
+        self._waited = False  # since the last update
 
     def update(self, now: float, placed_tokens: int, *, waits: bool) -> None:
-        """Counts what was just placed; `waits`: whether choices are left. What is placed while nothing waits says
-        nothing about the rate."""
-        if self._waited:
-            elapsed_s = now - self._at
+        """Counts what was just placed; `waits`: whether choices are left for which workers have no room now. What is
+        placed while nothing waits says nothing about the rate, and what was measured before a long pause neither."""
+        elapsed_s = now - self._at
+        if not self._waited and elapsed_s > WINDOW_S:
+            self._tokens = self._seconds = 0.0
+        elif self._waited:
             kept = math.exp(-elapsed_s / WINDOW_S)
             self._tokens = self._tokens * kept + placed_tokens
             self._seconds = self._seconds * kept + elapsed_s
-        self._at, self._waited = now, waits
+        if waits or self._waited:
+            self._at = now
+        self._waited = waits
 
     def seconds(self, tokens: float) -> float | None:
         """Returns how long so many tokens take to leave the queue; None if nothing has been measured."""

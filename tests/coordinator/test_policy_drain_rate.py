@@ -21,8 +21,19 @@ def test_tokens_placed_while_choices_wait_are_the_rate() -> None:
     assert rate.seconds(1000) == pytest.approx(2.0, rel=0.01)  # 500 tokens per second
     assert rate.retry_after_s(5000) == pytest.approx(10.0, rel=0.01)
     rate.update(40.0, 50, waits=False)
-    rate.update(9000.0, 0, waits=True)  # a pause without a queue changes nothing
+    rate.update(49.0, 50, waits=True)  # a short pause without a queue changes nothing
     assert rate.seconds(1000) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_stall_is_forgotten_after_a_pause() -> None:
+    """Otherwise requests would be refused for their deadlines because of workers that were lost long ago."""
+    rate = DrainRate()
+    for step in range(400):
+        rate.update(step * 0.1, 50 if step < 100 else 0, waits=True)
+    rate.update(41.0, 0, waits=False)
+    rate.update(41.0 + 2 * WINDOW_S, 50, waits=False)
+    rate.update(41.1 + 2 * WINDOW_S, 50, waits=True)
+    assert rate.seconds(1000) is None
 
 
 def test_a_queue_that_stalls_lowers_the_rate_up_to_a_limit() -> None:

@@ -860,3 +860,21 @@ def test_a_vector_that_was_not_requested_or_is_cut_fails_the_request(pooling: st
     r = d.submit(pooling=pooling, max_tokens=1)
     d.tokens("p0", r.sequence, 0, *event.pop("tokens", ()), **event)  # type: ignore[misc]
     assert isinstance(d.error(r), ProtocolError)
+
+
+def test_the_drain_rate_is_measured_while_workers_lack_room_and_not_while_a_role_is_missing() -> None:
+    d = Drive("p0", "d0")
+    rate = d.requests.dispatcher.drain_rate
+    running = [d.submit(f"r{number}", prompt=(1,) * 10) for number in range(4)]
+    assert running[-1].stage is Stage.QUEUED and rate.seconds(10) is None
+    for r in running[:3]:
+        d.tick(0.5)
+        if r.stage is Stage.PREFILL:
+            d.record(d.requests.end(r, "done", d.now))
+    measured = rate.seconds(10)
+    assert measured is not None
+    d.lose("p0")
+    held = d.submit("held")
+    for _ in range(20):
+        d.tick(0.5)
+    assert held.stage is Stage.QUEUED and rate.seconds(10) in (measured, None)
