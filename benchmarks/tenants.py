@@ -1,0 +1,180 @@
+"""Overload by one tenant: what is still served, how fast the rest is refused, and what another tenant notices.
+
+    python benchmarks/tenants.py                     one prefill and one decode worker, built-in model, 60 s overloaded
+    python benchmarks/tenants.py --seconds 10        a short run
+
+In turns on one cluster: the peak, by a closed loop of one tenant; two small tenants alone, each with a twentieth of the
+peak; and the same two beside a third one, so that three times the peak arrives. A request that is refused is not sent
+again. Times are those of a client on the same cores, which computes too; the coordinator's own times to the first token
+are from its log. The first windows are a third as long as the last. Writes `benchmarks/results/tenants.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.kit import cluster, parser, report, table
+from sim.stats import percentile
+
+SMALL, HEAVY = ("small-1", "small-2"), "heavy"
+PROMPT_TOKENS, OUTPUT_TOKENS, CLIENTS, QUEUE = 96, 16, 24, 64
+OVERLOAD, SHARE = 3.0, 0.05
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one request: its tenant, status, and the seconds to its first event, or to its refusal, and to its end."""
+
+    tenant: str
+    status: int
+    first_s: float
+    ended_at: float
+
+
+class Load:
+    def __init__(self, client: httpx.AsyncClient, name: str) -> None:
+        self._client, self._name, self._random, self.answers = client, name, random.Random(1), list[Answer]()
+        self._sent = 0
+
+    async def send(self, tenant: str) -> None:
+        prompt = [300 + self._random.randrange(3600) for _ in range(PROMPT_TOKENS)]
+        body = {"model": "builtin", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
+        self._sent += 1
+        headers = {"authorization": f"Bearer {key(tenant)}", "x-request-id": f"{self._name}-{self._sent}"}
+        sent, first = time.monotonic(), 0.0
+        async with self._client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            async for _ in answer.aiter_raw():
+                first = first or time.monotonic() - sent
+        self.answers.append(Answer(tenant, answer.status_code, first, time.monotonic()))
+
+    async def closed(self, tenant: str, clients: int, seconds: float) -> None:
+        until = time.monotonic() + seconds
+
+        async def client() -> None:
+            while time.monotonic() < until:
+                await self.send(tenant)
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+    async def open(self, tenant: str, per_s: float, seconds: float) -> None:
+        """Sends at random times, `per_s` on average, and waits for the last answer."""
+        due, until, tasks = time.monotonic(), time.monotonic() + seconds, list[asyncio.Task[None]]()
+        while (due := due + self._random.expovariate(per_s)) < until:
+            await asyncio.sleep(due - time.monotonic())
+            tasks.append(asyncio.create_task(self.send(tenant)))
+        await asyncio.gather(*tasks)
+
+
+def key(tenant: str) -> str:
+    return f"sk-benchmark-of-{tenant}"
+
+
+def served(answers: Sequence[Answer], begun: float, seconds: float) -> float:
+    """Requests per second that were answered completely within the window."""
+    return sum(a.status == 200 and a.ended_at <= begun + seconds for a in answers) / seconds
+
+
+def shown(answers: Sequence[Answer], *, small: bool, refused: bool) -> tuple[str, float]:
+    """The percentiles of the times to the first token, or to a refusal, and the 99th in seconds."""
+    times = sorted(a.first_s for a in answers if (a.tenant in SMALL) is small and (a.status != 200) is refused)
+    p50, p99 = percentile(times, 50), percentile(times, 99)
+    return f"{p50 * 1e3:.0f} / {p99 * 1e3:.0f} ms of {len(times)}", p99
+
+
+def at_the_coordinator(log: str, name: str) -> str:
+    """The percentiles of the times to the first token of small tenants in a window, as the coordinator logged them."""
+    found = re.findall(rf"{name}-\d+-\w+ of small-\d finished.* first token after (\d+) ms", log)
+    times = sorted(map(float, found))
+    return f"{percentile(times, 50):.0f} / {percentile(times, 99):.0f} ms of {len(times)}"
+
+
+async def measure(url: str, log: Path, seconds: float) -> list[list[str]]:
+    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
+    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=limits) as client:
+
+        async def window(
+            name: str, window_s: float, *loads: tuple[str, float], closed: int = 0
+        ) -> tuple[list[Answer], float]:
+            load, begun = Load(client, name), time.monotonic()
+            if closed:
+                await load.closed(HEAVY, closed, window_s)
+            await asyncio.gather(*(load.open(tenant, per_s, window_s) for tenant, per_s in loads))
+            await asyncio.sleep(1.0)
+            return load.answers, served(load.answers, begun, window_s)
+
+        await window("warm", seconds / 6, closed=4)
+        answers, peak = await window("peak", seconds / 3, closed=CLIENTS)
+        if not peak:
+            raise SystemExit(f"no request was served: {Counter(a.status for a in answers)}")
+        smalls = [(tenant, SHARE * peak) for tenant in SMALL]
+        alone, _ = await window("alone", seconds / 3, *smalls)
+        both, goodput = await window("both", seconds, *smalls, (HEAVY, (OVERLOAD - 2 * SHARE) * peak))
+    logged = log.read_text(errors="replace")
+    statuses = Counter((a.tenant in SMALL, a.status) for a in both)
+    before, after = shown(alone, small=True, refused=False), shown(both, small=True, refused=False)
+    refusal = shown(both, small=False, refused=True)
+    return [
+        ["peak, closed loop", f"{peak:.1f} requests/s", ""],
+        [f"served at {OVERLOAD:g} times the peak", f"{goodput:.1f} requests/s", f"{goodput / peak:.0%} of the peak"],
+        ["time to a refusal, p50 / p99", refusal[0], "bar: 50 ms"],
+        ["small tenants alone: TTFT p50 / p99", before[0], ""],
+        ["small tenants beside it", after[0], f"p99 {after[1] / max(before[1], 1e-9):.2f} times"],
+        ["the same at the coordinator: alone", at_the_coordinator(logged, "alone"), ""],
+        ["beside it", at_the_coordinator(logged, "both"), ""],
+        ["answers by status, small", str({s: n for (small, s), n in sorted(statuses.items()) if small}), ""],
+        ["answers by status, heavy", str({s: n for (small, s), n in sorted(statuses.items()) if not small}), ""],
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__, "tenants.md")
+    options.add_argument("--seconds", type=float, default=60.0, help="of the last window")
+    options.add_argument("--note", default="", help="what else ran on the machine, for the report")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        keys = Path(directory) / "keys"
+        keys.write_text("".join(f"{key(tenant)} name={tenant}\n" for tenant in (*SMALL, HEAVY)))
+        keys.chmod(0o600)
+        flags = (
+            "--model",
+            "builtin",
+            "--prefill",
+            "1",
+            "--decode",
+            "1",
+            "--draft",
+            "none",
+            "--api-key-file",
+            str(keys),
+        )
+        with cluster(*flags, "--max-queued-requests", str(QUEUE)) as running:
+            log = next(running.run_dir.rglob("coordinator.log"))
+            rows = asyncio.run(measure(running.url, log, given.seconds))
+    what = (
+        f"One prefill and one decode worker, built-in model without a draft; prompts of {PROMPT_TOKENS} random tokens,"
+        f" {OUTPUT_TOKENS} tokens out; a queue of {QUEUE} requests, {given.seconds:g} s of overload."
+    )
+    report(
+        given.out,
+        "Tenants: overload by one of three",
+        what,
+        table(["what", "measured", "beside"], rows),
+        about=given.note,
+    )
+
+
+if __name__ == "__main__":
+    main()
