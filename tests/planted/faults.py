@@ -335,7 +335,7 @@ FAULTS = (
         "            pass\n        self.room = room",
         T_DISPATCH,
     ),
-    Fault(DISPATCH, "self._queued_tokens -= choice.request.num_prefill_tokens", "pass", T_DISPATCH),
+    Fault(FAIR_QUEUE, "self.tokens += tokens", "self.tokens += abs(tokens)", T_DISPATCH),
     # Classes.
     Fault(DISPATCH, "continues(before, facts) is None]", "True]", T_CLASSES),
     Fault(DISPATCH, "if each.complete(decode=decode)]", "if each.workers]", T_CLASSES),
