@@ -34,6 +34,11 @@ _HINTS = {
 """What to know about a field that differs."""
 
 
+_UNREPORTED = frozenset(["tokenizer_digest", "kv_dtype"])
+"""Fields that are empty if a worker of an earlier protocol version does not report them. The layout names the dtype of
+KV too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compatibility:
     """What must be equal at two workers that share a link, except the version of their code. Of two block sizes, one
@@ -113,7 +118,7 @@ def _may_differ(name: str, mine: Any, other: Any) -> bool:
     """Returns whether two workers may have these values."""
     if name == "block_size":
         return _one_divides(mine, other)
-    return name == "code_version" or (name == "tokenizer_digest" and not (mine and other))
+    return name == "code_version" or (name in _UNREPORTED and not (mine and other))
 
 
 def _one_divides(mine: Any, other: Any) -> bool:

@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from baton.core import commands
 from baton.core.codes import ErrorCode
-from baton.core.compatibility import PROTOCOL_VERSION, SERVED_VERSIONS, Compatibility
+from baton.core.compatibility import PROTOCOL_VERSION, SERVED_VERSIONS
 from baton.core.events import (
     GpuUsage,
     HandedOver,
@@ -36,6 +36,7 @@ from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenBias, TokenLogprob
 from baton.runtime import codec
 from baton.v1 import types_pb2, worker_pb2
+from tests.support.builders import make_facts
 
 DATA = Path(__file__).parents[1] / "data"
 UP, DOWN = worker_pb2.SessionRequest, worker_pb2.SessionResponse
@@ -43,8 +44,12 @@ SEQUENCE = SequenceId("r", 1, 3)
 STAMPS = StageStamps(0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 SPECULATION = SpeculationCounters(5, 20, 11, forced=True)
 LOGPROB = TokenLogprob(7, -0.5, 2, (3, 7), (-0.25, -0.5))
+UNREPORTED = {"kv_dtype": ""}
+"""Facts that the previous version does not report."""
 LAYOUT = KVLayout(16, (LayerKV(2, 8, "float32"), LayerKV(2, 8, "float32", window=128)))
-FACTS = Compatibility(17, "0.1.0", True, "float32", "int8", "baton", "gloo", "c", "m", 100, 64, LAYOUT)
+FACTS = replace(
+    make_facts(layout=LAYOUT, exact=True, quantize="int8", tokenizer_digest="t", protocol_version=18), **UNREPORTED
+)
 LOAD = Load(9, 4, 1, 2, 30, 40, speculation=SPECULATION, step_s=0.5)
 HANDLE = Handle(SEQUENCE, "p0", 1, "d0", 2, expires_ms=5000, nonce=b"n" * 12, signature=b"s" * 32)
 TARGET = commands.Target("d0", 2, "10.0.0.1:1", HANDLE)
@@ -76,6 +81,8 @@ VALUES: dict[str, tuple[type, object]] = {
             *("d0", "decode", 5, FACTS, "10.0.0.1:1", "10.0.0.1", (11, 12), 9, 64, 32, "run", "token"),
             replace=True,
             tensor_parallel=2,
+            both_roles=True,
+            revision="v2",
         ),
     ),
     "events": (
@@ -105,16 +112,13 @@ VALUES: dict[str, tuple[type, object]] = {
     "prefill": (DOWN, commands.Prefill(REQUEST, (TARGET,))),
     "assign": (DOWN, commands.Assign(SEQUENCE, (TARGET,), 4)),
     "abort": (DOWN, commands.Abort(SEQUENCE, "late", 60.0)),
-    "drain": (DOWN, commands.Drain(30.0)),
+    "drain": (DOWN, commands.Drain(30.0, "prefill")),
     "heartbeat_ack": (DOWN, commands.HeartbeatAck(4)),
     "release": (DOWN, commands.ReleaseRecords((SEQUENCE,))),
     "set_adapters": (DOWN, commands.SetAdapters((commands.AdapterSource("a" * 32, "/a"),), 64)),
 }
 """Each message of a session, with the fields of the previous version."""
-NEW: dict[str, dict[str, Any]] = {
-    "join": {"revision": "v2", "both_roles": True, "facts": replace(FACTS, tokenizer_digest="t")},
-    "drain": {"next_role": "prefill"},
-}
+NEW: dict[str, dict[str, Any]] = {"join": {"facts": replace(FACTS, kv_dtype="float32")}}
 """Fields that this version added; their absence means what it meant before."""
 
 
