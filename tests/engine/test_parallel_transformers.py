@@ -28,7 +28,7 @@ from tests.support.transformers_models import generated, make_transformers_check
 PROMPTS, NEW_TOKENS = (37, 11, 24), 24
 QUICK = ("deepseek_v3", "gpt_oss", "olmo2")  # latents and experts; a supplement; KV whole on every rank
 PART = {"afmoe": 0.77}
-"""Of the whole model, at most, on one of two ranks, if it is more than 0.66: tiny models have large norms, routers and
+"""Of the whole model, at most, on one of two ranks, if it is more than 0.67: tiny models have large norms, routers and
 latents, and the plan of AFMoE divides only experts."""
 
 
@@ -54,7 +54,7 @@ def test_tokens_on_several_ranks_equal_those_that_transformers_generates(
         run(runner, jobs, seed=1)
         layer, local = runner.layout.layers[0], runner.facts[0].local_layout.layers[0]
         assert local.num_kv_heads == max(layer.num_kv_heads // ranks, 1)
-        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
+        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.67)
     assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
 
 
