@@ -15,6 +15,7 @@ import click
 from baton.core.commands import Role
 from baton.core.errors import BatonError, StartupError
 from baton.runtime.options import NumberRange, config_command, run_main
+from launch.autoscale.command import autoscale_command
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
 from launch.kubernetes.config import KubernetesConfig
@@ -354,6 +355,7 @@ baton.add_command(calibrate_command)
 baton.add_command(simulate_command)
 baton.add_command(plan_command)
 baton.add_command(report_command)
+baton.add_command(autoscale_command)
 
 
 def main() -> NoReturn:

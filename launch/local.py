@@ -25,7 +25,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ from baton.core.errors import StartupError
 from baton.runtime.model_source import has_chat_template, resolve_model
 from coordinator.connections import few_connections
 from coordinator.text.pooling import read_pooling
+from launch.autoscale.law import Policy
+from launch.autoscale.observe import Autoscaler
 from launch.child import Child, ChildSpec
 from launch.cluster_api import Row, get_cluster
 from launch.console import Console
@@ -42,7 +44,8 @@ from launch.plan import BATCHES, COORDINATOR
 from launch.roll import REQUESTED, Roll
 from launch.run_directory import ROLL, reading, write_addresses
 from launch.signals import Signals
-from launch.supervisor import Backoff, Supervised
+from launch.supervisor import Backoff, MemberFailed, Supervised
+from sim.scale.planner import Size
 
 TICK_S = 0.2
 STARTING_TICK_S = 0.05  # a user waits for `ready`
@@ -50,12 +53,21 @@ REMIND_S = 10.0
 COORDINATOR_START_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
 AGENT_EXIT_S = 10.0
+AUTOSCALE_EVERY_S = 1.0
+FAILED_RETRY_S = 30.0
 
 
 class LocalCluster:
     """The members of a cluster on this host, from their first start to their end."""
 
-    def __init__(self, members: Members, console: Console, backoff: Backoff | None = None) -> None:
+    def __init__(
+        self, members: Members, console: Console, backoff: Backoff | None = None, policy: Policy | None = None
+    ) -> None:
+        """With a `policy` the workers of this host follow the load."""
+        self._policy = policy
+        self._autoscaler: Autoscaler | None = None  # from the first look at the coordinator on
+        self._looked_at = 0.0
+        self._retry_at: dict[str, float] = {}  # of workers that could not start
         self._members = members
         self._console = console
         # Whether `ready` was printed.
@@ -81,6 +93,14 @@ class LocalCluster:
             self._addresses = None
             here = {part.worker.name for part in members.parts.values()}
             self._remote_pending = {worker.name for worker in members.plan.topology.workers} - here
+        # The parts of each worker that may be started and drained: all of them are on this host.
+        self._scalable: dict[str, list[Supervised]] = {}
+        for worker in members.plan.topology.workers:
+            parts = [m for m in self._workers if members.parts[m.name].worker.name == worker.name]
+            if len(parts) == len(worker.nodes):
+                self._scalable[worker.name] = parts
+        if policy is not None:
+            self._follow(policy.least)
 
     # For a roll.
 
@@ -88,7 +108,7 @@ class LocalCluster:
         """Returns the parts of each worker that this host runs, by role. Raises StartupError if another host runs some
         of a worker."""
         groups: dict[str, dict[str, list[Supervised]]] = {"prefill": {}, "decode": {}}
-        for supervised in self._workers:
+        for supervised in (worker for worker in self._workers if not worker.retired):
             worker = self._members.parts[supervised.name].worker
             groups[worker.role].setdefault(worker.name, []).append(supervised)
         for name, count in Counter(part.worker.name for part in self._members.plan.parts).items():
@@ -165,11 +185,13 @@ class LocalCluster:
         if self._coordinator is not None:
             self._tick_coordinator(self._coordinator)
         self._hurry_missing_roles()
+        if self._policy is not None and self._front_is_up and self._roll is None:
+            self._autoscale(self._policy)
         for worker in self._workers:
-            if time.monotonic() < self._restart_left_until:
+            if time.monotonic() < self._restart_left_until and not worker.retired:
                 worker.left = False
             if worker.ever_started:
-                worker.tick()
+                self._survive(worker, worker.tick)
             elif self._front_is_up:
                 worker.start()
         if self._batches is not None:  # last: a user waits for the workers
@@ -180,6 +202,51 @@ class LocalCluster:
             self._announce_when_ready()
         else:
             self._tick_roll()
+
+    def _autoscale(self, policy: Policy) -> None:
+        """Asks the law once per AUTOSCALE_EVERY_S, and starts and drains workers."""
+        now = time.monotonic()
+        if now - self._looked_at < AUTOSCALE_EVERY_S:
+            return
+        self._looked_at = now
+        if self._autoscaler is None:
+            log = partial(self._console.stage, "autoscale")
+            self._autoscaler = Autoscaler(policy, self._bound().admin_url, log)
+        if (size := self._autoscaler.look()) is not None:
+            self._follow(size)
+
+    def _follow(self, size: Size) -> None:
+        """Retires or returns workers of this host, so that the cluster has as many of each role. Those that do not run
+        are retired first, then the last of the topology. One that still drains is not returned: another one is, or it
+        later."""
+        active: dict[str, list[str]] = {"prefill": [], "decode": []}
+        ended: dict[str, list[str]] = {"prefill": [], "decode": []}
+        flipped = {} if self._autoscaler is None else self._autoscaler.roles
+        for worker in self._members.plan.topology.workers:
+            parts = self._scalable.get(worker.name, [])
+            if not any(part.retired or part.left for part in parts):
+                active[flipped.get(worker.name, worker.role)].append(worker.name)
+            elif all(part.child is None and self._retry_at.get(part.name, 0.0) <= time.monotonic() for part in parts):
+                ended[worker.role].append(worker.name)
+        for role, names in active.items():
+            names.sort(key=lambda name: not all(part.joined for part in self._scalable.get(name, [])))
+            count = getattr(size, role)
+            for part in (part for name in names[count:] for part in self._scalable.get(name, [])):
+                part.retire()
+            for part in (part for name in ended[role][: max(count - len(names), 0)] for part in self._scalable[name]):
+                self._survive(part, part.return_to_work)
+
+    def _survive(self, worker: Supervised, act: Callable[[], None]) -> None:
+        """A worker that the autoscaler started and that cannot start does not end those that serve: it counts as ended,
+        and the law decides about another start. Raises what `act` raises, unless the cluster was ready before."""
+        try:
+            act()
+        except (MemberFailed, StartupError) as error:
+            if self._policy is None or not self._announced:
+                raise
+            self._console.quote(str(error).splitlines())
+            worker.retire()
+            self._retry_at[worker.name] = time.monotonic() + FAILED_RETRY_S
 
     def _hurry_missing_roles(self) -> None:
         """Restarts workers without their whole delay while no worker of their role is ready: requests wait for it."""

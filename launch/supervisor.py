@@ -97,8 +97,10 @@ class Supervised:
         self.name = name
         # Whether this run has joined the current coordinator.
         self.joined = False
-        # Whether it exited with 0 after it had joined.
+        # Whether it exited with 0 after it had joined, or was retired.
         self.left = False
+        # Whether it is not to run: however it ends, it is not restarted.
+        self.retired = False
         # The current run; without one, the next starts at `restart_at`, or at `urgent_at` while no worker of its role
         # is ready.
         self.child: Child | None = None
@@ -125,6 +127,19 @@ class Supervised:
         self.child = Child(spec)
         about = "".join(f"   {text}" for text in (spec.note, note) if text)
         self._console.stage(self.name, f"starting   pid {self.child.pid}{about}   log {spec.log}")
+
+    def retire(self) -> None:
+        """Drains it, once it runs; it is not started until `return_to_work`."""
+        self.retired, self.restart_at = True, None
+        if self.child is None:
+            self.left = True
+        else:
+            self.child.terminate()
+
+    def return_to_work(self) -> None:
+        """Starts it again; not while it still drains. Raises StartupError as `start_again`."""
+        self.retired = False
+        self.start_again()
 
     def start_again(self) -> None:
         """Starts the next run. A failure to start (a full process table, a log that cannot be opened) may be transient,
@@ -187,7 +202,7 @@ class Supervised:
 
     def _died(self, child: Child, code: int, now: float) -> None:
         self.child, self.joined = None, False
-        if code == 0 and self._joined_this_run:  # a worker exits with 0 only when it was drained
+        if self.retired or (code == 0 and self._joined_this_run):  # a worker exits with 0 only when it was drained
             self.left = True
             self._console.stage(self.name, "left")
             return

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from baton.core.errors import StartupError
 from baton.runtime.config import differences
@@ -13,6 +14,7 @@ from baton.runtime.model_source import SMOLLM2_PACKAGE, resolve_model, served_na
 from baton.runtime.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
 from baton.runtime.ports import check_free, choose_port
 from coordinator.api_keys import FROM_UP, SHORT, digest_of, is_short
+from launch.autoscale.law import Policy
 from launch.console import Console, versions
 from launch.gpus import visible_gpus
 from launch.local import LocalCluster
@@ -23,10 +25,14 @@ from launch.run_directory import DATA, run_directory, write_keys, write_token
 from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig
+from sim.scale.planner import Size
+from sim.stats import parse_slo
 
+AUTOSCALE_SHARE = 0.95
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN_FILE"
+_AUTOSCALE = {f.name for f in fields(UpConfig) if f.name.startswith("autoscale")}
 _WITH_TOPOLOGY = {"topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s"} | (
-    {f.name for f in fields(DoctorConfig)} - {f.name for f in fields(UpConfig)}
+    _AUTOSCALE | {f.name for f in fields(DoctorConfig)} - {f.name for f in fields(UpConfig)}
 )
 
 
@@ -41,6 +47,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     check_cores(plan, nodes)
     check_files(plan, nodes)
     check_memory(plan, nodes, host_memory_bytes())
+    policy = autoscale_policy(config, plan, nodes)
     if config.dry_run:
         from launch.dry_run import dry_run
 
@@ -79,7 +86,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
             console.stage("warning", SHORT)
         console.stage("logs", str(run_dir))
         try:
-            return LocalCluster(members, console, backoff).run()
+            return LocalCluster(members, console, backoff, policy).run()
         except MemberFailed as failed:
             flush_stdout()
             print("\n".join(failed.box), file=sys.stderr, flush=True)
@@ -125,6 +132,45 @@ def topology_plan(path: str, environment: Mapping[str, str] = os.environ, *, add
     plan = make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
     check_plan(plan, environment)
     return plan
+
+
+def autoscale_policy(config: UpConfig, plan: Plan, nodes: frozenset[str]) -> Policy | None:
+    """Returns how the workers of this host follow the load; None without --autoscale. Workers of other hosts are there
+    all the time.
+
+    Raises:
+        StartupError: an option is wrong, the coordinator runs elsewhere, or requests would not wait long enough.
+    """
+    if not config.autoscale:
+        return None
+    from launch.capacity.command import read_calibration
+
+    if plan.topology.coordinator.node not in nodes:
+        raise StartupError("--autoscale: start it on the coordinator's host")
+    try:
+        slo = replace(parse_slo(config.autoscale_slo), share=AUTOSCALE_SHARE)
+    except ValueError as error:
+        raise StartupError(f"--autoscale-slo {config.autoscale_slo}: {error}") from None
+    kind = read_calibration(config.autoscale, "--autoscale")
+    everywhere, elsewhere = Counter[str](), Counter[str]()
+    for worker in plan.topology.workers:
+        everywhere[worker.role] += 1
+        elsewhere[worker.role] += not nodes.issuperset(worker.nodes)
+    least = {role: min(number, max(config.autoscale_min, elsewhere[role])) for role, number in everywhere.items()}
+    policy = Policy(
+        *(slo, kind, kind),
+        Size(least.get("prefill", 0), least.get("decode", 0)),
+        Size(everywhere["prefill"], everywhere["decode"]),
+        config.autoscale_down_s,
+        config.autoscale_idle_s,
+    )
+    hold_s = plan.topology.coordinator.config.hold_s
+    start_s = max(policy.start_s("prefill"), policy.start_s("decode"))
+    if not policy.least.prefill and hold_s < start_s:
+        raise StartupError(
+            f"--autoscale-min 0: requests wait {hold_s:g} s (--hold-s), a worker starts in {start_s:g} s"
+        )
+    return policy
 
 
 def check_ports(plan: Plan, nodes: frozenset[str]) -> None:

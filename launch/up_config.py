@@ -39,6 +39,15 @@ class UpConfig(BatchesOptions, CoordinatorOptions, WorkerOptions):
     threads: int = option(0, "compute threads of a worker; 0: the cores divided among the workers", low=0, high=1024)
     prefill_block_size: int = option(0, "--block-size of prefill workers; 0: the same", low=0, high=1024)
     decode_block_size: int = option(0, "--block-size of decode workers; 0: the same", low=0, high=1024)
+    autoscale: str = option(
+        "", "file of `baton calibrate`: workers of this host start and drain with the load, up to all of the cluster"
+    )
+    autoscale_slo: str = option(
+        "ttft=1,tpot=50ms", "limits of TTFT and TPOT that --autoscale keeps for 95 % of requests"
+    )
+    autoscale_min: int = option(1, "workers of each role that --autoscale keeps; 0: none while idle", low=0, high=256)
+    autoscale_down_s: float = option(600.0, "time that --autoscale keeps workers that are not needed any more", low=1)
+    autoscale_idle_s: float = option(600.0, "time without a request until --autoscale-min 0 ends all workers", low=1)
     start_timeout_s: float = option(900.0, "time limit for the cluster to become ready", low=1)
     topology: str = option("", "TOML file of a cluster over several nodes; the members on this host are started")
     node: str = option("", "node of the topology that is this host; default: each whose address it has")

@@ -22,10 +22,10 @@ from sim.stats import Slo
 from sim.trace import TRACES, TraceRow, read_trace, trace_path
 
 MOST_REQUESTS = 5_000_000
-_FILE = click.Path(dir_okay=False, writable=True)
+FILE = click.Path(dir_okay=False, writable=True)
 
 
-def _load_options(command: Callable[..., int]) -> Callable[..., int]:
+def load_options(command: Callable[..., int]) -> Callable[..., int]:
     """Adds the options that describe a load."""
     options = (
         click.option("--trace", default="", metavar="FILE", help=f"A recorded trace; also {', '.join(TRACES)}."),
@@ -61,7 +61,7 @@ def _load_options(command: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def _rows(
+def load_rows(
     trace: str,
     rate: float | None,
     input_len: Lengths,
@@ -87,19 +87,19 @@ def _rows(
     return scaled(first_seconds(rows, duration_s or float("inf")), scale, seed)
 
 
-def read_calibration(path: str) -> Calibration:
+def read_calibration(path: str, option: str = "--calibration") -> Calibration:
     """Raises StartupError with the file and the field that is wrong."""
     try:
         return parse_calibration(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError as error:
-        raise StartupError(f"--calibration {path}: {error.strerror or error}") from None
+        raise StartupError(f"{option} {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise StartupError(f"--calibration {path}: not JSON ({error})") from None
+        raise StartupError(f"{option} {path}: not JSON ({error})") from None
     except BatonError as error:
-        raise StartupError(f"--calibration {path}: {error.message}") from None
+        raise StartupError(f"{option} {path}: {error.message}") from None
 
 
-def _write(path: str | None, option: str, text: Callable[[], str]) -> None:
+def write_file(path: str | None, option: str, text: Callable[[], str]) -> None:
     if path:
         try:
             Path(path).write_text(text(), encoding="utf-8")
@@ -114,7 +114,7 @@ def _settings(**values: object) -> dict[str, str]:
 
 @click.command("calibrate")
 @click.argument("url", default="http://127.0.0.1:8100")
-@click.option("--out", default="calibration.json", show_default=True, type=_FILE, help="The file to write.")
+@click.option("--out", default="calibration.json", show_default=True, type=FILE, help="The file to write.")
 @click.option("--name", default="worker", show_default=True, help="Names this kind of worker, for prices and plans.")
 @click.option(
     "--shared-host",
@@ -135,7 +135,7 @@ def calibrate_command(
     target = find_target(url, model, api_key, timeout_s)
     cluster = LoadClient(url, target, secrets.randbelow(1 << 31))
     measured = calibrate(cluster, name, shared_host=shared_host, progress=lambda line: click.echo(line, err=True))
-    _write(out, "--out", lambda: json.dumps(measured.as_json(), indent=1) + "\n")
+    write_file(out, "--out", lambda: json.dumps(measured.as_json(), indent=1) + "\n")
     for fit, residual in measured.residuals.items():
         click.echo(f"{fit:<14} {residual}")
     click.echo(f"written to {out}")
@@ -143,11 +143,11 @@ def calibrate_command(
 
 
 @click.command("simulate")
-@_load_options
+@load_options
 @click.option("--calibration", required=True, metavar="FILE", help="Costs of the workers, from `baton calibrate`.")
 @click.option("--prefill", type=click.IntRange(1, 1 << 14), default=1, show_default=True, help="Prefill workers.")
 @click.option("--decode", type=click.IntRange(1, 1 << 14), default=1, show_default=True, help="Decode workers.")
-@click.option("--json", "json_path", type=_FILE, help="Write the outcome as JSON.")
+@click.option("--json", "json_path", type=FILE, help="Write the outcome as JSON.")
 def simulate_command(
     trace: str,
     calibration: str,
@@ -167,14 +167,14 @@ def simulate_command(
     from launch.capacity.report import outcome_tables, show_tables
     from sim.scale.replay import ClusterShape, Replay
 
-    kind, rows = read_calibration(calibration), _rows(trace, **load)
+    kind, rows = read_calibration(calibration), load_rows(trace, **load)
     limits = replace(slo or Slo(), share=slo_share)
     began = time.process_time()
     gc.disable()  # a replay makes no cycles worth collecting, and millions of objects to look through
     replay = Replay(ClusterShape(kind, prefill, kind, decode), rows)
     outcome = replay.run(limits)
     seconds = time.process_time() - began
-    _write(json_path, "--json", lambda: json.dumps(asdict(outcome), indent=1) + "\n")
+    write_file(json_path, "--json", lambda: json.dumps(asdict(outcome), indent=1) + "\n")
     console = Console(markup=False, emoji=False, highlight=False)
     show_tables(console, outcome_tables(outcome, limits, (kind,)))
     console.print(
@@ -185,7 +185,7 @@ def simulate_command(
 
 
 @click.command("plan")
-@_load_options
+@load_options
 @click.option(
     "--calibration",
     "calibrations",
@@ -202,8 +202,8 @@ def simulate_command(
     help="Price per hour of a worker of a calibration; default 1.",
 )
 @click.option("--headroom/--no-headroom", default=True, help="Also search for the workers at 2 and 5 times the rate.")
-@click.option("--json", "json_path", type=_FILE, help="Write the plan as JSON.")
-@click.option("--html", "html_path", type=_FILE, help="Write the plan as an HTML page with plots.")
+@click.option("--json", "json_path", type=FILE, help="Write the plan as JSON.")
+@click.option("--html", "html_path", type=FILE, help="Write the plan as an HTML page with plots.")
 def plan_command(
     trace: str,
     calibrations: Sequence[str],
@@ -229,7 +229,7 @@ def plan_command(
     names = [kind.name for kind in kinds]
     if len(set(names)) < len(names):
         raise StartupError("--calibration: two of them have the same name; calibrate with --name")
-    rows, limits = _rows(trace, **load), replace(slo, share=slo_share)
+    rows, limits = load_rows(trace, **load), replace(slo, share=slo_share)
     if not rows:
         raise StartupError("the load has no requests")
     described = {k: v for k, v in load.items() if not (trace and k in ("input_len", "output_len"))}
@@ -240,8 +240,8 @@ def plan_command(
         headroom=headroom,
         progress=lambda line: click.echo(line, err=True),
     )
-    _write(json_path, "--json", lambda: json.dumps(report.as_json(), indent=1) + "\n")
-    _write(html_path, "--html", lambda: plan_html(report))
+    write_file(json_path, "--json", lambda: json.dumps(report.as_json(), indent=1) + "\n")
+    write_file(html_path, "--html", lambda: plan_html(report))
     show_plan(report, Console(markup=False, emoji=False, highlight=False))
     return int(report.infeasible)
 

@@ -7,9 +7,10 @@ simulator's other modes are for. A request needs a few dozen events, whatever th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.core.commands import Join, Role
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
@@ -90,29 +91,15 @@ class Replay:
         self._parked: list[_Job] = []
         self._links: dict[tuple[str, str], float] = {}
         cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
+        self._host, self._fast = host, fast
         self._prefill: dict[str, PrefillWorker] = {}
         self._decode: dict[str, DecodeWorker] = {}
-        for number in range(shape.num_prefill):
-            name = f"prefill-{number}"
-            self._join(name, "prefill", shape.prefill)
-            self._prefill[name] = PrefillWorker(
-                *(name, self.loop, self, shape.prefill, self._layout, self.measured),
-                prefix_cache=self._prefixes,
-                counted=fast and not self._prefixes,
-                host=host,
-                cores=cores[number],
-            )
-        for number in range(shape.num_decode):
-            name = f"decode-{number}"
-            self._join(name, "decode", shape.decode)
-            self._decode[name] = DecodeWorker(
-                *(name, self.loop, self, shape.decode, self._layout, self.measured),
-                prefix_cache=self._prefixes,
-                counted=fast and not self._prefixes,
-                at_once=fast,
-                host=host,
-                cores=cores[shape.num_prefill + number],
-            )
+        self._added: Counter[Role] = Counter()
+        self._since: dict[str, float] = {}  # when each worker was started
+        self._worker_s: dict[Role, float] = {"prefill": 0.0, "decode": 0.0}  # of workers that have left
+        for number in range(shape.num_prefill + shape.num_decode):
+            role: Role = "prefill" if number < shape.num_prefill else "decode"
+            self._add(role, rows[0].at_s if rows and not clients else 0.0, cores[number])
 
     def run(self, slo: Slo | None = None) -> Outcome:
         """Runs until every request has ended.
@@ -128,13 +115,11 @@ class Replay:
         while self.loop.next():
             pass
         self.check()
-        shape, preemptions = self.shape, 0
-        for worker in self._decode.values():
-            preemptions += worker.scheduler.preemptions
+        for decode in self._decode.values():
+            self.measured.preemptions += decode.scheduler.preemptions
         self.measured.front_busy_s += self._front.busy_s
-        return summary(
-            self.measured, slo or Slo(), shape.num_prefill, shape.num_decode, preemptions, self.loop.executed
-        )
+        seconds = self.worker_s("prefill"), self.worker_s("decode")
+        return summary(self.measured, slo or Slo(), *seconds, self.loop.executed)
 
     def check(self) -> None:
         self.dispatcher.check(job.choice for job in self._jobs.values())
@@ -142,6 +127,71 @@ class Replay:
             scheduler.check_idle()
         if self._jobs:
             raise InvariantError(f"{len(self._jobs)} requests have not ended: {list(self._jobs)[:3]}")
+
+    # Workers that come and go.
+
+    def start_worker(self, role: Role, start_s: float) -> None:
+        """Starts a worker, which joins after `start_s`."""
+        self.loop.later(start_s, self._joined, role, self.loop.now)
+
+    def _joined(self, role: Role, started_at: float) -> None:
+        self._add(role, started_at, ())
+        self._place()
+
+    def drain_worker(self, role: Role) -> bool:
+        """Drains the ready worker of a role with the least to do; `remove_idle` removes it. Returns whether there was
+        one."""
+        ready = [worker for worker in self.table.present() if worker.role == role and worker.ready]
+        if not ready:
+            return False
+        least = min(ready, key=lambda worker: (worker.running, worker.backlog_tokens))
+        self.table.drain(least.worker_id, _FOREVER_S, self.loop.now)
+        return True
+
+    def remove_idle(self) -> None:
+        """Removes the draining workers that have nothing left to do."""
+        workers: dict[Role, dict[str, PrefillWorker] | dict[str, DecodeWorker]]
+        workers = {"prefill": self._prefill, "decode": self._decode}
+        for known in [worker for worker in self.table.present() if worker.state == "draining"]:
+            worker = workers[known.role][known.worker_id]
+            if isinstance(worker, DecodeWorker):
+                worker.interrupt()
+            if known.running or known.backlog_tokens or worker.scheduler.num_sequences:
+                continue
+            worker.scheduler.check_idle()
+            if isinstance(worker, DecodeWorker):
+                self.measured.preemptions += worker.scheduler.preemptions
+            del workers[known.role][known.worker_id]
+            self._worker_s[known.role] += self.loop.now - self._since.pop(known.worker_id)
+            self.table.left(known.worker_id, known.incarnation)
+
+    def worker_s(self, role: Role) -> float:
+        """Returns the seconds of all workers of a role so far, each from its start on."""
+        names = self._prefill if role == "prefill" else self._decode
+        return self._worker_s[role] + sum(self.loop.now - self._since[name] for name in names)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def workers(self) -> list[PrefillWorker | DecodeWorker]:
+        """The workers that have joined and not left, prefill first."""
+        return [*self._prefill.values(), *self._decode.values()]
+
+    def _add(self, role: Role, started_at: float, cores: tuple[int, ...]) -> None:
+        name, shape = f"{role}-{self._added[role]}", self.shape
+        self._added[role] += 1
+        self._since[name] = started_at
+        calibration = shape.prefill if role == "prefill" else shape.decode
+        self._join(name, role, calibration)
+        of = name, self.loop, self, calibration, self._layout, self.measured
+        how: dict[str, Any] = {"prefix_cache": self._prefixes, "counted": self._fast and not self._prefixes}
+        how |= {"host": self._host, "cores": cores}
+        if role == "prefill":
+            self._prefill[name] = PrefillWorker(*of, **how)
+        else:
+            self._decode[name] = DecodeWorker(*of, **how, at_once=self._fast)
 
     def _join(self, name: str, role: Role, calibration: Calibration) -> None:
         kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
@@ -156,7 +206,7 @@ class Replay:
             step_tokens=kind.step_tokens,
             max_running=kind.max_running,
         )
-        self.table.add(join, 0.0, _FOREVER_S)
+        self.table.add(join, self.loop.now, _FOREVER_S)
 
     # Clients.
 
@@ -268,6 +318,7 @@ class Replay:
         job.computed, job.times.cached = progress.computed, progress.cached
         if progress.first_token is not None:
             job.times.prefilled_at = self.loop.now
+            worker.cached += progress.cached
             self._move(job, Stage.HANDOVER)
             self._produced(job, 1)
             self._first_token(job)

@@ -126,9 +126,11 @@ class Measured:
     queued_most: int = 0
     steps: int = 0
     steps_at_once: int = 0
+    preemptions: int = 0
 
 
-def summary(measured: Measured, slo: Slo, num_prefill: int, num_decode: int, preemptions: int, events: int) -> Outcome:
+def summary(measured: Measured, slo: Slo, prefill_s: float, decode_s: float, events: int) -> Outcome:
+    """`prefill_s` and `decode_s` are the seconds of all workers of each role."""
     times = measured.times
     done = [t for t in times if t.last_at]
     duration_s = max((t.last_at for t in done), default=0.0) - min((t.sent_at for t in times), default=0.0)
@@ -147,11 +149,11 @@ def summary(measured: Measured, slo: Slo, num_prefill: int, num_decode: int, pre
         output_tokens_per_s=sum(t.output_len for t in done) / span_s,
         goodput_per_s=met / span_s,
         met_share=met / len(times) if times else 0.0,
-        prefill_utilisation=measured.prefill_busy_s / num_prefill / span_s,
-        decode_utilisation=measured.decode_busy_s / num_decode / span_s,
+        prefill_utilisation=measured.prefill_busy_s / (prefill_s or math.inf),
+        decode_utilisation=measured.decode_busy_s / (decode_s or math.inf),
         front_utilisation=measured.front_busy_s / span_s,
         queued_most=measured.queued_most,
-        preemptions=preemptions,
+        preemptions=measured.preemptions,
         cached_share=sum(t.cached for t in done) / max(sum(t.input_len for t in done), 1),
         waits_s={name: _mean([part[i] for part in parts]) for i, name in enumerate(WAITS)},
         steps=measured.steps,

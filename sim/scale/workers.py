@@ -86,6 +86,16 @@ class Core:
             self.run(seconds, 0.0, lambda: None)
 
 
+class Counts:
+    """Complete state: the steps of one worker, their seconds, and the tokens in them."""
+
+    def __init__(self) -> None:
+        self.steps, self.step_s, self.tokens = 0, 0.0, 0
+
+    def add(self, steps: int, seconds: float, tokens: int) -> None:
+        self.steps, self.step_s, self.tokens = self.steps + steps, self.step_s + seconds, self.tokens + tokens
+
+
 class PrefillWorker:
     """Complete state: the scheduler, the sequences that have started, and whether a step is computed."""
 
@@ -110,6 +120,8 @@ class PrefillWorker:
         )
         self._loop, self._owner, self._measured = loop, owner, measured
         self.core = Core(loop, host, cores)
+        self.counts = Counts()
+        self.cached = 0  # prompt tokens that were not computed
         self._busy = False
         self._started: set[SequenceId] = set()
 
@@ -130,6 +142,7 @@ class PrefillWorker:
         self._busy = True
         seconds = self.costs.seconds(plan)
         self._measured.prefill_busy_s += seconds
+        self.counts.add(1, seconds, sum(len(row.tokens) for row in plan.rows))
         for row in plan.rows:
             if row.sequence_id not in self._started:
                 self._started.add(row.sequence_id)
@@ -216,6 +229,7 @@ class DecodeWorker:
         )
         self._loop, self._owner, self._measured = loop, owner, measured
         self.core = Core(loop, host, cores)
+        self.counts = Counts()
         self._at_once = at_once and not self.core.shared
         self._busy = False
         self._run: Run | None = None
@@ -261,6 +275,7 @@ class DecodeWorker:
         self._busy = True
         seconds = self.costs.seconds(plan)
         self._measured.decode_busy_s += seconds
+        self.counts.add(1, seconds, len(plan.rows))
         self._loop.at(run.ends_at(done + 1), self._stepped, plan, seconds)
         return True
 
@@ -286,6 +301,7 @@ class DecodeWorker:
                     self._owner.running(self, row.sequence_id)
         seconds = self.costs.seconds(plan, sum(draft.num_draft_tokens for draft in plan.drafts))
         self._measured.decode_busy_s += seconds
+        self.counts.add(1, seconds, len(plan.rows))
         self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
 
     def _generating(self) -> bool:
@@ -313,7 +329,9 @@ class DecodeWorker:
         if steps:
             ended_at = run.ends_at(steps)
             self._owner.advanced(self, advance(self.scheduler, steps, TOKEN, ended_at), run, steps)
-            self._measured.decode_busy_s += ended_at - run.began_at - self.costs.idle_s * steps
+            seconds = ended_at - run.began_at - self.costs.idle_s * steps
+            self._measured.decode_busy_s += seconds
+            self.counts.add(steps, seconds, steps * run.rows)
             self._measured.steps += steps
             self._measured.steps_at_once += steps
 

@@ -70,7 +70,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
         "coordinator/metrics.py",
         "coordinator/metrics_cluster.py",
         "coordinator/metrics_vllm.py",
-        "launch/report.py",
+        LAUNCH,
     ),
     "llguidance": (
         "baton/engine/grammar_automaton.py",

@@ -35,7 +35,8 @@ def impurities(source: ast.Module, path: str) -> list[str]:
 
 def test_pure_modules_have_no_side_effects() -> None:
     assert len(pure_files()) > 10
-    found = [line for path in pure_files() for line in impurities(tree(path), path)]
+    law = "launch/autoscale/law.py"  # pure, though it imports the planner's values
+    found = [line for path in (*pure_files(), law) for line in impurities(tree(path), path)]
     assert not found, "\n".join(found)
 
 

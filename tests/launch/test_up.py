@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
 from tests.support.processes import listening
+from tests.support.scale import CALIBRATION
 
 ROOT = Path(__file__).parents[2]
 FAKE_UP = (sys.executable, str(Path(__file__).parent / "fakes" / "up.py"))
@@ -229,6 +231,40 @@ def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start, agen
     lines = ended(start(env={"FAKE_WORKER": "crash", "FAKE_AGENT": agent}), expect=3)
     assert any(message in line for line in find_box(lines))
     assert any("the fake worker crashes" in line for line in lines) and lines[-1] == find_box(lines)[-1]
+
+
+DEMAND = {"admitted": 9, "admitted_tokens": 9000, "choices": 9, "queued_choices": 9, "queued_tokens": 900_000}
+DEMAND |= {"backlog_tokens": 0, "waits_for": "", "expected_output_tokens": 99.0}
+
+
+def _autoscaled(start, tmp_path: Path, **env: str) -> tuple[Cluster, Path]:
+    costs, demand = tmp_path / "costs.json", tmp_path / "demand.json"
+    costs.write_text(json.dumps(CALIBRATION.as_json()))
+    flags = {"prefill": 2, "decode": 2, "autoscale": costs, "drain_timeout_s": 5.0}
+    return wait_ready(start(env={"FAKE_DEMAND": str(demand), **env}, **flags)), demand
+
+
+def test_workers_start_with_demand_and_only_the_least_run_without(start, tmp_path: Path) -> None:
+    cluster, demand = _autoscaled(start, tmp_path)
+    assert sorted(cluster.workers()) == ["decode-0", "prefill-0"]
+    demand.write_text(json.dumps(DEMAND))
+    cluster.wait_until(lambda c: "prefill-1" in c.workers(), "a second prefill worker")
+    assert sorted(cluster.workers()) == ["decode-0", "prefill-0", "prefill-1"]
+    assert re.search(r"autoscale +2 prefill \+ 1 decode: prefill 0.00 requests/s of 100000 uncached", output(cluster))
+    cluster.kill(cluster.pids("prefill-0")[0])
+    cluster.wait_until(lambda c: output(c).count("prefill-0     joined") == 2, "the killed worker again")
+    cluster.stop()
+
+
+def test_a_worker_that_the_autoscaler_starts_and_that_cannot_start_ends_no_other(start, tmp_path: Path) -> None:
+    cluster, demand = _autoscaled(start, tmp_path, FAKE_WORKER="refuse", FAKE_WORKER_ID="prefill-1")
+    demand.write_text(json.dumps(DEMAND))
+    cluster.wait_until(lambda c: "is damaged" in output(c), "the box of the failure")
+    before = cluster.pids("prefill-0")
+    time.sleep(1.5)  # longer than between two decisions: it is not tried again at once
+    assert cluster.process.poll() is None and cluster.pids("prefill-0") == before
+    assert output(cluster).count("prefill-1     starting") == 1
+    cluster.stop()
 
 
 def test_port_in_use_is_a_one_line_error(start) -> None:

@@ -1,6 +1,7 @@
 """A fake coordinator: ports, ready-file, GET /workers, drain on SIGTERM. Workers join over HTTP.
 
-FAKE_COORDINATOR selects a failure: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after
+The file that FAKE_DEMAND names, if it exists, is the part `coordinator` of GET /workers. FAKE_COORDINATOR selects a
+failure: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after
 two workers joined).
 """
 
@@ -40,7 +41,11 @@ def main() -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/workers":
-                self.reply({"workers": [row | ({} if alive(row) else {"state": "lost"}) for row in workers.values()]})
+                rows = [row | ({} if alive(row) else {"state": "lost"}) for row in workers.values()]
+                demand = Path(os.environ.get("FAKE_DEMAND", "/nowhere"))
+                self.reply(
+                    {"workers": rows} | ({"coordinator": json.loads(demand.read_text())} if demand.exists() else {})
+                )
             else:
                 self.reply({"drain": draining.is_set()})
 

@@ -1,6 +1,7 @@
 """A fake worker: joins the fake coordinator and polls it for Drain.
 
-FAKE_WORKER selects a failure: `refuse` (startup error), `crash` (dies before joining), `stubborn` (ignores Drain).
+FAKE_WORKER selects a failure: `refuse` (startup error), `crash` (dies before joining), `stubborn` (ignores Drain); of
+the worker FAKE_WORKER_ID, if that is set.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def main() -> None:
     parser.add_argument("--worker-id")
     options, rest = parser.parse_known_args()
     mode = os.environ.get("FAKE_WORKER", "")
+    if os.environ.get("FAKE_WORKER_ID", options.worker_id) != options.worker_id:
+        mode = ""
     print("replaces:", os.environ.get("BATON_REPLACE", "no"), flush=True)
     print("worker starts with", *rest, "on cores", sorted(os.sched_getaffinity(0)), flush=True)
     if mode == "refuse":
@@ -34,6 +37,9 @@ def main() -> None:
         raise RuntimeError("the fake worker crashes")
     url = f"http://{options.coordinator}"
     me = {"id": options.worker_id, "role": options.worker_id.split("-")[0], "state": "ready", "pids": [os.getpid()]}
+    counts = ("steps", "step_s", "prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "running")
+    me |= dict.fromkeys((*counts, "waiting", "blocks_total", "blocks_free", "block_size"), 0)
+    me["incarnation"] = os.getpid()
     give_up = time.monotonic() + 60
     joined = False
     while time.monotonic() < give_up:

@@ -1,0 +1,110 @@
+"""The thin edge of the law: looks at a running cluster, asks the law, and logs what it decides."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.core.errors import StartupError
+from launch.autoscale.law import ClusterSample, Decision, Memory, Policy, WorkerSample, decide
+from launch.cluster_api import get_cluster, get_metrics
+from sim.scale.planner import Size
+from sim.stats import Slo
+
+TTFT = "baton_time_to_first_token_seconds"
+TPOT = "baton_time_per_output_token_seconds"
+
+
+class Autoscaler:
+    """Asks the law about the cluster at a URL, and logs what changes."""
+
+    def __init__(self, policy: Policy, url: str, log: Callable[[str], object]) -> None:
+        self._policy, self._url, self._log = policy, url, log
+        self._memory = Memory()
+        self._problem = ""  # the last one, so that it is logged once
+        self.decision: Decision | None = None  # the last one
+        self.roles: dict[str, str] = {}  # of the workers that were ready
+
+    def look(self) -> Size | None:
+        """Returns the size to have now; None before the first look at the cluster. While the coordinator does not
+        reply, the size stays as it is."""
+        try:
+            document, metrics = get_cluster(self._url).document, get_metrics(self._url)
+            sample = read_sample(document, metrics, self._policy.slo, time.monotonic())
+        except (StartupError, KeyError, TypeError, ValueError) as error:
+            self._report(f"unchanged: {error}")
+            return None if self.decision is None else self.decision.size
+        self.roles = {worker.name: worker.role for worker in sample.workers}
+        before = self.decision
+        self.decision, self._memory = decide(self._policy, self._memory, sample)
+        if before is None or self.decision.size != before.size or self.decision.unmet != before.unmet:
+            self._log(str(self.decision))
+        self._report("")
+        return self.decision.size
+
+    def _report(self, problem: str) -> None:
+        if problem and problem != self._problem:
+            self._log(problem)
+        self._problem = problem
+
+
+def read_sample(document: Mapping[str, Any], metrics: str, slo: Slo, at_s: float) -> ClusterSample:
+    """Returns what GET /workers and GET /metrics show. Pure.
+
+    Raises:
+        KeyError, TypeError, ValueError: they lack something, or it is malformed.
+    """
+    own = document["coordinator"]
+    first_tokens, late = above(metrics, TTFT, slo.ttft_s)
+    ended, slow = above(metrics, TPOT, slo.tpot_s)
+    workers = tuple(_worker(row) for row in document["workers"] if row["state"] == "ready")
+    return ClusterSample(
+        at_s,
+        admitted=int(own["admitted"]),
+        admitted_tokens=int(own["admitted_tokens"]),
+        in_flight=int(own["choices"]),
+        queued=int(own["queued_choices"]),
+        queued_tokens=int(own["queued_tokens"]),
+        backlog_tokens=int(own["backlog_tokens"]),
+        waits_for=own["waits_for"],
+        output_tokens=float(own["expected_output_tokens"]),
+        first_tokens=first_tokens,
+        late=late,
+        ended=ended,
+        slow=slow,
+        workers=workers,
+    )
+
+
+def _worker(row: Mapping[str, Any]) -> WorkerSample:
+    sample = WorkerSample(row["id"], row["role"], int(row["incarnation"]), int(row["steps"]), float(row["step_s"]))
+    if row["role"] == "prefill":
+        return replace(sample, tokens=int(row["prompt_tokens_computed"]), cached=int(row["prompt_tokens_cached"]))
+    used = (int(row["blocks_total"]) - int(row["blocks_free"])) * int(row["block_size"])
+    rows = int(row["running"]) + int(row["waiting"])
+    return replace(sample, tokens=int(row["tokens_generated"]), rows=rows, kv_tokens=used)
+
+
+def above(metrics: str, histogram: str, limit: float) -> tuple[float, float]:
+    """Returns how many values a histogram has, and how many of them are above `limit` (0: none), linear within a
+    bucket."""
+    lines = [line for line in metrics.splitlines() if line.startswith((f"# TYPE {histogram} ", f"{histogram}_"))]
+    bounds, counts = [0.0], [0.0]
+    for family in text_string_to_metric_families("\n".join([*lines, ""])):
+        for sample in family.samples:
+            if sample.name == f"{histogram}_bucket":
+                bounds.append(float(sample.labels["le"]))
+                counts.append(sample.value)
+    total = counts[-1]
+    if not limit or not total:
+        return total, 0.0
+    at = bisect_left(bounds, limit)
+    if at >= len(bounds) - 1:  # above the last finite bound, where nothing is known
+        return total, total - counts[-2]
+    share = (limit - bounds[at - 1]) / (bounds[at] - bounds[at - 1])
+    return total, total - (counts[at - 1] + share * (counts[at] - counts[at - 1]))

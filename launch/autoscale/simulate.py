@@ -1,0 +1,161 @@
+"""`baton autoscale --dry-run`: the law decides for a simulated cluster, with the requests of a trace, before it acts on
+a real one. Production placement and schedulers, measured costs (sim/scale)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.commands import Role
+from launch.autoscale.law import DECODE, PREFILL, ClusterSample, Decision, Memory, Policy, WorkerSample, decide
+from sim.scale.planner import Size
+from sim.scale.replay import ClusterShape, Replay
+from sim.scale.results import Outcome, Times
+from sim.scale.workers import PrefillWorker
+from sim.stats import Slo
+from sim.trace import TraceRow
+
+EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    at_s: float
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What the law did with a load: its `changes`, the hours of all workers from their start to their end, and the
+    share of the requests whose first token came in time, of all and of the `warm_requests` that were not sent while
+    workers were starting."""
+
+    outcome: Outcome
+    changes: tuple[Change, ...]
+    prefill_hours: float
+    decode_hours: float
+    met_ttft: float
+    warm_requests: int
+    warm_met_ttft: float
+    reversals_per_hour: float
+
+    @property
+    def worker_hours(self) -> float:
+        return self.prefill_hours + self.decode_hours
+
+
+class _Simulated:
+    """The law beside a replay, whose workers it starts and drains."""
+
+    def __init__(self, policy: Policy, rows: Sequence[TraceRow], begin: Size) -> None:
+        self.policy, self.rows, self.memory = policy, rows, Memory()
+        shape = ClusterShape(policy.prefill, begin.prefill, policy.decode, begin.decode)
+        self.replay = Replay(shape, rows)
+        self.changes: list[Change] = []
+        self.cold: list[tuple[float, float]] = []  # when workers were starting
+        self._size = begin
+        self._seen = 0  # requests in the replay's list
+        self._waiting: list[Times] = []  # without a first token
+        self._running: list[Times] = []  # without a last one
+        self._counts = {"first_tokens": 0, "late": 0, "ended": 0, "slow": 0}
+
+    def run(self) -> Outcome:
+        self.replay.loop.at(self.rows[0].at_s, self._tick)
+        return self.replay.run(self.policy.slo)
+
+    def _tick(self) -> None:
+        replay, now = self.replay, self.replay.loop.now
+        replay.remove_idle()
+        decision, self.memory = decide(self.policy, self.memory, self._sample())
+        if decision.size != self._size:
+            self.changes.append(Change(now, decision))
+            for role in (PREFILL, DECODE):
+                self._act(role, getattr(decision.size, role) - getattr(self._size, role))
+            self._size = decision.size
+        if replay.in_flight or now <= self.rows[-1].at_s:
+            replay.loop.later(EVERY_S, self._tick)
+
+    def _act(self, role: Role, more: int) -> None:
+        now = self.replay.loop.now
+        for _ in range(more):
+            self.replay.start_worker(role, self.policy.start_s(role))
+        if more > 0:
+            self.cold.append((now, now + self.policy.start_s(role)))
+        for _ in range(-more):
+            self.replay.drain_worker(role)
+
+    def _sample(self) -> ClusterSample:
+        replay, demand = self.replay, self.replay.dispatcher.demand()
+        self._count(self.policy.slo)
+        ready = {worker.worker_id for worker in replay.table.present() if worker.ready}
+        workers = []
+        for worker in replay.workers:
+            if worker.name not in ready:
+                continue
+            scheduler, counts = worker.scheduler, worker.counts
+            if isinstance(worker, PrefillWorker):
+                role, cached, rows, used = PREFILL, worker.cached, 0, 0
+            else:
+                used = (scheduler.blocks.num_blocks - scheduler.blocks.num_free) * self.policy.decode.block_size
+                role, cached, rows = DECODE, 0, scheduler.num_sequences
+            workers.append(
+                WorkerSample(worker.name, role, 0, counts.steps, counts.step_s, counts.tokens, cached, rows, used)
+            )
+        return ClusterSample(
+            replay.loop.now,
+            admitted=int(demand["admitted"]),
+            admitted_tokens=int(demand["admitted_tokens"]),
+            in_flight=replay.in_flight,
+            queued=replay.dispatcher.num_queued,
+            queued_tokens=int(demand["queued_tokens"]),
+            backlog_tokens=int(demand["backlog_tokens"]),
+            waits_for=replay.dispatcher.role_without_room or "",
+            output_tokens=float(demand["expected_output_tokens"]),
+            workers=tuple(workers),
+            **self._counts,
+        )
+
+    def _count(self, slo: Slo) -> None:
+        times, counts = self.replay.measured.times, self._counts
+        started, self._waiting = _split([*self._waiting, *times[self._seen :]], "first_at")
+        ended, self._running = _split([*self._running, *started], "last_at")
+        self._seen = len(times)
+        counts["first_tokens"] += len(started)
+        counts["late"] += sum(not slo.met(t.ttft_s, None) for t in started)
+        counts["ended"] += sum(t.tpot_s is not None for t in ended)
+        counts["slow"] += sum(not slo.met(0.0, t.tpot_s) for t in ended)
+
+
+def _split(times: Sequence[Times], name: str) -> tuple[list[Times], list[Times]]:
+    """Returns the requests to which it has happened, and the others that were not refused."""
+    return [t for t in times if getattr(t, name)], [t for t in times if not getattr(t, name) and not t.refused]
+
+
+def dry_run(policy: Policy, rows: Sequence[TraceRow], begin: Size | None = None) -> DryRun:
+    """Replays the requests, which must fit into the context of the calibrated model, on a cluster that the law sizes;
+    it begins with `begin` workers, else with the least."""
+    simulated = _Simulated(policy, rows, begin or policy.least)
+    outcome = simulated.run()
+    times, slo = simulated.replay.measured.times, Slo(policy.slo.ttft_s)
+    met = [slo.met(t.ttft_s, None) for t in times]
+    warm = [ok for t, ok in zip(times, met, strict=True) if not any(a <= t.sent_at <= b for a, b in simulated.cold)]
+    hours = [simulated.replay.worker_s(role) / 3600 for role in (PREFILL, DECODE)]
+    span_h = max(rows[-1].at_s - rows[0].at_s, 1.0) / 3600
+    return DryRun(
+        outcome,
+        tuple(simulated.changes),
+        hours[0],
+        hours[1],
+        sum(met) / max(len(met), 1),
+        len(warm),
+        sum(warm) / max(len(warm), 1),
+        max(reversals([getattr(c.decision.size, role) for c in simulated.changes]) for role in (PREFILL, DECODE))
+        / span_h,
+    )
+
+
+def reversals(sizes: Sequence[int]) -> int:
+    """Returns how often a size that grew shrank next, or the other way round."""
+    grew = [b > a for a, b in itertools.pairwise(sizes) if a != b]
+    return sum(a != b for a, b in itertools.pairwise(grew))

@@ -1,0 +1,72 @@
+"""`baton up --autoscale`: from zero to several workers under load, and back to zero."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sim.scale.costs import DecodeCosts, PrefillCosts
+from tests.support.checkpoints import make_checkpoint
+from tests.support.client import body
+from tests.support.cluster import Cluster, cluster
+from tests.support.scale import CALIBRATION
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+WORKERS = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+
+
+def _calibration(tmp_path: Path) -> str:
+    """Costs of a machine so slow that a few short prompts are work for two workers of each role."""
+    slow = replace(
+        CALIBRATION,
+        prefill=PrefillCosts(base_s=0.5, token_s=0.1),
+        decode=DecodeCosts(base_s=0.05, row_s=0.05),
+        prefill_worker=replace(CALIBRATION.prefill_worker, start_s=20.0),
+        decode_worker=replace(CALIBRATION.decode_worker, start_s=20.0),
+    )
+    file = tmp_path / "calibration.json"
+    file.write_text(json.dumps(slow.as_json()))
+    return str(file)
+
+
+def _ready(running: Cluster) -> set[str]:
+    return {name for name, row in running.workers().items() if row["state"] == "ready"}
+
+
+async def test_workers_follow_the_load_from_zero_and_back(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", arch="llama")
+    flags = {"prefill": 2, "decode": 2, "autoscale": _calibration(tmp_path), "autoscale_min": 0, "hold_s": 200.0}
+    with cluster(model, run_dir=tmp_path / "run", **flags, autoscale_idle_s=4.0, served_model_name="m") as running:
+        assert running.workers() == {}, "it was ready without a worker"
+        stop, answers = asyncio.Event(), list[int]()
+
+        async def client(http: httpx.AsyncClient, number: int) -> None:
+            while not stop.is_set():
+                answer = await http.post("/v1/completions", json=body([number + 3] * 40, 16))
+                assert answer.status_code == 200, answer.text
+                answers.append(len(answer.json()["choices"][0]["token_ids"]))
+
+        async with httpx.AsyncClient(base_url=running.url, timeout=300.0) as http:
+            clients = [asyncio.create_task(client(http, number)) for number in range(12)]
+            try:
+                await asyncio.to_thread(running.wait_until, lambda c: _ready(c) == WORKERS, "all four workers", 200.0)
+            finally:
+                stop.set()
+            await asyncio.gather(*clients)
+            metrics = (await http.get("/metrics")).text
+            computed = {name: row["prompt_tokens_computed"] for name, row in running.workers().items()}
+            await asyncio.to_thread(running.wait_until, lambda c: not c.workers(), "no worker", 60.0)
+            assert (await http.post("/v1/completions", json=body([1, 2, 3], 2))).status_code == 200  # and up again
+        assert len(answers) >= 12 and set(answers) == {16}
+        assert not [line for line in metrics.splitlines() if line.startswith("baton_requests_failed_total")]
+        assert 'baton_http_responses_total{status="503"}' not in metrics
+        assert sum(computed.values()) >= 12 * 40
+        output = running.output.read_text()
+        assert output.count("left") >= 4 and "0 prefill + 0 decode" in output
+        assert "2 prefill + 2 decode: prefill" in output and "uncached tokens" in output

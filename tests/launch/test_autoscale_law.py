@@ -1,0 +1,320 @@
+"""The law of the autoscaler, against a cluster that is a few numbers; first of all the bugs that planners have had."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from launch.autoscale.law import (
+    LONG_WINDOW_S,
+    ClusterSample,
+    Decision,
+    Memory,
+    Policy,
+    RoleState,
+    WorkerSample,
+    decide,
+    rows_within,
+    workers_for_waits,
+)
+from sim.scale.planner import Size
+from sim.stats import Slo
+from tests.support.scale import CALIBRATION
+
+START_S, EVERY_S = 30.0, 5.0
+KIND = replace(
+    CALIBRATION,
+    prefill_worker=replace(CALIBRATION.prefill_worker, start_s=START_S),
+    decode_worker=replace(CALIBRATION.decode_worker, start_s=START_S),
+)
+POLICY = Policy(Slo(1.0, 0.05, 0.95), KIND, KIND, Size(1, 1), Size(20, 20), down_s=300.0, idle_s=200.0)
+PROMPT, OUTPUT = 2000, 100
+PROMPT_S = KIND.prefill.prompt_s(PROMPT, KIND.prefill_worker.step_tokens)
+
+
+class Fluid:
+    """A cluster that follows the decisions: workers join START_S after they were chosen. Prompts take as long as they
+    are calibrated for, times `slowness`; `late` is the share of first tokens past the limit."""
+
+    def __init__(self, policy: Policy = POLICY, ready: Size = Size(1, 1)) -> None:  # noqa: B008
+        self.policy, self.memory, self.now = policy, Memory(), 1000.0
+        self.ready, self.joins = {"prefill": ready.prefill, "decode": ready.decode}, list[tuple[float, str]]()
+        self.admitted = self.first = self.late = self.slow = 0.0
+        self.rate = self.late_share = self.slow_share = 0.0
+        self.queued = 0
+        self.slowness, self.starts = 1.0, True
+        self.counts: dict[str, WorkerSample] = {}
+        self.decisions: list[Decision] = []
+
+    def sample(self) -> ClusterSample:
+        workers = []
+        busy = min(1.0, self.rate * PROMPT_S * self.slowness / max(self.ready["prefill"], 1))
+        for role, number in self.ready.items():
+            for index in range(number):
+                name = f"{role}-{index}"
+                old = self.counts.get(name, WorkerSample(name, role, 1))  # type: ignore[arg-type]
+                if role == "prefill":
+                    tokens = round(busy * EVERY_S / PROMPT_S / self.slowness * PROMPT)
+                    steps, step_s = 10 if tokens else 0, busy * EVERY_S
+                else:
+                    rows = self.rate * OUTPUT * 0.02 / number
+                    steps, step_s = (250, 5.0) if rows else (0, 0.0)
+                    tokens, old = round(rows * 250), replace(old, rows=round(rows), kv_tokens=round(rows * PROMPT))
+                    step_s = KIND.decode.plain_s(round(rows), rows * PROMPT) * steps
+                self.counts[name] = replace(
+                    old, steps=old.steps + steps, step_s=old.step_s + step_s, tokens=old.tokens + tokens
+                )
+                workers.append(self.counts[name])
+        return ClusterSample(
+            self.now,
+            admitted=round(self.admitted),
+            admitted_tokens=round(self.admitted) * PROMPT,
+            in_flight=self.queued + bool(self.rate),
+            queued=self.queued,
+            queued_tokens=self.queued * PROMPT,
+            output_tokens=OUTPUT,
+            first_tokens=self.first,
+            late=self.late,
+            ended=self.first,
+            slow=self.slow,
+            workers=tuple(workers),
+        )
+
+    def step(self, count: int = 1, **changes: object) -> Size:
+        for _ in range(count):
+            self.now += EVERY_S
+            self.admitted += self.rate * EVERY_S
+            self.first += self.rate * EVERY_S
+            self.late += self.rate * EVERY_S * self.late_share
+            self.slow += self.rate * EVERY_S * self.slow_share
+            for due, role in [join for join in self.joins if join[0] <= self.now]:
+                self.joins.remove((due, role))
+                self.ready[role] += 1
+            sample = replace(self.sample(), **changes)  # type: ignore[arg-type]
+            decision, self.memory = decide(self.policy, self.memory, sample)
+            self.decisions.append(decision)
+            for role in ("prefill", "decode"):
+                size, coming = getattr(decision.size, role), sum(name == role for _, name in self.joins)
+                if self.starts:
+                    self.joins += [(self.now + START_S, role)] * (size - self.ready[role] - coming)
+                self.ready[role] = min(self.ready[role], size)
+        return self.decisions[-1].size
+
+    @property
+    def sizes(self) -> list[Size]:
+        return [decision.size for decision in self.decisions]
+
+    def reversals(self, role: str) -> int:
+        sizes = [getattr(size, role) for size in self.sizes]
+        ups = [b > a for a, b in itertools.pairwise(sizes) if a != b]
+        return sum(a != b for a, b in itertools.pairwise(ups))
+
+
+def test_prefill_follows_seconds_of_work_and_both_roles_follow_the_rate() -> None:
+    f = Fluid()
+    f.rate = 30.0
+    size = f.step(24)
+    load = 30.0 * PROMPT_S
+    assert load < size.prefill <= load * 1.3 + 2
+    assert size.decode > 1
+    assert "30.00 requests/s of 2000 uncached tokens" in str(f.decisions[-1])
+
+
+def test_no_traffic_scales_down() -> None:
+    """A planner that skips an interval without requests keeps its size for ever."""
+    f = Fluid()
+    f.rate = 30.0
+    busy = f.step(60)
+    f.rate = 0.0
+    assert f.step(10) == busy  # not at once
+    assert f.step(round((LONG_WINDOW_S + 2 * 300.0) / EVERY_S)) == Size(1, 1)
+
+
+@pytest.mark.parametrize("name", ["late", "output_tokens", "first_tokens"])
+def test_a_number_that_is_none_changes_nothing(name: str) -> None:
+    f = Fluid()
+    f.rate = 30.0
+    busy, memory = f.step(60), f.memory
+    assert f.step(3, **{name: math.nan}) == busy and f.memory is memory
+    assert "is not a number" in f.decisions[-1].reasons[0]
+    assert f.step(3) == busy
+
+
+def test_one_late_request_is_no_reason_for_a_second_worker() -> None:
+    """One request above the limit kept a floor of two workers."""
+    f = Fluid()
+    f.rate, f.late_share = 0.05, 1.0
+    f.step(200)
+    assert set(f.sizes) == {Size(1, 1)}
+
+
+@pytest.mark.parametrize("load", [0.5, 0.75, 0.9, 1.0, 1.1, 1.5, 1.9, 2.1])
+def test_a_steady_load_does_not_oscillate(load: float) -> None:
+    """Two workers at half of the load seemed enough for one, which seemed too few: N/(N-1)."""
+    f = Fluid()
+    f.rate = load / PROMPT_S
+    f.step(720)  # an hour
+    assert f.reversals("prefill") <= 1 and f.reversals("decode") <= 1
+    assert len(set(f.sizes[360:])) == 1
+
+
+def test_a_manual_change_is_the_new_beginning() -> None:
+    f = Fluid()
+    f.rate = 10.0
+    before = f.step(120)
+    f.ready["prefill"] += 3  # added by hand: kept for down_s, then lowered
+    assert f.step(20).prefill == before.prefill + 3
+    assert f.step(120).prefill == before.prefill
+    f.rate = 0.5
+    f.step(400)
+    f.ready["prefill"] = 4
+    f.step(2)
+    f.ready["prefill"] = 2  # removed by hand: not started again while two are enough
+    assert f.step(1).prefill == 2
+
+
+def test_workers_that_are_needed_are_started_again_after_a_manual_removal() -> None:
+    f = Fluid()
+    f.rate = 30.0
+    before = f.step(120)
+    f.ready["prefill"] = 1
+    assert f.step(1).prefill >= before.prefill - 1 and f.joins
+
+
+def test_nothing_is_scaled_down_while_workers_start() -> None:
+    f = Fluid(replace(POLICY, down_s=10.0))
+    f.starts = False
+    f.rate = 30.0
+    up = f.step(10)
+    f.rate = 1.0
+    for _ in range(7):  # less than STARTS times START_S after it was raised
+        assert f.step(1).prefill >= up.prefill
+    f.step(60)
+    assert f.sizes[-1].prefill < up.prefill, "workers that never start are not waited for forever"
+
+
+def test_a_limit_that_cannot_be_met_is_named_and_holds_nothing() -> None:
+    """Waiting for the target before the next change, while it cannot be met, waits forever."""
+    f = Fluid()
+    f.rate = 20.0
+    enough = f.step(60)
+    f.late_share = 0.5
+    f.step(300)
+    assert "TTFT is missed, and more prefill workers do not help" in f.decisions[-1].unmet
+    assert f.sizes[-1].prefill <= enough.prefill + 1
+    f.rate = 60.0  # still scales with the load
+    assert f.step(20).prefill > 2 * enough.prefill
+    f.late_share = 0.0
+    f.step(30)
+    assert not f.decisions[-1].unmet
+
+
+def test_a_late_share_that_more_workers_lower_adds_workers() -> None:
+    f = Fluid()
+    f.rate = 28.0
+    before = f.step(60)
+    f.late_share = 0.4
+    for _ in range(60):
+        f.late_share = 0.4 if f.ready["prefill"] < before.prefill + 2 else 0.02
+        f.step(4)
+    assert before.prefill + 2 <= f.sizes[-1].prefill <= before.prefill + 3 and not f.decisions[-1].unmet
+
+
+def test_first_steps_of_a_cold_worker_are_not_measured() -> None:
+    f = Fluid()
+    f.rate, f.slowness = 5.0, 50.0  # as while it compiles
+    f.step(3)
+    f.slowness = 1.0
+    f.step(40)
+    assert f.memory.prefill.slowness == pytest.approx(1.0, rel=0.2)
+    assert max(size.prefill for size in f.sizes) <= 3
+
+
+def test_workers_slower_than_calibrated_are_more_workers() -> None:
+    f = Fluid(ready=Size(8, 2))
+    f.rate, f.slowness = 20.0, 2.0
+    size = f.step(60)
+    assert f.memory.prefill.slowness == pytest.approx(2.0, rel=0.2)
+    assert size.prefill > 1.8 * 20.0 * PROMPT_S
+
+
+def test_insufficient_data_neither_stalls_nor_reads_as_zero() -> None:
+    f = Fluid(ready=Size(3, 2))
+    assert f.step(1) == Size(3, 2)  # one sample says nothing about a rate: the workers that are there stay
+    f.queued = 1500  # that so many prompts wait needs no rate
+    assert f.step(1).prefill > 3
+
+
+def test_a_restarted_coordinator_counts_from_zero() -> None:
+    f = Fluid()
+    f.rate = 30.0
+    busy = f.step(60)
+    f.admitted = f.first = f.late = 0.0
+    f.step(1)
+    assert len(f.memory.samples) == 1 and f.step(12) == busy
+
+
+def test_from_zero_to_both_roles_and_back() -> None:
+    f = Fluid(replace(POLICY, least=Size(0, 0)), ready=Size(0, 0))
+    assert f.step(5) == Size(0, 0)
+    f.queued = 1
+    assert f.step(1) == Size(1, 1)
+    f.queued, f.rate = 0, 0.2
+    f.step(10)
+    assert f.ready == {"prefill": 1, "decode": 1}
+    f.rate = 0.0
+    f.step(round(200.0 / EVERY_S) - 2)
+    assert f.sizes[-1] == Size(1, 1)
+    assert f.step(4) == Size(0, 0)
+    assert all(bool(size.prefill) == bool(size.decode) for size in f.sizes)
+
+
+def test_a_model_that_only_pools_needs_no_decode_worker() -> None:
+    f = Fluid(replace(POLICY, least=Size(0, 0), limit=Size(4, 0)), ready=Size(0, 0))
+    f.queued = 3
+    assert f.step(1) == Size(1, 0)
+
+
+def test_sizes_stay_within_their_bounds() -> None:
+    f = Fluid(replace(POLICY, least=Size(2, 3), limit=Size(4, 5)), ready=Size(2, 3))
+    assert f.step(10) == Size(2, 3)
+    f.rate = 500.0
+    assert f.step(24) == Size(4, 5)
+
+
+def test_a_queue_that_waits_for_decode_is_no_backlog_of_prefill() -> None:
+    sizes = []
+    for role in ("decode", "prefill"):
+        f = Fluid()
+        f.queued = 900
+        sizes.append(f.step(2, waits_for=role))
+    assert sizes[0].prefill == 1 and sizes[0].decode > 1
+    assert sizes[1].prefill > 1 and sizes[1].decode == 1
+
+
+def test_waits_of_m_m_n() -> None:
+    """Against the closed form for one server, P(W > t) = rho exp(-(1 - rho) t / s), and Erlang's table."""
+    assert workers_for_waits(0.0, 1.0, 1.0, 0.05) == 0
+    assert workers_for_waits(0.5, 1.0, 0.0, 0.5) == 1 and workers_for_waits(0.5, 1.0, 0.0, 0.49) == 2
+    at = 0.5 * math.exp(-0.5 * 3.0)
+    assert workers_for_waits(0.5, 1.0, 3.0, at * 1.01) == 1 and workers_for_waits(0.5, 1.0, 3.0, at * 0.99) == 2
+    assert workers_for_waits(2.0, 1.0, 0.0, 0.45) == 3  # Erlang C of 2 erlangs at 3 servers: 4/9
+    assert workers_for_waits(2.0, 1.0, 0.0, 0.44) == 4
+    assert workers_for_waits(80.0, 0.2, math.inf, 0.05) == 81
+
+
+def test_rows_within_the_limit_of_tpot_and_the_pool() -> None:
+    rows = rows_within(KIND, Slo(0, 0.05), PROMPT, OUTPUT, 1.0)
+    pool = KIND.decode_worker.blocks * KIND.block_size
+    assert rows == pool // (PROMPT + OUTPUT)  # the pool is full before a step takes 50 ms
+    rows = rows_within(KIND, Slo(0, 0.02), 100, OUTPUT, 1.0)
+    assert KIND.decode.plain_s(rows, rows * 150) <= 0.02 < KIND.decode.plain_s(rows + 1, (rows + 1) * 150)
+    assert rows_within(KIND, Slo(0, 0.02), 100, OUTPUT, 3.0) == 1
+    assert rows_within(KIND, Slo(), 10, 10, 1.0) == KIND.decode_worker.max_running
+
+
+def test_state_is_plain_values() -> None:
+    assert Memory() == Memory() and RoleState() == RoleState() and hash(Memory()) == hash(Memory())
