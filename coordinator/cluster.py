@@ -52,6 +52,7 @@ from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
 from coordinator.policy.quotas import ANONYMOUS, Client
 from coordinator.policy.requests import Requests
+from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
@@ -96,12 +97,13 @@ class Cluster:
         hold_s: float = 30.0,
         max_deaths: int = 5,
         adapters: AdapterTable | None = None,
+        split: Split = "always",
     ) -> None:
         """Workers must present `token`, unless it is empty."""
         self.adapters = adapters or AdapterTable()
         self.own_model = own_model
         self.workers = WorkerTable(lease_s, own_model)
-        self.requests = Requests(self.workers, max_queued_requests, max_queued_tokens, hold_s, max_deaths)
+        self.requests = Requests(self.workers, max_queued_requests, max_queued_tokens, hold_s, max_deaths, split)
         self.run_id = secrets.token_hex(8)
         self.address = ""  # where workers dial
         self.joins_refused: Counter[str] = Counter()  # by field

@@ -119,7 +119,10 @@ class Reader:
         logprobs = tuple(journal.logprobs[read : read + len(tokens)]) if journal.logprobs else ()
         delta = Delta(piece.text, tokens, logprobs=logprobs, events=piece.events if text.parses else None)
         if not read:
-            delta = delta._replace(prompt_logprobs=choice.prompt_logprobs, cached_tokens=_cached_tokens(choice))
+            split = "" if choice.decision is None else choice.decision.reason
+            delta = delta._replace(
+                prompt_logprobs=choice.prompt_logprobs, cached_tokens=_cached_tokens(choice), split=split
+            )
         self._read += len(tokens)
         if piece.stopped is not None:
             self.done = True

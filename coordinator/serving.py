@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 from urllib.parse import urlsplit
 
 from baton.core.errors import InvalidRequest, StartupError
@@ -42,6 +42,7 @@ from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.policy.adapters import AdapterTable
 from coordinator.policy.joining import OwnModel
+from coordinator.policy.split import Split
 from coordinator.policy.traffic import parse_shares
 from coordinator.responses_store import DatabaseResponses, MemoryResponses, Responses
 from coordinator.structured_output import GrammarCompiler
@@ -93,6 +94,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         config.hold_s,
         config.max_deaths,
         AdapterTable(name, config.max_loras, config.max_lora_rank),
+        cast(Split, config.split),
     )
     cluster.requests.dispatcher.several_tenants = keys.has_several_tenants()
     add_adapters(cluster, config.lora, own_model.config)

@@ -76,7 +76,8 @@ class Delta(NamedTuple):
     """New text and the new token ids it came from; if the submission has a parser, `events` instead of the text. Text
     may lag behind ids (half a code point, a possible stop string). `logprobs` has one entry per id where they are asked
     for; `prompt_logprobs` comes with the first delta, one entry per prompt token after the first, as does
-    `cached_tokens`, how many of the prompt's tokens were cached. `stop_reason` is the stop string or the stop token
+    `cached_tokens`, how many of the prompt's tokens were cached, and `split`, why it was computed where it was, if
+    that was decided for the request. `stop_reason` is the stop string or the stop token
     that ended the text. The last delta of a choice, and only it, has `finish_reason`, `usage` (of this choice) and
     `timeline`. `pooled` is the vector of a submission with `pooling` (`TokenEvent.pooled`)."""
 
@@ -92,6 +93,7 @@ class Delta(NamedTuple):
     events: tuple[Event, ...] | None = None
     cached_tokens: int = 0
     pooled: bytes = b""
+    split: str = ""
 
 
 class Sink(Protocol):

@@ -58,6 +58,7 @@ class Tracing:
             "baton.attempts": record.attempts,
             "baton.prefill_worker": timeline.prefill_worker,
             "baton.decode_worker": timeline.decode_worker,
+            **({} if timeline.split is None else {"baton.split": timeline.split.reason}),
         }
         whole = self._tracer.start_span(
             "generate", parent, kind=trace.SpanKind.SERVER, attributes=attributes, start_time=_ns(began)

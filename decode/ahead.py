@@ -15,9 +15,10 @@ the row of step n whose sample it computes (`StepPlan.token_sources`), and the e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
+from baton.core.long_rows import share
 from baton.core.sequence import Sequence
 from baton.core.step import StepOutcome, StepPlan, check_outcome
 
@@ -73,10 +74,12 @@ def waits_for(out: StepPlan, running: Iterable[Sequence]) -> str:
     return ""
 
 
-def next_rows(out: StepPlan, running: Iterable[Sequence], long_tokens: int) -> list[Next]:
-    """Returns what the running sequences compute after `out`, with at most `long_tokens` tokens in long rows."""
+def next_rows(out: StepPlan, running: Iterable[Sequence], long_row_tokens: Callable[[int, int], int]) -> list[Next]:
+    """Returns what the running sequences compute after `out`; `long_row_tokens` returns how many tokens of long rows a
+    step of so many sequences computes at most, if so many of them have such rows."""
     rows = {row.sequence_id: (index, row) for index, row in enumerate(out.rows)}
     nexts: list[Next] = []
+    long: dict[Sequence, int] = {}
     for sequence in running:
         if sequence.ending is not None or sequence.discard_result:
             continue  # its outstanding result is discarded; it continues after that, if at all
@@ -88,11 +91,14 @@ def next_rows(out: StepPlan, running: Iterable[Sequence], long_tokens: int) -> l
         start = sequence.num_computed if row is None else row.end
         count = sequence.num_tokens - start
         if count > 1:
-            count = min(count, long_tokens)
-            long_tokens -= count
+            long[sequence] = count
         if count:
             nexts.append(Next(sequence, start, start + count))
-    return nexts
+    if not long:
+        return nexts
+    long = share(long, long_row_tokens(len(nexts), len(long)))
+    counted = [replace(n, end=n.start + long.get(n.sequence, n.end - n.start)) for n in nexts]
+    return [n for n in counted if n.end > n.start]
 
 
 def ahead_plan(step_id: int, out: StepPlan, nexts: list[Next]) -> StepPlan:
@@ -101,7 +107,7 @@ def ahead_plan(step_id: int, out: StepPlan, nexts: list[Next]) -> StepPlan:
     rows = []
     for n in nexts:
         if n.token_source < 0:
-            rows.append(n.sequence.row(n.start, n.end, num_sampled=int(n.end == n.sequence.num_tokens)))
+            rows.append(n.sequence.next_row(n.start, n.end))
         else:
             rows.append(n.sequence.row_behind(out.rows[n.token_source]))
     token_sources = tuple(n.token_source for n in nexts)

@@ -595,6 +595,10 @@ class HandOvers:
         sequence_id = event.sequence_id
         sequence = self.scheduler.sequences.get(sequence_id)
         over = None if sequence is None else sequence.hand_over
+        if over is None and sequence is not None and isinstance(event, EndedByCoordinator):
+            self.deadlines.forget(sequence_id)
+            self.scheduler.abort(sequence_id)  # its prompt is computed here: there is no hand-over to end
+            return [Dropped(sequence_id, event.reason)]
         if over is None:
             over = HandOver(sequence_id, self.destination, self.counters)
         actions: list[Action] = []

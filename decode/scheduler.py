@@ -7,6 +7,12 @@ token 2. Blocks are allocated as tokens come. When none is free, the lowest-rank
 frees its blocks; later, what is no longer cached is recomputed, as long rows in chunks that fit the step's time. Full
 blocks stay cached after use, with generated tokens too: the next turn of a conversation starts with them.
 
+A sequence may also come without KV: its prompt is computed here, as the same long rows. It is WAITING until blocks for
+all of it are free; what others would need for a block each stays free, and hand-overs do not take what it waits for.
+While a running sequence computes tokens that its prompt begins with, it waits for these in the cache. Long rows share
+a step by turn (`baton.core.long_rows`), and take so much of it that its measured time stays within the budget: streams
+are delayed by that much at most, whatever prompts arrive.
+
 Sequences rank by their `priority` number, lower first, then boosted ones first (`anti_starvation.py`), then by age,
 older first. A running sequence that needs a block preempts the lowest-ranked sequence, so the highest-ranked one always
 makes progress. A preempted sequence resumes when free blocks, or blocks of lower-priority sequences, suffice; a boosted
@@ -20,9 +26,10 @@ from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.codes import ErrorCode
-from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
-from baton.core.events import SequenceEnded, TokenEvent, grammar_failed
+from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
+from baton.core.events import PromptCost, SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
+from baton.core.long_rows import share
 from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Admitted, Finished, KVReceived, Preempted, Sequence, State
@@ -75,6 +82,7 @@ class DecodeScheduler:
         self.prompt_tokens_computed = 0
         self.tokens_generated = 0
         self.tokens_reused = 0
+        self.prompt_tokens_cached = 0
         self.preemptions = 0
 
     def __repr__(self) -> str:
@@ -91,7 +99,7 @@ class DecodeScheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not generate now: receiving, ready or preempted."""
+        """Sequences that are in no step now: waiting, receiving, ready or preempted."""
         return len(self.sequences) - self.num_running
 
     @property
@@ -101,6 +109,18 @@ class DecodeScheduler:
     @property
     def num_sequences(self) -> int:
         return len(self.sequences)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Uncomputed tokens of the prompts that are computed here."""
+        return sum(s.num_uncomputed for s in self._in(State.WAITING, State.RUNNING) if s.computes_prompt)
+
+    @property
+    def prompt_cost(self) -> PromptCost:
+        model, running = self.speculation.model, self._in(State.RUNNING)
+        generating = sum(s.num_uncomputed <= 1 for s in running)
+        tokens = self._long_row_tokens(generating + 1, 1)
+        return PromptCost(model.recompute_token_s(), tokens, model.short.seconds(generating))
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         return self.sequences[sequence_id].block_ids
@@ -139,27 +159,51 @@ class DecodeScheduler:
             DuplicateRequest: this attempt is already on this worker.
             Unavailable: not enough free blocks now (`no_free_blocks`) or ever (`exceeds_pool`).
         """
+        self._check_new(request)
         sequence_id = request.sequence_id
-        if sequence_id in self.sequences:
-            raise DuplicateRequest(f"sequence {sequence_id} is already on this worker")
+        waiting, here = self.num_preempted, len(self.sequences)
+        sequence = Sequence(request, State.RECEIVING, now, self._next_number)
+        needed = self.layout.blocks_for(sequence.num_tokens)
+        due = sum(self.layout.blocks_for(s.num_tokens) for s in self._in(State.WAITING))
+        holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
+        if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here + due):
+            counts = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
+            counts += f", {due} for prompts that wait" if due else ""
+            raise Unavailable(f"{needed} KV blocks needed, {counts}", code=ErrorCode.NO_FREE_BLOCKS)
+        self._add(sequence)
+        self.tokens_reused += sequence.prefix_tokens
+        return sequence
+
+    def submit(self, request: GenerateRequest, now: float) -> Sequence:
+        """Adds a sequence whose prompt is computed here; it waits for its blocks.
+
+        Raises:
+            DuplicateRequest: this attempt is already on this worker.
+            InvalidRequest: the request has no token to compute.
+            Unavailable: the request needs more blocks than the whole pool has (`exceeds_pool`).
+        """
+        if not request.num_prefill_tokens:
+            raise InvalidRequest("prompt must have at least one token", param="prompt")
+        self._check_new(request)
+        sequence = Sequence(request, State.WAITING, now, self._next_number, last_token_at=now)
+        sequence.reuses_prefix = not request.reads_all_positions
+        self._add(sequence)
+        return sequence
+
+    def _check_new(self, request: GenerateRequest) -> None:
+        if request.sequence_id in self.sequences:
+            raise DuplicateRequest(f"sequence {request.sequence_id} is already on this worker")
         blocks, total = self.layout.blocks_for(request.max_kv_tokens), self.blocks.num_blocks
         if blocks > total:
             raise Unavailable(
                 f"KV of {request.max_kv_tokens} tokens needs {blocks} blocks; this decode worker has {total}",
                 code=ErrorCode.EXCEEDS_POOL,
             )
-        waiting, here = self.num_preempted, len(self.sequences)
-        sequence = Sequence(request, State.RECEIVING, now, self._next_number)
-        needed = self.layout.blocks_for(sequence.num_tokens)
-        holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
-        if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here):
-            counts = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
-            raise Unavailable(f"{needed} KV blocks needed, {counts}", code=ErrorCode.NO_FREE_BLOCKS)
-        self.sequences[sequence_id] = sequence
+
+    def _add(self, sequence: Sequence) -> None:
+        self.sequences[sequence.id] = sequence
         self._next_number += 1
-        self.tokens_reused += sequence.prefix_tokens
         self.speculation.open(sequence)
-        return sequence
 
     def tokens_received(self, sequence_id: SequenceId, num_tokens: int) -> None:
         """Records that KV of the first `num_tokens` positions of a receiving sequence, but not all, has arrived."""
@@ -203,12 +247,13 @@ class DecodeScheduler:
     def _begin_ahead(self, now: float) -> StepPlan | None:
         """Returns the step after the outstanding one, or None if it cannot be planned before that one is done."""
         out = self._outstanding.newest
-        running = self._in(State.RUNNING)
-        if self.num_preempted or any(s.request.alone for s in running) or waits_for(out, running):
+        if self.num_preempted or waits_for(out, self._in(State.RUNNING)):
             return None
         self._admit(now)
         running = self._ranked(State.RUNNING)
-        nexts = next_rows(out, running, self.speculation.model.long_tokens(len(running)))
+        if any(s.request.alone for s in running):
+            return None
+        nexts = next_rows(out, running, self._long_row_tokens)
         needed = [self.layout.blocks_for(n.end) - len(n.sequence.block_ids) for n in nexts]
         free = self.blocks.num_free
         if not nexts or sum(n for n in needed if n > 0) > free or self._throttled(running, now):
@@ -253,6 +298,7 @@ class DecodeScheduler:
                 if last and sequence.ending is not None:
                     self._leave(sequence)
                 continue
+            sequence.prompt_logprobs += outcome.scored_of(index)
             if index in outcome.unsampled:
                 sequence.num_computed = row.end - row.num_sampled
                 if (failed := outcome.unsampled[index]) is not None:
@@ -262,8 +308,21 @@ class DecodeScheduler:
             sequence.discard_result = index in outcome.corrected and not last
             taken = self.speculation.verify(sequence, row, outcome.sampled[index])
             sequence.num_computed = row.end - row.num_sampled + len(taken)
+            if sequence.computes_prompt:
+                self.cache.store_full_blocks(sequence)
+                sequence.computed_at = now
+            if sequence.request.pooling:
+                if row.pooling:
+                    sequence.add_pooled(outcome.pooled[index])
+                if row.end == sequence.num_tokens:
+                    cached, vector = sequence.cached_tokens, sequence.pooled_vector()
+                    tokens.append(TokenEvent(sequence.id, 0, (), cached_tokens=cached, pooled=vector))
+                    ended.append(SequenceEnded(sequence.id, "stop", stamps=sequence.decode_stamps(now)))
+                    self._leave(sequence)
+                continue
             if not taken:
                 continue
+            sequence.reuses_prefix = True  # what is asked of the prompt is known
             reason, logprobs = None, outcome.logprobs_of(index)
             for position, token in enumerate(taken):
                 reason = sequence.append(token, logprobs[position] if logprobs else None)
@@ -323,27 +382,30 @@ class DecodeScheduler:
         sequences: list[Sequence] = []
         stuck: list[Sequence] = []
         throttled_ids = self._throttled(running, now)
-        budget: int | None = None  # for long rows; computed on demand, as they are rare
+        long = {s: s.num_uncomputed for s in running if s.num_uncomputed > 1}
+        if long:
+            long = share(long, self._long_row_tokens(len(running) - len(throttled_ids), len(long)))
         for sequence in running:
             if sequence.state is not State.RUNNING or sequence.id in throttled_ids:
                 continue  # preempted by a higher-ranked sequence, or throttled
-            count = sequence.num_uncomputed
-            if count > 1:
-                budget = (
-                    self.speculation.model.long_tokens(len(running) - len(throttled_ids)) if budget is None else budget
-                )
-                count = min(count, budget)
-                budget -= count
+            count = long.get(sequence, min(sequence.num_uncomputed, 1))
             start, end = sequence.num_computed, sequence.num_computed + count
             if count == 0:
                 continue
             if not self._grow(sequence, end):
                 stuck.append(sequence)
                 continue
-            rows.append(sequence.row(start, end, num_sampled=int(end == sequence.num_tokens)))
+            rows.append(sequence.next_row(start, end))
             sequences.append(sequence)
             sequence.step_id = self._next_step
         return rows, sequences, stuck
+
+    def _long_row_tokens(self, running: int, long: int) -> int:
+        """Returns how many tokens of long rows a step of `running` sequences computes at most, `long` of which have
+        such rows: all that a step may have if no stream is here, or about to be."""
+        model, prompts = self.speculation.model, (State.WAITING, State.RUNNING)
+        streams = running > long or not all(s.computes_prompt and s.state in prompts for s in self.sequences.values())
+        return model.long_tokens(running - long) if streams else model.step_tokens
 
     def _throttled(self, running: list[Sequence], now: float) -> set[SequenceId]:
         """Returns which of the running sequences, given by rank, are throttled now: none unless blocks are short."""
@@ -353,10 +415,10 @@ class DecodeScheduler:
         return throttled(running, num_unthrottled(here, self.speculation.model.recompute_token_s()), now)
 
     def _admit(self, now: float) -> None:
-        """Admits sequences to the batch by rank: ready ones have their blocks, preempted ones need new ones."""
+        """Admits sequences to the batch by rank: ready ones have their blocks, the others need new ones."""
         room = self.max_running - self.num_running
         blocked = False
-        for sequence in self._ranked(State.READY, State.PREEMPTED):
+        for sequence in self._ranked(State.READY, State.PREEMPTED, State.WAITING):
             if room <= 0:
                 return
             if sequence.state is State.PREEMPTED:
@@ -365,10 +427,42 @@ class DecodeScheduler:
                 if blocked or not self._resume(sequence, end):
                     blocked = True
                     continue
+            elif sequence.state is State.WAITING:
+                if blocked or self._shares_with_running(sequence):
+                    continue
+                if not self._start(sequence):
+                    blocked = True
+                    continue
             elif sequence.state is not State.READY:
                 continue  # preempted by a higher-ranked sequence
             sequence.on(Admitted(), now)
             room -= 1
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Allocates the blocks of a waiting sequence. Returns False if too few are free: what the sequences that have
+        blocks need for one more each stays free."""
+        holder, needed = Holder("sequence", sequence.id), self.layout.blocks_for(sequence.num_tokens)
+        here = self._number(State.RUNNING) + self._number(State.READY) + self._number(State.RECEIVING)
+        if not self.cache.allocate(sequence, needed, holder, holder, leave=here):
+            return False
+        self.prompt_tokens_cached += sequence.prefix_tokens
+        return True
+
+    def _shares_with_running(self, sequence: Sequence) -> bool:
+        """Returns whether a running sequence still computes full blocks of tokens that a waiting one begins with."""
+        if not self.cache.enabled or not sequence.reuses_prefix:
+            return False
+        mine, size = sequence.request, self.layout.block_size
+        first, last = sequence.tokens(0, size), (sequence.num_tokens - 1) // size * size
+        for other in self._in(State.RUNNING):
+            theirs, end = other.request, min(last, other.num_tokens // size * size)
+            same = (mine.tenant, mine.cache_salt, mine.adapter) == (theirs.tenant, theirs.cache_salt, theirs.adapter)
+            if not same or other.num_uncomputed <= 1 or end <= other.num_computed or first != other.tokens(0, size):
+                continue
+            start = other.num_computed // size * size
+            if sequence.tokens(0, start + size) == other.tokens(0, start + size):
+                return True
+        return False
 
     def _resume(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for [0, end) of a preempted sequence, cached ones where possible. False if it cannot."""
@@ -404,6 +498,8 @@ class DecodeScheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._release_blocks(sequence)
         sequence.on(Preempted())
+        if sequence.computes_prompt:  # all of it is computed again
+            sequence.prompt_logprobs, sequence.pooled = [], None
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:

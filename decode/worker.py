@@ -1,4 +1,4 @@
-"""The decode worker: offers in over links, steps of the engine, tokens out."""
+"""The decode worker: offers in over links, prompts from the coordinator, steps of the engine, tokens out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from baton.core.commands import Command, Join
+from baton.core.commands import Command, Join, Prefill
 from baton.core.compatibility import Compatibility, difference
-from baton.core.errors import InvariantError, JoinRefused, StartupError, Unavailable
+from baton.core.errors import BatonError, InvariantError, JoinRefused, StartupError, Unavailable
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.handover import LinkHello, LinkWelcome
 from baton.core.names import host_port
@@ -128,6 +128,7 @@ class DecodeWorker:
             tensor_parallel=self.tensor_parallel,
             both_roles=self.config.both_roles == "on",
             revision=self.config.revision,
+            computes_prompts=True,
         )
 
     def load(self) -> Load:
@@ -153,6 +154,9 @@ class DecodeWorker:
             preempted=scheduler.num_preempted,
             steps_ahead=scheduler.steps_ahead,
             rows_discarded=scheduler.rows_discarded,
+            backlog_tokens=scheduler.backlog_tokens,
+            prompt_tokens_cached=scheduler.prompt_tokens_cached,
+            prompt_cost=scheduler.prompt_cost,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
@@ -178,7 +182,18 @@ class DecodeWorker:
         return self.scheduler.runs_alone(plan)
 
     def command(self, command: Command) -> None:
-        raise Unavailable(f"a decode worker does not support {type(command).__name__}")
+        if not isinstance(command, Prefill) or command.targets:
+            raise Unavailable(f"a decode worker does not support {type(command).__name__} with targets")
+        request = command.request
+        if self.main_loop.refuses(request, self.facts.vocab_size):
+            return
+        try:
+            self.scheduler.submit(request, time.monotonic())
+        except BatonError as e:
+            self.main_loop.report_ended(request.sequence_id, e.tier_code, e.message)
+            return
+        self.main_loop.track_deadline(request)
+        self._arrived.add(request.sequence_id)
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
         if not self.scheduler.has_sequence(sequence):

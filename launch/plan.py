@@ -185,6 +185,7 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
     Raises:
         StartupError: two members use the same port, or several workers share a node without a number of cores.
     """
+    topology = _with_split(topology)
     parts = _parts(topology)
     if kind := _kind_on_shared_gpus(parts):
         topology = replace(topology, workers=tuple(_with_edge_kind(worker, kind) for worker in topology.workers))
@@ -192,6 +193,14 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
     plan = Plan(topology, model, served_name, parts)
     _check_collisions(plan)
     return plan
+
+
+def _with_split(topology: Topology) -> Topology:
+    """Returns the topology, in which decode workers compute the prompts if there are no prefill workers."""
+    place = topology.coordinator
+    if any(worker.role == "prefill" for worker in topology.workers) or place.config.split != "always":
+        return topology
+    return replace(topology, coordinator=replace(place, options={**place.options, "split": "auto"}))
 
 
 def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) -> Topology:

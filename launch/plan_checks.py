@@ -32,7 +32,7 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     """Raises StartupError for the first worker that cannot start, or does not match an earlier one, with its name."""
     config = _model_config(plan.model)
     resolved = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
-    _check_decode(plan, config, environment)
+    _check_roles(plan, config, environment)
     if config is not None:
         for worker, options in resolved:
             with naming(worker.name):
@@ -78,15 +78,19 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
         earlier.append((worker, facts))
 
 
-def _check_decode(plan: Plan, config: AnyConfig | None, environment: Mapping[str, str]) -> None:
-    """Raises StartupError if there is no decode worker and the model is to generate, as far as that is known here."""
-    if any(worker.role == "decode" for worker in plan.topology.workers):
+def _check_roles(plan: Plan, config: AnyConfig | None, environment: Mapping[str, str]) -> None:
+    """Raises StartupError if a role without workers is needed: decode by a model that generates, as far as that is
+    known here, and prefill by one that does not."""
+    roles = {worker.role for worker in plan.topology.workers}
+    if len(roles) > 1:
         return
     options = resolve(CoordinatorConfig, file={}, env=environment, flags=plan.topology.coordinator.options)
-    generates = options.runner == "generate"
+    generates = {"generate": True, "pooling": False}.get(options.runner)
     if options.runner == "auto" and config is not None:
         generates = read_pooling(resolve_model(plan.model)).generates
-    if generates:
+    if "prefill" not in roles and generates is False:
+        raise StartupError("no prefill worker: a model that is served only for pooling needs one")
+    if "decode" not in roles and generates:
         raise StartupError("no decode worker: only a model that is served for pooling needs none; see --runner")
 
 

@@ -196,8 +196,8 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
     ]
     parts = [part_name(worker.name, rank) for worker in workers for rank in range(len(worker.nodes))]
     _reject_duplicates(["coordinator", "batches", *parts], "member")
-    if not any(worker.role == "prefill" for worker in workers):
-        raise StartupError("topology: no [[prefill]] worker; a cluster needs at least one")
+    if not workers:
+        raise StartupError("topology: no [[prefill]] and no [[decode]] worker; a cluster needs at least one")
     placed = tuple(_on_gpus(worker, nodes) for worker in workers)
     return Topology(settings.model, settings.served_model_name, nodes, coordinator, placed, batches)
 

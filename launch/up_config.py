@@ -26,7 +26,7 @@ from baton.runtime.process import PARENT_VARIABLE as PARENT
 class UpConfig(BatchesOptions, CoordinatorOptions, WorkerOptions):
     """A cluster on this machine: one coordinator, some prefill and some decode workers, files and batches."""
 
-    prefill: int = option(1, "prefill workers", low=1, high=256)
+    prefill: int = option(1, "prefill workers; without any, decode workers compute the prompts", low=0, high=256)
     decode: int = option(1, "decode workers; a model that is served only for pooling needs none", low=0, high=256)
     prefill_tp: int = option(1, "tensor-parallel ranks of a prefill worker", low=1, high=MAX_TENSOR_PARALLEL)
     decode_tp: int = option(1, "tensor-parallel ranks of a decode worker", low=1, high=MAX_TENSOR_PARALLEL)

@@ -196,6 +196,8 @@ def print_request(rows: Sequence[Row], console: Console | None = None) -> None:
         )
         if row["error"]:
             console.print(f"  {escape(row['error'])}", highlight=False, emoji=False)
+        if split := row.get("split"):
+            console.print(f"prompt {escape(split['reason'])}", highlight=False, emoji=False)
         table = make_table(("stage", "worker", "start ms", "ms", "share", ""), right=("start ms", "ms", "share"))
         total = row["total_ms"] or 1.0
         for span in row["spans"]:

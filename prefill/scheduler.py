@@ -1,11 +1,8 @@
 """Which prompt tokens a prefill worker computes next: pure, values in and values out.
 
-Prompts are computed in chunks under the step's token budget, several prompts per step. The prompt with the fewest
-uncomputed tokens comes first, and waiting counts as if AGEING_TOKENS_PER_S had been computed meanwhile. So the turn of
-a prompt is fixed by its arrival and its remaining tokens, and only prompts that arrive within left /
-AGEING_TOKENS_PER_S after it can overtake it: short prompts do not wait behind long ones, and no prompt starves. At its
-first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and free
-blocks for the rest. If too few are free it waits, and no other prompt starts before it. The first token is sampled
+Prompts are computed in chunks under the step's token budget, several prompts per step, by turn (`long_rows.turn`). At
+its first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and
+free blocks for the rest. If too few are free it waits, and no other prompt starts before it. The first token is sampled
 with the last chunk, so the last token is always computed, in a block that is not shared.
 
 From its start a request with a hand-over also holds a send pin on its blocks, which the worker drops when the
@@ -31,17 +28,15 @@ from dataclasses import dataclass
 from baton.core.blocks import BlockTable, Holder, HolderKind
 from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
-from baton.core.events import SequenceEnded, StageStamps, TokenEvent, grammar_failed
+from baton.core.events import PromptCost, SequenceEnded, StageStamps, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
+from baton.core.long_rows import TokenBudget, turn
 from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Finished, Prefilled, Sequence, Started, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
 
-MAX_SCORED_TOKENS = 256
-"""Limit of prompt tokens per step that need log-probabilities: each needs the logits of the whole vocabulary."""
-
-AGEING_TOKENS_PER_S = 2048.0
+_DECAY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +109,8 @@ class PrefillScheduler:
         self.prompt_tokens_computed = 0
         self.prompt_tokens_cached = 0
         self.tokens_generated = 0
+        # Seconds and tokens of the last steps: an older step weighs _DECAY times the next one.
+        self._recent_s = self._recent_tokens = 0.0
 
     def __repr__(self) -> str:
         prefilled = len(self.sequences) - len(self._waiting) - len(self._running)
@@ -143,6 +140,10 @@ class PrefillScheduler:
         """Uncomputed tokens of all accepted requests."""
         return sum(s.num_uncomputed for s in (*self._waiting, *self._running))
 
+    @property
+    def prompt_cost(self) -> PromptCost | None:
+        return PromptCost(self._recent_s / self._recent_tokens, self.step_tokens) if self._recent_s else None
+
     def submit(self, request: GenerateRequest, now: float, *, hand_over: bool) -> Sequence:
         """Accepts a request. With `hand_over` its blocks stay pinned until `release_send`.
 
@@ -164,8 +165,7 @@ class PrefillScheduler:
             )
         self._submitted += 1
         sequence = Sequence(request, State.WAITING, now, self._submitted, send_pinned=hand_over)
-        # Log-probabilities of the prompt and a mean need the result of all positions, so none may come from the cache.
-        sequence.reuses_prefix = request.sampling.prompt_logprobs is None and request.pooling != "mean"
+        sequence.reuses_prefix = not request.reads_all_positions
         self.sequences[sequence.id] = sequence
         self._waiting.append(sequence)
         return sequence
@@ -189,28 +189,24 @@ class PrefillScheduler:
         candidates.sort(key=lambda sequence: self._order(sequence, starts))
         rows: list[Row] = []
         sequences: list[Sequence] = []
-        budget, scorable, room = self.step_tokens, MAX_SCORED_TOKENS, True
+        budget, room = TokenBudget(self.step_tokens), True
         for sequence in candidates:
-            if budget == 0:
+            if budget.tokens == 0:
                 break
             if sequences and (sequence.request.alone or sequences[0].request.alone):
                 continue
-            scores = sequence.request.sampling.prompt_logprobs is not None
-            if scores and scorable == 0:
+            if budget.scored == 0 and sequence.request.sampling.prompt_logprobs is not None:
                 continue
             if sequence.state is State.WAITING:
                 room = room and self._start(sequence, now)
                 if not room:
                     continue
-            count = min(budget, scorable if scores else budget, self._remainder(sequence, starts))
-            scorable -= count if scores else 0
+            count = budget.take(sequence, self._remainder(sequence, starts))
             start = starts.get(sequence, sequence.num_computed)
             end = start + count
-            last = end == sequence.num_tokens
-            rows.append(sequence.row(start, end, num_sampled=int(last and not sequence.request.pooling), score=True))
+            rows.append(sequence.next_row(start, end))
             sequences.append(sequence)
             sequence.step_id = self._next_step
-            budget -= count
         if not rows:
             return None
         plan = StepPlan(self._next_step, tuple(rows))
@@ -263,7 +259,7 @@ class PrefillScheduler:
         remainder = self._remainder(sequence, starts)
         if sequence.state is State.WAITING:
             remainder -= self.cache.num_matching_tokens(sequence)
-        return sequence.arrived_at + remainder / AGEING_TOKENS_PER_S, sequence.number
+        return turn(sequence, remainder)
 
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free."""
@@ -288,6 +284,8 @@ class PrefillScheduler:
         plan = check_outcome(self._outstanding[0][0] if self._outstanding else None, outcome)
         _, sequences = self._outstanding.popleft()
         self._done_step = plan.step_id
+        self._recent_s = _DECAY * self._recent_s + outcome.elapsed_s
+        self._recent_tokens = _DECAY * self._recent_tokens + plan.num_tokens
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []
         for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):

@@ -16,7 +16,6 @@ from baton.core.handles import verify
 from baton.core.handover import LinkHello
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import SequenceId
-from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
 from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
@@ -155,6 +154,7 @@ class PrefillWorker:
             chunks_early=self.sender.counters.chunks_early,
             steps_ahead=scheduler.steps_ahead,
             handles_refused=self.handles_refused,
+            prompt_cost=scheduler.prompt_cost,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
@@ -223,17 +223,11 @@ class PrefillWorker:
 
     def _start(self, command: Prefill) -> None:
         request = command.request
-        if self.main_loop.is_tombstoned(request.sequence_id):
-            return
-        if self.main_loop.draining:
-            self.main_loop.report_ended(request.sequence_id, ErrorCode.DRAINING, "this prefill worker is draining")
+        if self.main_loop.refuses(request, self.facts.vocab_size):
             return
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
         try:
-            self.main_loop.adapters.check(request.adapter)
-            check_tokens(request, self.facts.vocab_size)
-            check_sampling(request.sampling, request.max_tokens, self.facts.vocab_size)
             hand_over = bool(command.targets)
             sequence = self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
         except BatonError as e:

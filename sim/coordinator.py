@@ -42,6 +42,7 @@ from coordinator.policy.actions import (
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.pool import Worker as Member
 from coordinator.policy.requests import Requests
+from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 from sim.loop import Loop
 from sim.network import End, Network
@@ -60,6 +61,7 @@ class CoordinatorOptions:
     max_queued_tokens: int = 1 << 20
     hold_s: float = 30.0
     max_deaths: int = 5
+    split: Split = "always"
 
 
 class Coordinator(Process):
@@ -76,6 +78,7 @@ class Coordinator(Process):
             options.max_queued_tokens,
             options.hold_s,
             options.max_deaths,
+            options.split,
         )
         self.run_id = f"run-{incarnation}"
         self.readers: dict[ChoiceId, Callable[[], object]] = {}

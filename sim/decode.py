@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from baton.core.commands import Command, Join, Role
+from baton.core.commands import Command, Join, Prefill, Role
 from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import Part
-from baton.core.errors import InvariantError, JoinRefused
+from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.events import Load, StepEvents
 from baton.core.handover import (
     AbortTransfer,
@@ -55,6 +55,7 @@ from sim.network import End
 from sim.worker import Worker
 
 STAGING_BYTES = 1 << 20
+STEP_TOKENS = 16
 
 
 class DecodeTier:
@@ -89,9 +90,11 @@ class DecodeTier:
             blocks_total=self.scheduler.blocks.num_blocks,
             max_running=self.scheduler.max_running,
             run_id=run_id,
+            step_tokens=STEP_TOKENS,
             replace=True,
             tensor_parallel=self.tensor_parallel,
             both_roles=True,
+            computes_prompts=True,
         )
 
     def load(self) -> Load:
@@ -104,6 +107,8 @@ class DecodeTier:
             waiting=scheduler.num_waiting,
             sequences=scheduler.num_sequences,
             preempted=scheduler.num_preempted,
+            prompt_tokens_computed=scheduler.prompt_tokens_computed,
+            prompt_cost=scheduler.prompt_cost,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
@@ -125,7 +130,17 @@ class DecodeTier:
         return self.scheduler.runs_alone(plan)
 
     def command(self, command: Command) -> None:
-        raise InvariantError(f"{self.worker} received {type(command).__name__}")
+        if not isinstance(command, Prefill):
+            raise InvariantError(f"{self.worker} received {type(command).__name__}")
+        request = command.request
+        if self.worker.refuses(request, self.facts.vocab_size):
+            return
+        try:
+            self.scheduler.submit(request, self.worker.now)
+        except BatonError as e:
+            self.worker.report_ended(request.sequence_id, e.tier_code, e.message)
+            return
+        self.worker.track_deadline(request)
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
         if not self.scheduler.has_sequence(sequence):

@@ -36,7 +36,6 @@ from baton.core.handover import (
 from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
-from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
 from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
@@ -216,16 +215,11 @@ class PrefillTier:
 
     def _start(self, command: Prefill) -> None:
         worker, request = self.worker, command.request
-        if worker.tombstones.covers(request.sequence_id, worker.now):
-            return
-        if worker.draining:
-            worker.report_ended(request.sequence_id, ErrorCode.DRAINING, "this prefill worker is draining")
+        if worker.refuses(request, self.facts.vocab_size):
             return
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
         try:
-            check_tokens(request, self.facts.vocab_size)
-            check_sampling(request.sampling, request.max_tokens, self.facts.vocab_size)
             sequence = self.scheduler.submit(request, worker.now, hand_over=bool(command.targets))
         except BatonError as e:
             worker.report_ended(request.sequence_id, e.tier_code, e.message)

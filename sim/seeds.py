@@ -18,6 +18,7 @@ from typing import Literal
 
 from baton.core.errors import InvariantError
 from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParams
+from coordinator.policy.split import Split
 from sim.client import RETRY_S, Behaviour
 from sim.cluster import Cluster, ClusterOptions, PoolOptions
 from sim.coordinator import CoordinatorOptions
@@ -211,9 +212,11 @@ def make_cluster(draw: random.Random, trace: Trace, crowded: bool) -> Cluster:
     coordinator = CoordinatorOptions(
         max_queued_requests=draw.choice((4, 1024)), hold_s=draw.choice((2.0, 30.0)), max_deaths=5
     )
+    seed = draw.getrandbits(48)
+    coordinator = replace(coordinator, split=random.Random(seed).choice(_SPLITS))
     cluster = Cluster(
         ClusterOptions(prefill, decode, coordinator, expected_output_tokens=1.0 if crowded else None),
-        draw.getrandbits(48),
+        seed,
         clock=clock,
         timeouts=Timeouts(edge_s=draw.choice((1.0, 5.0)), connect_s=draw.choice((2.0, 10.0))),
         trace=trace,
@@ -225,6 +228,7 @@ def make_cluster(draw: random.Random, trace: Trace, crowded: bool) -> Cluster:
     return cluster
 
 
+_SPLITS: tuple[Split, ...] = ("always", "always", "auto", "never")
 _POOLED: tuple[Pooling, ...] = ("", "", "", "", "", "", *POOLINGS)
 
 

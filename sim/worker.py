@@ -35,6 +35,7 @@ from baton.core.output_log import OutputLog
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.reconcile import reconcile
 from baton.core.request import GenerateRequest, SequenceId
+from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.step import StepOutcome, StepPlan
 from sim.costs import Costs
 from sim.engine import Engine
@@ -179,6 +180,22 @@ class Worker(Process):
 
     def run_clock_ms(self) -> float:
         return self.now * 1000 + self._run_clock_ahead_ms
+
+    def refuses(self, request: GenerateRequest, vocab_size: int) -> bool:
+        """Whether a request of the coordinator cannot start here, which is reported unless it was aborted meanwhile."""
+        sequence = request.sequence_id
+        if self.tombstones.covers(sequence, self.now):
+            return True
+        if self.draining:
+            self.report_ended(sequence, ErrorCode.DRAINING, f"{self.name} is draining")
+            return True
+        try:
+            check_tokens(request, vocab_size)
+            check_sampling(request.sampling, request.max_tokens, vocab_size)
+        except BatonError as e:
+            self.report_ended(sequence, e.tier_code, e.message)
+            return True
+        return False
 
     def track_deadline(self, request: GenerateRequest) -> None:
         self.deadlines.add(request.sequence_id, self.now + request.deadline_s)

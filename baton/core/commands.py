@@ -17,7 +17,7 @@ Role = Literal["prefill", "decode"]
 class Join:
     """From a worker: it joins. `pids` has one entry per rank; `run_id` is empty at its first join. With `replace` it
     takes the place of a live worker of its name. `revision` names what it serves; workers of one revision serve the
-    same model."""
+    same model. `computes_prompts`: a decode worker that accepts `Prefill`, too."""
 
     worker_id: str
     role: Role
@@ -35,6 +35,7 @@ class Join:
     tensor_parallel: int = 1
     both_roles: bool = False
     revision: str = ""
+    computes_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the prompt and hand its KV over to the first target that accepts."""
+    """Compute the prompt and hand its KV over to the first target that accepts. A decode worker keeps it: it has no
+    targets then."""
 
     request: GenerateRequest
     targets: tuple[Target, ...] = ()

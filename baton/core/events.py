@@ -114,12 +114,23 @@ class HandedOver:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptCost:
+    """What computing a prompt costs at a worker now, as it measures it: seconds per token, the tokens that a step
+    computes beside what runs, and the seconds that a step takes without them."""
+
+    token_s: float
+    step_tokens: int
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Counters and gauges of a worker. A block that only the cache holds counts as free. `prompt_tokens_cached` were
-    not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, because they were cached there.
+    not computed, `kv_bytes_reused` not sent to a decode worker, because they were cached there.
     `preempted` sequences wait for blocks; `preemptions` counts all preemptions. `steps_ahead` were planned while the
     previous step was outstanding, `rows_discarded` computed in vain. `chunks_early` counts chunks of first
-    layers, sent while the others were computed. `step_s` is the time spent in all `steps`."""
+    layers, sent while the others were computed. `step_s` is the time spent in all `steps`. `prompt_cost` is None until
+    it is measured."""
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -146,6 +157,7 @@ class Load:
     rows_discarded: int = 0
     chunks_early: int = 0
     step_s: float = 0.0
+    prompt_cost: PromptCost | None = None
 
 
 @dataclass(frozen=True, slots=True)

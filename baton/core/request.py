@@ -148,6 +148,12 @@ class GenerateRequest:
         return len(self.prompt) + len(self.output)
 
     @property
+    def reads_all_positions(self) -> bool:
+        """Whether log-probabilities of the prompt or a mean need the result of every position: none may come from a
+        prefix cache."""
+        return self.sampling.prompt_logprobs is not None or self.pooling == "mean"
+
+    @property
     def max_kv_tokens(self) -> int:
         """For how many tokens KV is computed at most: the prompt and the longest output, except its last token."""
         return len(self.prompt) + self.max_tokens - 1

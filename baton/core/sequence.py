@@ -3,6 +3,7 @@ about it. It is in the scheduler's `sequences`; queues, the hand-over and the dr
 
 On a prefill worker:  WAITING -> PREFILLING -> PREFILLED -> FINISHED
 On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED; without blocks READY | RUNNING -> PREEMPTED -> RUNNING
+                      WAITING -> RUNNING if it computes the prompt, too
 
 PREFILLED lasts from the last computed chunk to the last acknowledgement: the KV stays pinned while it is sent.
 Any state may change to FINISHED: clients disconnect, deadlines pass, peers fail.
@@ -106,6 +107,8 @@ class Sequence:
     computed_step: int = 0
     # Its KV may be damaged and is kept out of the cache.
     kv_suspect: bool = False
+
+    # On the worker that computes its prompt.
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     # The sum of the rows' vectors so far, if it is pooled.
     pooled: array[float] | None = None
@@ -151,6 +154,11 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     @property
+    def computes_prompt(self) -> bool:
+        """Whether it has no token of this attempt yet: until then its rows report what is asked of the prompt."""
+        return len(self.output) == len(self.request.output)
+
+    @property
     def finished(self) -> bool:
         return self.state is State.FINISHED
 
@@ -180,6 +188,11 @@ class Sequence:
             "" if self.request.pooling == "last" and end < self.num_tokens else self.request.pooling,
             self.request.adapter,
         )
+
+    def next_row(self, start: int, end: int) -> Row:
+        """Returns the row of positions [start, end), which samples after the last known token, unless it is pooled."""
+        sampled = int(end == self.num_tokens and not self.request.pooling)
+        return self.row(start, end, num_sampled=sampled, score=self.computes_prompt)
 
     def row_behind(self, last: Row) -> Row:
         """Returns the row after the outstanding row `last`: the token that `last` samples, 0 until the engine sets it.
@@ -240,8 +253,9 @@ class Sequence:
         first_index, self.next_emit_index = self.next_emit_index, len(self.output)
         logprobs = self.logprobs[first_index - len(self.request.output) :] if self.logprobs else ()
         tokens = tuple(self.output[first_index:])
+        of_prompt = tuple(self.prompt_logprobs) if first_index == len(self.request.output) else ()
         speculation = self.speculation if self.speculation.steps else None
-        return TokenEvent(self.id, first_index, tokens, tuple(logprobs), (), self.cached_tokens, speculation)
+        return TokenEvent(self.id, first_index, tokens, tuple(logprobs), of_prompt, self.cached_tokens, speculation)
 
     @property
     def rank(self) -> tuple[int, bool, int]:
@@ -255,8 +269,9 @@ class Sequence:
         return StageStamps(queue_s=self.started_at - self.arrived_at, prefill_s=prefill_s)
 
     def decode_stamps(self, now: float | None) -> StageStamps:
-        if self.received_at is None:
-            return StageStamps()
+        if self.received_at is None:  # a decode worker computed its prompt, too
+            decode_s = 0.0 if now is None or self.computed_at is None else now - self.computed_at
+            return replace(self.prefill_stamps(), decode_s=decode_s)
         transfer_s = self.received_at - self.arrived_at
         if self.running_at is None:
             return StageStamps(transfer_s=transfer_s)
@@ -287,6 +302,8 @@ class Sequence:
         return []
 
     def _admit(self, event: Admitted, now: float) -> list[None]:
+        if self.state is State.WAITING:
+            self.started_at, self.cached_tokens = now, self.prefix_tokens
         self.state = State.RUNNING
         if self.running_at is None:
             self.running_at = now
@@ -307,6 +324,7 @@ _PREEMPT = to(Sequence._preempt, State.PREEMPTED)
 
 TABLE: Table = {
     (State.WAITING, Started): to(Sequence._start, State.PREFILLING),
+    (State.WAITING, Admitted): to(Sequence._admit, State.RUNNING),
     (State.WAITING, Finished): _FINISH,
     (State.PREFILLING, Prefilled): to(Sequence._prefilled, State.PREFILLED),
     (State.PREFILLING, Finished): _FINISH,

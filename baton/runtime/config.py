@@ -123,7 +123,9 @@ class WorkerOptions(EngineConfig):
     )
     prefix_cache: bool = option(True, "reuse KV of earlier requests that begin with the same tokens")
     max_running: int = option(64, "maximum sequences in one decode step", low=1, high=65536)
-    step_budget_ms: float = option(50.0, "time budget of a decode step that recomputes preempted sequences", low=1)
+    step_budget_ms: float = option(
+        50.0, "time budget of a decode step that computes prompts or preempted sequences beside streams", low=1
+    )
     plan_ahead: str = option(
         "auto",
         "plan and launch a step while the one before it computes; at decode only without a draft; auto: on cuda",
@@ -191,6 +193,12 @@ class CoordinatorOptions:
         "",
         "share of new requests for a revision at the start, as NAME=PERCENT; may be given several times",
         several=True,
+    )
+    split: str = option(
+        "always",
+        "where prompts are computed; always: by prefill workers; never: by decode workers, which generate; auto: each "
+        "where it costs least by what workers measure, and by decode workers if there is no prefill worker",
+        choices=("always", "auto", "never"),
     )
     max_deaths: int = option(5, "workers lost while they computed a request, after which it ends with an error", low=1)
     drain_timeout_s: float = option(30.0, "time limit for running requests to finish at shutdown", low=0)

@@ -21,6 +21,7 @@ from baton.core.errors import BatonError, InvariantError, StartupError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SequenceId
+from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.step import StepOutcome, StepPlan
 from baton.runtime.adapters import WorkerAdapters
 from baton.runtime.config import WorkerConfig
@@ -162,6 +163,23 @@ class WorkerLoop:
     def is_tombstoned(self, sequence: SequenceId) -> bool:
         """Whether an abort of this sequence arrived before the sequence."""
         return self.tombstones.covers(sequence, time.monotonic())
+
+    def refuses(self, request: GenerateRequest, vocab_size: int) -> bool:
+        """Whether a request of the coordinator cannot start here, which is reported unless it was aborted meanwhile."""
+        sequence = request.sequence_id
+        if self.is_tombstoned(sequence):
+            return True
+        if self.draining:
+            self.report_ended(sequence, ErrorCode.DRAINING, f"{self.config.worker_id} is draining")
+            return True
+        try:
+            self.adapters.check(request.adapter)
+            check_tokens(request, vocab_size)
+            check_sampling(request.sampling, request.max_tokens, vocab_size)
+        except BatonError as e:
+            self.report_ended(sequence, e.tier_code, e.message)
+            return True
+        return False
 
     def report_ended(self, sequence: SequenceId, code: ErrorCode, message: str) -> None:
         self.deadlines.forget(sequence)

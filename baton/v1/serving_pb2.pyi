@@ -92,7 +92,7 @@ class TokenDelta(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("choice", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "stages", "first_token_s", "prefill_worker", "decode_worker", "speculation", "spans")
+    __slots__ = ("choice", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "stages", "first_token_s", "prefill_worker", "decode_worker", "speculation", "spans", "split")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Finished(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
     choice: int
     finish_reason: str
     stop_reason: str
@@ -117,7 +118,8 @@ class Finished(_message.Message):
     decode_worker: str
     speculation: _types_pb2.SpeculationCounters
     spans: _containers.RepeatedCompositeFieldContainer[Span]
-    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stages: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., first_token_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
+    split: str
+    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stages: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., first_token_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ..., split: _Optional[str] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("name", "start_s", "end_s", "worker")

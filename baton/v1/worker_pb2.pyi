@@ -100,7 +100,7 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[ReleaseRecords, _Mapping]] = ..., set_adapters: _Optional[_Union[SetAdapters, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel", "both_roles", "revision")
+    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id", "replace", "tensor_parallel", "both_roles", "revision", "computes_prompts")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class Join(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     BOTH_ROLES_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: Role
     incarnation: int
@@ -133,7 +134,8 @@ class Join(_message.Message):
     tensor_parallel: int
     both_roles: bool
     revision: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ..., tensor_parallel: _Optional[int] = ..., both_roles: _Optional[bool] = ..., revision: _Optional[str] = ...) -> None: ...
+    computes_prompts: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[_types_pb2.Compatibility, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ..., replace: _Optional[bool] = ..., tensor_parallel: _Optional[int] = ..., both_roles: _Optional[bool] = ..., revision: _Optional[str] = ..., computes_prompts: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "tracked", "now_ms")
@@ -284,7 +286,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence_number: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "hand_overs", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages", "prompt_tokens_cached", "kv_bytes_reused", "links_refused", "preemptions", "preempted", "steps_ahead", "rows_discarded", "chunks_early", "step_s")
+    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "hand_overs", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages", "prompt_tokens_cached", "kv_bytes_reused", "links_refused", "preemptions", "preempted", "steps_ahead", "rows_discarded", "chunks_early", "step_s", "prompt_cost")
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +312,7 @@ class Load(_message.Message):
     ROWS_DISCARDED_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_EARLY_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_COST_FIELD_NUMBER: _ClassVar[int]
     blocks_total: int
     blocks_free: int
     running: int
@@ -335,7 +338,18 @@ class Load(_message.Message):
     rows_discarded: int
     chunks_early: int
     step_s: float
-    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., hand_overs: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ..., links_refused: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., chunks_early: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
+    prompt_cost: PromptCost
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., hand_overs: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ..., links_refused: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., chunks_early: _Optional[int] = ..., step_s: _Optional[float] = ..., prompt_cost: _Optional[_Union[PromptCost, _Mapping]] = ...) -> None: ...
+
+class PromptCost(_message.Message):
+    __slots__ = ("token_s", "step_tokens", "step_s")
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    token_s: float
+    step_tokens: int
+    step_s: float
+    def __init__(self, token_s: _Optional[float] = ..., step_tokens: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class StepEvents(_message.Message):
     __slots__ = ("step_id", "tokens", "ended", "parked", "handed_over", "load", "kv_cache_events", "alone")

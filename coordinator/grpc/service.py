@@ -317,6 +317,7 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
             prefill_worker=t.prefill_worker,
             decode_worker=t.decode_worker,
             spans=[serving_pb2.Span(**span._asdict()) for span in t.spans],
+            split="" if t.split is None else t.split.reason,
         )
     )
 

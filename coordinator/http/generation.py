@@ -16,9 +16,10 @@ import logging
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,6 +47,8 @@ Renderer = Render | ResponsesRender | MessagesRender | InferRender
 ADAPTER = "baton.adapter"
 """The scope key of the digest of the LoRA adapter that a request chose; empty for none."""
 DEADLINE = "x-request-timeout-ms"
+SPLIT_HEADER = "x-baton-split"
+_NOT_DECIDED = "apart: --split always"
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
@@ -256,7 +259,8 @@ class GenerationResponse(Response):
                 if self._stream:
                     delta, response = await self._first(deltas, send), None
                 else:
-                    response = await self._whole(await self._next(deltas), deltas)
+                    delta = await self._next(deltas)
+                    response = await self._whole(delta, deltas, _split_header(scope, delta))
             except Exception as error:
                 if self._has_started:
                     note(error)
@@ -287,10 +291,10 @@ class GenerationResponse(Response):
             first.cancel()
             await asyncio.wait((first,))  # the generator cannot be closed while it runs
 
-    async def _begin(self, send: Send) -> None:
+    async def _begin(self, send: Send, more: Mapping[str, str] = MappingProxyType({})) -> None:
         if not self._has_started:
             self._has_started = True
-            headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
+            headers = [(name.encode(), value.encode()) for name, value in {**_SSE_HEADERS, **more}.items()]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _deltas(self, scope: Scope) -> AsyncGenerator[Delta, None]:
@@ -301,7 +305,7 @@ class GenerationResponse(Response):
             return self._generator.generate(self._submissions[0], sink)
         return generate_all(self._generator, self._submissions)
 
-    async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
+    async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None], split: Mapping[str, str]) -> Response:
         counted = self._counted
         choices = [_Whole() for _ in range(self._submissions[0].n * len(self._submissions))]
         choices[delta.choice].add(delta)
@@ -310,11 +314,12 @@ class GenerationResponse(Response):
             choices[delta.choice].add(delta)
         answers = [choice.delta() for choice in choices]
         body = await off_loop.make(off_loop.is_large(answers), self._render.whole, answers, counted.usage)
-        headers = {"content-type": "application/json", **server_timing(answers[0].timeline), **self._render.headers}
+        times = server_timing(answers[0].timeline)
+        headers = {"content-type": "application/json", **times, **split, **self._render.headers}
         return Response(body, headers=headers)
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], scope: Scope, send: Send) -> None:
-        await self._begin(send)
+        await self._begin(send, _split_header(scope, delta))
         self._quiet.start()
         send = scope.get(SEND, send)
         counted, render, opened = self._counted, self._render, set[int]()
@@ -381,6 +386,13 @@ def unique_id(request: Request) -> str:
     the first try is still ending."""
     name: str = request.scope[REQUEST_ID]
     return f"{name}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else name
+
+
+def _split_header(scope: Scope, delta: Delta) -> Mapping[str, str]:
+    """Returns the header that says where the first prompt was computed and why, if the request asks for it by sending
+    that header with any value. A stream that began with a keep-alive comes without it: that was not decided yet."""
+    asked = any(name == SPLIT_HEADER.encode() for name, _ in scope["headers"])
+    return {SPLIT_HEADER: delta.split or _NOT_DECIDED} if asked else {}
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -64,9 +64,11 @@ def _ref(name: str) -> Schema:
 
 _IDS = _list(WHOLE)
 _SPAN = _object(**_each(TEXT, "name", "worker"), **_each(NUMBER, "start_ms", "ms"))
+_PRICES = ("apart_ms", "on_decode_ms", "hand_over_ms", "apart_others_ms", "decode_others_ms")
 _TIMELINE = {
     **_each(NUMBER, "total_ms", "first_token_ms"),
     **_each(TEXT, "prefill_worker", "decode_worker"),
+    "split": _or_null(_object(**_each(TEXT, "prompt_on", "reason"), **_each(NUMBER, *_PRICES))),
     "spans": _list(_SPAN),
 }
 _PROMPT_SCORES = _list(_or_null(_map(_object(logprob=NUMBER, rank=WHOLE, decoded_token=TEXT))))

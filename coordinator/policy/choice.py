@@ -1,7 +1,7 @@
 """One choice of a request: everything about it that changes in the coordinator, and what may happen to it. Pure.
 
     QUEUED    waits for a prefill worker and a decode worker (policy.dispatch)
-    PREFILL   at a prefill worker; its first token is not known yet
+    PREFILL   at a prefill worker, or a decode worker that computes the prompt; its first token is not known yet
     HANDOVER  the first token is known; the KV is on its way to a decode worker
     PARKED    no decode worker accepted the KV: it stays at the prefill worker until one has room
     DECODE    a decode worker has all KV and generates
@@ -31,6 +31,7 @@ from coordinator.policy.actions import Notify
 from coordinator.policy.journal import Journal, Verdict
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.quotas import ANONYMOUS, Client
+from coordinator.policy.split import Decision
 
 QueuePosition = tuple[int, int, int]
 """Priority, age, and number of the submission."""
@@ -160,7 +161,8 @@ class Choice:
     prefill: Worker | None = None
     decode: Worker | None = None  # the preferred one, then the one that has the KV
     targets: tuple[Worker, ...] = ()  # decode workers named for this attempt; each may hold the sequence
-    to_compute: int = 0  # tokens that prefill is expected to compute
+    to_compute: int = 0  # tokens of the prompt that are expected to be computed
+    decision: Decision | None = None  # where its prompt is computed, and why
     counts_as_running: bool = False  # against its key's `max_running`
     held: Held = NOTHING
     grows_at: int = NEVER  # with more output tokens than this it needs another block at its decode worker
@@ -217,6 +219,11 @@ class Choice:
     def alone(self) -> bool:
         """Whether it is computed in steps of its own."""
         return len(self.deaths) >= SUSPECT_DEATHS
+
+    @property
+    def on_decode(self) -> bool:
+        """Whether its decode worker computes the prompt, too: both are the same worker then."""
+        return self.prefill is not None and self.prefill is self.decode
 
     @property
     def needs_decode(self) -> bool:
@@ -307,7 +314,7 @@ class Choice:
         self.request = replace(self.request, output=tuple(self.journal.tokens), attempt=attempt, sampling=sampling)
         if self.prefill is not None and self.request.output:
             self.generated_by = self.prefill.join.facts
-        self.prefill = self.decode = None
+        self.prefill = self.decode = self.decision = None
         self.targets, self.times_parked, self.queued_at = (), 0, now
         self.earlier_speculation = self.speculation
         self.earlier_stamps.append(self.stamps)

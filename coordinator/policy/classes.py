@@ -50,14 +50,6 @@ class WorkerClass:
         """The facts that its workers share, if there are any."""
         return next((worker.join.facts for worker in self.workers), None)
 
-    def missing_role(self, *, decode: bool) -> Role | None:
-        """Returns a role that has no ready worker, if any; without `decode` only prefill is needed."""
-        return next((pool.role for pool in self.pools[: 1 + decode] if not any(w.ready for w in pool.workers)), None)
-
-    def complete(self, *, decode: bool) -> bool:
-        """Returns whether each needed role has a worker that does not drain."""
-        return all(pool.capacity() for pool in self.pools[: 1 + decode])
-
 
 def continues(before: Compatibility, after: Compatibility) -> Difference | None:
     """Returns the first field that prevents workers with the facts `after` from continuing the output of workers with

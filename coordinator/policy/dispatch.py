@@ -10,7 +10,9 @@ not overtaken by a request that can use the same workers, so short requests cann
 that no present worker can hold is skipped.
 
 A request goes to the workers of one class (`coordinator.policy.classes`): of those that may serve it, to the one whose
-smaller side has the most room, in requests of its size.
+smaller side has the most room, in requests of its size. A decode worker may compute a prompt itself (policy.split); it
+then needs the room of both, and its backlog of prompts is limited as that of a prefill worker.
+
 The chosen prefill worker is the one that would compute the prompt first: it has the fewest tokens to compute, counting
 its backlog and the part of this prompt that it has not cached. The chosen decode worker is the one that holds the
 longest prefix, unless more than PREFIX_SLACK more sequences run there than on the emptiest one.
@@ -22,6 +24,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 from operator import sub
+from typing import NamedTuple
 
 from baton.core.codes import ErrorCode
 from baton.core.commands import Role
@@ -31,7 +34,8 @@ from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.classes import WorkerClass, continues
 from coordinator.policy.drain_rate import MAX_RETRY_S, DrainRate
 from coordinator.policy.fair_queue import FairQueue
-from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.pool import ANY_ROOM, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.split import Decision, HandOverCost, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerTable
 
@@ -40,6 +44,7 @@ MAX_OVERTAKEN = 64  # choices that wait for room in one class while later ones u
 START_TOKENS = 128.0  # expected output length before any output has ended
 NO_ADAPTER = "adapter_not_loaded"
 _WEIGHT = 0.05  # of each new output in the moving average
+_COMPARED = 8  # decode workers with room that are compared for a prompt
 
 
 class OutputExpectation:
@@ -69,8 +74,18 @@ class OutputExpectation:
         return max(1, expected - _blocks(prefill_tokens + produced, block_size))
 
 
+class Pick(NamedTuple):
+    """The workers of a choice. `prefill` is the decode worker if that computes the prompt; then there is no target."""
+
+    prefill: Worker
+    targets: tuple[Worker, ...]
+    decision: Decision | None
+
+
 class Dispatcher:
-    def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
+    def __init__(
+        self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int, split: Split = "always"
+    ) -> None:
         self._workers = workers  # whose counters are the sums of what choices hold
         self.traffic = Traffic()
         self._max_requests = max_queued_requests
@@ -81,9 +96,11 @@ class Dispatcher:
         self.several_tenants = False  # each may fill only half of what the others leave of the queue
         self.drain_rate = DrainRate()
         self._running: Counter[str] = Counter()  # choices at workers, by key
-        # By class: what the choice needs for which `place` last had no room, and the pool without it.
-        self._blocked: dict[WorkerClass, tuple[object, Pool]] = {}
+        # By class: what the choice needs for which `place` last had no room, and the pools without it.
+        self._blocked: dict[WorkerClass, tuple[object, tuple[Pool, ...]]] = {}
         self.expectation = OutputExpectation()
+        self.split = split
+        self.hand_over_cost = HandOverCost()
 
     def __repr__(self) -> str:
         ready = sum(w.ready for w in self._workers.present())
@@ -101,21 +118,44 @@ class Dispatcher:
             "admitted": self.admitted,
             "admitted_tokens": self.admitted_tokens,
             "queued_tokens": self._queue.tokens,
-            "backlog_tokens": sum(worker.backlog_tokens for worker in self._workers.present()),
+            "backlog_tokens": sum(w.backlog_tokens for w in self._workers.present() if w.role == "prefill"),
             "expected_output_tokens": round(self.expectation.mean_tokens, 1),
             "waits_for": self.role_without_room or "",
         }
 
     def missing_role(self, *, decode: bool = True) -> Role | None:
-        """Returns a role that has no ready worker, if no class has both roles; without `decode` only prefill is
-        needed."""
-        missing = [each.missing_role(decode=decode) for each in self._workers.classes]
-        return missing[0] if all(missing) and missing else None if missing else "prefill"
+        """Returns a role that is needed and has no ready worker, if no class has all that it needs; without `decode`
+        that is only a worker that computes prompts."""
+        missing = [self._missing_role(each, decode=decode) for each in self._workers.classes]
+        none: Role = "decode" if decode and self.split != "always" else "prefill"
+        return missing[0] if all(missing) and missing else None if missing else none
+
+    def _missing_role(self, each: WorkerClass, *, decode: bool) -> Role | None:
+        prompts = any(self._computes_prompts(w) and w.ready for w in each.workers)
+        missing: tuple[tuple[Role, bool], ...] = (
+            ("prefill", not prompts and self.split == "always"),
+            ("decode", decode and not any(w.ready for w in each.decode.workers)),
+            ("prefill", not prompts),
+        )
+        return next((role for role, is_missing in missing if is_missing), None)
+
+    def _computes_prompts(self, worker: Worker) -> bool:
+        return worker.role == "prefill" or (self.split != "always" and worker.computes_prompts)
+
+    def _prompts_on_decode(self, each: WorkerClass) -> bool:
+        """Whether decode workers of a class, as far as there are any, compute prompts."""
+        decodes = each.decode.workers
+        return self.split != "always" and (not decodes or any(w.computes_prompts for w in decodes))
+
+    def _pools(self, choice: Choice, each: WorkerClass) -> tuple[Pool, ...]:
+        """Returns the pools of a class in which a choice needs a worker, once it is queued."""
+        apart = not self._prompts_on_decode(each) or (choice.request.pooling and each.prefill.capacity())
+        return each.pools[: 1 + choice.needs_decode] if apart else (each.decode,)
 
     @property
     def role_without_room(self) -> Role | None:
         """Which workers the first of the queue waits for, as of the last `place`."""
-        return next((pool.role for _, pool in self._blocked.values()), None) if self._queue else None
+        return next((pools[-1].role for _, pools in self._blocked.values()), None) if self._queue else None
 
     @property
     def cached_block_sizes(self) -> set[int]:
@@ -219,8 +259,11 @@ class Dispatcher:
         """Takes the choices that can start now out of the queue, in order, and names the workers of each. The caller
         moves them on to PREFILL."""
         placed: list[Choice] = []
-        closed: dict[WorkerClass, tuple[object, Pool]] = {}  # no later choice may use these
-        complete = {each for each in self._workers.classes if each.complete(decode=True)}
+        closed: dict[WorkerClass, tuple[object, tuple[Pool, ...]]] = {}  # no later choice may use these
+        needed = {
+            each: (each.decode,) if self._prompts_on_decode(each) else each.pools for each in self._workers.classes
+        }
+        complete = {each for each, pools in needed.items() if all(pool.capacity() for pool in pools)}
         overtaken = 0
         for choice in self._queue.in_turn():
             if not self._place(choice, closed):
@@ -235,32 +278,33 @@ class Dispatcher:
         self._blocked = closed
         return placed
 
-    def _place(self, choice: Choice, closed: dict[WorkerClass, tuple[object, Pool]]) -> bool:
+    def _place(self, choice: Choice, closed: dict[WorkerClass, tuple[object, tuple[Pool, ...]]]) -> bool:
         """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed`;
         else closes those that could ever hold it."""
         candidates = [each for each in self._candidates(choice) if each not in closed]
         needs = self._needs(choice) if candidates else None
         for each in self._by_room(choice, candidates):
             blocked = self._blocked.get(each)
-            if blocked is not None and blocked[0] == needs and not blocked[1].grown:
+            if blocked is not None and blocked[0] == needs and not any(pool.grown for pool in blocked[1]):
                 closed[each] = blocked  # neither its needs nor the room have changed since
                 continue
-            prefill = self._pick_prefill(choice, each.prefill)
-            decodes = self._pick_decode(choice, each.decode) if prefill is not None and choice.needs_decode else ()
-            if prefill is not None and (decodes or not choice.needs_decode):
-                choice.prefill, choice.to_compute = prefill, self._to_compute(prefill, choice)
-                choice.revision = prefill.join.revision
-                self._name_targets(choice, decodes)
+            pick = self._pick(choice, each)
+            if isinstance(pick, Pick):
+                choice.prefill, choice.decision = pick.prefill, pick.decision
+                choice.to_compute = self._to_compute(pick.prefill, choice)
+                choice.revision = pick.prefill.join.revision
+                self._name_targets(choice, pick.targets, pick.prefill if pick.prefill.role == "decode" else None)
                 return True
             if self._too_small(choice, each) is None:
-                pool = each.prefill if prefill is None else each.decode
-                pool.grown, closed[each] = False, (needs, pool)
+                for pool in pick:
+                    pool.grown = False
+                closed[each] = needs, pick
         return False
 
     def _candidates(self, choice: Choice) -> Collection[WorkerClass]:
         """Returns the classes that have the roles that a choice needs, and may serve it."""
-        decode, before = choice.needs_decode, choice.generated_by
-        able = [each for each in self._workers.classes if each.complete(decode=decode)]
+        before, classes = choice.generated_by, self._workers.classes
+        able = [each for each in classes if all(pool.capacity() for pool in self._pools(choice, each))]
         if before is not None:
             able = [each for each in able if (facts := each.facts) is None or continues(before, facts) is None]
             return [each for each in able if each.key.revision == choice.revision] or able
@@ -277,8 +321,8 @@ class Dispatcher:
 
         def room(each: WorkerClass) -> tuple[float, float]:
             blocks = self.expectation.blocks(tokens, kv_tokens, min(each.decode.block_sizes, default=1))
-            sides = each.prefill.free() / tokens, each.decode.free() / blocks
-            return (min(sides), max(sides)) if choice.needs_decode else (sides[0], 0.0)
+            sides = [p.free() / (tokens if p.role == "prefill" else blocks) for p in self._pools(choice, each)]
+            return min(sides), max(sides)
 
         return sorted(classes, key=room, reverse=True)
 
@@ -309,8 +353,8 @@ class Dispatcher:
             self._name_targets(choice, decodes)
         return bool(decodes)
 
-    def _name_targets(self, choice: Choice, decodes: tuple[Worker, ...]) -> None:
-        choice.targets, choice.decode = decodes, decodes[0] if decodes else None
+    def _name_targets(self, choice: Choice, targets: tuple[Worker, ...], decode: Worker | None = None) -> None:
+        choice.targets, choice.decode = targets, targets[0] if targets else decode
         self.hold(choice)
 
     def hold(self, choice: Choice) -> None:
@@ -326,6 +370,12 @@ class Dispatcher:
             choice.grows_at = _blocks(tokens + choice.produced, size) * size - prompt
             held = held._replace(growth=self.expectation.growth(tokens, request.max_kv_tokens, choice.produced, size))
         self._count(choice, held)
+
+    def handed_over(self, choice: Choice, now: float) -> None:
+        """Measures the hand-over of a choice in stage HANDOVER: a decode worker has all KV now."""
+        if choice.prefill is not None:
+            last_chunk = min(choice.to_compute, choice.prefill.step_tokens)
+            self.hand_over_cost.observe(last_chunk, now - choice.history[-1].at)
 
     def set_decode(self, choice: Choice, decode: Worker | None) -> None:
         """Counts a choice at another decode worker than the preferred one: that worker has accepted its KV."""
@@ -412,7 +462,7 @@ class Dispatcher:
         """Returns why no class may serve a choice, with an error code."""
         before, roles = choice.generated_by, list[Role]()
         for each in self._workers.classes:
-            missing = [pool.role for pool in each.pools[: 1 + choice.needs_decode] if not pool.capacity()]
+            missing = [pool.role for pool in self._pools(choice, each) if not pool.capacity()]
             if not missing and before is None:
                 return "no revision that gets requests (`baton traffic`) has workers of both roles", "no_prefill_worker"
             if not missing and before is not None and (facts := each.facts) is not None:
@@ -420,17 +470,14 @@ class Dispatcher:
                 field = f" ({differs.field} differs)" if differs is not None else ""
                 return f"no worker is left that can continue its output{field}", "no_prefill_worker"
             roles += missing
-        role = roles[0] if roles else "prefill"
+        role = roles[0] if roles else "prefill" if self.split == "always" else "decode"
         return f"no {role} worker is left", f"no_{role}_worker"
 
     def _too_small(self, choice: Choice, each: WorkerClass) -> tuple[str, str] | None:
         """Returns why the workers of a class can never serve a choice, with an error code; None if they can."""
-        request, needs = choice.request, list[tuple[Pool, int]]()
-        if choice.stage is not Stage.PARKED:
-            needs.append((each.prefill, request.num_prefill_tokens))
-        if choice.needs_decode:
-            needs.append((each.decode, request.max_kv_tokens))
-        for pool, tokens in needs:
+        request, parked = choice.request, choice.stage is Stage.PARKED
+        for pool in (each.decode,) if parked else self._pools(choice, each):
+            tokens = request.num_prefill_tokens if pool.role == "prefill" else request.max_kv_tokens
             role, limit = pool.role, pool.capacity(request.adapter)
             if not limit and pool.capacity():
                 return f"no {role} worker has the request's adapter", NO_ADAPTER
@@ -448,19 +495,66 @@ class Dispatcher:
         held = worker.cached.count(choice.prefix.get(worker.block_size, ())) * worker.block_size
         return max(1, choice.request.num_prefill_tokens - held)
 
-    def _pick_prefill(self, choice: Choice, pool: Pool) -> Worker | None:
-        """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length."""
+    def _pick(self, choice: Choice, each: WorkerClass) -> Pick | tuple[Pool, ...]:
+        """Returns the workers of a class that a choice starts at now, or its pools that have no room."""
+        if not self._prompts_on_decode(each) or (choice.request.pooling and each.prefill.capacity()):
+            return self._pick_pair(choice, each)
+        alone, prefill = self._pick_alone(choice, each.decode), self._pick_prefill(choice, each.prefill, ANY_ROOM)
+        if self.split == "never" or prefill is None:
+            decision = Decision(True, "on decode: " + ("--split never" if prefill else "no prefill worker is ready"))
+            return (each.decode,) if alone is None else Pick(alone, (), decision)
+        if alone is None:
+            decision = Decision(False, "apart: no decode worker has room for the prompt")
+        elif (decision := self._decide(choice, each, prefill, alone)).on_decode:
+            return Pick(alone, (), decision)
+        pair = self._pick_pair(choice, each)
+        return pair._replace(decision=decision) if isinstance(pair, Pick) else (each.decode, *pair)
+
+    def _pick_pair(self, choice: Choice, each: WorkerClass) -> Pick | tuple[Pool, ...]:
+        """Returns a prefill worker and the decode workers that may take the KV, or the pool that has no room."""
+        prefill = self._pick_prefill(choice, each.prefill)
+        if prefill is None:
+            return (each.prefill,)
+        decodes = self._pick_decode(choice, each.decode) if choice.needs_decode else ()
+        return (each.decode,) if choice.needs_decode and not decodes else Pick(prefill, decodes, None)
+
+    def _pick_alone(self, choice: Choice, pool: Pool) -> Worker | None:
+        """Returns the decode worker with room for prompt and output that would compute the prompt first."""
+        request = choice.request
+        total, tokens = request.max_kv_tokens, request.num_prefill_tokens
+        room = {size: self.expectation.blocks(tokens, total, size) for size in pool.block_sizes}
+        ranks = list(itertools.islice(pool.by_rank(total, room, request.adapter), _COMPARED))
+        for _, holders in itertools.islice(pool.holders(choice.prefix), 1):
+            ranks += sorted(pool.fitting(holders, total, room, request.adapter))[:_COMPARED]
+        tokens_at = {w: self._to_compute(w, choice) for w in map(pool.ranked, ranks) if w.computes_prompts}
+        able = (w for w, count in tokens_at.items() if w.accepts_prompt(count))
+        return min(able, key=lambda w: (w.backlog_tokens + tokens_at[w], w.rank), default=None)
+
+    def _decide(self, choice: Choice, each: WorkerClass, prefill: Worker, decode: Worker) -> Decision:
+        at_decode, at_prefill = decode.prompt_cost, prefill.prompt_cost or decode.prompt_cost
+        if at_decode is None or at_prefill is None:
+            return Decision(False, "apart: no cost is measured yet")
+        apart = PromptAt(prefill.worker_id, self._to_compute(prefill, choice), prefill.backlog_tokens, at_prefill)
+        alone = PromptAt(decode.worker_id, self._to_compute(decode, choice), decode.backlog_tokens, at_decode)
+        last_chunk = min(apart.tokens, at_prefill.step_tokens)
+        hand_over_s = self.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
+        ready = sum(w.ready for w in each.prefill.workers)
+        return decide(apart, alone, hand_over_s, len(self._queue) - 1, ready, decode.running)
+
+    def _pick_prefill(self, choice: Choice, pool: Pool, room: int | None = None) -> Worker | None:
+        """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length.
+        `room`: the least room, instead of that for the tokens to compute."""
         tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
         best: tuple[int, int] | None = None
         for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
             need = max(1, tokens - held)
             if best is not None and best[0] < need:
                 break  # workers that hold less have more to compute, even without a backlog
-            room = dict.fromkeys(pool.block_sizes, need)
+            least = dict.fromkeys(pool.block_sizes, need if room is None else room)
             if workers is None:  # all of them
-                rank = next(pool.by_rank(tokens, room, adapter), None)
+                rank = next(pool.by_rank(tokens, least, adapter), None)
             else:
-                rank = min(pool.fitting(workers, tokens, room, adapter), default=None)
+                rank = min(pool.fitting(workers, tokens, least, adapter), default=None)
             if rank is not None:
                 score = (rank >> ORDER_BITS) + need, rank
                 best = score if best is None else min(best, score)

@@ -17,12 +17,14 @@ from typing import Literal
 
 from baton.core.commands import AdapterStates, Join, Role
 from baton.core.errors import InvariantError
-from baton.core.events import GpuUsage, KVCacheEvents, Load
+from baton.core.events import GpuUsage, KVCacheEvents, Load, PromptCost
 
 WorkerState = Literal["disconnected", "ready", "draining", "lost"]
 BACKLOG_STEPS = 2
 AHEAD_SHARE = 8
 _NO_LIMIT = 1 << 30
+ANY_ROOM = 1 - _NO_LIMIT
+"""Every ready worker has at least this much."""
 _FEW = 16
 ORDER_BITS, RUNNING_SHIFT = 24, 72
 """Layout of a rank: the low ORDER_BITS are the position by name; running sequences (decode) start at RUNNING_SHIFT."""
@@ -150,6 +152,7 @@ class Worker:
         self._join = join
         self.worker_id, self.role, self.incarnation = join.worker_id, join.role, join.incarnation
         self.block_size = join.facts.layout.block_size
+        self.computes_prompts = join.computes_prompts
         self.step_tokens = max(join.step_tokens, 1)
         self.max_tokens = min(join.facts.max_model_len, join.blocks_total * self.block_size)
         """Tokens whose KV an idle worker can hold for one sequence."""
@@ -217,6 +220,8 @@ class Worker:
         self.running += running
         self.reserved_blocks += reserved
         self.growth += growth
+        if backlog < 0 and self.role == "decode":  # it may accept another prompt
+            self.pool.grown = True
         self._recount()
 
     def take_order(self, order: int) -> None:
@@ -241,7 +246,7 @@ class Worker:
             self.pool.reorder(self, rank)
             self.rank = rank
         if self._state != "ready":
-            room = -1
+            room = -_NO_LIMIT
         if room > self.room:
             self.pool.grown = True
         self.room = room
@@ -254,6 +259,15 @@ class Worker:
         if load is None:
             return self._join.blocks_total - self.reserved_blocks - self.growth
         return 0 if load.preempted else load.blocks_free - self.reserved_blocks - self.growth
+
+    def accepts_prompt(self, tokens: int) -> bool:
+        """Whether this decode worker may be given a prompt of which it has to compute `tokens` tokens: an idle one
+        accepts any, as a prefill worker does."""
+        return not self.backlog_tokens or self.backlog_tokens + tokens <= BACKLOG_STEPS * self.step_tokens
+
+    @property
+    def prompt_cost(self) -> PromptCost | None:
+        return None if self._load is None else self._load.prompt_cost
 
     def row(self, now: float) -> dict[str, object]:
         """Returns one row of `/workers`."""
@@ -282,12 +296,13 @@ class Worker:
             "blocks_total": load.blocks_total or self.join.blocks_total,
             **{name: getattr(load, name) for name in LOAD_COLUMNS},
             "speculation": None if load.speculation is None else asdict(load.speculation),
+            "prompt_cost": None if load.prompt_cost is None else asdict(load.prompt_cost),
             "adapters": sorted(self.adapters),
             "gpu": None if self.gpu is None else asdict(self.gpu),
         }
 
 
-_NOT_COLUMNS = {"blocks_total", "backlog_tokens", "hand_overs", "preempted", "speculation"}
+_NOT_COLUMNS = {"blocks_total", "backlog_tokens", "hand_overs", "preempted", "speculation", "prompt_cost"}
 LOAD_COLUMNS = tuple(field.name for field in fields(Load) if field.name not in _NOT_COLUMNS)
 """The columns of a `/workers` row that a worker reports itself."""
 TOTALS = ("prompt_tokens_computed", "prompt_tokens_cached", "tokens_generated", "steps", "step_s", "preemptions")

@@ -65,6 +65,7 @@ from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.prefilled import PrefilledTokens
 from coordinator.policy.quotas import ANONYMOUS, Client
+from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 
 QUEUED, PREFILL, HANDOVER, PARKED, DECODE, ENDED = Stage
@@ -91,6 +92,7 @@ _WORKER_ERRORS: dict[ErrorCode, type[BatonError]] = {
     ErrorCode.GRAMMAR_FAILED: InvalidRequest,
     ErrorCode.GRAMMAR_LIMIT: GrammarLimit,
     ErrorCode.PROMPT_EXCEEDS_POOL: Unavailable,
+    ErrorCode.EXCEEDS_POOL: Unavailable,
 }
 
 
@@ -113,9 +115,10 @@ class Requests:
         max_queued_tokens: int,
         hold_s: float = 30.0,
         max_deaths: int = 5,
+        split: Split = "always",
     ) -> None:
         self.workers = workers
-        self.dispatcher = Dispatcher(workers, max_queued_requests, max_queued_tokens)
+        self.dispatcher = Dispatcher(workers, max_queued_requests, max_queued_tokens, split)
         self.table = self._transitions()
         self.draining = False
         self.stale_events = self.rescheduled = self.reassigned = 0  # counters
@@ -208,6 +211,7 @@ class Requests:
         elif events.step_id:
             self._alone.pop(worker, None)
         queued, sender = self.dispatcher.num_queued, self.workers.get(worker)
+        backlog = 0 if sender is None else sender.backlog_tokens
         for token in events.tokens:
             self._on_tokens(worker, sender, token, now, actions)
         for over in events.handed_over:
@@ -218,8 +222,9 @@ class Requests:
             actions += self._on_event(EndedBy(worker, ended), now)
         if events.kv_cache_events is not None and sender is not None:
             sender.update_cached(events.kv_cache_events)
-        # Tokens from decode free no room; blocks that are free there nevertheless are found at the next tick.
-        prefilled = events.tokens and sender is not None and sender.role == "prefill"
+        # Tokens free no room, except the first after a prompt; blocks that are free at decode nevertheless are found at
+        # the next tick.
+        prefilled = sender is not None and sender.backlog_tokens < backlog
         rescheduled = self.dispatcher.num_queued > queued
         if prefilled or rescheduled or events.ended or events.handed_over or events.parked:
             actions += self._place(now)
@@ -306,7 +311,7 @@ class Requests:
         rows: list[tuple[Iterable[Stage], Iterable[type], Transition]] = [
             ([QUEUED], [Placed], to(self._on_placed, PREFILL)),
             ([QUEUED], from_workers, to(self._on_stale)),
-            ([PREFILL], [PrefillTokens], to(self._on_first_token, HANDOVER, PARKED, ENDED)),
+            ([PREFILL], [PrefillTokens], to(self._on_first_token, HANDOVER, PARKED, DECODE, ENDED)),
             ([HANDOVER, PARKED, DECODE], [PrefillTokens], to(self._end_if_complete, ENDED)),
             ([PREFILL, PARKED], [DecodeTokens], to(self._on_decode_tokens, DECODE, QUEUED, ENDED)),
             ([HANDOVER, DECODE], [DecodeTokens], to(self._on_decode_tokens, DECODE, ENDED)),
@@ -375,6 +380,9 @@ class Requests:
 
     def _on_first_token(self, choice: Choice, event: PrefillTokens, now: float) -> list[Action]:
         self.prefilled.first_token(choice, event.event.cached_tokens)
+        if choice.on_decode:
+            self._enter(choice, DECODE, now)
+            return self._end_if_complete(choice, event, now)
         self._enter(choice, PARKED if choice.kv_parked else HANDOVER, now)
         if choice.journal.finish is None and choice.kv_parked:
             return self._offer(choice, event, now)
@@ -488,6 +496,8 @@ class Requests:
 
     def _start_decode(self, choice: Choice, worker: str, now: float) -> None:
         """Records that a decode worker has all KV; either worker may report it first."""
+        if choice.stage is HANDOVER:
+            self.dispatcher.handed_over(choice, now)
         self.dispatcher.set_decode(choice, self.workers.get(worker))
         if choice.stage is not DECODE:
             self._enter(choice, DECODE, now)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from baton.core.events import StageStamps
 from coordinator.policy.choice import Choice, Entered, Stage
+from coordinator.policy.split import Decision
 
 SPANS = (
     *("queue", "prefill_queue", "prefill", "reserve", "transfer", "parked"),
@@ -42,13 +43,15 @@ class Span(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Timeline(StageStamps):
     """Seconds that a request spent in each stage as workers measured them; these overlap and are 0 if a stage did not
-    happen. The `spans` add up to the total."""
+    happen. The `spans` add up to the total. `split` is why its prompt was last computed where it was, if that was
+    decided for it."""
 
     first_token_s: float = 0.0
     prefill_worker: str = ""
     decode_worker: str = ""
     spans: tuple[Span, ...] = ()
     revision: str = ""
+    split: Decision | None = None
 
     @property
     def total_s(self) -> float:
@@ -62,6 +65,7 @@ class Timeline(StageStamps):
             "prefill_worker": self.prefill_worker,
             "decode_worker": self.decode_worker,
             "revision": self.revision,
+            "split": None if self.split is None else self.split.as_json(),
             "spans": [
                 {"name": s.name, "start_ms": _ms(s.start_s), "ms": _ms(s.end_s - s.start_s), "worker": s.worker}
                 for s in self.spans
@@ -79,6 +83,7 @@ def timeline(choice: Choice, now: float) -> Timeline:
         decode_worker=choice.decode_worker,
         spans=spans(choice, now),
         revision=choice.revision,
+        split=choice.decision,
     )
 
 

@@ -104,7 +104,8 @@ class Speculation:
                 drafts.append(known)
                 known = ()
             if known or row.block_ids is not sequence.block_ids:
-                rows[index] = sequence.row(row.start, row.end, num_sampled=1 + len(known), drafts=known)
+                score, sampled = sequence.computes_prompt, 1 + len(known)
+                rows[index] = sequence.row(row.start, row.end, num_sampled=sampled, drafts=known, score=score)
         drafts += self._fills(idle=not rows)
         return StepPlan(plan.step_id, tuple(rows), tuple(drafts))
 

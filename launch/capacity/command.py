@@ -15,6 +15,7 @@ import click
 
 from baton.core.errors import BatonError, StartupError
 from baton.runtime.options import NumberRange
+from coordinator.policy.split import Split
 from launch.bench.command import LENGTHS, SLO
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.workload import Lengths, first_seconds, poisson, scaled
@@ -145,14 +146,22 @@ def calibrate_command(
 @click.command("simulate")
 @load_options
 @click.option("--calibration", required=True, metavar="FILE", help="Costs of the workers, from `baton calibrate`.")
-@click.option("--prefill", type=click.IntRange(1, 1 << 14), default=1, show_default=True, help="Prefill workers.")
+@click.option("--prefill", type=click.IntRange(0, 1 << 14), default=1, show_default=True, help="Prefill workers.")
 @click.option("--decode", type=click.IntRange(1, 1 << 14), default=1, show_default=True, help="Decode workers.")
+@click.option(
+    "--split",
+    type=click.Choice(["always", "auto", "never"]),
+    default="always",
+    show_default=True,
+    help="Where prompts are computed, as for the coordinator; without prefill workers always by decode workers.",
+)
 @click.option("--json", "json_path", type=FILE, help="Write the outcome as JSON.")
 def simulate_command(
     trace: str,
     calibration: str,
     prefill: int,
     decode: int,
+    split: Split,
     json_path: str | None,
     slo: Slo | None,
     slo_share: float,
@@ -171,7 +180,8 @@ def simulate_command(
     limits = replace(slo or Slo(), share=slo_share)
     began = time.process_time()
     gc.disable()  # a replay makes no cycles worth collecting, and millions of objects to look through
-    replay = Replay(ClusterShape(kind, prefill, kind, decode), rows)
+    shape = ClusterShape(kind, prefill, kind, decode, split=split if prefill else "never")
+    replay = Replay(shape, rows)
     outcome = replay.run(limits)
     seconds = time.process_time() - began
     write_file(json_path, "--json", lambda: json.dumps(asdict(outcome), indent=1) + "\n")

@@ -56,6 +56,7 @@ def outcome_tables(outcome: Outcome, slo: Slo, kinds: Sequence[Calibration]) -> 
         ["longest queue", str(outcome.queued_most)],
         ["prompt tokens from prefix caches", f"{outcome.cached_share:.1%}"],
         ["preemptions", str(outcome.preemptions)],
+        ["prompts computed by decode workers", str(outcome.on_decode)],
     ]
     waits = [[name, f"{outcome.waits_s[name] * 1e3:.1f} ms"] for name in WAITS]
     return [

@@ -11,10 +11,10 @@ MOST_STEPS = 1 << 20
 
 
 def admit(scheduler: DecodeScheduler, now: float) -> None:
-    """Admits ready sequences to the batch as the next step would; leaves that to the step if any are preempted."""
+    """Admits ready sequences to the batch as the next step would; leaves that to the step if others wait for blocks."""
     states = [s.state for s in scheduler.sequences.values()]
     room = scheduler.max_running - states.count(State.RUNNING)
-    if State.READY not in states or State.PREEMPTED in states or room <= 0:
+    if State.READY not in states or State.PREEMPTED in states or State.WAITING in states or room <= 0:
         return
     ready = [s for s in scheduler.sequences.values() if s.state is State.READY]
     for s in sorted(ready, key=lambda s: s.rank)[:room]:
@@ -29,7 +29,9 @@ def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> int:
     free = scheduler.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
     states = [s.state for s in scheduler.sequences.values()]
     starts = len(running) < scheduler.max_running and State.READY in states  # see `admit`
-    if not running or starts or State.PREEMPTED in states or scheduler.speculation.drafts is not None:
+    if not running or starts or State.PREEMPTED in states or State.WAITING in states:
+        return 0
+    if scheduler.speculation.drafts is not None:
         return 0
     steps = MOST_STEPS
     for s in running:

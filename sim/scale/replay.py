@@ -21,6 +21,7 @@ from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SamplingParams, SequenceId
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 from prefill.scheduler import Progress
 from sim.loop import Loop
@@ -49,6 +50,7 @@ class ClusterShape:
     host_cores: int = 0
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
+    split: Split = "always"
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +88,7 @@ class Replay:
         self._client = Thread(self.loop, host)
         self._threads = host is not None
         self.table = WorkerTable(_FOREVER_S)
-        self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens)
+        self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens, shape.split)
         self._jobs: dict[ChoiceId, _Job] = {}
         self._parked: list[_Job] = []
         self._links: dict[tuple[str, str], float] = {}
@@ -205,6 +207,7 @@ class Replay:
             blocks_total=kind.blocks,
             step_tokens=kind.step_tokens,
             max_running=kind.max_running,
+            computes_prompts=role == "decode",
         )
         self.table.add(join, self.loop.now, _FOREVER_S)
 
@@ -285,8 +288,14 @@ class Replay:
                 job = self._jobs[choice.name]
                 self._move(job, Stage.PREFILL)
                 job.times.placed_at = self.loop.now
-                job.prefill = self._prefill[choice.prefill_worker]
-                job.prefill.submit(job.request)
+                if choice.on_decode:
+                    job.decode = self._decode[choice.decode_worker]
+                    job.decode.submit(job.request)
+                    self._report_load(job.decode)
+                    self.measured.on_decode += 1
+                else:
+                    job.prefill = self._prefill[choice.prefill_worker]
+                    job.prefill.submit(job.request)
             if not self.decode_is_full:
                 return
             # The first of the queue may find room after any step, also after those of runs that have ended by now.
@@ -316,6 +325,7 @@ class Replay:
     def progressed(self, worker: PrefillWorker, progress: Progress) -> None:
         job = self._job(progress.sequence_id)
         job.computed, job.times.cached = progress.computed, progress.cached
+        _present(self.table.get(worker.name)).load = Load(prompt_cost=worker.scheduler.prompt_cost)
         if progress.first_token is not None:
             job.times.prefilled_at = self.loop.now
             worker.cached += progress.cached
@@ -393,6 +403,7 @@ class Replay:
     def _received(self, job: _Job) -> None:
         decode = _present(job.decode)
         job.times.received_at = self.loop.now
+        self.dispatcher.handed_over(job.choice, self.loop.now)
         decode.received(job.request.sequence_id)
         _present(job.prefill).release(job.request.sequence_id)
         self._move(job, Stage.DECODE)
@@ -402,7 +413,10 @@ class Replay:
     # Decode workers report.
 
     def running(self, worker: DecodeWorker, sequence: SequenceId) -> None:
-        self._job(sequence).times.running_at = self.loop.now
+        job = self._job(sequence)
+        job.times.running_at = self.loop.now
+        if job.choice.on_decode:
+            job.times.started_at = self.loop.now
 
     def advanced(self, worker: DecodeWorker, sequences: Sequence[SequenceId], run: Run, steps: int) -> None:
         gaps, front, now = self.measured.gaps, self.shape.decode.front, run.ends_at(steps)
@@ -419,11 +433,19 @@ class Replay:
         self._report_load(worker)
 
     def decoded(self, worker: DecodeWorker, tokens: Sequence[TokenEvent], ended: Sequence[SequenceEnded]) -> None:
+        later: list[_Job] = []
         for event in tokens:
             job = self._job(event.sequence)
-            self._produced(job, event.first_index + len(event.tokens))
+            if job.choice.stage is Stage.PREFILL:
+                job.times.prefilled_at, job.times.cached = self.loop.now, event.cached_tokens
+                self._move(job, Stage.DECODE)
+                self._produced(job, len(event.tokens))
+                self._first_token(job)
+            else:
+                self._produced(job, event.first_index + len(event.tokens))
+                later.append(job)
         self._report_load(worker)
-        self._later_tokens([self._job(event.sequence) for event in tokens])
+        self._later_tokens(later)
         for end in ended:
             self._end(self._job(end.sequence))
         if ended and self._parked:
@@ -433,7 +455,9 @@ class Replay:
     def _report_load(self, worker: DecodeWorker) -> None:
         scheduler = worker.scheduler
         _present(self.table.get(worker.name)).load = Load(
-            blocks_free=scheduler.blocks.num_free, preempted=scheduler.num_preempted
+            blocks_free=scheduler.blocks.num_free,
+            preempted=scheduler.num_preempted,
+            prompt_cost=scheduler.prompt_cost,
         )
 
     def _produced(self, job: _Job, tokens: int) -> None:

@@ -112,6 +112,8 @@ class Outcome:
     steps_at_once: int
     """Decode steps that were computed many at once (sim/scale/at_once.py)."""
     events: int
+    on_decode: int
+    """Requests whose prompts decode workers computed."""
 
 
 @dataclass(slots=True)
@@ -127,6 +129,7 @@ class Measured:
     steps: int = 0
     steps_at_once: int = 0
     preemptions: int = 0
+    on_decode: int = 0
 
 
 def summary(measured: Measured, slo: Slo, prefill_s: float, decode_s: float, events: int) -> Outcome:
@@ -159,6 +162,7 @@ def summary(measured: Measured, slo: Slo, prefill_s: float, decode_s: float, eve
         steps=measured.steps,
         steps_at_once=measured.steps_at_once,
         events=events,
+        on_decode=measured.on_decode,
     )
 
 

@@ -219,7 +219,7 @@ class DecodeWorker:
         cores: tuple[int, ...] = (),
     ) -> None:
         kind = calibration.decode_worker
-        self.name, self.costs = name, calibration.decode
+        self.name, self.costs, self._prompts = name, calibration.decode, calibration.prefill
         speculation = _speculation(calibration, layout)
         running = kind.max_running or 1 << 20
         self.scheduler = DecodeScheduler(
@@ -247,6 +247,13 @@ class DecodeWorker:
         self.wake()
         return sequence.prefix_tokens
 
+    def submit(self, request: GenerateRequest) -> None:
+        """Starts a sequence whose prompt is computed here."""
+        self.interrupt()
+        self.scheduler.submit(request, self._loop.now)
+        self._new.add(request.sequence_id)
+        self.wake()
+
     def received(self, sequence: SequenceId) -> None:
         if (run := self._run) is not None and (done := run.ended_by(self._loop.now)) < run.steps - 1:
             cancel(run.timer)
@@ -273,7 +280,7 @@ class DecodeWorker:
         if plan is None:
             raise InvariantError(f"{self.name} has no step {done + 1} of {run.steps}")
         self._busy = True
-        seconds = self.costs.seconds(plan)
+        seconds = self._seconds(plan)
         self._measured.decode_busy_s += seconds
         self.counts.add(1, seconds, len(plan.rows))
         self._loop.at(run.ends_at(done + 1), self._stepped, plan, seconds)
@@ -299,10 +306,20 @@ class DecodeWorker:
                 if row.sequence_id in self._new:
                     self._new.discard(row.sequence_id)
                     self._owner.running(self, row.sequence_id)
-        seconds = self.costs.seconds(plan, sum(draft.num_draft_tokens for draft in plan.drafts))
+        seconds = self._seconds(plan)
         self._measured.decode_busy_s += seconds
         self.counts.add(1, seconds, len(plan.rows))
         self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
+
+    def _seconds(self, plan: StepPlan) -> float:
+        """Returns the seconds of a step. Where tokens of long rows were not measured, they cost what they cost at
+        prefill; so does their attention."""
+        seconds = self.costs.seconds(plan, sum(draft.num_draft_tokens for draft in plan.drafts))
+        for row in plan.rows:
+            if (count := len(row.tokens)) > 1:
+                seconds += self._prompts.pair_s * count * (row.start + (count + 1) / 2)
+                seconds += 0.0 if self.costs.token_s else self._prompts.token_s * (count - 1)
+        return seconds
 
     def _generating(self) -> bool:
         return any(s.state is not State.RECEIVING for s in self.scheduler.sequences.values())
@@ -364,7 +381,8 @@ def _speculation(calibration: Calibration, layout: KVLayout) -> Speculation:
     probability."""
     costs, kind = calibration.decode, calibration.decode_worker
     points = [(rows, costs.plain_s(rows, 0.0)) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
-    long = [(n, costs.base_s + (costs.token_s or costs.row_s) * n) for n in (1, 16, 128, kind.step_tokens + 129)]
+    token_s = costs.token_s or calibration.prefill.token_s
+    long = [(n, costs.base_s + costs.row_s + token_s * (n - 1)) for n in (1, 16, 128, kind.step_tokens + 129)]
     each = [(rows, costs.draft_s / 2 * rows) for rows, _ in points]
     draft = [(rows, costs.draft_s / 2 * rows) for rows, _ in points]
     model = StepModel(long, draft, rows=points, per_draft_token=each, step_tokens=kind.step_tokens)

@@ -27,6 +27,8 @@ TIMELINE = {
     "first_token_ms": 500.0,
     "prefill_worker": "p0",
     "decode_worker": "d0",
+    "revision": "",
+    "split": None,
     "spans": [
         {"name": "queue", "start_ms": 0.0, "ms": 250.0, "worker": ""},
         {"name": "prefill", "start_ms": 250.0, "ms": 750.0, "worker": "p0"},

@@ -78,9 +78,10 @@ def test_every_state_can_finish_and_prefill_and_decode_states_never_mix() -> Non
     after = {state: {s for (before, _), t in TABLE.items() if before is state for s in t.states} for state in State}
     assert all(State.FINISHED in states for state, states in after.items() if state is not State.FINISHED)
     assert not after[State.FINISHED]
-    prefill = {State.WAITING, State.PREFILLING, State.PREFILLED}
+    assert State.WAITING not in set().union(*after.values()), "it is the first state, in both tiers"
+    prefill = {State.PREFILLING, State.PREFILLED}
     decode = {State.RECEIVING, State.READY, State.RUNNING, State.PREEMPTED}
-    assert prefill | decode | {State.FINISHED} == set(State)
+    assert prefill | decode | {State.WAITING, State.FINISHED} == set(State)
     for mine, others in ((prefill, decode), (decode, prefill)):
         assert not set().union(*(after[state] for state in mine)) & others
 

@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.blocks import Holder
 from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.prefix_cache import CACHE
-from baton.core.request import SequenceId, finish_reason
+from baton.core.request import GenerateRequest, SequenceId, finish_reason
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
 from decode.speculation.drafts import Drafts, ModelDrafts, NgramDrafts
 from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from tests.support.builders import EOS, make_decode, make_layout, make_request
 from tests.support.decode_contract import Tracked, WrittenKV
 
@@ -35,6 +36,7 @@ class DecodeMachine(RuleBasedStateMachine):
         draft_blocks=st.integers(1, 8),
         length=st.integers(0, 4),
         prefix_cache=st.sampled_from([True, True, False]),
+        step_tokens=st.sampled_from([3, 512]),
     )
     def start(
         self,
@@ -45,11 +47,12 @@ class DecodeMachine(RuleBasedStateMachine):
         draft_blocks: int,
         length: int,
         prefix_cache: bool,
+        step_tokens: int,
     ) -> None:
         drafts: Drafts | None = NgramDrafts() if kind == "ngram" else None
         if kind == "model":
             drafts = ModelDrafts(make_layout(block_size), draft_blocks, 40)
-        speculation = Speculation(drafts, fixed_length=length)
+        speculation = Speculation(drafts, StepModel(step_tokens=step_tokens), fixed_length=length)
         self.size = block_size
         self.scheduler = make_decode(
             num_blocks,
@@ -84,10 +87,29 @@ class DecodeMachine(RuleBasedStateMachine):
         known = data.draw(st.sampled_from(self.ever))[:prompt]
         self.offer(known, output, more, priority, salt)
 
-    def offer(self, tokens: tuple[int, ...], output: int, more: int, priority: int, salt: str) -> None:
+    @rule(
+        prompt=st.integers(1, 12),
+        output=st.integers(0, 3),
+        more=st.integers(1, 12),
+        priority=st.sampled_from([0, 0, 1]),
+        data=st.data(),
+    )
+    def submit(self, prompt: int, output: int, more: int, priority: int, data: st.DataObject) -> None:
+        """A sequence whose prompt is computed here."""
+        request = self.request(data.draw(st.sampled_from(self.ever))[:prompt], output, more, priority, "")
+        exceeds = self.scheduler.layout.blocks_for(request.max_kv_tokens) > self.scheduler.blocks.num_blocks
+        try:
+            self.scheduler.submit(request, self.now)
+        except Unavailable as error:
+            assert error.code == "exceeds_pool" and exceeds
+            return
+        assert not exceeds and not self.scheduler.block_ids(request.sequence_id)
+        given = list(request.output)
+        self.sequences[request.sequence_id] = Tracked(request, given, len(given), phase="here")
+
+    def request(self, tokens: tuple[int, ...], output: int, more: int, priority: int, salt: str) -> GenerateRequest:
         self.reserved += 1
-        prompt = len(tokens)
-        request = make_request(
+        return make_request(
             f"r{self.reserved}",
             tokens,
             output + more,
@@ -95,6 +117,9 @@ class DecodeMachine(RuleBasedStateMachine):
             priority=priority,
             cache_salt=salt,
         )
+
+    def offer(self, tokens: tuple[int, ...], output: int, more: int, priority: int, salt: str) -> None:
+        prompt, request = len(tokens), self.request(tokens, output, more, priority, salt)
         pool, layout = self.scheduler.blocks, self.scheduler.layout
         needed, most = layout.blocks_for(prompt + output), layout.blocks_for(prompt + output + more - 1)
         try:

@@ -39,6 +39,12 @@ def test_each_span_is_shown_with_its_share_of_the_time() -> None:
     assert lines[6].split() == ["all", "100.0", "100%"]
 
 
+def test_reason_why_the_prompt_was_computed_there_is_shown() -> None:
+    out = io.StringIO()
+    print_request([row("r", split={"reason": "on decode: decode-0 4.0 ms [x]"})], Console(file=out, width=120))
+    assert out.getvalue().splitlines()[1] == "prompt on decode: decode-0 4.0 ms [x]"
+
+
 def slices(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return (event for event in trace["traceEvents"] if event["ph"] == "X")
 

@@ -22,6 +22,8 @@ CHOICE = "coordinator/policy/choice.py"
 FAIR_QUEUE, T_FAIR_QUEUE = "coordinator/policy/fair_queue.py", "tests/coordinator/test_policy_fair_queue.py"
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
+POLICY_SPLIT, T_SPLIT = "coordinator/policy/split.py", "tests/coordinator/test_policy_split.py"
+D_SCHEDULER, T_PROMPTS = "decode/scheduler.py", "tests/decode/test_prompts.py"
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK, T_CLASSES = (
     f"tests/coordinator/test_policy_{name}.py"
     for name in ("requests", "dispatch", "workers", "journal", "pick", "classes")
@@ -338,8 +340,15 @@ FAULTS = (
     Fault(FAIR_QUEUE, "self.tokens += tokens", "self.tokens += abs(tokens)", T_DISPATCH),
     # Classes.
     Fault(DISPATCH, "continues(before, facts) is None]", "True]", T_CLASSES),
-    Fault(DISPATCH, "if each.complete(decode=decode)]", "if each.workers]", T_CLASSES),
-    Fault(DISPATCH, "return (min(sides), max(sides))", "return (max(sides), min(sides))", T_CLASSES),
+    Fault(DISPATCH, "if all(pool.capacity() for pool in self._pools(choice, each))]", "if each.workers]", T_CLASSES),
+    Fault(DISPATCH, "return min(sides), max(sides)", "return max(sides), min(sides)", T_CLASSES),
+    # Where prompts are computed.
+    Fault(
+        DISPATCH, "able = (w for w, count in tokens_at.items() if w.accepts_prompt(count))", "able = tokens_at", T_SPLIT
+    ),
+    Fault(POLICY_SPLIT, "streams * on_decode.own_s", "0.0", T_SPLIT),
+    Fault(D_SCHEDULER, "if streams else model.step_tokens", "if running > long else model.step_tokens", T_PROMPTS),
+    Fault(D_SCHEDULER, "if blocked or self._shares_with_running(sequence):", "if blocked:", T_PROMPTS),
     # Workers.
     Fault(
         WORKERS,
@@ -424,8 +433,8 @@ FAULTS = (
     ),
     Fault(
         "decode/scheduler.py",
-        "if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here):",
-        "if not self.cache.allocate(sequence, needed, *holders, leave=here):",
+        "if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here + due):",
+        "if not self.cache.allocate(sequence, needed, *holders, leave=here + due):",
         "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
     ),
     Fault(
@@ -585,7 +594,7 @@ FAULTS = (
         "tests/launch/test_doctor.py",
     ),
     # Pooling.
-    Fault("prefill/scheduler.py", ' and request.pooling != "mean"', "", "tests/prefill/test_scheduler.py"),
+    Fault("baton/core/request.py", ' or self.pooling == "mean"', "", "tests/prefill/test_scheduler.py"),
     Fault(
         "baton/core/sequence.py",
         'self.num_tokens if self.request.pooling == "mean" else 1',
@@ -593,6 +602,6 @@ FAULTS = (
         "tests/prefill/test_scheduler.py",
     ),
     Fault("baton/engine/pooling.py", ".mul_(SCALE).round_()", ".mul_(SCALE)", "tests/engine/test_pooling.py"),
-    Fault(DISPATCH, "decode, before = choice.needs_decode,", "decode, before = True,", T_REQUESTS),
+    Fault(DISPATCH, "each.pools[: 1 + choice.needs_decode] if apart", "each.pools if apart", T_REQUESTS),
     Fault("coordinator/several_prompts.py", "min(len(submissions), AT_ONCE))]", "len(submissions))]", T_POOLING),
 )

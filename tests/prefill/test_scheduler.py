@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps
+from baton.core.long_rows import AGEING_TOKENS_PER_S, MAX_SCORED_TOKENS
 from baton.core.request import SamplingParams, TokenLogprob
 from baton.core.step import GrammarFailure, StepOutcome, without_unsampled
-from prefill.scheduler import AGEING_TOKENS_PER_S, MAX_SCORED_TOKENS, PrefillResult, PrefillScheduler, Progress
+from prefill.scheduler import PrefillResult, PrefillScheduler, Progress
 from tests.support.builders import EOS, make_outcome, make_prefill, make_request
 
 

@@ -113,7 +113,7 @@ BUGS = (
         "blocked head of the queue is never looked at again",
         2,
         "coordinator/policy/pool.py",
-        "        if room > self.room:\n            self._pool.grown = True\n",
+        "        if room > self.room:\n            self.pool.grown = True\n",
         "",
     ),
     # Membership.
@@ -295,5 +295,5 @@ BUGS = (
         "            self.drafts.close(sequence)\n",
         "",
     ),
-    bug("mean reuses a cached prefix", 4, P_SCHEDULER, ' and request.pooling != "mean"', ""),
+    bug("mean reuses a cached prefix", 4, "baton/core/request.py", ' or self.pooling == "mean"', ""),
 )

@@ -42,6 +42,7 @@ def test_one_request_takes_what_its_parts_cost() -> None:
         pytest.param(shape(max_running=4), even(60, 0.03), id="more than run at once"),
         pytest.param(shape(2, 2), even(50, 0.05, 6000, 30), id="prompts of several steps"),
         pytest.param(shape(), [TraceRow(i / 9, 20, 1 + i % 2) for i in range(30)], id="short outputs"),
+        pytest.param(replace(shape(0, 2), split="never"), even(60, 0.05, 900, 30), id="prompts on decode"),
         pytest.param(shape(3, 9), scaled(first_seconds(read_trace(trace_path("azure-conv")), 40), 3, 1), id="trace"),
     ],
 )
@@ -54,6 +55,23 @@ def test_steps_at_once_equal_steps_one_by_one(cluster: ClusterShape, rows: list[
     assert (fast.steps, fast.preemptions, fast.itl.count) == (slow.steps, slow.preemptions, slow.itl.count)
     assert fast.decode_utilisation == pytest.approx(slow.decode_utilisation, rel=1e-6)
     assert fast.itl.p99 == pytest.approx(slow.itl.p99, rel=0.02)
+
+
+def test_one_request_on_decode_takes_its_prompt_and_its_tokens() -> None:
+    outcome = Replay(replace(shape(0), split="never"), [TraceRow(0.0, 1000, 11)]).run(SLO)
+    costs = CALIBRATION.decode
+    attention_s = CALIBRATION.prefill.pair_s * 1000 * 1001 / 2
+    prompt_s = costs.plain_s(1, 512) + costs.plain_s(1, 1000) + costs.token_s * 998 + attention_s
+    assert outcome.ttft.p50 == pytest.approx(CALIBRATION.front.request_s + prompt_s, rel=1e-9)
+    assert outcome.tpot.p50 == pytest.approx(sum(costs.plain_s(1, 1001 + i) for i in range(10)) / 10, rel=1e-9)
+    assert (outcome.on_decode, outcome.prefill_utilisation) == (1, 0.0)
+
+
+def test_auto_moves_prompts_to_decode_while_prefill_is_busy() -> None:
+    rows = even(60, 0.02, 3000, 20)
+    always, auto = (Replay(replace(shape(1, 2), split=split), rows).run(SLO) for split in ("always", "auto"))
+    assert 0 < auto.on_decode < 60 and always.on_decode == 0
+    assert auto.ttft.p99 < always.ttft.p99
 
 
 def test_short_blocks_preempt_and_queue() -> None:

@@ -78,9 +78,12 @@ def make_decode(
     max_running: int = 8,
     speculation: Speculation | None = None,
     prefix_cache: bool = True,
+    plan_ahead: bool = False,
 ) -> DecodeScheduler:
     layout = make_layout(block_size)
-    return DecodeScheduler(layout, num_blocks, max_running, speculation, prefix_cache=prefix_cache)
+    return DecodeScheduler(
+        layout, num_blocks, max_running, speculation, prefix_cache=prefix_cache, plan_ahead=plan_ahead
+    )
 
 
 def fill_cache(scheduler: PrefillScheduler | DecodeScheduler, share: float) -> None:
@@ -125,7 +128,9 @@ def make_join(
 ) -> Join:
     """A worker whose role follows from the first letter of its name."""
     role: Role = "prefill" if name[0] == "p" else "decode"
-    return Join(name, role, incarnation, make_facts(**facts), "127.0.0.1:1", "", (11,), blocks, step_tokens)
+    address = "127.0.0.1:1"
+    join = Join(name, role, incarnation, make_facts(**facts), address, "", (11,), blocks, step_tokens)
+    return replace(join, computes_prompts=role == "decode")
 
 
 def add_worker(

@@ -59,7 +59,7 @@ class Placing:
         for choice in self.dispatcher.place():
             self._move(choice, Stage.PREFILL)
             targets = [target.worker_id for target in choice.targets]
-            assert targets[:1] == [choice.decode_worker] * choice.needs_decode
+            assert choice.on_decode or targets[:1] == [choice.decode_worker] * choice.needs_decode
             placements.append(Placement(choice.name.request_id, choice.prefill_worker, *targets))
         return placements
 
