@@ -71,8 +71,8 @@ BUGS = (
         "reservation kept after the end",
         1,
         DISPATCH,
-        "            self.expectation.ended(choice.produced)\n        self.release(choice)\n",
-        "            self.expectation.ended(choice.produced)\n        self._dequeue(choice)\n",
+        "        self._queue.charge(choice)\n        self.release(choice)\n",
+        "        self._queue.charge(choice)\n",
     ),
     bug(
         "loss of a decode worker ignored",
