@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +17,7 @@ from baton.runtime.options import NumberRange, config_command, run_main
 from launch.autoscale.command import autoscale_command
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
+from launch.drain import control_options
 from launch.kubernetes.config import KubernetesConfig
 from launch.report_command import report_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
@@ -160,26 +160,6 @@ def top_command(url: str, every_s: float, shown: int) -> int:
     return 0
 
 
-def _control_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Adds the options of commands that a coordinator's control port takes."""
-    for option in (
-        click.option(
-            "--cluster-tls-dir",
-            default="",
-            metavar="DIR",
-            help="directory with operator.pem, for a cluster that uses TLS",
-        ),
-        click.option(
-            "--cluster-token-file", default="", metavar="FILE", help="file with the cluster token; needed off loopback"
-        ),
-        click.option(
-            "--coordinator", default="", metavar="HOST:PORT", help="control address, if URL does not report it"
-        ),
-    ):
-        command = option(command)
-    return command
-
-
 @baton.command("drain")
 @click.argument("worker")
 @click.argument("url", default=DEFAULT_URL)
@@ -190,7 +170,7 @@ def _control_options(command: Callable[..., int]) -> Callable[..., int]:
     type=NumberRange(min=0.0, max=86400.0),
     help="time for running requests to finish; then they are rescheduled on other workers",
 )
-@_control_options
+@control_options
 def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:
@@ -210,7 +190,7 @@ def drain_command(
     help="time for running requests to finish; then they are rescheduled on other workers; default 0.5 to decode,"
     " 30 to prefill",
 )
-@_control_options
+@control_options
 def flip_command(
     worker: str,
     role: Role,
@@ -232,7 +212,7 @@ def flip_command(
 @click.argument("shares", nargs=-1, metavar="[NAME=PERCENT]...")
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="the cluster")
 @click.option("--clear", is_flag=True, help="remove all other shares: requests go to every revision, by its room")
-@_control_options
+@control_options
 def traffic_command(
     shares: tuple[str, ...], url: str, clear: bool, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:

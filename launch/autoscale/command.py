@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,6 +17,7 @@ from baton.core.names import host_port_error
 from baton.runtime.options import NumberRange
 from launch.autoscale.law import Policy
 from launch.capacity.command import FILE, load_options, load_rows, read_calibration, write_file
+from launch.drain import FLIP_S, control_options, drain
 from sim.scale.planner import Size
 from sim.stats import Slo
 
@@ -67,6 +69,12 @@ WORKERS_LIMIT = 1 << 14
     metavar="HOST:PORT",
     help="Where KEDA's operator dials (external-push).",
 )
+@click.option(
+    "--flip",
+    is_flag=True,
+    help="Keep the number of workers: change the role of one at a time to the split that the sizes ask for.",
+)
+@control_options
 @click.option("--dry-run", is_flag=True, help="Decide for a simulated cluster with --trace or --rate; act on nothing.")
 @click.option("--json", "json_path", type=FILE, help="Write the outcome of --dry-run as JSON.")
 @load_options
@@ -80,14 +88,18 @@ def autoscale_command(
     idle_s: float,
     every_s: float,
     listen: str,
+    flip: bool,
+    coordinator: str,
+    cluster_token_file: str,
+    cluster_tls_dir: str,
     dry_run: bool,
     json_path: str | None,
     slo: Slo | None,
     slo_share: float,
     **load: Any,  # the other options of a load
 ) -> int:
-    """Decide how many workers the cluster at URL should have, and answer KEDA. `baton up --autoscale` starts and drains
-    them itself."""
+    """Decide how many workers the cluster at URL should have, and answer KEDA, or with --flip change their roles.
+    `baton up --autoscale` starts and drains them itself."""
     if slo is None:
         raise StartupError("--slo is required, for example --slo ttft=1,tpot=50ms")
     kind = read_calibration(calibration)
@@ -101,12 +113,16 @@ def autoscale_command(
         down_s,
         idle_s,
     )
+    if flip and (dry_run or not limit.decode):
+        raise StartupError("--flip acts on a running cluster with both roles: without --dry-run and --max-decode 0")
     if dry_run:
         return _dry_run(policy, json_path, load)
     if load["trace"] or load["rate"]:
         raise StartupError("--trace and --rate need --dry-run")
     if wrong := host_port_error(listen):
         raise StartupError(f"--listen {wrong}")
+    if flip:
+        return _flip(policy, url, every_s, coordinator, cluster_token_file, cluster_tls_dir)
     return _serve(policy, url, listen, every_s)
 
 
@@ -125,6 +141,24 @@ def _serve(policy: Policy, url: str, listen: str, every_s: float) -> int:
     opened: Callable[[int], None] = lambda bound: log(f"cluster {url}   KEDA external-push {host}:{bound}")  # noqa: E731
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(Autoscaler(policy, url, log), host, int(port), every_s, opened))
+    return 0
+
+
+def _flip(policy: Policy, url: str, every_s: float, *control: str) -> int:
+    from launch.autoscale.flip import next_flip
+    from launch.autoscale.observe import Autoscaler
+    from launch.console import Console
+
+    console = Console()
+    autoscaler = Autoscaler(policy, url, lambda line: console.stage("autoscale", line))
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:  # until Ctrl-C
+            need = autoscaler.look()
+            if need is not None and (sample := autoscaler.sample) is not None:
+                flip = next_flip(sample, need, autoscaler.present)
+                if flip is not None:
+                    drain(flip.worker, url, FLIP_S[flip.role], flip.role, *control)
+            time.sleep(every_s)
     return 0
 
 

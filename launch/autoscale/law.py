@@ -170,7 +170,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Sizing:
     """The size to have from now on. `reasons` has the numbers behind each role; `unmet` says which limit more workers
     cannot meet."""
 
@@ -197,7 +197,7 @@ class Demand:
     factor: float = 1.0
 
 
-def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Decision, Memory]:
+def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizing, Memory]:
     """Returns the size for what the samples so far show, and the memory for the next call."""
     if problem := sample.problem():
         return _unchanged(policy, memory, f"unchanged: {problem} is not a number"), memory
@@ -226,12 +226,12 @@ def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Decis
         reasons.append(reason)
     memory = _together(policy, replace(memory, prefill=states[0], decode=states[1]))
     size = Size(memory.prefill.size, memory.decode.size)
-    return Decision(size, (reasons[0], reasons[1]), "; ".join(unmet)), memory
+    return Sizing(size, (reasons[0], reasons[1]), "; ".join(unmet)), memory
 
 
-def _unchanged(policy: Policy, memory: Memory, why: str) -> Decision:
+def _unchanged(policy: Policy, memory: Memory, why: str) -> Sizing:
     bounded = (_bounded(policy, "prefill", memory.prefill.size), _bounded(policy, "decode", memory.decode.size))
-    return Decision(Size(*bounded), (why, why))
+    return Sizing(Size(*bounded), (why, why))
 
 
 def _bounded(policy: Policy, role: Role, size: int) -> int:

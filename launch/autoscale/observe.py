@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import StartupError
-from launch.autoscale.law import ClusterSample, Decision, Memory, Policy, WorkerSample, decide
+from launch.autoscale.law import ClusterSample, Memory, Policy, Sizing, WorkerSample, decide
 from launch.cluster_api import get_cluster, get_metrics
 from sim.scale.planner import Size
 from sim.stats import Slo
@@ -27,8 +27,10 @@ class Autoscaler:
         self._policy, self._url, self._log = policy, url, log
         self._memory = Memory()
         self._problem = ""  # the last one, so that it is logged once
-        self.decision: Decision | None = None  # the last one
+        self.decision: Sizing | None = None  # the last one
         self.roles: dict[str, str] = {}  # of the workers that were ready
+        self.sample: ClusterSample | None = None  # the last one
+        self.present = 0  # workers that were not lost
 
     def look(self) -> Size | None:
         """Returns the size to have now; None before the first look at the cluster. While the coordinator does not
@@ -39,6 +41,7 @@ class Autoscaler:
         except (StartupError, KeyError, TypeError, ValueError) as error:
             self._report(f"unchanged: {error}")
             return None if self.decision is None else self.decision.size
+        self.sample, self.present = sample, sum(row["state"] != "lost" for row in document["workers"])
         self.roles = {worker.name: worker.role for worker in sample.workers}
         before = self.decision
         self.decision, self._memory = decide(self._policy, self._memory, sample)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.core.commands import Role
-from launch.autoscale.law import DECODE, PREFILL, ClusterSample, Decision, Memory, Policy, WorkerSample, decide
+from launch.autoscale.law import DECODE, PREFILL, ClusterSample, Memory, Policy, Sizing, WorkerSample, decide
 from sim.scale.planner import Size
 from sim.scale.replay import ClusterShape, Replay
 from sim.scale.results import Outcome, Times
@@ -22,7 +22,7 @@ EVERY_S = 5.0
 @dataclass(frozen=True, slots=True)
 class Change:
     at_s: float
-    decision: Decision
+    decision: Sizing
 
 
 @dataclass(frozen=True, slots=True)

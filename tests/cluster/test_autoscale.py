@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,3 +73,38 @@ async def test_workers_follow_the_load_from_zero_and_back(tmp_path: Path) -> Non
         output = running.output.read_text()
         assert output.count("left") >= 4 and "0 prefill + 0 decode" in output
         assert "2 prefill + 2 decode: prefill" in output and "uncached tokens" in output
+
+
+async def test_a_fixed_number_of_workers_changes_roles_with_the_load(tmp_path: Path) -> None:
+    """Prompts of one token ask for decode workers, so that of two prefill workers one becomes a decode worker."""
+    model = make_checkpoint(tmp_path / "m", arch="llama")
+    with cluster(model, run_dir=tmp_path / "run", prefill=2, decode=1, served_model_name="m") as running:
+        command = ["autoscale", running.url, "--calibration", _calibration(tmp_path), "--slo", "ttft=60,tpot=200ms"]
+        token = ["--cluster-token-file", str(running.run_dir / "cluster.token")]
+        log = (tmp_path / "autoscale.log").open("w")
+        scaler = subprocess.Popen(
+            [sys.executable, "-m", "launch.cli", *command, "--flip", *token], stdout=log, stderr=log
+        )
+        stop = asyncio.Event()
+
+        async def client(http: httpx.AsyncClient, number: int) -> None:
+            while not stop.is_set():
+                answer = await http.post("/v1/completions", json=body([number + 3] * 2, 60))
+                assert answer.status_code == 200, answer.text
+
+        def flipped(running: Cluster) -> bool:
+            rows = running.workers()
+            return _ready(running) == set(rows) and [row["role"] for row in rows.values()].count("decode") == 2
+
+        async with httpx.AsyncClient(base_url=running.url, timeout=300.0) as http:
+            clients = [asyncio.create_task(client(http, number)) for number in range(8)]
+            try:
+                await asyncio.to_thread(running.wait_until, flipped, "two decode workers", 120.0)
+            finally:
+                stop.set()
+                scaler.send_signal(signal.SIGINT)
+                assert scaler.wait(30) == 0, (tmp_path / "autoscale.log").read_text()
+                log.close()
+            await asyncio.gather(*clients)
+            assert (await http.get("/workers")).json()["flips"] == {"decode": 1}
+        assert "joined as decode" in (tmp_path / "autoscale.log").read_text()

@@ -132,7 +132,7 @@ def test_scripts_are_executable_and_parse() -> None:
 def test_decisions_are_numbered_and_listed() -> None:
     directory = ROOT / "docs/decisions"
     pages = sorted(p.name for p in directory.glob("[0-9]*.md"))
-    assert len({p[:4] for p in pages}) == len(pages)
+    assert [p[:4] for p in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
     index = (directory / "README.md").read_text(encoding="utf-8")
     for page in pages:
         text = (directory / page).read_text(encoding="utf-8")

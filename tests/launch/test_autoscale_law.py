@@ -11,10 +11,10 @@ import pytest
 from launch.autoscale.law import (
     LONG_WINDOW_S,
     ClusterSample,
-    Decision,
     Memory,
     Policy,
     RoleState,
+    Sizing,
     WorkerSample,
     decide,
     rows_within,
@@ -47,7 +47,7 @@ class Fluid:
         self.queued = 0
         self.slowness, self.starts = 1.0, True
         self.counts: dict[str, WorkerSample] = {}
-        self.decisions: list[Decision] = []
+        self.decisions: list[Sizing] = []
 
     def sample(self) -> ClusterSample:
         workers = []
