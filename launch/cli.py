@@ -17,7 +17,7 @@ from baton.runtime.options import NumberRange, config_command, run_main
 from launch.autoscale.command import autoscale_command
 from launch.bench.command import bench_command
 from launch.capacity.command import calibrate_command, plan_command, simulate_command
-from launch.drain import control_options
+from launch.control_options import FLIP_S, control_options
 from launch.kubernetes.config import KubernetesConfig
 from launch.report_command import report_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
@@ -202,7 +202,7 @@ def flip_command(
 ) -> int:
     """Change WORKER of the cluster at URL to ROLE while requests run: it drains and joins again, and keeps its weights
     and cached KV."""
-    from launch.drain import FLIP_S, drain
+    from launch.drain import drain
 
     timeout_s = FLIP_S[role] if timeout_s is None else timeout_s
     return drain(worker, url, timeout_s, role, coordinator, cluster_token_file, cluster_tls_dir)

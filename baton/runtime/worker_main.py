@@ -40,7 +40,6 @@ from baton.runtime.process import (
     record_error,
     send_heartbeats,
 )
-from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
 
 if TYPE_CHECKING:
@@ -230,6 +229,8 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 def with_certificates(config: WorkerConfig) -> WorkerConfig:
     """Returns the config with `both_roles` off if it is not required and the certificate of one role is missing. Raises
     StartupError if it is required."""
+    from baton.runtime.tls_files import read_cluster_tls
+
     try:
         for role in get_args(Role) if config.both_roles != "off" else ():
             read_cluster_tls(config.cluster_tls_dir, role)

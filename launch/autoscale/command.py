@@ -17,7 +17,7 @@ from baton.core.names import host_port_error
 from baton.runtime.options import NumberRange
 from launch.autoscale.law import Policy
 from launch.capacity.command import FILE, load_options, load_rows, read_calibration, write_file
-from launch.drain import FLIP_S, control_options, drain
+from launch.control_options import FLIP_S, control_options
 from sim.scale.planner import Size
 from sim.stats import Slo
 
@@ -148,6 +148,7 @@ def _flip(policy: Policy, url: str, every_s: float, *control: str) -> int:
     from launch.autoscale.flip import next_flip
     from launch.autoscale.observe import Autoscaler
     from launch.console import Console
+    from launch.drain import drain
 
     console = Console()
     autoscaler = Autoscaler(policy, url, lambda line: console.stage("autoscale", line))

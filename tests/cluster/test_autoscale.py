@@ -100,6 +100,8 @@ async def test_a_fixed_number_of_workers_changes_roles_with_the_load(tmp_path: P
             clients = [asyncio.create_task(client(http, number)) for number in range(8)]
             try:
                 await asyncio.to_thread(running.wait_until, flipped, "two decode workers", 120.0)
+                reported = lambda _: "joined as decode" in (tmp_path / "autoscale.log").read_text()  # noqa: E731
+                await asyncio.to_thread(running.wait_until, reported, "its report")
             finally:
                 stop.set()
                 scaler.send_signal(signal.SIGINT)
@@ -107,4 +109,3 @@ async def test_a_fixed_number_of_workers_changes_roles_with_the_load(tmp_path: P
                 log.close()
             await asyncio.gather(*clients)
             assert (await http.get("/workers")).json()["flips"] == {"decode": 1}
-        assert "joined as decode" in (tmp_path / "autoscale.log").read_text()

@@ -209,9 +209,9 @@ async def test_a_canary_gets_its_share_and_is_rolled_back_while_its_stream_runs(
                 async with ask as stream:
                     lines = stream.aiter_lines()
                     await anext(lines)
+                    assert running.workers()["d9"]["running"] == 1, "its stream runs there"
                     assert "0 %" in traffic(running, "v2=0")
                     assert {await revision(session) for session in sessions} == {""}
-                    assert running.workers()["d9"]["running"] == 1, "its stream runs there"
                     received = [line async for line in lines if line.startswith("data: ")]
                 assert received[-1] == "data: [DONE]" and '"finish_reason":"length"' in "".join(received)
                 metrics = (await client.http.get("/metrics")).text

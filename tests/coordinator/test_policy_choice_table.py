@@ -168,6 +168,9 @@ def test_the_table_lists_no_stage_to_which_no_message_leads(seen: set[tuple[Stag
                     d, choice = at(stage, limit=limit, sampling=SamplingParams(prompt_logprobs=asked))
                     first(d, choice)
                     second(d, choice)
+    d = Drive("d0")  # which computes prompts, too
+    d.requests.dispatcher.split = "never"
+    tokens("d0", 6)(d, d.submit())
     table = Drive().requests.table
     listed = {(stage, event, after) for (stage, event), row in table.items() for after in row.states if after != stage}
     assert sorted(f"{a.value} {e.__name__} {b.value}" for a, e, b in listed - seen) == []

@@ -126,7 +126,6 @@ def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("coordinator", "nod", value="x"), "coordinator: unknown key 'nod'; did you mean 'node'?"),
         (put("coordinator", "node", value="frnt"), "coordinator: unknown node 'frnt'; did you mean 'front'?"),
         (put("coordinator", "port", value=0), "'port' must be a fixed port"),
-        (put("prefill", value=[]), r"no \[\[prefill\]\] worker"),
         (put("prefill", value={"node": "b"}), r"must be a list of tables, \[\[prefill\]\]"),
         (put("prefill", 0, "node", value="b"), "either 'node' or 'nodes'"),
         (put("prefill", 0, "nodes", value=["b", "x"]), r"prefill\[0\]: unknown node 'x'"),

