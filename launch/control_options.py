@@ -23,7 +23,11 @@ def control_options(command: Callable[..., int]) -> Callable[..., int]:
             help="directory with operator.pem, for a cluster that uses TLS",
         ),
         click.option(
-            "--cluster-token-file", default="", metavar="FILE", help="file with the cluster token; needed off loopback"
+            "--cluster-token-file",
+            default="",
+            envvar="BATON_CLUSTER_TOKEN_FILE",
+            metavar="FILE",
+            help="file with the cluster token; needed off loopback",
         ),
         click.option(
             "--coordinator", default="", metavar="HOST:PORT", help="control address, if URL does not report it"

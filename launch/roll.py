@@ -93,11 +93,16 @@ class Roll:
     def _all(self) -> Iterator[None]:
         groups = self._cluster.groups()
         for parts in in_turn(groups["prefill"], groups["decode"]):
-            yield from self._worker(parts)
+            if all(part.left for part in parts):
+                self._console.stage(parts[0].name, "not replaced: it was drained")
+            else:
+                yield from self._worker(parts)
         if (batches := self._cluster.batches) is not None:
             yield from self._batches(batches)
         if (coordinator := self._cluster.coordinator) is not None:
-            yield from self._coordinator(coordinator, [part for roles in groups.values() for g in roles for part in g])
+            yield from self._coordinator(
+                coordinator, [part for roles in groups.values() for g in roles for part in g if not part.left]
+            )
 
     def _worker(self, parts: list[Supervised]) -> Iterator[None]:
         name, before = parts[0].name, [part.child for part in parts]

@@ -22,6 +22,7 @@ from baton.core.prefix_keys import KeyChain
 from baton.core.request import GenerateRequest
 
 WHOLE = 100.0
+UNNAMED = "-"  # what commands call workers without a revision
 KEPT_PROMPTS = 20_000
 BLOCK_TOKENS = 16
 MAX_PREFIX_TOKENS = 4096
@@ -91,20 +92,24 @@ class Traffic:
 
 
 def parse_shares(words: Collection[str]) -> dict[str, float]:
-    """Returns the shares of words such as `v2=5`; `=95` is the share of workers without a revision.
+    """Returns the shares of words such as `v2=5`; `-=95` is the share of workers without a revision.
 
     Raises:
-        InvalidRequest: a word is not NAME=PERCENT.
+        InvalidRequest: a word is not NAME=PERCENT, or a name is given twice.
     """
-    shares = {}
+    shares: dict[str, float] = {}
     for word in words:
-        name, equals, percent = word.rpartition("=")
+        name, _, percent = word.rpartition("=")
+        revision = "" if name == UNNAMED else name
+        if name and revision in shares:
+            raise InvalidRequest(f"{name[:100]!r} is given twice", param="share")
         try:
-            shares[name] = float(percent.removesuffix("%"))
+            shares[revision] = float(percent.removesuffix("%"))
         except ValueError:
-            equals = ""
-        if not equals:
-            raise InvalidRequest(f"{word[:100]!r} is not NAME=PERCENT, such as v2=5", param="share")
+            name = ""
+        if not name:
+            wrong = f"{word[:100]!r} is not NAME=PERCENT, such as v2=5"
+            raise InvalidRequest(f"{wrong}; workers without a revision are `{UNNAMED}`", param="share")
     return shares
 
 

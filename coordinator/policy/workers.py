@@ -184,6 +184,8 @@ class WorkerTable:
             InvalidRequest: it cannot join again in that role.
         """
         worker = self.get(worker_id)
+        if worker is None and worker_id in self._next_roles:
+            raise NotFound(f"{worker_id} is changing its role and has not joined again yet", param="worker_id")
         if worker is None:
             raise NotFound(f"no worker {worker_id[:128]!r} is in this cluster", param="worker_id")
         if next_role == worker.role:

@@ -77,11 +77,17 @@ def test_tenants_do_not_share_sessions_and_remembered_prompts_are_bounded() -> N
     assert traffic._places == before, "a longer prompt is not remembered"
 
 
+def test_the_share_of_workers_without_a_revision_has_a_name() -> None:
+    assert parse_shares(["-=95", "v2=5%"]) == {"": 95.0, "v2": 5.0}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["v2"], "'v2' is not NAME=PERCENT"),
         (["v2=x"], "'v2=x' is not NAME=PERCENT"),
+        (["=5"], "'=5' is not NAME=PERCENT"),
+        (["v2=5", "v2=6"], "'v2' is given twice"),
         (["v2=101"], "the share of 'v2' is not 0 to 100: 101"),
         (["v2=-1"], "not 0 to 100"),
         (["v2=nan"], "not 0 to 100"),

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.commands import Join, Role
 from baton.core.compatibility import PROTOCOL_VERSION, Difference, difference
-from baton.core.errors import InvalidRequest, JoinRefused
+from baton.core.errors import InvalidRequest, JoinRefused, NotFound
 from baton.core.events import Load
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.liveness import REDIAL_S
@@ -311,6 +311,8 @@ def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -
     drained = workers.get("d0")
     assert drained is not None and (drained.state, drained.next_role) == ("draining", "prefill")
     workers.left("d0", 1)
+    with pytest.raises(NotFound, match="is changing its role"):
+        workers.drain("d0", 9.0, 1.5, "prefill")
     assert not workers.flips
     workers.join(join(role="prefill", incarnation=2, both_roles=True), 2.0)
     assert workers.flips == {"prefill": 1}
