@@ -209,7 +209,8 @@ async def test_a_canary_gets_its_share_and_is_rolled_back_while_its_stream_runs(
                 async with ask as stream:
                     lines = stream.aiter_lines()
                     await anext(lines)
-                    assert running.workers()["d9"]["running"] == 1, "its stream runs there"
+                    there = lambda c: c.workers()["d9"]["running"] == 1  # noqa: E731
+                    await asyncio.to_thread(running.wait_until, there, "its stream")
                     assert "0 %" in traffic(running, "v2=0")
                     assert {await revision(session) for session in sessions} == {""}
                     received = [line async for line in lines if line.startswith("data: ")]
