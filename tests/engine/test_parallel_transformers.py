@@ -4,6 +4,7 @@ itself."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,9 +28,9 @@ from tests.support.transformers_models import generated, make_transformers_check
 
 PROMPTS, NEW_TOKENS = (37, 11, 24), 24
 QUICK = ("deepseek_v3", "gpt_oss", "olmo2")  # latents and experts; a supplement; KV whole on every rank
-PART = {"afmoe": 0.77}
-"""Of the whole model, at most, on one of two ranks, if it is more than 0.67: tiny models have large norms, routers and
-latents, and the plan of AFMoE divides only experts."""
+PART = {"afmoe": 0.77, "youtu": 0.661}
+"""Of the whole model, at most, on one of two ranks, if it is more than 0.66: tiny models have large norms, routers and
+latents (Youtu's projections to them are whole), and the plan of AFMoE divides only experts."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_tokens_on_several_ranks_equal_those_that_transformers_generates(
         run(runner, jobs, seed=1)
         layer, local = runner.layout.layers[0], runner.facts[0].local_layout.layers[0]
         assert local.num_kv_heads == max(layer.num_kv_heads // ranks, 1)
-        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.67)
+        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
     assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
 
 
@@ -127,12 +128,13 @@ def test_loading_a_part_takes_no_more_than_the_part_and_its_largest_tensor(tmp_p
     paths = [
         make_transformers_checkpoint(tmp_path / name, "mixtral", **sizes) for name, sizes in (("n", {}), ("m", sizes))
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *map(str, paths)], capture_output=True, text=True, check=True, timeout=200
-    )
+    # By default glibc raises these limits as it runs, and keeps memory that was freed: now 10 MiB more, now none.
+    returned = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command, environment = [sys.executable, "-c", LOAD, *map(str, paths)], {**os.environ, **returned}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200, env=environment)
     peak, part, largest = json.loads(done.stdout)
     assert part > 30 << 20
-    assert peak < 1.1 * part + 2 * largest + (12 << 20), (peak, part, largest)
+    assert peak < part + 2 * largest, (peak, part, largest)
 
 
 def without_weights(kind: str, **changes: Any) -> Any:
