@@ -158,7 +158,12 @@ def _flip(policy: Policy, url: str, every_s: float, *control: str) -> int:
             if need is not None and (sample := autoscaler.sample) is not None:
                 flip = next_flip(sample, need, autoscaler.present)
                 if flip is not None:
-                    drain(flip.worker, url, FLIP_S[flip.role], flip.role, *control)
+                    try:
+                        drain(flip.worker, url, FLIP_S[flip.role], flip.role, *control)
+                    except StartupError as error:  # the next look decides again
+                        console.stage(
+                            "autoscale", f"{flip.worker} did not become a {flip.role} worker: {error.message}"
+                        )
             time.sleep(every_s)
     return 0
 

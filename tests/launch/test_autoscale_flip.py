@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from baton.core.errors import StartupError
+from launch.autoscale import command
 from launch.autoscale.flip import Flip, next_flip, split
 from launch.autoscale.law import ClusterSample, WorkerSample
 from sim.scale.planner import Size
@@ -56,3 +58,30 @@ def test_one_worker_changes_at_a_time_and_the_last_of_a_role_never() -> None:
     assert next_flip(cluster(1, 8), Size(9, 1), 2) is None
     assert next_flip(cluster(0, 8, 8), Size(1, 1), 2) == Flip("d1", "prefill")
     assert next_flip(cluster(1), Size(1, 9), 1) is None
+
+
+def test_a_flip_that_is_refused_does_not_end_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def refuse(worker: str, *more: object) -> int:
+        asked.append(worker)
+        raise StartupError("no reply from a coordinator")
+
+    class Looks:
+        sample, present = cluster(1, 4, 0, 2), 4
+
+        def __init__(self, *given: object) -> None:
+            pass
+
+        def look(self) -> Size:
+            if len(asked) == 2:
+                raise KeyboardInterrupt
+            return Size(2, 1)
+
+    monkeypatch.setattr("launch.drain.drain", refuse)
+    monkeypatch.setattr("launch.autoscale.observe.Autoscaler", Looks)
+    assert command._flip(None, "http://127.0.0.1:9", 0.0) == 0  # type: ignore[arg-type]
+    assert asked == ["d1", "d1"]
+    assert "d1 did not become a prefill worker: no reply from a coordinator" in capsys.readouterr().out
