@@ -282,13 +282,15 @@ class Link:
         """Sends a ping and waits for the reply. After a stall of this process it waits unread (decision 0003)."""
         reply, clock = self._expect(("ping", nonce)), ListeningClock(time.monotonic(), MAX_READ_GAP_S)
         sent_at = clock.at(time.monotonic())
-        await self._stream.send(Ping(nonce))
-        while not reply.done():
-            if clock.advance(time.monotonic()) - sent_at >= PING_LIMIT_S:
-                reply.cancel()
-                raise HandoffError(f"{self.decode_worker} sent no reply to a ping within {PING_LIMIT_S:g} s")
-            await asyncio.wait({reply}, timeout=LEASE_CHECK_S)
-        reply.result()
+        try:
+            await self._stream.send(Ping(nonce))
+            while not reply.done():
+                if clock.advance(time.monotonic()) - sent_at >= PING_LIMIT_S:
+                    raise HandoffError(f"{self.decode_worker} sent no reply to a ping within {PING_LIMIT_S:g} s")
+                await asyncio.wait({reply}, timeout=LEASE_CHECK_S)
+            reply.result()
+        finally:
+            reply.cancel()
 
 
 def _plan_edges(hello: LinkHello, welcome: LinkWelcome, address: str) -> Sequence[EdgePlan]:
