@@ -1,5 +1,5 @@
-"""The latency limits by which the coordinator counts requests, so that goodput can be told afterwards, for any of them.
-They are usual promises to users, in seconds: to the first token, and for each further one."""
+"""The latency limits by which the coordinator counts requests, so that goodput can be computed afterwards for
+any of them. They are usual promises to users, in seconds: to the first token, and for each further one."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _DRAFT_TOKENS = 4  # per row, in the longer of the two steps whose difference gi
 
 
 class DraftSetup(NamedTuple):
-    """What a worker drafts with, over all its lives as a decode worker: the draft model, if one drafts, and the costs
+    """What a worker drafts with, whenever it is a decode worker: the draft model, if one drafts, and the costs
     of steps, which it goes on to measure."""
 
     draft: Runner | None
