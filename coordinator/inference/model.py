@@ -42,9 +42,13 @@ _OTHER_NAMES = {"random_seed": "seed", "stop_words": "stop", "min_length": "min_
 _LISTS = ("stop", "bad_words")
 _FLAGS = ("stream", "exclude_input_in_output")
 _RETURNS = {f"return_{name}": name for name in (FINISH, PROMPT_TOKENS, OUTPUT_TOKENS)}
-_OF_THE_PROTOCOL = frozenset(
-    {"binary_data_output", "headers", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"}
-) | {"triton_enable_empty_final_response"}
+_WITHOUT_EFFECT = frozenset({"priority", "sequence_id", "sequence_start", "sequence_end"})
+_OF_THE_PROTOCOL = _WITHOUT_EFFECT | {
+    "binary_data_output",
+    "headers",
+    "timeout",
+    "triton_enable_empty_final_response",
+}
 """Parameters that do not say how to generate."""
 _REFUSED = ("prompt", "echo", "logprobs", "prompt_logprobs", "best_of", "stream_options", "return_token_ids", "model")
 """Fields of `/v1/completions` whose effect has no place in an inference response."""
@@ -64,11 +68,14 @@ class InferRequest:
 @dataclass(frozen=True, slots=True)
 class Generation:
     """`body` is the completion to generate, for the model of `/v1/completions`, one prompt per text. `stream` is None
-    if the request leaves it open."""
+    if the request leaves it open. `timeout_s` is the client's limit for the whole request, `ignored` the parameters of
+    the protocol that have no effect here."""
 
     body: dict[str, Any]
     prompts: tuple[str, ...]
     outputs: tuple[str, ...]
+    timeout_s: float | None = None
+    ignored: frozenset[str] = frozenset()
     stream: bool | None = None
     with_prompt: bool = True
 
@@ -94,7 +101,7 @@ def generation(request: InferRequest) -> Generation:
     if prompts is None:
         raise InvalidRequest("the input 'text_input' is required", code="missing_required_parameter", param="inputs")
     _add(fields, {name: value for name, value in request.parameters.items() if name not in _OF_THE_PROTOCOL})
-    return _generation(fields, prompts, request.outputs)
+    return _generation(fields, prompts, request.outputs, request.parameters)
 
 
 def text_generation(given: Mapping[str, Any]) -> tuple[str, Generation]:
@@ -111,12 +118,14 @@ def text_generation(given: Mapping[str, Any]) -> tuple[str, Generation]:
     if not isinstance(parameters or {}, dict):
         raise InvalidRequest("'parameters' must be an object", param="parameters")
     fields: dict[str, Any] = {}
+    protocol: dict[str, Any] = {}
     for part in (known, parameters or {}):
         options = part.get("sampling_parameters")
+        _add(protocol, {n: v for n, v in part.items() if n in _OF_THE_PROTOCOL})
         _add(fields, {n: v for n, v in part.items() if n not in _OF_THE_PROTOCOL and n != "sampling_parameters"})
         if options is not None:
             _add(fields, options if isinstance(options, dict) else _object(options))
-    return name, _generation(fields, (prompt,), ())
+    return name, _generation(fields, (prompt,), (), protocol)
 
 
 def outputs_of(made: Generation, answers: Sequence[Delta], n: int) -> list[Tensor]:
@@ -146,7 +155,9 @@ def piece_of(made: Generation, delta: Delta) -> list[Tensor]:
     return [Tensor(name, dict(OUTPUTS)[name], (1,), (values[name],)) for name in made.outputs]
 
 
-def _generation(fields: dict[str, Any], prompts: tuple[str, ...], outputs: Iterable[str]) -> Generation:
+def _generation(
+    fields: dict[str, Any], prompts: tuple[str, ...], outputs: Iterable[str], protocol: Mapping[str, Any]
+) -> Generation:
     flags = {name: fields.pop(name, None) for name in (*_FLAGS, *_RETURNS)}
     for name, flag in flags.items():
         if not isinstance(flag, bool | None):
@@ -162,7 +173,16 @@ def _generation(fields: dict[str, Any], prompts: tuple[str, ...], outputs: Itera
             raise InvalidRequest(f"there is no output {name[:100]!r}: only {', '.join(dict(OUTPUTS))}", param="outputs")
     body = fields | {"prompt": list(prompts)}
     stream = flags["stream"]
-    return Generation(body, prompts, requested, stream, not stream and not flags["exclude_input_in_output"])
+    with_prompt = not stream and not flags["exclude_input_in_output"]
+    ignored = frozenset(name for name in _WITHOUT_EFFECT if protocol.get(name))
+    return Generation(body, prompts, requested, _timeout_s(protocol.get("timeout")), ignored, stream, with_prompt)
+
+
+def _timeout_s(timeout_us: Any) -> float | None:
+    """Returns the limit that a client sets with `timeout`; 0 sets none (Triton's schedule policy extension)."""
+    if timeout_us is not None and (not isinstance(timeout_us, int) or isinstance(timeout_us, bool) or timeout_us < 0):
+        raise InvalidRequest("'timeout' must be a whole number of microseconds, at least 0", param="timeout")
+    return timeout_us / 1e6 if timeout_us else None
 
 
 def _add(fields: dict[str, Any], more: Mapping[str, Any]) -> None:

@@ -18,6 +18,8 @@ async def submissions_of(
     Raises:
         InvalidRequest: names the field at fault.
     """
+    if made.timeout_s is not None:
+        deadline_s = min(made.timeout_s, made.timeout_s if deadline_s is None else deadline_s)
     ignored = IgnoredFields(strict=strict, places=places_of(CompletionBody))
     body = validate(CompletionBody, made.body, ignored)
     options = body.options()
@@ -26,4 +28,4 @@ async def submissions_of(
     for number, prompt in enumerate(made.prompts):
         name = request_id if len(made.prompts) == 1 else f"{request_id}-{number}"
         submissions.append(await translator.from_text(name, prompt, options, params=params, deadline_s=deadline_s))
-    return submissions, body.ignored
+    return submissions, body.ignored | made.ignored

@@ -64,6 +64,17 @@ async def test_infer_returns_the_whole_text(text_model: TextModel, raw: bool) ->
         assert statistics.inference_stats.success.ns > 0 and statistics.last_inference > 0
 
 
+async def test_a_timeout_is_a_deadline_beside_that_of_the_call(text_model: TextModel) -> None:
+    generator = FakeGenerator(reply(" x"))
+    async with served(generator, text_model) as client:
+        stub = inference_pb2_grpc.GRPCInferenceServiceStub(client.channel)
+        for timeout_us, low, high in ((1_500_000, 1.5, 1.5), (10**15, 2.0, 60.0)):
+            request = asked(text("a"))
+            request.parameters["timeout"].int64_param = timeout_us
+            await stub.ModelInfer(request, timeout=30)
+            assert low <= generator.submissions[-1].deadline_s <= high
+
+
 async def test_several_texts_are_several_elements_in_their_order(text_model: TextModel) -> None:
     async with served(FakeGenerator(reply(" x")), text_model) as client:
         stub = inference_pb2_grpc.GRPCInferenceServiceStub(client.channel)

@@ -72,6 +72,28 @@ async def test_infer_with_binary_tensors_as_triton_s_client_sends_them(
     assert len(answer.content) == length + size
 
 
+async def test_triton_s_timeout_is_a_deadline_and_its_other_scheduling_parameters_are_named(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    infer = {"inputs": [tensor("text_input", "BYTES", "a")]}
+    for path, body in (("infer", infer), ("generate", {"text_input": "a"}), ("generate_stream", {"text_input": "a"})):
+        for timeout, headers, expected_s in (
+            (1_500_000, {}, 1.5),
+            (1_500_000, {"x-request-timeout-ms": "500"}, 0.5),
+            (0, {}, 600.0),
+            (10**15, {}, 600.0),
+        ):
+            parameters = {"timeout": timeout, "priority": 1, "sequence_id": 7}
+            answer = await client.post(f"{MODEL}/{path}", json=body | {"parameters": parameters}, headers=headers)
+            assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "priority, sequence_id"
+            assert generator.submissions[-1].deadline_s == expected_s
+        for wrong in (-1, 1.5, "1", True):
+            answer = await client.post(f"{MODEL}/{path}", json=body | {"parameters": {"timeout": wrong}})
+            assert answer.status_code == 400 and "'timeout' must be a whole number" in answer.text
+    answer = await client.post(f"{MODEL}/generate", json={"text_input": "a", "timeout": 2_000_000})
+    assert answer.status_code == 200 and generator.submissions[-1].deadline_s == 2.0
+
+
 async def test_generate_and_its_stream(client: httpx.AsyncClient) -> None:
     body = {"text_input": "a", "parameters": {"temperature": 0, "exclude_input_in_output": True}}
     answer = await client.post(f"{MODEL}/generate", json=body)
