@@ -108,7 +108,7 @@ class Pipeline:
             if counted:
                 self._quotas.charge(client, observed.tokens_used, time.monotonic())
             if counted and not submission.admitted:
-                self._quotas.ended(client, submission.n)
+                self._quotas.ended(client, time.monotonic(), submission.n)
             observed.end(error, first.choice.revision if first is not None else "")
 
     @contextmanager
@@ -123,7 +123,7 @@ class Pipeline:
         try:
             yield
         finally:
-            self._quotas.ended(client, choices)
+            self._quotas.ended(client, time.monotonic(), choices)
 
     def _admit(
         self,

@@ -1,4 +1,5 @@
-"""How fast the queue drains, measured: prompt tokens placed per second while choices wait. Pure."""
+"""How fast what waits gets its turn, measured: prompt tokens placed per second while choices wait in the queue, or
+choices that end per second while a key is at its limit. Pure."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 Requests and tokens per minute are token buckets (the network's, as in RFC 2697) of one minute's worth. A request is
 charged as one request when it begins, and for its tokens (uncached prompt tokens and generated ones) when it ends,
 since they are unknown before. It may begin while any token is left; if it overdraws the bucket, the next one waits.
+Beyond `requests_at_once`, `Retry-After` follows from the rate at which the key's choices ended while at the limit.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.core.errors import InvariantError, QuotaExceeded
+from coordinator.policy.drain_rate import DrainRate
 
 MINUTE_S = 60.0
 
@@ -60,8 +62,14 @@ class _Bucket:
 @dataclass(slots=True)
 class _Account:
     running: int = 0
+    ends: DrainRate = field(default_factory=DrainRate)
+    """Choices that end per second while as many run as may."""
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
+
+    def measure(self, limit: int, now: float, ended: int = 0) -> None:
+        if limit:
+            self.ends.update(now, ended, waits=self.running >= limit)
 
 
 class Quotas:
@@ -86,8 +94,10 @@ class Quotas:
                 requests=_full(limits.requests_per_minute, now), tokens=_full(limits.tokens_per_minute, now)
             )
         limit = limits.requests_at_once
-        if limit and account.running + min(choices, limit) > limit:
-            raise QuotaExceeded(f"this API key is limited to {limit} concurrent requests", retry_after_s=1)
+        if limit and (excess := account.running + min(choices, limit) - limit) > 0:
+            account.measure(limit, now)
+            message = f"this API key is limited to {limit} concurrent requests"
+            raise QuotaExceeded(message, retry_after_s=account.ends.retry_after_s(excess))
         for bucket, required, limit, counted in (
             (account.requests, 1.0, limits.requests_per_minute, "requests"),
             (account.tokens, 1e-9, limits.tokens_per_minute, "tokens"),
@@ -98,15 +108,17 @@ class Quotas:
                     message = f"this API key is limited to {limit} {counted} per minute"
                     raise QuotaExceeded(message, retry_after_s=max(1.0, round(wait_s)))
         account.running += choices
+        account.measure(limits.requests_at_once, now)
         if account.requests is not None:
             account.requests.level -= 1
 
-    def ended(self, client: Client, choices: int = 1) -> None:
+    def ended(self, client: Client, now: float, choices: int = 1) -> None:
         """Records the end of a request that was admitted."""
         if client.limits == KeyLimits():
             return
         account = self._accounts[client.key]
         account.running -= choices
+        account.measure(client.limits.requests_at_once, now, choices)
         if account.running < 0:
             raise InvariantError(f"more requests of {client.key} ended than began")
 

@@ -90,7 +90,7 @@ class FakeGenerator:
         try:
             yield
         finally:
-            self.quotas.ended(client, choices)
+            self.quotas.ended(client, time.monotonic(), choices)
 
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
