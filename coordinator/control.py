@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc.aio
 
@@ -62,23 +62,23 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
 
     async def DrainWorker(self, content: bytes, context: grpc.aio.ServicerContext) -> worker_pb2.DrainWorkerResponse:
         async with self._for_operators(context):
-            request = self._checked(worker_pb2.DrainWorkerRequest, content, context, "drain")
+            request = parsed(worker_pb2.DrainWorkerRequest, content)
+            self._check(request.token, context, "flip" if request.next_role else "drain")
             next_role = role_of(request.next_role) if request.next_role else None
             self._cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000, next_role)
         return worker_pb2.DrainWorkerResponse()
 
     async def SetTraffic(self, content: bytes, context: grpc.aio.ServicerContext) -> worker_pb2.SetTrafficResponse:
         async with self._for_operators(context):
-            request = self._checked(worker_pb2.SetTrafficRequest, content, context, "traffic")
+            request = parsed(worker_pb2.SetTrafficRequest, content)
+            self._check(request.token, context, "traffic")
             shares = self._cluster.set_traffic(dict(request.percent), clear=request.clear)
         return worker_pb2.SetTrafficResponse(percent=shares)
 
-    def _checked(self, kind: Any, content: bytes, context: grpc.aio.ServicerContext, command: str) -> Any:
-        """Returns an operator's request. Raises BatonError if it is invalid or not permitted."""
-        request = parsed(kind, content)
+    def _check(self, token: str, context: grpc.aio.ServicerContext, command: str) -> None:
+        """Raises JoinRefused if an operator's request is not permitted."""
         check_role(self._tls, peer_role(context), ("operator",), command)
-        self._cluster.check_token(request.token, command)
-        return request
+        self._cluster.check_token(token, command)
 
     @asynccontextmanager
     async def _for_operators(self, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:

@@ -133,7 +133,7 @@ def run(job: Job) -> int:
     if not failed or (ended.stopped and all(rank.returncode in SECONDARY_EXIT_CODES for rank in failed)):
         return 0  # in the second case stopped while loading, or after another rank ended
     rank = first_failure(failed)
-    where = f"{job.module}, rank {rank.spec.name} of {job.nodes * job.ranks}, pid {rank.pid}"
+    where = f"started as {job.module}, rank {rank.spec.name} of {job.nodes * job.ranks}, pid {rank.pid}"
     reason = rank.reason or "no reason recorded; see the log above this box"
     return report(Failure(job.worker_id, where, socket.gethostname(), rank.returncode, reason, bool(rank.hung)))
 

@@ -104,7 +104,7 @@ class Torchrun(Child):
             code, reason, rank = int(error["errorCode"]), str(error["message"]), str(error["extraInfo"]["rank"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        where = f"{job.module}, rank {rank} of {job.nodes * job.ranks}, started by torchrun"
+        where = f"started as {job.module} by torchrun, rank {rank} of {job.nodes * job.ranks}"
         return Failure(job.worker_id, where, socket.gethostname(), code, reason)
 
 

@@ -375,7 +375,8 @@ def owned(submission: Submission, request: Request) -> Submission:
     scope, headers = request.scope, request.headers
     if (given := headers.get(DEADLINE)) is not None:
         if not re.fullmatch(r"[1-9][0-9]{0,8}", given):
-            raise InvalidRequest(f"{DEADLINE} must be a whole number of milliseconds, at least 1", param=DEADLINE)
+            message = f"{DEADLINE} must be a whole number of milliseconds from 1 to 999999999"
+            raise InvalidRequest(message, param=DEADLINE)
         submission = replace(submission, deadline_s=min(submission.deadline_s, int(given) / 1e3))
     sent = headers.get("traceparent", ""), headers.get(SESSION, "")
     return submission.of(scope[CLIENT], *sent, adapter=scope.get(ADAPTER, ""))

@@ -328,7 +328,7 @@ class Choice:
 
     def late(self) -> DeadlineExceeded:
         limit_s, stage = self.deadline_at - self.started_at, self.stage.value
-        return DeadlineExceeded(f"the request did not finish within its deadline of {limit_s:.1f} s (stage {stage})")
+        return DeadlineExceeded(f"the request did not finish within its deadline of {limit_s:.6g} s (stage {stage})")
 
     def all_stamps(self) -> StageStamps:
         """Returns the seconds spent in each stage, over all attempts."""

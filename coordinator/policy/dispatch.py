@@ -223,7 +223,7 @@ class Dispatcher:
         """Raises Unavailable if the requests that go before a choice take longer, at the measured rate, than it has."""
         wait_s, limit_s = self.drain_rate.seconds(self._queue.ahead(choice)), choice.deadline_at - choice.started_at
         if wait_s is not None and wait_s > limit_s:
-            message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.1f} s away"
+            message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.6g} s away"
             retry_after_s = max(1.0, min(wait_s - limit_s, MAX_RETRY_S))
             raise Unavailable(message, code="would_exceed_deadline", retry_after_s=retry_after_s)
 

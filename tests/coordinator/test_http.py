@@ -405,4 +405,5 @@ async def test_a_deadline_of_the_client(client: httpx.AsyncClient, generator: Fa
             headers = {"x-request-timeout-ms": given.encode()}
             refused = await client.post(path, json=body, headers=headers)  # type: ignore[arg-type]
             assert refused.status_code == 400 and refused.json()["error"]["param"] == "x-request-timeout-ms", given
+            assert "from 1 to 999999999" in refused.json()["error"]["message"]
         assert len(generator.submissions) == count

@@ -297,7 +297,9 @@ def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
     late.deadline_at = 4.0
     error = refused(d, late)
     assert (error.code, error.retry_after_s) == ("would_exceed_deadline", pytest.approx(1.0, abs=0.1))
-    assert "5.0 s are before this one, whose deadline is 4.0 s away" in error.message
+    assert "5.0 s are before this one, whose deadline is 4 s away" in error.message
+    late.deadline_at = 0.001
+    assert "whose deadline is 0.001 s away" in refused(d, late).message
     late.deadline_at = 6.0
     d.submit(late)
     other = of("b", 0)

@@ -127,7 +127,7 @@ def test_agent_exits_with_the_code_of_its_rank_and_reports_the_reason(
     made = agent(code)
     assert made.ends() == expected, made.output
     if shown:
-        assert shown in made.box and "w-0 failed" in made.box and "the_rank, rank 0 of 1, pid" in made.box
+        assert shown in made.box and "w-0 failed" in made.box and "started as the_rank, rank 0 of 1, pid" in made.box
         assert made.output.rstrip().endswith("┘")
 
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -262,8 +263,11 @@ async def test_joins_and_drains_require_the_matching_certificate_role(made: Path
         address = f"127.0.0.1:{port}"
 
         for role in ("prefill", "decode"):
-            with pytest.raises(BatonError, match="role: its certificate"):
+            with pytest.raises(BatonError, match="drain refused: role: its certificate"):
                 await asyncio.to_thread(drain_worker, address, "d0", 1.0, "", tls=of(made, role))
+            with pytest.raises(BatonError, match="flip refused: role: its certificate"):
+                flip = partial(drain_worker, address, "d0", 1.0, "", tls=of(made, role), next_role="prefill")
+                await asyncio.to_thread(flip)
         with pytest.raises(NotFound):
             await asyncio.to_thread(drain_worker, address, "nobody", 1.0, "", tls=of(made, "operator"))
         with pytest.raises(Unavailable, match="cluster-tls-dir"):
