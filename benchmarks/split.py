@@ -1,34 +1,49 @@
 """Where prompts are computed, on four mixes of requests: always at prefill, never, and per request by cost.
 
-    python -m benchmarks.split [--calibration cpu.json] [--prefill 2 --decode 2] [--out benchmarks/results/split.md]
+    python -m benchmarks.split [--calibration cpu.json] [--prefill 2 --decode 2] [--out split.md]
+    python -m benchmarks.split --cluster [--rounds 2] [--load 0.5]
 
 In the simulator (sim/scale), with the costs of `tests/support/scale.py` unless a calibration is given. The same
 requests are replayed under each `--split` on the same workers, and without a prefill pool on as many workers in all.
+With `--cluster`, on `baton up` on this machine's CPU: the weights of the built-in model, whose context is extended to
+the longest prompts, without a draft, one worker of each role unless given. The clusters of all ways run by turns.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
+import contextlib
 import json
 import random
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
+from baton.runtime.model_source import builtin_directory
+from benchmarks import kit
 from coordinator.policy.split import Split
+from launch.bench.client import ServerTarget, base_url, first_model, run_load
+from launch.bench.load import TOKEN_IDS, LoadPlan
+from launch.bench.stats import RunStatistics, statistics
 from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.replay import ClusterShape, Replay
 from sim.scale.results import Outcome
 from sim.scale.workload import Lengths, poisson
-from sim.stats import Slo
+from sim.stats import Slo, parse_slo
 from sim.trace import TRACE_BLOCK, TraceRow
 from tests.support.scale import CALIBRATION
 
-SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 TURNS, FIRST_BLOCKS = 6, 6
 """Of an agent: requests, and blocks of TRACE_BLOCK tokens in the first prompt; each later prompt has one more."""
+CONTEXT = 16384
 Rows = tuple[TraceRow, ...]
+Figures = tuple[float, ...]
+"""Share of prompts computed by decode workers; TTFT p50, p99, TPOT p50, p99; requests per second within the limits, and
+their share."""
 
 
 def agents(rate: float, duration_s: float, seed: int) -> Rows:
@@ -62,55 +77,104 @@ MIXES: dict[str, tuple[Callable[[float, float, int], Rows], tuple[float, ...]]] 
     "bursts": (bursts, (3.0, 6.0)),
 }
 """Requests by rate, duration and seed; and the rates per second of two prefill and two decode workers."""
-WAYS: tuple[tuple[str, Split], ...] = (("always", "always"), ("never", "never"), ("auto", "auto"))
 
 
-def replayed(calibration: Calibration, rows: Sequence[TraceRow], prefill: int, decode: int, split: Split) -> Outcome:
-    return Replay(ClusterShape(calibration, prefill, calibration, decode, split=split), rows).run(SLO)
+def ways(prefill: int, decode: int) -> list[tuple[str, int, int, Split]]:
+    """The name of each way to serve, its workers and its `--split`."""
+    same: list[tuple[str, int, int, Split]] = [(way, prefill, decode, way) for way in ("always", "never", "auto")]
+    return [*same, ("`--prefill 0`", 0, prefill + decode, "never")]
 
 
-def line(mix: str, rate: float, way: str, outcome: Outcome) -> str:
-    cells = (
-        *(mix, f"{rate:g}", way, f"{outcome.on_decode / max(outcome.requests, 1):.0%}"),
-        *(f"{outcome.ttft.p50 * 1e3:.0f} ms", f"{outcome.ttft.p99 * 1e3:.0f} ms"),
-        *(f"{outcome.tpot.p50 * 1e3:.1f} ms", f"{outcome.tpot.p99 * 1e3:.1f} ms"),
-        *(f"{outcome.goodput_per_s:.2f}", f"{outcome.met_share:.0%}"),
-    )
-    return f"| {' | '.join(cells)} |"
+def figures(on_decode: float, outcome: Outcome | RunStatistics) -> Figures:
+    times = outcome.ttft.p50, outcome.ttft.p99, outcome.tpot.p50, outcome.tpot.p99
+    return (on_decode, *times, outcome.goodput_per_s, outcome.met_share)
+
+
+def simulated(rows: Rows, way: tuple[str, int, int, Split], slo: Slo, calibration: Calibration) -> Figures:
+    _, prefill, decode, split = way
+    outcome = Replay(ClusterShape(calibration, prefill, calibration, decode, split=split), rows).run(slo)
+    return figures(outcome.on_decode / max(outcome.requests, 1), outcome)
+
+
+@contextlib.contextmanager
+def long_context() -> Iterator[Path]:
+    """The built-in model with a context that holds every prompt of the mixes."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = Path(directory) / "long"
+        shutil.copytree(builtin_directory("target"), model)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
+        yield model
+
+
+def measured(url: str, rows: Rows, slo: Slo, seed: int) -> Figures:
+    base = base_url(url)
+    target = ServerTarget(base, first_model(base, ""), "", 300.0, {"return_timeline": True})
+    sessions = LoadPlan(seed, TOKEN_IDS, TOKEN_IDS, trace=rows).sessions(0, len(rows))
+    records = asyncio.run(run_load(target, sessions, 0, lambda _: None))
+    done = [record for record in records if record.error is None]
+    on_decode = sum("transfer" not in record.stages for record in done) / max(len(done), 1)
+    return figures(on_decode, statistics(records, slo))
+
+
+def cells(run: Figures) -> list[str]:
+    on_decode, ttft, ttft_p99, tpot, tpot_p99, goodput, share = run
+    times = f"{ttft * 1e3:.0f} ms", f"{ttft_p99 * 1e3:.0f} ms", f"{tpot * 1e3:.1f} ms", f"{tpot_p99 * 1e3:.1f} ms"
+    return [f"{on_decode:.0%}", *times, f"{goodput:.2f}", f"{share:.0%}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calibration", default="", help="costs from `baton calibrate`")
+    parser = kit.parser(__doc__, "split.md")
+    parser.add_argument("--calibration", type=Path, help="costs from `baton calibrate`, for the simulator")
+    parser.add_argument("--cluster", action="store_true", help="on real workers")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--duration-s", type=float, default=40.0)
     parser.add_argument("--load", type=float, default=1.0, help="multiplies the rates")
+    parser.add_argument("--slo", default="ttft=1,tpot=0.05", help="limits in seconds")
     parser.add_argument("--mix", action="append", choices=[*MIXES], help="default all")
-    parser.add_argument("--out", default="")
+    parser.add_argument("--about", default="", help="remark about this run")
     given = parser.parse_args()
-    pool = replace(CALIBRATION.prefill_worker, blocks=20_000), replace(CALIBRATION.decode_worker, blocks=20_000)
-    calibration = replace(CALIBRATION, prefill_worker=pool[0], decode_worker=pool[1])
-    if given.calibration:
-        calibration = parse_calibration(json.loads(Path(given.calibration).read_text()))
-    lines = [
-        "| mix | requests/s | `--split` | on decode | TTFT p50 | p99 | TPOT p50 | p99 | goodput/s | within limits |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    slo = parse_slo(given.slo)
+    calibration = simulated_costs(given.calibration)
+    loads = [
+        (mix, rate * given.load, MIXES[mix][0](rate * given.load, given.duration_s, 1))
+        for mix in given.mix or MIXES
+        for rate in MIXES[mix][1]
     ]
-    print(*lines, sep="\n", flush=True)
-    for mix in given.mix or MIXES:
-        make, rates = MIXES[mix]
-        for rate in rates:
-            rows = make(rate * given.load, given.duration_s, 1)
-            shapes = [(way, given.prefill, given.decode, split) for way, split in WAYS]
-            shapes.append(("`--prefill 0`", 0, given.prefill + given.decode, "never"))
-            for way, prefill, decode, split in shapes:
-                outcome = replayed(calibration, rows, prefill, decode, split)
-                lines.append(line(mix, rate * given.load, way, outcome))
-                print(lines[-1], flush=True)
-    if given.out:
-        Path(given.out).write_text("\n".join(lines) + "\n")
+    runs: dict[tuple[str, float, str], list[Figures]] = {
+        (mix, rate, way): [] for mix, rate, _ in loads for way, *_ in ways(given.prefill, given.decode)
+    }
+    with long_context() as model:
+        for number in range(given.rounds):
+            for way in kit.by_turns(number, ways(given.prefill, given.decode)):
+                name, prefill, decode, split = way
+                flags = ("--model", str(model), "--draft", "none", "--device", "cpu", "--split", split)
+                workers = ("--prefill", str(prefill), "--decode", str(decode))
+                cluster = kit.cluster(*flags, *workers) if given.cluster else contextlib.nullcontext()
+                with cluster as running:
+                    for mix, rate, rows in loads:
+                        if running is not None:
+                            run = measured(running.url, rows, slo, number)
+                        else:
+                            run = simulated(rows, way, slo, calibration)
+                        runs[mix, rate, name].append(run)
+                        print(mix, f"{rate:g}", name, *cells(run), file=sys.stderr, flush=True)
+    headings = ("mix", "requests/s", "`--split`", "on decode", "TTFT p50", "p99", "TPOT p50", "p99", "goodput/s", "met")
+    medians = {load: [median(values) for values in zip(*done, strict=True)] for load, done in runs.items()}
+    table = kit.table(
+        headings, [[mix, f"{rate:g}", way, *cells(tuple(run))] for (mix, rate, way), run in medians.items()]
+    )
+    kit.report(given.out, "Where prompts are computed", table, about=given.about)
+
+
+def simulated_costs(file: Path | None) -> Calibration:
+    if file:
+        return parse_calibration(json.loads(file.read_text()))
+    pool = replace(CALIBRATION.prefill_worker, blocks=20_000), replace(CALIBRATION.decode_worker, blocks=20_000)
+    return replace(CALIBRATION, prefill_worker=pool[0], decode_worker=pool[1])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
