@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baton.core.errors import StartupError
+from coordinator.policy.split import Split
 from sim.scale.costs import Calibration
 from sim.scale.planner import (
     Cheapest,
@@ -19,6 +20,7 @@ from sim.scale.planner import (
     evaluate_times,
     one_fewer,
     search,
+    search_one_pool,
 )
 from sim.scale.replay import ClusterShape, Replay
 from sim.scale.workload import fitting, scaled
@@ -32,6 +34,8 @@ ROUTING = (
     " counted; decode: the longest cached prefix, unless more than 4 more sequences run there than on the emptiest one"
 )
 """The production dispatcher's policy (coordinator/policy/dispatch.py): it has no other."""
+ONE_POOL = "the longest cached prefix, unless more than 4 more sequences run there than on the emptiest worker"
+"""Without a prefill pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """Everything about a plan. `one_fewer` are the plan's load on clusters without one of its workers; `needed` are the
+    """Everything about a plan. `other` is the best plan without a prefill pool, or with one if the cheapest has none;
+    `one_fewer` are the plan's load on clusters without one of its workers; `needed` are the
     sizes that meet the limits at HEADROOM times the rate, None where none does. If it is `infeasible`, `result` has
     room to spare and the others are empty."""
 
@@ -54,6 +59,7 @@ class PlanReport:
     requests: int
     too_long: int
     result: Cheapest | Infeasible
+    other: Cheapest | Infeasible
     curve: tuple[Point, ...] = ()
     one_fewer: tuple[Point, ...] = ()
     needed: Mapping[float, Size | None] = field(default_factory=dict)
@@ -63,6 +69,10 @@ class PlanReport:
     @property
     def infeasible(self) -> bool:
         return isinstance(self.result, Infeasible)
+
+    @property
+    def routing(self) -> str:
+        return ROUTING if self.result.size.prefill else ONE_POOL
 
     @property
     def warnings(self) -> list[str]:
@@ -102,11 +112,16 @@ class PlanReport:
                 "decode": result.pair.decode.tensor_parallel,
             },
             "price_per_hour": result.pair.price(result.size),
-            "routing": ROUTING,
+            "routing": self.routing,
             "outcome": _evaluated(result.evaluated),
             "errors": {"prefill": dict(result.pair.prefill.errors), "decode": dict(result.pair.decode.errors)},
             "warnings": self.warnings,
             "replays": self.replays,
+            "other": {
+                "feasible": isinstance(self.other, Cheapest),
+                "workers": asdict(self.other.size),
+                "price_per_hour": self.other.pair.price(self.other.size),
+            },
         }
         if isinstance(result, Infeasible):
             nearest = result.evaluated.nearest
@@ -137,7 +152,8 @@ def make_plan(
     headroom: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> PlanReport:
-    """Searches all pairs of calibrations, and replays what surrounds the cheapest plan.
+    """Searches all pairs of calibrations, and each of them without a prefill pool, and replays what surrounds the
+    cheapest plan.
 
     Raises:
         StartupError: no request fits into the context of a calibration, or two calibrations do not fit together.
@@ -161,7 +177,9 @@ def make_plan(
         replays += 1
         if factor not in loads:
             loads[factor] = scaled(kept, factor, seed)
-        replay = Replay(ClusterShape(pair.prefill, size.prefill, pair.decode, size.decode), loads[factor])
+        split: Split = "always" if size.prefill else "never"
+        shape = ClusterShape(pair.prefill, size.prefill, pair.decode, size.decode, split=split)
+        replay = Replay(shape, loads[factor])
         evaluated = evaluate_times(replay.run(slo), replay.measured.times, slo)
         line = f"{size}: {evaluated.outcome.met_share:.1%} met" + (f" at {factor:g}x" if factor != 1.0 else "")
         progress(line)
@@ -172,8 +190,10 @@ def make_plan(
         for prefill in calibrations
         for decode in calibrations
     ]
-    result = cheapest([search(pair, slo, kept, evaluate) for pair in pairs])
-    made = (settings, slo, len(rows), too_long, result)
+    two_pools = cheapest([search(pair, slo, kept, evaluate) for pair in pairs])
+    one_pool = cheapest([search_one_pool(p, slo, kept, evaluate) for p in pairs if p.prefill is p.decode])
+    result = cheapest([two_pools, one_pool])
+    made = (settings, slo, len(rows), too_long, result, one_pool if result is two_pools else two_pools)
     if isinstance(result, Infeasible):
         return PlanReport(*made, replays=replays, seconds=time.monotonic() - began)
     pair, size = result.pair, result.size
@@ -182,7 +202,8 @@ def make_plan(
     needed: dict[float, Size | None] = {}
     for factor in HEADROOM if headroom else ():
         evaluate(pair, size, factor)
-        at = search(pair, slo, loads[factor], lambda p, s, f=factor: evaluate(p, s, f))  # type: ignore[misc]
+        look = search if size.prefill else search_one_pool
+        at = look(pair, slo, loads[factor], lambda p, s, f=factor: evaluate(p, s, f))  # type: ignore[misc]
         needed[factor] = at.size if isinstance(at, Cheapest) else None
     return PlanReport(
         *made,

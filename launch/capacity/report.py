@@ -7,11 +7,12 @@ from html import escape
 
 from rich.console import Console
 
-from launch.capacity.plan import ROUTING, PlanReport, Point, lost, why_missed
+from launch.capacity.plan import PlanReport, Point, lost, why_missed
 from launch.plots import page, plot
 from launch.plots import table as html_table
 from launch.tables import make_table, show
 from sim.scale.costs import Calibration
+from sim.scale.planner import Cheapest
 from sim.scale.results import WAITS, Outcome
 from sim.stats import Slo
 
@@ -74,11 +75,13 @@ def plan_tables(report: PlanReport) -> list[Table]:
     workers = [
         [role, str(count), kind.name, str(kind.tensor_parallel), f"{price:g}", f"{price * count:g}"]
         for kind, count, price, role in kinds
+        if count
     ]
     tables: list[Table] = [("", ("role", "workers", "kind", "tensor parallel", "price/h", "sum/h"), workers)]
     tables += outcome_tables(result.evaluated.outcome, report.slo, (pair.prefill, pair.decode))
     if report.infeasible:
         return tables
+    tables.append(_pools(report))
     error = [pair.prefill.errors.get("throughput"), pair.decode.errors.get("throughput")]
     curve = [[f"{p.factor:g}x", *_point(p, error), str(report.needed.get(p.factor) or "")] for p in report.curve]
     share = f"{report.slo.share:.0%}"
@@ -92,6 +95,23 @@ def plan_tables(report: PlanReport) -> list[Table]:
     back = f", back {starts:.0f} s after its restart" if starts else ""
     tables.append((f"With one worker less{back}", ("", *headings[1:5]), fewer))
     return tables
+
+
+def _pools(report: PlanReport) -> Table:
+    """Returns the plans with and without a prefill pool."""
+    rows = []
+    for plan in sorted((report.result, report.other), key=lambda plan: not plan.size.prefill):
+        name = "with a prefill pool" if plan.size.prefill else "without: decode workers compute prompts"
+        price = f"{plan.pair.price(plan.size):g}"
+        if isinstance(plan, Cheapest):
+            cells = [str(plan.size), price]
+        else:
+            cells = [f"misses {' and '.join(plan.missed)} with {plan.size}", "-"]
+        at = plan.evaluated
+        rows.append([name, *cells, f"{at.outcome.met_share:.1%}", _seconds(at.ttft_s), _seconds(at.tpot_s)])
+    share = f"{report.slo.share:.0%}"
+    headings = ("", "workers", "price/h", "met", f"TTFT of {share}", f"TPOT of {share}")
+    return ("The cheapest cluster with and without a prefill pool", headings, rows)
 
 
 def _point(point: Point, error: Sequence[float | None]) -> list[str]:
@@ -126,7 +146,7 @@ def show_plan(report: PlanReport, console: Console) -> None:
     console.print("  ".join(f"{key} {value}" for key, value in report.settings.items()), style="dim")
     console.print(headline(report), style="bold")
     show_tables(console, plan_tables(report))
-    console.print(f"routing: {ROUTING}", style="dim")
+    console.print(f"routing: {report.routing}", style="dim")
     for line in (*report.warnings, *_about(report)):
         console.print(line)
 
@@ -146,7 +166,7 @@ def plan_html(report: PlanReport) -> str:
     for title, headings, rows in plan_tables(report):
         parts += [f"<h2>{escape(title)}</h2>"] if title else []
         parts.append(html_table(headings, rows))
-    parts.append(f"<p class=dim>Routing: {escape(ROUTING)}.</p>")
+    parts.append(f"<p class=dim>Routing: {escape(report.routing)}.</p>")
     parts += [f"<p class=dim>{escape(line)}</p>" for line in _about(report)]
     kinds = {kind.name: kind for kind in (report.result.pair.prefill, report.result.pair.decode)}
     for name, kind in kinds.items():

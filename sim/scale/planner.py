@@ -3,7 +3,8 @@
 A pool that is too small makes requests wait; a larger one never makes them wait longer, apart from chance. So for each
 pair of worker kinds the search doubles both pools until the limits are met, finds the smallest of each pool beside an
 ample other one by bisection, and walks along the border between them for the cheapest pair. At the end it checks that
-one worker fewer of either role misses the limits, and continues from there if it does not.
+one worker fewer of either role misses the limits, and continues from there if it does not. A cluster without a prefill
+pool, whose decode workers compute the prompts, has one number to find.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Size:
     decode: int
 
     def __str__(self) -> str:
-        return f"{self.prefill} prefill + {self.decode} decode"
+        return (
+            f"{self.prefill} prefill + {self.decode} decode" if self.prefill else f"{self.decode} decode (no prefill)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +176,30 @@ def search(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -
     return Cheapest(pair, best, at(best), tried)
 
 
+def search_one_pool(pair: Pair, slo: Slo, rows: Sequence[TraceRow], evaluate: Evaluate) -> Cheapest | Infeasible:
+    """Returns the fewest decode workers that meet the limits without a prefill worker, as `search` does."""
+    tried: dict[Size, Evaluated] = {}
+
+    def meets(decode: int) -> bool:
+        size = Size(0, decode)
+        if size not in tried:
+            tried[size] = evaluate(pair, size)
+        return tried[size].met(slo)
+
+    least = ample = lower_bound(pair, rows).decode
+    while not meets(ample):
+        evaluated = tried[Size(0, ample)]
+        if evaluated.outcome.decode_utilisation < IDLE or ample > MOST_WORKERS:
+            return Infeasible(pair, Size(0, ample), evaluated, missed(evaluated, slo))
+        ample *= 2
+    size = Size(0, _least(least, ample, meets))
+    return Cheapest(pair, size, tried[size], tried)
+
+
 def one_fewer(size: Size) -> list[Size]:
     """Returns the sizes with one worker less of one role, as after the loss of that worker."""
-    sizes = Size(size.prefill - 1, size.decode), Size(size.prefill, size.decode - 1)
-    return [s for s in sizes if s.prefill > 0 and s.decode > 0]
+    fewer = [Size(size.prefill - 1, size.decode)] if size.prefill > 1 else []
+    return [*fewer, Size(size.prefill, size.decode - 1)] if size.decode > 1 else fewer
 
 
 def missed(evaluated: Evaluated, slo: Slo) -> tuple[str, ...]:

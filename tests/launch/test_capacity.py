@@ -179,6 +179,23 @@ def test_plan_writes_its_tables_json_and_page(calibration: str, tmp_path: Path) 
     assert page.read_text().count("<svg") >= 3 and "http" not in page.read_text().split("Settings")[0]
 
 
+def test_plan_compares_clusters_with_and_without_a_prefill_pool(calibration: str, tmp_path: Path) -> None:
+    plans = {}
+    for rate, lengths, tpot in (("1", "100-200", "0.05"), ("6", "3000-8000", "0.012")):
+        data = tmp_path / "plan.json"
+        load = ("--rate", rate, "--duration-s", "15", "--input-len", lengths, "--output-len", "20-60", "--no-headroom")
+        limits = ("--slo", f"ttft=2,tpot={tpot}", "--calibration", calibration)
+        result = run(plan_command, *load, *limits, "--json", str(data))
+        assert result.return_value == 0, result
+        assert "without: decode workers compute prompts" in " ".join(result.output.split())
+        plans[rate] = json.loads(data.read_text())
+    light, heavy = plans["1"], plans["6"]
+    assert light["workers"] == {"prefill": 0, "decode": 1} and light["other"]["workers"] == {"prefill": 1, "decode": 1}
+    assert light["outcome"]["on_decode"] == light["outcome"]["requests"]
+    assert heavy["workers"]["prefill"] > 0 == heavy["other"]["workers"]["prefill"]
+    assert not heavy["other"]["feasible"] or heavy["other"]["price_per_hour"] >= heavy["price_per_hour"]
+
+
 def test_an_infeasible_limit_is_named_with_the_nearest_one(calibration: str) -> None:
     result = run(plan_command, *LOAD, "--slo", "ttft=1ms,tpot=0.02", "--calibration", calibration)
     assert result.return_value == 1

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from coordinator.policy.split import Split
 from sim.scale.planner import (
     Cheapest,
     Evaluated,
@@ -16,6 +17,7 @@ from sim.scale.planner import (
     evaluate_times,
     one_fewer,
     search,
+    search_one_pool,
 )
 from sim.scale.replay import ClusterShape, Replay
 from sim.scale.results import Outcome
@@ -29,7 +31,8 @@ PAIR = Pair(CALIBRATION, CALIBRATION, 3.0, 2.0)
 
 def replayed(rows: Sequence[TraceRow], slo: Slo) -> object:
     def evaluate(pair: Pair, size: Size) -> Evaluated:
-        replay = Replay(ClusterShape(pair.prefill, size.prefill, pair.decode, size.decode), rows)
+        split: Split = "always" if size.prefill else "never"
+        replay = Replay(ClusterShape(pair.prefill, size.prefill, pair.decode, size.decode, split=split), rows)
         return evaluate_times(replay.run(slo), replay.measured.times, slo)
 
     return evaluate
@@ -54,6 +57,15 @@ def test_one_worker_below_the_plan_misses_the_limits(rows: Sequence[TraceRow], s
         assert not again(PAIR, size).met(slo), size  # type: ignore[operator]
     assert found.size.prefill + found.size.decode > 2
     assert found.price == found.size.prefill * 3.0 + found.size.decode * 2.0
+
+
+def test_without_a_prefill_pool_one_worker_below_the_plan_misses_the_limits() -> None:
+    rows, slo = poisson(25.0, 10.0, Lengths(500, 3000), Lengths(20, 80), 1), Slo(0.6, 0.05)
+    plan = search_one_pool(PAIR, slo, rows, replayed(rows, slo))  # type: ignore[arg-type]
+    assert isinstance(plan, Cheapest) and plan.evaluated.met(slo) and plan.price == plan.size.decode * 2.0
+    assert plan.size.prefill == 0 and plan.evaluated.outcome.on_decode == len(rows)
+    (fewer,) = one_fewer(plan.size)
+    assert not plan.tried[fewer].met(slo) and fewer.decode > 0
 
 
 def test_a_limit_that_no_cluster_meets_is_named_with_the_nearest_one() -> None:
