@@ -128,6 +128,7 @@ class DecodeWorker:
             tensor_parallel=self.tensor_parallel,
             both_roles=self.config.both_roles == "on",
             revision=self.config.revision,
+            domain=self.config.domain,
             computes_prompts=True,
         )
 

@@ -132,6 +132,7 @@ class PrefillWorker:
             tensor_parallel=self.tensor_parallel,
             both_roles=self.config.both_roles == "on",
             revision=self.config.revision,
+            domain=self.config.domain,
         )
 
     def load(self) -> Load:

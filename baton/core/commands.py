@@ -17,7 +17,7 @@ Role = Literal["prefill", "decode"]
 class Join:
     """From a worker: it joins. `pids` has one entry per rank; `run_id` is empty at its first join. With `replace` it
     takes the place of a live worker of its name. `revision` names what it serves; workers of one revision serve the
-    same model. `computes_prompts`: a decode worker that accepts `Prefill`, too."""
+    same model. `computes_prompts`: a decode worker that accepts `Prefill`, too. KV stays within a `domain`."""
 
     worker_id: str
     role: Role
@@ -36,6 +36,7 @@ class Join:
     both_roles: bool = False
     revision: str = ""
     computes_prompts: bool = False
+    domain: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,7 @@ class WorkerConfig(WorkerOptions):
 
     worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
     revision: str = option("", "name of what it serves: only workers of one revision are paired; see `baton traffic`")
+    domain: str = option("", "name of where it runs (rack, zone): only workers of one domain are paired")
     replace: bool = option(False, "take the place of a live worker that has this worker's id")
     check: bool = option(False, "load, join the coordinator, leave and exit: with 0 if this worker could serve")
     coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)

@@ -95,8 +95,9 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         try:
             if wrong := name_error(config.worker_id):
                 raise StartupError(f"--worker-id: {wrong}")
-            if config.revision and (wrong := name_error(config.revision)):
-                raise StartupError(f"--revision: {wrong}")
+            for option, name in (("--revision", config.revision), ("--domain", config.domain)):
+                if name and (wrong := name_error(name)):
+                    raise StartupError(f"{option}: {wrong}")
             if ranks.leads:
                 asyncio.run(_serve(role, config, ranks, load))
             else:

@@ -1,10 +1,10 @@
 """Compatibility classes: which workers may be paired, and which of them may serve a request. Pure.
 
-A class is a revision (`--revision` of its workers) with one protocol version. Within a revision all workers serve the
-same model in the same way (`coordinator.policy.joining`); within a class every prefill worker can hand KV over to every
-decode worker. A request uses the workers of one class. It moves to another one only as tokens, its prompt and its
-output so far, and once it has output only where that is continued by the same model (`continues`). A class in which a
-role has no worker gets no request.
+A class is a revision (`--revision` of its workers) in one domain (`--domain`), with one protocol version. Within a
+revision all workers serve the same model in the same way (`coordinator.policy.joining`); within a class every prefill
+worker can hand KV over to every decode worker. A request uses the workers of one class. It moves to another one only as
+tokens, its prompt and its output so far, and once it has output only where that is continued by the same model
+(`continues`). A class in which a role has no worker gets no request.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from coordinator.policy.pool import Pool, Worker
 
 class ClassKey(NamedTuple):
     revision: str
+    domain: str
     protocol_version: int
 
 
 def class_key(join: Join) -> ClassKey:
-    return ClassKey(join.revision, join.facts.protocol_version)
+    return ClassKey(join.revision, join.domain, join.facts.protocol_version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

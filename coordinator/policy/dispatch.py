@@ -471,7 +471,9 @@ class Dispatcher:
                 return f"no worker is left that can continue its output{field}", "no_prefill_worker"
             roles += missing
         role = roles[0] if roles else "prefill" if self.split == "always" else "decode"
-        return f"no {role} worker is left", f"no_{role}_worker"
+        elsewhere = any(pool.role == role and pool.capacity() for each in self._workers.classes for pool in each.pools)
+        apart = " in the revision and domain of the others" if elsewhere else ""
+        return f"no {role} worker is left{apart}", f"no_{role}_worker"
 
     def _too_small(self, choice: Choice, each: WorkerClass) -> tuple[str, str] | None:
         """Returns why the workers of a class can never serve a choice, with an error code; None if they can."""

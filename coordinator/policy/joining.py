@@ -84,8 +84,9 @@ def _check_possible(join: Join) -> None:
     """Raises JoinRefused for values that no valid worker reports, or none that this coordinator can serve."""
     if wrong := name_error(join.worker_id):
         raise JoinRefused(f"{join.role} worker refused: worker_id: {wrong}", param="worker_id")
-    if join.revision and (wrong := name_error(join.revision)):
-        raise refused(join, f"revision: {wrong}")
+    for field, name in (("revision", join.revision), ("domain", join.domain)):
+        if name and (wrong := name_error(name)):
+            raise refused(join, f"{field}: {wrong}")
     if join.facts.protocol_version not in SERVED_VERSIONS:
         differs = difference({"protocol_version": PROTOCOL_VERSION}, {"protocol_version": join.facts.protocol_version})
         raise refused(join, cast(Difference, differs).between("the coordinator", join.worker_id))

@@ -276,6 +276,7 @@ class Worker:
             "id": self.worker_id,
             "role": self.role,
             "revision": self.join.revision,
+            "domain": self.join.domain,
             "protocol_version": self.join.facts.protocol_version,
             "version": self.join.facts.code_version,
             "tensor_parallel": self.join.tensor_parallel,

@@ -126,7 +126,8 @@ class WorkerTable:
             raise refused(join, f"worker_id: a live worker has this id ({at}); --replace takes its place")
         if known is not None and known.incarnation == join.incarnation:
             if class_key(known.join) != class_key(join):
-                raise refused(join, f"revision: this incarnation joined with {known.join.revision!r}")
+                earlier = f"revision {known.join.revision!r} and domain {known.join.domain!r}"
+                raise refused(join, f"revision: this incarnation joined with {earlier}")
             known.join, known.connected, known.lease_until = join, True, now + self.lease_s
             if known.state == "disconnected":
                 known.state, known.since = "ready", now

@@ -23,6 +23,7 @@ class KubernetesConfig:
     checksums: str = option("", "file of sha256sum, relative to that mount; default: computed from the models here")
     sets: str = option("disaggregatedset", "what the workers are: one object for both pools, or one each", choices=SETS)
     gpu_resource: str = option("nvidia.com/gpu", "name of the resource that a GPU is")
+    domain_label: str = option("", "label of a worker's pod whose value is its --domain; none: one domain")
     spread_over: str = option("kubernetes.io/hostname", "node label over whose values the pods of a pool are spread")
     prefill_max: int = option(0, "most prefill workers, for autoscaling; 0: their number is fixed", low=0)
     decode_max: int = option(0, "most decode workers, for autoscaling; 0: their number is fixed", low=0)

@@ -259,6 +259,8 @@ class ClusterObjects:
         if self._config.sets == "disaggregatedset":
             # Each rollout is a revision: its workers are paired with each other only, whatever it changes.
             labels["BATON_REVISION"] = "disaggregatedset.x-k8s.io/revision"
+        if self._config.domain_label:
+            labels["BATON_DOMAIN"] = self._config.domain_label
         container["env"] += [_from_pod(name, f"metadata.labels['{label}']") for name, label in labels.items()]
         threads = {
             k: v for k, v in part.environment.items() if k != "CUDA_VISIBLE_DEVICES"

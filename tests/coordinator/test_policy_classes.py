@@ -50,6 +50,25 @@ def test_workers_of_two_revisions_are_never_paired() -> None:
     d.check()
 
 
+def test_workers_of_two_domains_are_never_paired_and_share_a_revision() -> None:
+    d = Placing(WorkerTable(3.0, None))
+    workers = {"p0": "rack-1", "d0": "rack-1", "p1": "rack-2", "d1": "rack-2"}
+    for name, domain in workers.items():
+        d.table.join(replace(make_join(name, blocks=16), revision="v1", domain=domain), 0.0)
+    assert [w.row(0.0)["domain"] for w in d.table.present()] == list(workers.values())
+    d.dispatcher.traffic.set({"v1": 100.0})
+    for number in range(8):
+        d.submit(make_choice(f"r{number}", 4, 8))
+    placed = d.place()
+    assert {(p.prefill, p.decode, p.spare) for p in placed} == {("p0", "d0", None), ("p1", "d1", None)}
+    d.check()
+    with pytest.raises(JoinRefused) as caught:
+        d.table.join(replace(make_join("p2"), domain="rack 3"), 0.0)
+    assert caught.value.param == "domain"
+    with pytest.raises(JoinRefused, match="of revision v1"):  # a domain is no revision: its model is the same
+        d.table.join(replace(make_join("p3", model_digest="x"), revision="v1", domain="rack-3"), 0.0)
+
+
 def test_a_class_without_both_roles_gets_nothing() -> None:
     d = Placing(table(("p0", "a"), ("d0", "a"), ("p1", "b")))
     for number in range(8):
@@ -59,7 +78,8 @@ def test_a_class_without_both_roles_gets_nothing() -> None:
     choice = make_choice("r", 4, 8)
     d.dispatcher.enqueue(choice)
     assert d.place() == [] and d.dispatcher.missing_role() is not None
-    assert d.dispatcher.unservable(choice) == ("no decode worker is left", "no_decode_worker")
+    apart = "no decode worker is left in the revision and domain of the others", "no_decode_worker"
+    assert d.dispatcher.unservable(choice) == apart
     join(d.table, "p1", "b")
     assert d.dispatcher.missing_role() is None and d.dispatcher.unservable(choice) is None
     assert [(p.prefill, p.decode) for p in d.place()] == [("p1", "d1")]
@@ -186,8 +206,8 @@ def test_adjacent_protocol_versions_are_served_side_by_side(step: int) -> None:
     assert [(p.prefill, p.decode) for p in d.place()] == [("p0", "d0")]
     join(d.table, "d1", protocol_version=PROTOCOL_VERSION + step)
     assert {each.key for each in d.table.classes} == {
-        ClassKey("", PROTOCOL_VERSION),
-        ClassKey("", PROTOCOL_VERSION + step),
+        ClassKey("", "", PROTOCOL_VERSION),
+        ClassKey("", "", PROTOCOL_VERSION + step),
     }
     d.submit(make_choice("s", 4, 8))
     assert [(p.prefill, p.decode) for p in d.place()] == [("p1", "d1")], "it has more room"

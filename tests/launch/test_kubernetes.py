@@ -117,6 +117,16 @@ def test_objects_validate(form: str, which: str, emit: Callable[..., list[Table]
     assert len(pod_templates(objects)) == 4  # coordinator, leader and followers of prefill, decode
 
 
+def test_a_worker_takes_its_domain_from_the_label_that_is_named(emit: Callable[..., list[Table]]) -> None:
+    label = kubernetes.SLICE_LABEL
+    for options, paths in ((), []), (("--domain-label", label), [f"metadata.labels['{label}']"] * 4):
+        objects = emit(*options)
+        assert kubernetes.all_errors(objects) == []
+        containers = [each.spec["containers"][0] for each in pod_templates(objects)]
+        named = [env for each in containers for env in each["env"] if env["name"] == "BATON_DOMAIN"]
+        assert [env["valueFrom"]["fieldRef"]["fieldPath"] for env in named] == paths
+
+
 def test_versions_of_kubernetes_with_schemas() -> None:
     assert tuple(f"1.{minor}" for minor in range(30, 38)) == kubernetes.VERSIONS
 

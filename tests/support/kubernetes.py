@@ -29,6 +29,7 @@ VERSIONS = tuple(name for name in SCHEMAS["kinds"] if name != "crds")
 LWS_VARIABLES = ("LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX")
 LWS_LABELS = ("leaderworkerset.sigs.k8s.io/name", "leaderworkerset.sigs.k8s.io/group-index")
 REVISION_LABEL = "disaggregatedset.x-k8s.io/revision"
+SLICE_LABEL = "disaggregatedset.x-k8s.io/slice"
 CONFIGS = {
     "coordinator": CoordinatorConfig,
     "batches": BatchesConfig,
@@ -255,7 +256,7 @@ def command_errors(objects: list[Table]) -> list[str]:
             for env in container["env"]:
                 path = env.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
                 labels = {*pod.labels, *(LWS_LABELS if pod.group else ())}
-                labels |= {REVISION_LABEL} if pod.where.startswith("DisaggregatedSet") else set()
+                labels |= {REVISION_LABEL, SLICE_LABEL} if pod.where.startswith("DisaggregatedSet") else set()
                 if (label := re.fullmatch(r"metadata.labels\['(.+)'\]", path)) and label[1] not in labels:
                     made.append(f"{where}: {env['name']}: pods have no label {label[1]}")
             if container["command"][0] == "python":
