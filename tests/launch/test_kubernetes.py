@@ -119,7 +119,7 @@ def test_objects_validate(form: str, which: str, emit: Callable[..., list[Table]
 
 def test_a_worker_takes_its_domain_from_the_label_that_is_named(emit: Callable[..., list[Table]]) -> None:
     label = kubernetes.SLICE_LABEL
-    for options, paths in ((), []), (("--domain-label", label), [f"metadata.labels['{label}']"] * 4):
+    for options, paths in ((), []), (("--domain-label", label), [f"metadata.labels['{label}']"] * 3):
         objects = emit(*options)
         assert kubernetes.all_errors(objects) == []
         containers = [each.spec["containers"][0] for each in pod_templates(objects)]
