@@ -4,11 +4,13 @@ a real one. Production placement and schedulers, measured costs (sim/scale)."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.core.commands import Role
+from launch.autoscale.flip import Flip, next_flip
 from launch.autoscale.law import DECODE, PREFILL, ClusterSample, Memory, Policy, Sizing, WorkerSample, decide
+from launch.control_options import FLIP_S
 from sim.scale.planner import Size
 from sim.scale.replay import ClusterShape, Replay
 from sim.scale.results import Outcome, Times
@@ -17,6 +19,9 @@ from sim.stats import Slo
 from sim.trace import TraceRow
 
 EVERY_S = 5.0
+FLIP_EVERY_S = 1.0
+FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
+"""From a worker's last sequence to its join in that role, as measured (benchmarks/results/flip.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +32,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What the law did with a load: its `changes`, the hours of all workers from their start to their end, and the
-    share of the requests whose first token came in time, of all and of the `warm_requests` that were not sent while
-    workers were starting."""
+    """What the law did with a load: its `changes`, the `flips` of a fixed number of workers with their times, the hours
+    of all workers from their start to their end, and the share of the requests whose first token came in time, of all
+    and of the `warm_requests` that were not sent while workers were starting."""
 
     outcome: Outcome
     changes: tuple[Change, ...]
+    flips: tuple[tuple[float, Flip], ...]
     prefill_hours: float
     decode_hours: float
     met_ttft: float
@@ -46,15 +52,19 @@ class DryRun:
 
 
 class _Simulated:
-    """The law beside a replay, whose workers it starts and drains."""
+    """The law beside a replay, whose workers it starts and drains, or with `flip_takes_s` changes in their roles."""
 
-    def __init__(self, policy: Policy, rows: Sequence[TraceRow], begin: Size) -> None:
+    def __init__(
+        self, policy: Policy, rows: Sequence[TraceRow], begin: Size, flip_takes_s: Mapping[Role, float] | None
+    ) -> None:
         self.policy, self.rows, self.memory = policy, rows, Memory()
         shape = ClusterShape(policy.prefill, begin.prefill, policy.decode, begin.decode)
         self.replay = Replay(shape, rows)
         self.changes: list[Change] = []
+        self.flips: list[tuple[float, Flip]] = []
+        self._flip_takes_s = flip_takes_s
         self.cold: list[tuple[float, float]] = []  # when workers were starting
-        self._size = begin
+        self._size, self._total = begin, begin.prefill + begin.decode
         self._seen = 0  # requests in the replay's list
         self._waiting: list[Times] = []  # without a first token
         self._running: list[Times] = []  # without a last one
@@ -67,14 +77,19 @@ class _Simulated:
     def _tick(self) -> None:
         replay, now = self.replay, self.replay.loop.now
         replay.remove_idle()
-        decision, self.memory = decide(self.policy, self.memory, self._sample())
+        sample = self._sample()
+        decision, self.memory = decide(self.policy, self.memory, sample)
         if decision.size != self._size:
             self.changes.append(Change(now, decision))
-            for role in (PREFILL, DECODE):
-                self._act(role, getattr(decision.size, role) - getattr(self._size, role))
+            if self._flip_takes_s is None:
+                for role in (PREFILL, DECODE):
+                    self._act(role, getattr(decision.size, role) - getattr(self._size, role))
             self._size = decision.size
+        if self._flip_takes_s is not None and (flip := next_flip(sample, decision.size, self._total)) is not None:
+            self.flips.append((now, flip))
+            replay.flip(flip.worker, flip.role, FLIP_S[flip.role], self._flip_takes_s[flip.role])
         if replay.in_flight or now <= self.rows[-1].at_s:
-            replay.loop.later(EVERY_S, self._tick)
+            replay.loop.later(EVERY_S if self._flip_takes_s is None else FLIP_EVERY_S, self._tick)
 
     def _act(self, role: Role, more: int) -> None:
         now = self.replay.loop.now
@@ -88,7 +103,7 @@ class _Simulated:
     def _sample(self) -> ClusterSample:
         replay, demand = self.replay, self.replay.dispatcher.demand()
         self._count(self.policy.slo)
-        ready = {worker.worker_id for worker in replay.table.present() if worker.ready}
+        ready = {worker.worker_id: worker.incarnation for worker in replay.table.present() if worker.ready}
         workers = []
         for worker in replay.workers:
             if worker.name not in ready:
@@ -100,7 +115,10 @@ class _Simulated:
                 used = (scheduler.blocks.num_blocks - scheduler.blocks.num_free) * self.policy.decode.block_size
                 role, cached, rows = DECODE, 0, scheduler.num_sequences
             workers.append(
-                WorkerSample(worker.name, role, 0, counts.steps, counts.step_s, counts.tokens, cached, rows, used)
+                WorkerSample(
+                    *(worker.name, role, ready[worker.name], counts.steps, counts.step_s, counts.tokens),
+                    *(cached, rows, used),
+                )
             )
         return ClusterSample(
             replay.loop.now,
@@ -132,10 +150,16 @@ def _split(times: Sequence[Times], name: str) -> tuple[list[Times], list[Times]]
     return [t for t in times if getattr(t, name)], [t for t in times if not getattr(t, name) and not t.refused]
 
 
-def dry_run(policy: Policy, rows: Sequence[TraceRow], begin: Size | None = None) -> DryRun:
+def dry_run(
+    policy: Policy,
+    rows: Sequence[TraceRow],
+    begin: Size | None = None,
+    flip_takes_s: Mapping[Role, float] | None = None,
+) -> DryRun:
     """Replays the requests, which must fit into the context of the calibrated model, on a cluster that the law sizes;
-    it begins with `begin` workers, else with the least."""
-    simulated = _Simulated(policy, rows, begin or policy.least)
+    it begins with `begin` workers, else with the least. With `flip_takes_s`, the seconds from a worker's last sequence
+    to its join in each role, the number of workers stays, and their roles change."""
+    simulated = _Simulated(policy, rows, begin or policy.least, flip_takes_s)
     outcome = simulated.run()
     times, slo = simulated.replay.measured.times, Slo(policy.slo.ttft_s)
     met = [slo.met(t.ttft_s, None) for t in times]
@@ -145,6 +169,7 @@ def dry_run(policy: Policy, rows: Sequence[TraceRow], begin: Size | None = None)
     return DryRun(
         outcome,
         tuple(simulated.changes),
+        tuple(simulated.flips),
         hours[0],
         hours[1],
         sum(met) / max(len(met), 1),

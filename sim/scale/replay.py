@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from baton.core.commands import Join, Role
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout, LayerKV
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SamplingParams, SequenceId
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.pool import Worker
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 from prefill.scheduler import Progress
@@ -34,6 +36,8 @@ from sim.trace import TRACE_BLOCK, TraceRow
 
 GREEDY = SamplingParams(temperature=0.0)
 _FOREVER_S = 1e15
+FLIP_POLL_S = 0.05
+"""Between two looks at whether a worker that changes its role has nothing left to do."""
 T = TypeVar("T")
 
 
@@ -68,6 +72,15 @@ class _Job:
     sent: int = 0
     computed: int = 0
     last_token_at: float = 0.0
+
+
+class _Flipped(NamedTuple):
+    """A worker's name, incarnation and cores, and the blocks that it keeps of its previous role."""
+
+    name: str
+    incarnation: int
+    kept: KeptBlocks | None
+    cores: tuple[int, ...]
 
 
 class Replay:
@@ -136,8 +149,9 @@ class Replay:
         """Starts a worker, which joins after `start_s`."""
         self.loop.later(start_s, self._joined, role, self.loop.now)
 
-    def _joined(self, role: Role, started_at: float) -> None:
-        self._add(role, started_at, ())
+    def _joined(self, role: Role, started_at: float, flipped: _Flipped | None = None) -> None:
+        self._add(role, started_at, (), flipped)
+        self._reassign()
         self._place()
 
     def drain_worker(self, role: Role) -> bool:
@@ -151,21 +165,73 @@ class Replay:
         return True
 
     def remove_idle(self) -> None:
-        """Removes the draining workers that have nothing left to do."""
-        workers: dict[Role, dict[str, PrefillWorker] | dict[str, DecodeWorker]]
-        workers = {"prefill": self._prefill, "decode": self._decode}
+        """Removes the draining workers that have nothing left to do, except those that change their roles."""
         for known in [worker for worker in self.table.present() if worker.state == "draining"]:
-            worker = workers[known.role][known.worker_id]
-            if isinstance(worker, DecodeWorker):
-                worker.interrupt()
-            if known.running or known.backlog_tokens or worker.scheduler.num_sequences:
-                continue
-            worker.scheduler.check_idle()
-            if isinstance(worker, DecodeWorker):
-                self.measured.preemptions += worker.scheduler.preemptions
-            del workers[known.role][known.worker_id]
-            self._worker_s[known.role] += self.loop.now - self._since.pop(known.worker_id)
-            self.table.left(known.worker_id, known.incarnation)
+            if known.next_role is None:
+                self._remove(known)
+
+    def _remove(self, known: Worker) -> PrefillWorker | DecodeWorker | None:
+        """Removes and returns a worker; None while it has something to do."""
+        worker = self._worker(known)
+        if isinstance(worker, DecodeWorker):
+            worker.interrupt()
+        if known.running or known.backlog_tokens or worker.scheduler.num_sequences:
+            return None
+        worker.scheduler.check_idle()
+        if isinstance(worker, DecodeWorker):
+            self.measured.preemptions += worker.scheduler.preemptions
+            del self._decode[worker.name]
+        else:
+            del self._prefill[worker.name]
+        self._worker_s[known.role] += self.loop.now - self._since.pop(worker.name)
+        self.table.left(worker.name, known.incarnation)
+        return worker
+
+    def _worker(self, known: Worker) -> PrefillWorker | DecodeWorker:
+        return self._prefill[known.worker_id] if known.role == "prefill" else self._decode[known.worker_id]
+
+    def flip(self, name: str, role: Role, limit_s: float, takes_s: float) -> None:
+        """Makes a worker drain for up to `limit_s`, give back what it has not done by then, and join again in `role`,
+        under its name and with its cached blocks, `takes_s` after its last sequence."""
+        self.table.drain(name, self.loop.now + limit_s, self.loop.now, role)
+        self._flip(_present(self.table.get(name)), role, takes_s)
+
+    def _flip(self, known: Worker, role: Role, takes_s: float) -> None:
+        if self.loop.now >= _present(known.drain_by):
+            for job in [job for job in self._jobs.values() if self._gives_back(known, job)]:
+                self._reschedule(job)
+            self._place()
+        worker = self._remove(known)
+        if worker is None:
+            self.loop.later(FLIP_POLL_S, self._flip, known, role, takes_s)
+            return
+        self.measured.flips += 1
+        flipped = _Flipped(worker.name, known.incarnation + 1, worker.scheduler.kept, worker.core.cores)
+        self.loop.later(takes_s, self._joined, role, self.loop.now, flipped)
+
+    def _gives_back(self, known: Worker, job: _Job) -> bool:
+        """Whether a request is queued again as a worker leaves: unless its KV is on its way, which takes no time to
+        speak of."""
+        if job.choice.prefill is known and job in self._parked:
+            return True
+        return job.choice.runs_at(known.worker_id) and job.choice.stage in (Stage.PREFILL, Stage.DECODE)
+
+    def _reschedule(self, job: _Job) -> None:
+        """Queues a request again, with its output so far; later events of the present attempt find the old job."""
+        choice, times = job.choice, job.times
+        for worker in (job.prefill, job.decode):
+            if worker is not None:
+                worker.abort(job.request.sequence_id)
+        if job in self._parked:
+            self._parked.remove(job)
+        self.dispatcher.release(choice)
+        choice.resume(choice.attempt + 1, self.loop.now)
+        choice.enter(Stage.QUEUED, self.loop.now)
+        choice.prefix = self._prefix(choice.request)
+        self.dispatcher.enqueue(choice)
+        times.placed_at = times.started_at = times.prefilled_at = times.received_at = times.running_at = 0.0
+        self._jobs[choice.name] = _Job(choice, choice.request, times, job.client, last_token_at=job.last_token_at)
+        self.measured.rescheduled += 1
 
     def worker_s(self, role: Role) -> float:
         """Returns the seconds of all workers of a role so far, each from its start on."""
@@ -181,21 +247,29 @@ class Replay:
         """The workers that have joined and not left, prefill first."""
         return [*self._prefill.values(), *self._decode.values()]
 
-    def _add(self, role: Role, started_at: float, cores: tuple[int, ...]) -> None:
-        name, shape = f"{role}-{self._added[role]}", self.shape
-        self._added[role] += 1
+    def _add(self, role: Role, started_at: float, cores: tuple[int, ...], flipped: _Flipped | None = None) -> None:
+        shape = self.shape
+        if flipped is None:
+            flipped = _Flipped(f"{role}-{self._added[role]}", 1, None, cores)
+            self._added[role] += 1
+        name = flipped.name
         self._since[name] = started_at
         calibration = shape.prefill if role == "prefill" else shape.decode
-        self._join(name, role, calibration)
+        self._join(name, role, flipped.incarnation, calibration)
         of = name, self.loop, self, calibration, self._layout, self.measured
         how: dict[str, Any] = {"prefix_cache": self._prefixes, "counted": self._fast and not self._prefixes}
-        how |= {"host": self._host, "cores": cores}
+        how |= {"host": self._host, "cores": flipped.cores, "kept": flipped.kept}
+        worker: PrefillWorker | DecodeWorker
         if role == "prefill":
-            self._prefill[name] = PrefillWorker(*of, **how)
+            worker = self._prefill[name] = PrefillWorker(*of, **how)
         else:
-            self._decode[name] = DecodeWorker(*of, **how, at_once=self._fast)
+            worker = self._decode[name] = DecodeWorker(*of, **how, at_once=self._fast)
+        cache = worker.scheduler.cache
+        cache.restart_events()
+        while cache.enabled and (events := cache.take_events()) is not None:
+            self.cached(name, events)
 
-    def _join(self, name: str, role: Role, calibration: Calibration) -> None:
+    def _join(self, name: str, role: Role, incarnation: int, calibration: Calibration) -> None:
         kind = calibration.prefill_worker if role == "prefill" else calibration.decode_worker
         facts = Compatibility(
             *(PROTOCOL_VERSION, "", False, "float32", "float32", "none", "baton", "gloo", "", "", 1 << 16),
@@ -203,11 +277,12 @@ class Replay:
             layout=self._layout,
         )
         join = Join(
-            *(name, role, 1, facts),
+            *(name, role, incarnation, facts),
             blocks_total=kind.blocks,
             step_tokens=kind.step_tokens,
             max_running=kind.max_running,
             computes_prompts=role == "decode",
+            both_roles=True,
         )
         self.table.add(join, self.loop.now, _FOREVER_S)
 
@@ -330,7 +405,7 @@ class Replay:
             job.times.prefilled_at = self.loop.now
             worker.cached += progress.cached
             self._move(job, Stage.HANDOVER)
-            self._produced(job, 1)
+            self._produced(job, len(job.request.output) + 1)
             self._first_token(job)
         if job.decode is not None:
             self._send(job)
@@ -351,6 +426,8 @@ class Replay:
         link = self.shape.prefill.link
         _present(job.prefill).core.work(link.offer_s)
         for target in job.choice.targets:
+            if self.table.get(target.worker_id) is not target:
+                continue  # it has left
             worker = self._decode[target.worker_id]
             worker.core.work(link.accept_s)
             try:
@@ -428,7 +505,7 @@ class Replay:
             if more:
                 gaps.add((now - job.last_token_at) / more, more)
             job.last_token_at = now
-            self._produced(job, job.choice.produced + steps)
+            self._produced(job, job.choice.journal.next_index + steps)
         self.measured.front_busy_s += front.deliver_cpu_s(steps, steps * len(sequences))
         self._report_load(worker)
 
@@ -439,7 +516,7 @@ class Replay:
             if job.choice.stage is Stage.PREFILL:
                 job.times.prefilled_at, job.times.cached = self.loop.now, event.cached_tokens
                 self._move(job, Stage.DECODE)
-                self._produced(job, len(event.tokens))
+                self._produced(job, event.first_index + len(event.tokens))
                 self._first_token(job)
             else:
                 self._produced(job, event.first_index + len(event.tokens))
@@ -475,17 +552,17 @@ class Replay:
     # Tokens on their way to the client.
 
     def _first_token(self, job: _Job) -> None:
-        front = self.shape.prefill.front
+        front, produced = self.shape.prefill.front, job.choice.journal.next_index
         if not self._threads:  # the time back is part of `request_s`
             self.measured.front_busy_s += front.deliver_cpu_s(1, 1)
-            self._arrived(job, 1)
+            self._arrived(job, produced)
             return
-        self._through(1, lambda: self._arrived(job, 1))
+        self._through(1, lambda: self._arrived(job, produced))
 
     def _later_tokens(self, jobs: Sequence[_Job]) -> None:
         """Tokens of one step; a gap counts at the client."""
         front = self.shape.decode.front
-        produced = [(job, job.choice.produced) for job in jobs]
+        produced = [(job, job.choice.journal.next_index) for job in jobs]
         if not self._threads:
             self.measured.front_busy_s += front.deliver_cpu_s(1, len(jobs))
             for job, count in produced:

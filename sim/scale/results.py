@@ -130,6 +130,8 @@ class Measured:
     steps_at_once: int = 0
     preemptions: int = 0
     on_decode: int = 0
+    flips: int = 0
+    rescheduled: int = 0
 
 
 def summary(measured: Measured, slo: Slo, prefill_s: float, decode_s: float, events: int) -> Outcome:

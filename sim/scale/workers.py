@@ -16,6 +16,7 @@ from baton.core.blocks import BlockTable
 from baton.core.errors import InvariantError
 from baton.core.events import KVCacheEvents, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout
+from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.sequence import State
 from baton.core.step import StepOutcome, StepPlan
@@ -112,11 +113,15 @@ class PrefillWorker:
         counted: bool,
         host: Host | None = None,
         cores: tuple[int, ...] = (),
+        kept: KeptBlocks | None = None,
     ) -> None:
         kind = calibration.prefill_worker
         self.name, self.costs = name, calibration.prefill
         self.scheduler = PrefillScheduler(
-            layout, kind.blocks, kind.step_tokens, prefix_cache=prefix_cache, blocks=_blocks(kind.blocks, counted)
+            *(layout, kind.blocks, kind.step_tokens),
+            prefix_cache=prefix_cache,
+            blocks=_blocks(kind.blocks, counted),
+            kept=kept,
         )
         self._loop, self._owner, self._measured = loop, owner, measured
         self.core = Core(loop, host, cores)
@@ -126,12 +131,17 @@ class PrefillWorker:
         self._started: set[SequenceId] = set()
 
     def submit(self, request: GenerateRequest) -> None:
-        self.scheduler.submit(request, self._loop.now, hand_over=request.max_tokens > 1)
+        self.scheduler.submit(request, self._loop.now, hand_over=request.max_tokens - len(request.output) > 1)
         self.wake()
 
     def release(self, sequence: SequenceId) -> None:
         self.scheduler.release_send(sequence)
         self.wake()
+
+    def abort(self, sequence: SequenceId) -> None:
+        self._started.discard(sequence)
+        self.scheduler.abort(sequence)
+        self.release(sequence)
 
     def wake(self) -> None:
         if self._busy or not (self.scheduler.num_waiting or self.scheduler.num_running):
@@ -217,6 +227,7 @@ class DecodeWorker:
         at_once: bool,
         host: Host | None = None,
         cores: tuple[int, ...] = (),
+        kept: KeptBlocks | None = None,
     ) -> None:
         kind = calibration.decode_worker
         self.name, self.costs, self._prompts = name, calibration.decode, calibration.prefill
@@ -226,6 +237,7 @@ class DecodeWorker:
             *(layout, kind.blocks, running, speculation),
             prefix_cache=prefix_cache,
             blocks=_blocks(kind.blocks, counted),
+            kept=kept,
         )
         self._loop, self._owner, self._measured = loop, owner, measured
         self.core = Core(loop, host, cores)
@@ -254,6 +266,12 @@ class DecodeWorker:
         self._new.add(request.sequence_id)
         self.wake()
 
+    def abort(self, sequence: SequenceId) -> None:
+        self.interrupt()
+        self._new.discard(sequence)
+        self.scheduler.abort(sequence)
+        self.wake()
+
     def received(self, sequence: SequenceId) -> None:
         if (run := self._run) is not None and (done := run.ended_by(self._loop.now)) < run.steps - 1:
             cancel(run.timer)
@@ -279,10 +297,7 @@ class DecodeWorker:
         plan = self.scheduler.begin_step(run.ends_at(done))
         if plan is None:
             raise InvariantError(f"{self.name} has no step {done + 1} of {run.steps}")
-        self._busy = True
-        seconds = self._seconds(plan)
-        self._measured.decode_busy_s += seconds
-        self.counts.add(1, seconds, len(plan.rows))
+        seconds = self._computing(plan)
         self._loop.at(run.ends_at(done + 1), self._stepped, plan, seconds)
         return True
 
@@ -300,6 +315,11 @@ class DecodeWorker:
         plan = self.scheduler.begin_step(now)
         if plan is None:
             return
+        seconds = self._computing(plan)
+        self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
+
+    def _computing(self, plan: StepPlan) -> float:
+        """Counts a step that is computed from now on; returns its seconds."""
         self._busy = True
         if self._new:
             for row in plan.rows:
@@ -309,7 +329,7 @@ class DecodeWorker:
         seconds = self._seconds(plan)
         self._measured.decode_busy_s += seconds
         self.counts.add(1, seconds, len(plan.rows))
-        self.core.run(seconds, self.costs.idle_s, lambda: self._stepped(plan, seconds))
+        return seconds
 
     def _seconds(self, plan: StepPlan) -> float:
         """Returns the seconds of a step. Where tokens of long rows were not measured, they cost what they cost at
