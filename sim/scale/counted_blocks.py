@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sized
 
-from baton.core.blocks import Holder
+from baton.core.blocks import Holder, HolderKind
 from baton.core.errors import InvariantError
 from baton.core.request import SequenceId
+
+_KINDS: dict[HolderKind, int] = {"receiving": 0, "sequence": 1, "send": 2}
 
 
 class CountedBlocks:
@@ -21,7 +23,7 @@ class CountedBlocks:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.num_free = num_blocks
         self.on_evict: Callable[[int], None] = lambda block: None
-        self._held: dict[SequenceId, dict[str, int]] = {}
+        self._held: dict[SequenceId, list[int]] = {}  # by _KINDS
 
     def __repr__(self) -> str:
         return f"<CountedBlocks {self.num_free} free of {self.num_blocks}>"
@@ -64,17 +66,18 @@ class CountedBlocks:
 
     def _size(self, sequence: SequenceId) -> int:
         held = self._held.get(sequence)
-        # The send pin holds the same blocks as the sequence.
-        return 0 if held is None else held["receiving"] + max(held["sequence"], held["send"])
+        return 0 if held is None else held[0] + max(held[1], held[2])  # both hold the same blocks
 
     def _add(self, change: int, holder: Holder) -> None:
         sequence = holder.sequence
-        before = self._size(sequence)
-        held = self._held.setdefault(sequence, {"receiving": 0, "sequence": 0, "send": 0})
-        held[holder.kind] += change
-        if held[holder.kind] < 0:
+        held = self._held.get(sequence)
+        if held is None:
+            held = self._held[sequence] = [0, 0, 0]
+        receiving, own, pinned = held
+        held[_KINDS[holder.kind]] += change
+        if min(held) < 0:
             raise InvariantError(f"{holder} releases more blocks than it holds")
-        size = self._size(sequence)
+        size = held[0] + max(held[1], held[2])
         if not size:
             del self._held[sequence]
-        self.num_free += before - size
+        self.num_free += receiving + max(own, pinned) - size

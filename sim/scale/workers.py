@@ -355,10 +355,12 @@ class DecodeWorker:
 
     def _run_from(self, run: Run) -> None:
         self._run = run
-        run.timer = self._loop.at(run.ends_at(run.steps), self._run_ended, run)
+        run.timer = self._loop.at(run.ends_at(run.steps), self._run_ended)
 
-    def _run_ended(self, run: Run) -> None:
-        self._run = None
+    def _run_ended(self) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            raise InvariantError(f"{self.name} has no run that could end")
         self._advance(run, run.steps)
         self.wake()
 

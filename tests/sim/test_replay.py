@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -55,6 +56,15 @@ def test_steps_at_once_equal_steps_one_by_one(cluster: ClusterShape, rows: list[
     assert (fast.steps, fast.preemptions, fast.itl.count) == (slow.steps, slow.preemptions, slow.itl.count)
     assert fast.decode_utilisation == pytest.approx(slow.decode_utilisation, rel=1e-6)
     assert fast.itl.p99 == pytest.approx(slow.itl.p99, rel=0.02)
+
+
+def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
+    """A replay runs without it."""
+    replay = Replay(shape(2, 3), even(200, 0.02, 500, 80))
+    gc.collect()
+    replay.run(SLO)
+    assert gc.isenabled()
+    assert gc.collect() < 20
 
 
 def test_one_request_on_decode_takes_its_prompt_and_its_tokens() -> None:
