@@ -82,10 +82,13 @@ def load_runner(
         if isinstance(config, GeneralConfig):
             check_options(options)
             module = transformers_model()
-            load = partial(module.load, options.model_dir, longest, dtype, device, config.vocab_size)
+            experts = {"expert_parallel": options.expert_parallel}
+            load = partial(module.load, options.model_dir, longest, dtype, device, config.vocab_size, **experts)
             in_dtype = KVLayout(options.block_size, ())  # known when the model is loaded
             kernels_name = f"transformers {module.VERSION}, sampling {kernels_name}"
         else:
+            if options.expert_parallel:
+                raise StartupError(f"--expert-parallel: the architecture of {options.model_dir.name} has no experts")
             weights = _open_weights(options, config, ranks, device, dtype, tensors, kernels, kernels_name)
             in_dtype = config.kv_layout(options.block_size, dtype)
     level = "torch" if kernels is None else kernels.level

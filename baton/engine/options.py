@@ -11,6 +11,7 @@ class EngineOptions:
     """How to bring up a model. None means: decide from the machine and the checkpoint.
 
     `model_impl` is what computes the model: `baton`, `transformers`, or `auto` (the first where it supports the model).
+    With `expert_parallel` ranks divide a layer's experts, else each expert.
     `exact` makes the bits of a row's logits independent of its batch (in float32; in bfloat16 on CUDA and with compiled
     kernels), and proves it at start. `kv_dtype` is how KV is stored: `auto` (in `dtype`) or `fp8`, also `fp8_e4m3`.
     `threads` is the number of compute threads of this process. `kv_memory_bytes` is for the worker, all ranks together.
@@ -27,6 +28,7 @@ class EngineOptions:
 
     model_dir: Path
     model_impl: str = "auto"
+    expert_parallel: bool = False
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "auto"

@@ -34,11 +34,13 @@ class RankOptions:
     max_num_tokens: int
     # The possible tokens of a row in decode steps.
     decode_lengths: str
+    expert_parallel: bool
 
     @classmethod
     def of(cls, options: EngineOptions, worker: Compatibility, device: str, kernels: str) -> RankOptions:
         comparable = comparable_kernels(kernels, exact=worker.exact, dtype=worker.dtype)
-        return cls(device, worker, comparable, options.max_num_tokens, repr(options.decode_lengths))
+        lengths, experts = repr(options.decode_lengths), options.expert_parallel
+        return cls(device, worker, comparable, options.max_num_tokens, lengths, experts)
 
 
 def comparable_kernels(kernels: str, *, exact: bool, dtype: str) -> str:

@@ -297,7 +297,14 @@ def probe(model_dir: Path, longest: int, dtype: DType, size: int = 1, rank: int 
 
 
 def load(
-    model_dir: Path, longest: int, dtype: DType, device: torch.device, vocab_size: int, group: TPGroup
+    model_dir: Path,
+    longest: int,
+    dtype: DType,
+    device: torch.device,
+    vocab_size: int,
+    group: TPGroup,
+    *,
+    expert_parallel: bool = False,
 ) -> TransformersModel:
     """Loads this rank's part of a checkpoint; all ranks of the group call it. Raises StartupError, with one line, for
     one that is damaged or not served."""
@@ -305,7 +312,10 @@ def load(
         raise StartupError(f"{model_dir.name}: transformers' path reads safetensors, not GGUF")
     checkpoint = Checkpoint(model_dir)  # refuses pickles, damaged files, and other dtypes than float
     probe(model_dir, longest, dtype, group.size, group.rank)
-    with _plainly(model_dir), reading_parts(group) if group.size > 1 else nullcontext():
+    with (
+        _plainly(model_dir),
+        reading_parts(group, expert_parallel=expert_parallel) if group.size > 1 else nullcontext(),
+    ):
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             config=_read_config(model_dir, longest),

@@ -5,6 +5,9 @@ transformers' plans are data here: `tp_plan` names a style for modules and param
 leave whole without need. Its own runtime is not used: its sums have no fixed order, and its waits no limit. What a plan
 leaves whole is whole on every rank: norms, routers, latents and what expands to them. KV heads are divided where a plan
 divides the projection of keys, else KV is whole on every rank and its layout has one head.
+
+With `--expert-parallel` a rank holds whole experts instead of a part of each. Tokens are not sent to them: between
+modules every rank has all tokens, so it computes those of its own experts, and the sum over ranks combines the results.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ _PAIRS = "pairs"
 """Columns of gate and up by turns (gpt-oss)."""
 _FIRST_RANK = "first_rank"
 """A bias that is added before a sum over ranks: zero on all but one."""
+_EXPERTS = "experts"
+"""Whole experts of a module that has them in the first dimension of its parameters."""
 
+_EXPERT = re.compile(r"experts\.(\d+)\.")
 _MERGES = (MergeModulelist, Concatenate)  # of experts: one tensor for all, then gate and up
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _HEADS = ("num_heads", "num_attention_heads")
@@ -122,7 +128,7 @@ class Cut:
     expert where the model has one for all. It has `pieces` equal pieces (gate and up), each of which is divided in
     whole `units` (heads; 0: single rows). `kind`: "even"; "kv", with each unit on several ranks if there are more
     ranks than units; "vocabulary", with rows of zeros at the end; "first", whole on the first rank and zeros on the
-    others."""
+    others; "experts", of which a checkpoint may have one tensor each."""
 
     dim: int
     pieces: int = 1
@@ -162,9 +168,9 @@ def mark_kv_heads(model: Any) -> None:
             module.baton_kv_heads = _heads(module, model.config)[1] if divided else 0
 
 
-def divide(model: Any, group: TPGroup) -> dict[str, Cut]:
+def divide(model: Any, group: TPGroup, *, expert_parallel: bool = False) -> dict[str, Cut]:
     """Replaces the parameters of a model without weights by empty ones of this rank's part, lets its modules exchange
-    results, and returns how each parameter is cut, by name.
+    results, and returns how each parameter is cut, by name. With `expert_parallel` experts stay whole.
 
     Raises:
         StartupError: the plan cannot be applied, with the name of the module.
@@ -177,9 +183,16 @@ def divide(model: Any, group: TPGroup) -> dict[str, Cut]:
     mark_kv_heads(model)
     modules = dict(model.named_modules())
     styles = {name: style for name in modules if (style := plan.get(_generic(name))) is not None}
+    experts = [name for name, style in styles.items() if style == "moe_tp_experts"]
+    if expert_parallel:
+        if not experts:
+            raise StartupError(f"--expert-parallel: model_type {kind} has no experts that can be divided")
+        styles |= dict.fromkeys(experts, _EXPERTS)
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         style = plan.get(_generic(name)) or (None if styles.get(owner) in _SUMMED else styles.get(owner))
+        if styles.get(owner) == _EXPERTS:
+            style = _EXPERTS
         if (cut := _cut(style, name, model, modules)) is not None:
             cuts[name] = cut
     for name, style in styles.items():
@@ -206,12 +219,12 @@ def divide(model: Any, group: TPGroup) -> dict[str, Cut]:
 
 
 @contextmanager
-def reading_parts(group: TPGroup) -> Iterator[None]:
+def reading_parts(group: TPGroup, *, expert_parallel: bool = False) -> Iterator[None]:
     """A model that transformers loads meanwhile is divided, and only this rank's part of its checkpoint is read."""
     convert = modeling_utils.convert_and_load_state_dict_in_model
 
     def convert_parts(model: Any, state_dict: Mapping[str, Any], load_config: Any, **options: Any) -> Any:
-        cuts = divide(model, group)
+        cuts = divide(model, group, expert_parallel=expert_parallel)
         parts = _parts(model, state_dict, load_config.weight_mapping or [], cuts, group)
         return convert(model=model, state_dict=parts, load_config=load_config, **options)
 
@@ -262,6 +275,11 @@ def _parts(
         cut = cuts.get(name)
         if pattern is not None:
             cut = _cut_of_source(key, name, of_pattern[pattern], cuts)
+            if cut is not None and cut.kind == _EXPERTS and (number := _EXPERT.search(key)) is not None:
+                first, *_ = cut.local(model.get_parameter(name).shape[0] * group.size, group, name)[0]
+                if first.start <= int(number[1]) < first.stop:
+                    parts[key] = tensor
+                continue
         parts[key] = tensor if cut is None else _Part(tensor, cut, group, key)
     return parts
 
@@ -318,6 +336,8 @@ def _cut(style: str | None, name: str, model: Any, modules: Mapping[str, Any]) -
     parameter = modules[owner].get_parameter(leaf)
     if style is None or style in _WHOLE or (style in _ROW and leaf == "bias"):
         return None
+    if style == _EXPERTS:
+        return Cut(-parameter.ndim, kind=_EXPERTS)
     if style == _FIRST_RANK:
         return Cut(-1, kind="first")
     if style == _PAIRS:
@@ -340,7 +360,7 @@ def _cut(style: str | None, name: str, model: Any, modules: Mapping[str, Any]) -
 
 def _check(name: str, style: str, module: Any, cuts: Mapping[str, Cut], styles: Mapping[str, str]) -> None:
     """Raises StartupError for a style that the module does not fit."""
-    if style in _WHOLE:
+    if style in _WHOLE or style == _EXPERTS:
         return
     if style in _SUMMED:
         if not any(cut.startswith(f"{name}.") for cut in cuts):
@@ -383,9 +403,18 @@ def _exchange(module: Any, style: str, group: TPGroup, *, is_head: bool) -> None
         vectors = forward(own.masked_fill(elsewhere, 0))
         return group.all_reduce(vectors.masked_fill(elsewhere[..., None], 0.0))
 
+    def of_own_experts(self: Any, x: Tensor, index: Tensor, weights: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        own = index - group.rank * self.num_experts
+        elsewhere = (own < 0) | (own >= self.num_experts)
+        own, weights = own.masked_fill(elsewhere, self.num_experts), weights.masked_fill(elsewhere, 0.0)
+        return group.all_reduce(forward(x, own, weights, *inputs, **options))
+
     made: Callable[..., Tensor] | None = None
     if style in _SUMMED:
         made = summed
+    elif style == _EXPERTS:
+        module.num_experts, module._is_expert_parallel = module.num_experts // group.size, True
+        made = of_own_experts
     elif style in ("rowwise", "rowwise_split_input"):
         made = summed_products
     elif style == "colwise_gather_output":

@@ -78,6 +78,7 @@ class EngineConfig:
         "what computes the model; auto: Baton's own path if it supports the architecture, else transformers'",
         choices=("auto", "baton", "transformers"),
     )
+    expert_parallel: bool = option(False, "ranks divide the experts of a layer among them, instead of each expert")
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "data type of weights and KV", choices=("auto", "bfloat16", "float32"))
     kv_dtype: str = option(

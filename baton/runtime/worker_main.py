@@ -274,6 +274,7 @@ def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks)
         draft_dir=resolve_draft(config.draft, model_dir) if drafts else None,
         max_running=config.max_running,
         model_impl=config.model_impl,
+        expert_parallel=config.expert_parallel,
         device=config.device,
         dtype=config.dtype,
         kv_dtype=config.kv_dtype,

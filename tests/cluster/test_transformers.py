@@ -70,6 +70,13 @@ async def test_tokens_over_workers_of_other_sizes_equal_transformers(
         assert prefill["kv_bytes_sent"] == SENT_TOKENS * LAYERS * (LATENT + ROPE) * 4 * decode_tp
 
 
+@pytest.mark.long
+async def test_tokens_over_workers_that_divide_experts_among_ranks_equal_transformers(tmp_path: Path) -> None:
+    model = make_transformers_checkpoint(tmp_path / "m", "qwen3_moe")
+    worked = await same_tokens(model, tmp_path, model_impl="transformers", decode_tp=2, expert_parallel=True)
+    assert len(worked["decode-0"]["pids"]) == 2 and worked["decode-0"]["prompt_tokens_computed"] == 0
+
+
 @pytest.mark.parametrize(
     ("target", "draft"),
     [("gemma2", "llama"), pytest.param("llama", "gemma2", marks=pytest.mark.long)],

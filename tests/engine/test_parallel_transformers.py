@@ -18,9 +18,12 @@ from baton.core.errors import StartupError
 from baton.core.kv_layout import LayerKV
 from baton.engine import transformers_parallel
 from baton.engine.checkpoint import read_model_config
+from baton.engine.loading import load_runner
 from baton.engine.memory import unread_sizes
+from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
 from baton.engine.transformers_parallel import PROVEN, Cut, divide
+from baton.runtime.model_source import builtin_directory
 from launch import served_models
 from tests.support.engine_driver import Job, random_tokens, run
 from tests.support.rank_pool import RankPool
@@ -28,6 +31,13 @@ from tests.support.transformers_models import generated, make_transformers_check
 
 PROMPTS, NEW_TOKENS = (37, 11, 24), 24
 QUICK = ("deepseek_v3", "gpt_oss", "olmo2")  # latents and experts; a supplement; KV whole on every rank
+EXPERTS = (
+    "afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe",
+    "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2",
+    "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
+)  # fmt: skip
+"""Those of PROVEN that have experts."""
 PART = {"afmoe": 0.77, "youtu": 0.661}
 """Of the whole model, at most, on one of two ranks, if it is more than 0.66: tiny models have large norms, routers and
 latents (Youtu's projections to them are whole), and the plan of AFMoE divides only experts."""
@@ -57,6 +67,38 @@ def test_tokens_on_several_ranks_equal_those_that_transformers_generates(
         assert local.num_kv_heads == max(layer.num_kv_heads // ranks, 1)
         assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
     assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [pytest.param(kind, 2, marks=() if kind in QUICK else pytest.mark.long) for kind in EXPERTS] + [("qwen3_moe", 4)],
+)
+def test_tokens_with_whole_experts_on_each_rank_equal_those_that_transformers_generates(
+    kind: str, ranks: int, pool: RankPool, tmp_path: Path
+) -> None:
+    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
+    jobs = [Job(prompt, NEW_TOKENS, chunk=7) for prompt in prompts]
+    _, whole = unread_sizes(path, read_model_config(path, "transformers"), 4, "float32")
+    options = {"model_impl": "transformers", "block_size": 4}
+    with pool.load(path, ranks, **options, expert_parallel=True) as runner:
+        run(runner, jobs, seed=1)
+        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
+    assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
+
+
+def test_experts_are_whole_on_one_rank_and_absent_from_the_others() -> None:
+    model = without_weights("qwen3_moe")
+    name = "model.layers.0.mlp.experts"
+    whole, number = model.get_parameter(f"{name}.down_proj").shape, model.get_submodule(name).num_experts
+    cuts = divide(model, TPGroup(1, 2), expert_parallel=True)
+    experts = model.get_submodule(name)
+    assert experts.down_proj.shape == (number // 2, *whole[1:]) and experts.num_experts == number // 2
+    assert cuts[f"{name}.down_proj"].local(number, TPGroup(1, 2), name)[0] == [slice(number // 2, number)]
+    with pytest.raises(StartupError, match="--expert-parallel: model_type gemma2 has no experts"):
+        divide(without_weights("gemma2"), TPGroup(0, 2), expert_parallel=True)
+    with pytest.raises(StartupError, match="--expert-parallel: the architecture of target has no experts"):
+        load_runner(EngineOptions(model_dir=builtin_directory("target"), device="cpu", expert_parallel=True))
 
 
 def test_the_list_that_users_see_names_the_same_architectures() -> None:
