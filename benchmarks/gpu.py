@@ -142,6 +142,7 @@ PARTS = (
     Part("tp2", "tensor parallelism: tokens of 2 decode ranks", 40, nccl=True, bars=("tokens of 2 decode ranks",)),
     Part("8b-profile", "8 B: the kernels of a decode step and of a prefill", 40),
     Part("transformers", "the same 8 B work with transformers", 40),
+    Part("flashinfer", "FlashInfer against the kernels that it replaces, if it is installed", 120),
 )
 FIRST = 4
 """The parts that give the first figures, within 90 s."""

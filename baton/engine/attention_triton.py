@@ -8,7 +8,7 @@ The integers of each of these two kinds of tiles go to the device in one copy.
 FlashAttention's kernels support block tables only with pages of 256 tokens, and in torch 2.11 not at all, so the
 contexts of all long rows are first gathered into one tensor, without what lies before a window, and one call computes
 them. This copies a context once, while attention reads it for every 128 queries: 64 MB compared with 0.5 TFLOP for
-8,192 tokens of an 8 B shape.
+8,192 tokens of an 8 B shape. FlashInfer, where it is used (attention_flashinfer.py), reads the pages themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import triton
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.batch import RowSpan
+from baton.engine.attention_flashinfer import FlashInferRows, PagedRows
+from baton.engine.batch import RowSpan, packed_tokens
 from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention, rows_of
 from baton.engine.kv_pool import load
@@ -96,12 +97,27 @@ class FlashRows:
         index = torch.arange(key_ends[-1], device=device)
         index += sizes[1].repeat_interleave(sizes[0], output_size=key_ends[-1])
         slots = table[index // block_size] * block_size + index % block_size
-        whole = all(span.first == spans[0].first + before for span, before in zip(spans, query_ends, strict=False))
-        where: slice | Tensor = slice(spans[0].first, spans[0].first + query_ends[-1])
-        if not whole:
-            tokens = [token for span in spans for token in range(span.first, span.first + span.length)]
-            where = to_device(torch.tensor(tokens), device)
+        where = packed_tokens(spans, device)
         return cls(where, slots, ends[0], ends[1], (max(lengths), max(keys)))
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, window: int, out: Tensor) -> None:
+        """Computes causal attention of these rows of queries [T, H, D] to their contexts in keys and values [blocks,
+        block_size, K, D], perhaps in FP8, into their parts of out [T, H, D]."""
+        k, v = (load(cache.flatten(0, 1), self.slots, queries.dtype) for cache in (keys, values))
+        out[self.where] = _flash_forward(
+            queries[self.where],
+            k,
+            v,
+            self.query_ends,
+            self.key_ends,
+            *self.longest,
+            0.0,
+            True,
+            False,
+            scale=queries.shape[-1] ** -0.5,
+            window_size_left=window - 1 if window else None,
+            window_size_right=0 if window else None,
+        )[0]
 
 
 def _in_calls(spans: Sequence[RowSpan]) -> Iterator[list[RowSpan]]:
@@ -121,19 +137,27 @@ class Prepared:
     """The rows of a step, grouped by kernel, and the layer's window."""
 
     tiles: tuple[Tiles, ...]
-    flash: tuple[FlashRows, ...]
+    flash: tuple[FlashRows | PagedRows, ...]
     window: int
 
 
 class TritonAttention:
     """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Used on one stream
-    only: `arrived` (paged_attention) serves one call at a time. `long_tile` is the most queries of a tile.
+    only: `arrived` (paged_attention) serves one call at a time. `long_tile` is the most queries of a tile. With `paged`
+    FlashInfer computes the rows that FlashAttention would.
 
     With `exact` the bits of a row do not depend on the batch: every tile has `tile_rows` rows, keys are split every
     `exact_split` tokens, and FlashAttention, which chooses by shape, is not used. Without, both are 0."""
 
     def __init__(
-        self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, *, exact: bool = False
+        self,
+        config: ModelConfig,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exact: bool = False,
+        paged: FlashInferRows | None = None,
     ) -> None:
         self._block_size, self._device = block_size, device
         self._group = config.num_heads // config.num_kv_heads
@@ -143,7 +167,8 @@ class TritonAttention:
         long_rows = 32 if dtype == torch.float32 else 64 if exact else 128
         self.long_tile = max(1, long_rows // self._group)
         self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
-        self._flash = not exact and flash_supports(config.head_dim, dtype, device)
+        self._paged = paged
+        self._flash = paged is not None or (not exact and flash_supports(config.head_dim, dtype, device))
         self.tile_rows = self.exact_split = 0
         if exact:
             self.tile_rows = rows_of(self.long_tile, self._group)
@@ -181,6 +206,8 @@ class TritonAttention:
         # In short tiles the program has the same size, but fewer results of splits are stored.
         kinds = ((short, max((span.length for span in short), default=1)), (long, self.long_tile))
         tiles = [part for rows, queries in kinds if rows for part in self._in_launches(self._tiles(rows, queries))]
+        if self._paged is not None:
+            return Prepared(tuple(tiles), (self._paged.plan(flash, window),) if flash else (), window)
         calls = (FlashRows.of(rows, self._block_size, window, self._device) for rows in _in_calls(flash))
         return Prepared(tuple(tiles), tuple(calls), window)
 
@@ -189,7 +216,7 @@ class TritonAttention:
         for tiles in prepared.tiles:
             paged_attention(queries, keys, values, tiles, prepared.window, out, self.arrived)
         for rows in prepared.flash:
-            flash_attention(queries, keys, values, rows, prepared.window, out)
+            rows.attend(queries, keys, values, prepared.window, out)
         return out.flatten(1)
 
     def _tiles(self, spans: list[RowSpan], queries: int) -> Tiles:
@@ -229,23 +256,3 @@ def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> b
     if head_dim % 8 or head_dim > _MOST_HEAD_DIM or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return False
     return bool(torch.backends.cuda.is_flash_attention_available())
-
-
-def flash_attention(queries: Tensor, keys: Tensor, values: Tensor, rows: FlashRows, window: int, out: Tensor) -> None:
-    """Computes causal attention of rows of queries [T, H, D] to their contexts in keys and values [blocks, block_size,
-    K, D], perhaps in FP8, into their parts of out [T, H, D]."""
-    k, v = (load(cache.flatten(0, 1), rows.slots, queries.dtype) for cache in (keys, values))
-    out[rows.where] = _flash_forward(
-        queries[rows.where],
-        k,
-        v,
-        rows.query_ends,
-        rows.key_ends,
-        *rows.longest,
-        0.0,
-        True,
-        False,
-        scale=queries.shape[-1] ** -0.5,
-        window_size_left=window - 1 if window else None,
-        window_size_right=0 if window else None,
-    )[0]

@@ -8,6 +8,7 @@ from the caches.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +40,17 @@ class RowSpan:
     @property
     def length(self) -> int:
         return self.end - self.start
+
+
+def packed_tokens(spans: Sequence[RowSpan], device: torch.device) -> slice | Tensor:
+    """The packed indexes of the tokens of rows: a slice, or int64 on the device if other rows lie between them."""
+    at = spans[0].first
+    for span in spans:
+        if span.first != at:
+            tokens = [token for each in spans for token in range(each.first, each.first + each.length)]
+            return to_device(torch.tensor(tokens), device)
+        at += span.length
+    return slice(spans[0].first, at)
 
 
 @dataclass(frozen=True)

@@ -117,13 +117,16 @@ def _on_cuda(
     dtype: torch.dtype,
 ) -> Computing:
     """Uses Triton attention, CUDA graphs for decode steps, and drafting on the device."""
+    from baton.engine.attention_flashinfer import FlashInferRows
     from baton.engine.attention_triton import TritonAttention
     from baton.engine.decode_graphs import DecodeGraphs
     from baton.engine.kernels.masks import mask_rows
     from baton.engine.kernels.sampling import decide
 
     size = kv.layout.block_size
-    attention = TritonAttention(shard_config(config, group), size, dtype, kv.device, exact=options.exact)
+    local = shard_config(config, group)
+    paged = FlashInferRows(local, size, dtype, kv.device) if options.attention == "flashinfer" else None
+    attention = TritonAttention(local, size, dtype, kv.device, exact=options.exact, paged=paged)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
     prepare: Callable[[], None] | None = None
     limits = RowLimits(size, kv.num_blocks, config.vocab_size, longest)

@@ -18,7 +18,12 @@ _KEPT = 64
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Enqueues a copy of a host tensor to the device, without a wait: from pageable memory the host would wait for all
     queued work first. Returns the tensor itself for CPU."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return pinned(tensor, device).to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor in memory from which such a copy is made; the tensor itself for CPU."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from baton.core.request import POOLINGS, Pooling, SamplingParams, SequenceId, To
 from baton.core.reshard import local_layout
 from baton.core.step import History, Row, StepPlan
 from baton.engine.adapters import Adapters
+from baton.engine.attention_flashinfer import use_flashinfer
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.computing import build_model, how_to_compute
 from baton.engine.device import check_triton, choose_device, choose_dtype
@@ -91,6 +92,8 @@ def load_runner(
                 raise StartupError(f"--expert-parallel: the architecture of {options.model_dir.name} has no experts")
             weights = _open_weights(options, config, ranks, device, dtype, tensors, kernels, kernels_name)
             in_dtype = config.kv_layout(options.block_size, dtype)
+        flashinfer = use_flashinfer(options, config, dtype, kv_dtype, device)
+        options = replace(options, attention="flashinfer" if flashinfer else "triton")
     level = "torch" if kernels is None else kernels.level
     facts = Compatibility(
         protocol_version=PROTOCOL_VERSION,

@@ -17,13 +17,15 @@ class EngineOptions:
     `threads` is the number of compute threads of this process. `kv_memory_bytes` is for the worker, all ranks together.
     `max_num_tokens` bounds the tokens of one step. `host` is this machine's address for the worker's other ranks,
     `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in transit at once, all ranks together.
-    `kernels` is `auto` (the best compiled ones that this processor has, else
-    torch's), `torch`, or the level of compiled ones. `quantize` is `none`, `int8` or `int4` (weights of linear layers
-    and head; only with compiled kernels). `version` is the code's. `draft_dir` is the draft model that this rank loads
-    afterwards, for `max_running` sequences. `decode_rows` is the most sequences of a decode step, for which steps are
-    captured on a GPU; 0 captures none. `decode_lengths` are the possible numbers of tokens of a row in such steps,
-    rising (rows of fewer are padded). `gpu_share` is the share of its GPU's memory that a rank may use, 0: all, or an
-    even part where ranks of this worker share a GPU. Options that must be equal on all ranks: `rank_options`.
+    `kernels` is `auto` (the best compiled ones that this processor has, else torch's), `torch`, or the level of
+    compiled ones. `attention` is what computes long rows on a GPU: `flashinfer`, `triton` (with torch's
+    FlashAttention), or `auto` (the first where it is installed and serves the model). `quantize` is `none`, `int8` or
+    `int4` (weights of linear layers and head; only with compiled kernels). `version` is the code's. `draft_dir` is
+    the draft model that this rank loads afterwards, for `max_running` sequences. `decode_rows` is the most sequences
+    of a decode step, for which steps are captured on a GPU; 0 captures none. `decode_lengths` are the possible
+    numbers of tokens of a row in such steps, rising (rows of fewer are padded). `gpu_share` is the share of its GPU's
+    memory that a rank may use, 0: all, or an even part where ranks of this worker share a GPU. Options that must be
+    equal on all ranks: `rank_options`.
     """
 
     model_dir: Path
@@ -40,6 +42,7 @@ class EngineOptions:
     max_num_tokens: int = 8192
     host: str = "127.0.0.1"
     kernels: str = "auto"
+    attention: str = "auto"
     edge_kind: str = "auto"
     staging_bytes: int = 0
     quantize: str = "none"

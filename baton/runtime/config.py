@@ -95,6 +95,11 @@ class EngineConfig:
         "kernels on CPU; auto: the best compiled ones for this processor; torch: torch's; else compiled ones by name",
         choices=("auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"),
     )
+    attention: str = option(
+        "auto",
+        "attention of long rows on a GPU; auto: flashinfer if it is installed and serves the model, else triton",
+        choices=("auto", "flashinfer", "triton"),
+    )
     quantize: str = option(
         "none", "weight quantization of linear layers and head, on CPU", choices=("none", "int8", "int4")
     )

@@ -280,6 +280,7 @@ def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks)
         kv_dtype=config.kv_dtype,
         exact=config.exact,
         kernels=config.kernels,
+        attention=config.attention,
         quantize=config.quantize,
         threads=max(threads, 1),
         block_size=config.block_size,

@@ -49,6 +49,7 @@ FUNCTIONS: dict[str, Callable[[Checks], None]] = {
     "engine": kernels.engine,
     "tp2": clusters.two_ranks,
     "transformers": eight_b.transformers,
+    "flashinfer": kernels.flashinfer,
 }
 
 

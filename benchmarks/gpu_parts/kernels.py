@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
 from benchmarks.gpu import ROOT
 from benchmarks.gpu_parts.models import RandomTensors, config_of
@@ -104,6 +106,74 @@ def kernel_times(checks: Checks) -> None:
         if batch * context >= (0 if REHEARSAL else 1 << 16):  # smaller ones fit into the GPU's cache, or fill no GPU
             least = min(least, share)
     bar("attention reads at 60 % of copy bandwidth", f"{least:.2f}", "0.60", least >= 0.6)
+
+
+def flashinfer(checks: Checks) -> None:
+    """Long rows by both, and whether its decode kernel is ahead of ours, which only a device can tell."""
+    if importlib.util.find_spec("flashinfer") is None:
+        print("- not installed: pip install 'baton-serve[gpu]', before the time of the device counts")
+        return
+    import torch
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    from baton.engine.attention_flashinfer import FlashInferRows
+    from baton.engine.attention_triton import TritonAttention
+    from baton.engine.batch import RowSpan
+    from tests.support.attention import shape
+
+    config, dtype, device = shape(32, 8, 128), torch.bfloat16, torch.device(DEVICE)
+    started = time.perf_counter()
+    paged = FlashInferRows(config, 16, dtype, device)
+    print(f"- kernels of long rows built or loaded in {time.perf_counter() - started:.1f} s")
+    ours = TritonAttention(config, 16, dtype, device)
+    theirs = TritonAttention(config, 16, dtype, device, paged=paged)
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=device)
+    decode = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    print(
+        "\n| attention of one layer, 32 heads on 8 of 128, bf16 | ours | FlashInfer | its plan | largest difference |"
+    )
+    print("|---|---|---|---|---|")
+    shapes = [(1, 0, 8192), (1, 30_000, 2048), (4, 0, 2048), (16, 0, 128), (1, 8191, 1), (64, 1023, 1), (8, 16_383, 1)]
+    for batch, start, length in shapes:
+        with checks.step(f"{batch} rows of {length} tokens after {start}"):
+            each, ends = -(-(start + length) // 16), range(batch + 1)
+            keys, values = (torch.randn(batch * each + 1, 16, 8, 128, device=device, dtype=dtype) for _ in range(2))
+            queries = torch.randn(batch * length, 32, 128, device=device, dtype=dtype)
+            spans = [
+                RowSpan(row * length, start, start + length, tuple(range(row * each, (row + 1) * each)))
+                for row in range(batch)
+            ]
+            if length == 1:
+                pages = [torch.tensor([each * end for end in ends], dtype=torch.int32)]
+                pages += [torch.arange(batch * each, dtype=torch.int32), torch.full((batch,), start % 16 + 1).int()]
+
+                def plan(pages: list[torch.Tensor] = pages) -> None:
+                    decode.plan(*pages, 32, 8, 128, 16, q_data_type=dtype, kv_data_type=dtype)
+
+                def run(q: torch.Tensor = queries, k: torch.Tensor = keys, v: torch.Tensor = values) -> torch.Tensor:
+                    return decode.run(q, (k, v)).flatten(1)
+            else:
+                prepared = theirs.prepare(spans, 0)
+
+                def plan(spans: list[RowSpan] = spans) -> None:
+                    theirs.prepare(spans, 0)
+
+                def run(
+                    q: torch.Tensor = queries, k: torch.Tensor = keys, v: torch.Tensor = values, p: Any = prepared
+                ) -> torch.Tensor:
+                    return theirs.attend(q, k, v, p)
+
+            planned = median_s(plan, 5)
+            before = ours.prepare(spans, 0)
+            own = median_s(lambda q=queries, k=keys, v=values, p=before: ours.attend(q, k, v, p), 10, inner=20)
+            took = median_s(run, 10, inner=20)
+            differ = float((run().float() - ours.attend(queries, keys, values, before).float()).abs().max())
+            check(differ < 0.05, f"FlashInfer's result differs by {differ:.2g}")
+            print(
+                f"| {batch} rows of {length} after {start} | {own * 1e6:.1f} us | {took * 1e6:.1f} us |"
+                f" {planned * 1e6:.0f} us | {differ:.1e} |",
+                flush=True,
+            )
 
 
 def graphs(checks: Checks) -> None:

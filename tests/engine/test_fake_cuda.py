@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History, Row, StepPlan
 from baton.engine.batch import RowLimits, make_batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
+from baton.engine.device_stream import HostMark
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary
 from baton.engine.logprobs import reports
@@ -36,8 +39,9 @@ pytestmark = pytest.mark.skipif(
 )
 CUDA = torch.device("cuda")
 GREEDY = SamplingParams(temperature=0.0)
-_NO_KERNEL = ("view", "slice", "select", "split", "expand", "transpose", "permute", "empty", "detach", "alias")
-_NO_KERNEL += ("as_strided", "squeeze", "lift", "t.default", "unbind")
+_NO_KERNEL = {"view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "expand", "transpose", "permute"}
+_NO_KERNEL |= {"empty", "empty_like", "new_empty", "empty_strided", "detach", "alias", "as_strided", "t", "unbind"}
+_NO_KERNEL |= {"squeeze", "unsqueeze", "lift", "lift_fresh"}
 
 
 class Launches(TorchDispatchMode):
@@ -51,7 +55,7 @@ class Launches(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = str(func).removeprefix("aten.")
         tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        if any(t.device.type == "cuda" for t in tensors) and not any(part in name for part in _NO_KERNEL):
+        if any(t.device.type == "cuda" for t in tensors) and name.partition(".")[0] not in _NO_KERNEL:
             self.counts[name] += 1
         return result
 
@@ -66,7 +70,7 @@ class Indexing(TorchFunctionMode):
             target, index, value = args
             if not isinstance(index, Tensor):
                 part = _indexed(target, index)
-                return part.fill_(value) if not isinstance(value, Tensor) else part.copy_(value)
+                return part.fill_(value) if not isinstance(value, Tensor) else torch.ops.aten.copy_(part, value)
             value = value if isinstance(value, Tensor) else torch.full((), value, dtype=target.dtype, device=CUDA)
             return torch.ops.aten.index_put_(target, [index], value)
         if func is Tensor.to and kwargs and kwargs.get("device") == CUDA:
@@ -160,7 +164,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, weights: Weights) -> Iterator[Laun
 
 
 class Engine:
-    def __init__(self, weights: Weights, *, exact: bool = False) -> None:
+    def __init__(self, weights: Weights, *, exact: bool = False, paged: Any = None) -> None:
         from baton.engine.attention_triton import TritonAttention
         from baton.engine.kernels.fused import fused
 
@@ -173,7 +177,9 @@ class Engine:
             fused(Rotary(config, 256, torch.bfloat16, CUDA), exact=exact),
         )
         self.kv = KVPool(config.kv_layout(16, "bfloat16"), 60, CUDA)
-        self.attention = TritonAttention(shard_config(config, group), 16, torch.bfloat16, CUDA, exact=exact)
+        self.attention = TritonAttention(
+            shard_config(config, group), 16, torch.bfloat16, CUDA, exact=exact, paged=paged
+        )
         self.limits = RowLimits(16, 60, config.vocab_size, 256)
 
     def forward(self, *rows: Row) -> Tensor:
@@ -192,6 +198,45 @@ def test_launched_steps_of_every_kind_wait_for_nothing(launches: Launches, weigh
     counts = launches.counts
     assert counts["_flash_attention_forward.default"] == engine.layers, "one call for both long rows"
     assert counts["_attend"] == 2 * engine.layers, "one for short rows, one for the others"
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_long_rows_of_a_launched_step_take_one_kernel_with_flashinfer_and_four_without(
+    launches: Launches, weights: Weights, monkeypatch: pytest.MonkeyPatch, between: bool
+) -> None:
+    """Two rows, with another one between them (whose tokens are then gathered and put back) or not."""
+    from baton.engine import attention_flashinfer
+
+    class Wrapper:
+        def __init__(self, *_: Any) -> None: ...
+
+        def plan(self, *_: Any, **__: Any) -> None: ...
+
+        def run(self, q: Tensor, cache: Any, out: Tensor | None = None) -> Tensor:
+            launches.counts["run"] += 1
+            return torch.empty_like(q) if out is None else out
+
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
+    monkeypatch.setattr(attention_flashinfer, "pinned", lambda tensor, _: tensor)
+    local = shard_config(weights.config, TPGroup(0, 1))
+    paged = attention_flashinfer.FlashInferRows(local, 16, torch.bfloat16, CUDA, HostMark)
+    rows, short = [row("a", 0, 150), row("b", 7, 70)], row("c", 20, 1)
+    rows.insert(1 if between else 2, short)
+    counts = []
+    for engine in (Engine(weights), Engine(weights, paged=paged)):
+        engine.forward(*rows)  # makes `arrived` large enough
+        every = []
+        for layers in (engine.layers, 1):
+            engine.model._layers = engine.model._layers[:layers]
+            launches.counts.clear()
+            engine.forward(*rows)
+            every.append(Counter(launches.counts))
+        counts.append({name: n / (engine.layers - 1) for name, n in (every[0] - every[1]).items()})
+    others = {"_add_norm": 2, "mm.default": 4, "_rotate_and_store": 1, "_attend": 1, "_silu_mul": 1}
+    moved = {"index.Tensor": 1, "index_put_.default": 1} if between else {}
+    put = moved or {"copy_.default": 1}
+    assert counts[0] == others | {"index_select.default": 2, "_flash_attention_forward.default": 1} | put
+    assert counts[1] == others | {"run": 1} | moved
 
 
 def test_launched_steps_in_exact_mode_use_no_library_that_chooses_by_shape(
