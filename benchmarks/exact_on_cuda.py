@@ -37,11 +37,13 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.interpreted import interpreted_runner, ordered_products
 
+_LENGTH = {"max_position_embeddings": 640}
+"""Enough for all shapes; each split that a context might have costs the interpreter time in each step."""
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"arch": "llama"},
-    "mistral": {"arch": "mistral"},
-    "qwen2": {"arch": "qwen2", "intermediate_size": 176},
-    "qwen3": {"arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
+    "llama": {**_LENGTH, "arch": "llama"},
+    "mistral": {**_LENGTH, "arch": "mistral"},
+    "qwen2": {**_LENGTH, "arch": "qwen2", "intermediate_size": 176},
+    "qwen3": {**_LENGTH, "arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
 }
 BATCH = {5: 100, 33: 7, 100: 16, 130: 64, 17: 1, 64: 33, 1: 512, 90: 40, 48: 16}
 """Prompt lengths, each with the length of its chunks, of a batch whose sequences also generate tokens."""
