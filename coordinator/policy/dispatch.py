@@ -92,7 +92,8 @@ class Dispatcher:
         self._max_tokens = max_queued_tokens
         self._queue = FairQueue()
         self._to_come: Counter[ChoiceId] = Counter()  # choices still to be queued, by the name of the first one
-        self.admitted = self.admitted_tokens = 0  # counters: choices, and the prompt tokens of their requests
+        self.admitted = self.refused = 0  # counters: choices, those refused because the queue is too long
+        self.admitted_tokens = self.admitted_tokens_squared = 0  # of the prompts of requests
         self.several_tenants = False  # each may fill only half of what the others leave of the queue
         self.drain_rate = DrainRate()
         self._running: Counter[str] = Counter()  # choices at workers, by key
@@ -111,13 +112,17 @@ class Dispatcher:
         return len(self._queue)
 
     def demand(self) -> dict[str, float | str]:
-        """Returns what the size of the pools should follow: choices and prompt tokens admitted so far, prompt tokens
-        in the queue and those that prefill workers still have to compute, the length that an output is expected to
+        """Returns what the size of the pools should follow: choices admitted so far and those refused because the queue
+        was too long, the tokens of the admitted prompts and the sum of their squares, prompt tokens in the queue, those
+        that it can hold and those that prefill workers still have to compute, the length that an output is expected to
         have, and the role whose workers the first of the queue waits for (empty: none)."""
         return {
             "admitted": self.admitted,
+            "refused": self.refused,
             "admitted_tokens": self.admitted_tokens,
+            "admitted_tokens_squared": self.admitted_tokens_squared,
             "queued_tokens": self._queue.tokens,
+            "max_queued_tokens": self._max_tokens,
             "backlog_tokens": sum(w.backlog_tokens for w in self._workers.present() if w.role == "prefill"),
             "expected_output_tokens": round(self.expectation.mean_tokens, 1),
             "waits_for": self.role_without_room or "",
@@ -187,6 +192,7 @@ class Dispatcher:
         # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
         full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or self._queue.tokens + prompt_tokens > self._max_tokens:
+            self.refused += choices
             raise Unavailable(
                 f"{len(self._queue)} choices with {self._queue.tokens} prompt tokens are already waiting",
                 retry_after_s=self.drain_rate.retry_after_s(self._queue.tokens / 2),
@@ -196,9 +202,10 @@ class Dispatcher:
         if unservable is not None and unservable[1] == ErrorCode.EXCEEDS_POOL:  # anything else may change
             message, code = unservable
             raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry cannot succeed
-        self._check_deadline(choice)
+        self._check_deadline(choice, choices)
         self.admitted += choices
         self.admitted_tokens += prompt_tokens
+        self.admitted_tokens_squared += prompt_tokens**2
         self.enqueue(choice)
         if choices > 1:
             self._to_come[choice.name] = choices - 1
@@ -219,10 +226,11 @@ class Dispatcher:
                 retry_after_s=self.drain_rate.retry_after_s(tokens / 2 * len(+queue.waiting)),
             )
 
-    def _check_deadline(self, choice: Choice) -> None:
+    def _check_deadline(self, choice: Choice, choices: int) -> None:
         """Raises Unavailable if the requests that go before a choice take longer, at the measured rate, than it has."""
         wait_s, limit_s = self.drain_rate.seconds(self._queue.ahead(choice)), choice.deadline_at - choice.started_at
         if wait_s is not None and wait_s > limit_s:
+            self.refused += choices
             message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.6g} s away"
             retry_after_s = max(1.0, min(wait_s - limit_s, MAX_RETRY_S))
             raise Unavailable(message, code="would_exceed_deadline", retry_after_s=retry_after_s)

@@ -2,18 +2,22 @@
 
 Demand counts, not the number of workers that happen to serve it, so a decision is right again after the workers have
 changed. Rates of requests and uncached prompt tokens are those of the last WINDOW_S, or of the time that MIN_REQUESTS
-took.
+took, or more of them if their lengths vary: the tokens of a few long prompts among short ones have the same standard
+error only after a longer time.
 
-    prefill   the fewest workers beside which the share of prompts that wait longer than TTFT allows is small enough
-              (M/G/n: Erlang C with the approximation of Allen and Cunneen), and that clear the backlog, as it will be
-              when a new worker has started, within another start time
+    prefill   the fewest workers beside which the share of prompts that wait longer than TTFT allows, or than the queue
+              has room, is small enough (M/G/n: Erlang C with the approximation of Allen and Cunneen), and that clear
+              the backlog, as it will be when a new worker has started, within another start time
     decode    sequences that will run together (Little's law, plus their chance fluctuation) over those that one worker
-              runs within the limit of TPOT and in its KV pool; and the KV of those that run now, with what it grows by
+              runs within the limit of TPOT and in its KV pool; the KV that requests will hold, which is reserved from
+              the dispatch on and so for as long as their prompts take; and that of those that run now, with what it
+              grows by
 
 Costs come from `baton calibrate`, corrected by what the workers measure of themselves. TTFT and TPOT close the loop: as
 long as too many requests are late although all workers are ready and busy, one tenth more workers are added at a time;
 if that changes nothing, it is undone and said. Up acts at once. Down waits until every size of the last `down_s` was
-smaller, for HEADROOM more load, and never acts while workers start. Both roles are zero, or neither is.
+smaller, for HEADROOM more load or for the upper confidence bound of the load, and never acts while workers start. Both
+roles are zero, or neither is.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ WINDOW_S = 30.0
 LONG_WINDOW_S = 300.0
 MIN_REQUESTS = 30
 """Fewer say nothing about a rate or a share: the chance error of a rate of 30 is 18 %."""
-HEADROOM = 1.1
-"""A smaller size must also suffice for so many times the load. A rate over MIN_REQUESTS requests varies by more."""
+HEADROOM = 0.1
+"""A smaller size must also suffice for so much more load, or for the upper confidence bound of the load."""
+TOLERANCE = 0.1
+"""A size is lowered by no less than this share of it, as with Kubernetes' autoscaler."""
 COLD_S = 15.0
 """A worker's steps are not measured for so long after it was first seen: the first ones allocate, compile and page."""
 MIN_STEPS = 20
@@ -94,17 +100,21 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSample:
-    """A cluster at `at_s` on the caller's clock. Counters since its start: `admitted` choices, prompt tokens of their
-    requests, requests with a first token and how many of these were late, requests with a TPOT and how many of these
-    were slow. Numbers of now: choices `in_flight`, those `queued`, prompt tokens in the queue and at prefill workers,
-    which role the queue waits for, and the length of an output."""
+    """A cluster at `at_s` on the caller's clock. Counters since its start: `admitted` choices, those `refused` because
+    the queue was too long, prompt tokens of the admitted requests and the sum of their squares, requests with a first
+    token and how many of these were late, requests with a TPOT and how many of these were slow. Numbers of now: choices
+    `in_flight`, those `queued`, prompt tokens in the queue, of so many that it can hold (0: any), and at prefill
+    workers, which role the queue waits for, and the length of an output."""
 
     at_s: float
     admitted: int = 0
+    refused: int = 0
     admitted_tokens: int = 0
+    admitted_tokens_squared: int = 0
     in_flight: int = 0
     queued: int = 0
     queued_tokens: int = 0
+    max_queued_tokens: int = 0
     backlog_tokens: int = 0
     waits_for: Role | Literal[""] = ""
     output_tokens: float = 0.0
@@ -186,7 +196,8 @@ class Sizing:
 class Demand:
     """Requests per second, the uncached tokens of a prompt and its whole length, the tokens of an output, the share of
     requests whose first token was late and of those whose tokens were slow (None: too few since
-    the workers changed). `factor` multiplies what runs now."""
+    the workers changed). `variation` is the squared coefficient of variation of the prompts' lengths; `factor`
+    multiplies what runs now; `error` is the standard error of the load."""
 
     requests_per_s: float
     uncached: float
@@ -194,7 +205,9 @@ class Demand:
     output: float
     late: float | None
     slow: float | None
+    variation: float = 0.0
     factor: float = 1.0
+    error: float = 0.0
 
 
 def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizing, Memory]:
@@ -203,7 +216,8 @@ def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizin
         return _unchanged(policy, memory, f"unchanged: {problem} is not a number"), memory
     memory = _measured(policy, _remember(memory, sample))
     demand = _demand(memory)
-    more = replace(demand, requests_per_s=demand.requests_per_s * HEADROOM, factor=HEADROOM)
+    factor = 1 + max(HEADROOM, _quantile(policy.slo.share) * demand.error)
+    more = replace(demand, requests_per_s=demand.requests_per_s * factor, factor=factor)
     idle = _idle(policy, memory)
     late, slow = demand.late, demand.slow
     if sample.waits_for == "decode":  # then it is not prefill that makes first tokens late
@@ -252,7 +266,7 @@ def _remember(memory: Memory, sample: ClusterSample) -> Memory:
     return replace(memory, samples=kept, first_seen=seen)
 
 
-def _window(samples: Sequence[ClusterSample], at_least: int) -> tuple[ClusterSample, ClusterSample] | None:
+def _window(samples: Sequence[ClusterSample], at_least: float) -> tuple[ClusterSample, ClusterSample] | None:
     """Returns the ends of the shortest window of at least WINDOW_S in which as many choices were admitted; the longest
     one if there is none; None with only one sample."""
     last = samples[-1]
@@ -262,9 +276,17 @@ def _window(samples: Sequence[ClusterSample], at_least: int) -> tuple[ClusterSam
     return (samples[0], last) if last.at_s > samples[0].at_s else None
 
 
+def _variation(first: ClusterSample, last: ClusterSample) -> float:
+    """Returns the squared coefficient of variation of the lengths of the prompts admitted between two samples."""
+    admitted, tokens = last.admitted - first.admitted, last.admitted_tokens - first.admitted_tokens
+    squares = last.admitted_tokens_squared - first.admitted_tokens_squared
+    return max(0.0, admitted * squares / tokens**2 - 1) if tokens else 0.0
+
+
 def _demand(memory: Memory) -> Demand:
     now = memory.samples[-1]
-    window = _window(memory.samples, MIN_REQUESTS)
+    variation = _variation(memory.samples[0], now)  # of all samples: the last ones may lack the rare long prompt
+    window = _window(memory.samples, MIN_REQUESTS * (1 + variation))
     if window is None or window[0].admitted == now.admitted:  # what waits was admitted before
         prompt = now.queued_tokens / now.queued if now.queued else 0.0
         return Demand(0.0, prompt, prompt, now.output_tokens, None, None)
@@ -273,7 +295,8 @@ def _demand(memory: Memory) -> Demand:
     prompt = tokens / admitted
     computed, cached = _sum_of(first, last, "tokens"), _sum_of(first, last, "cached")
     share = computed / (computed + cached) if computed + cached >= prompt > 0 else 1.0
-    rate = admitted / max(last.at_s - first.at_s, WINDOW_S)  # a burst of a second is no rate, but a backlog
+    offered = admitted + min(admitted, last.refused - first.refused)  # at most twice: who is refused asks again
+    rate = offered / max(last.at_s - first.at_s, WINDOW_S)  # a burst of a second is no rate, but a backlog
     states = memory.prefill, memory.decode
     changed_at = max(max(state.raised_at, state.lowered_at, state.boosted_at) for state in states)
 
@@ -283,7 +306,8 @@ def _demand(memory: Memory) -> Demand:
         return float((getattr(last, bad) - getattr(first, bad)) / count) if enough else None
 
     late, slow = share_of("late", "first_tokens"), share_of("slow", "ended")
-    return Demand(rate, prompt * share, prompt, now.output_tokens, late, slow)
+    error = math.sqrt((1 + variation) / admitted)
+    return Demand(rate, prompt * share, prompt, now.output_tokens, late, slow, variation, error=error)
 
 
 def _sum_of(first: ClusterSample, last: ClusterSample, name: str) -> int:
@@ -318,19 +342,32 @@ def _measured(policy: Policy, memory: Memory) -> Memory:
     return memory
 
 
+def _prompt_s(policy: Policy, memory: Memory, demand: Demand) -> float:
+    """Returns the seconds that a prompt of average length takes on a prefill worker."""
+    kind = policy.prefill
+    tokens = max(1, round(demand.uncached))
+    return memory.prefill.slowness * kind.prefill.prompt_s(tokens, kind.prefill_worker.step_tokens)
+
+
 def _prefill(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
     """Returns the fewest prefill workers, and the numbers behind it."""
-    now, kind, state = memory.samples[-1], policy.prefill, memory.prefill
+    now, kind = memory.samples[-1], policy.prefill
     if not demand.prompt:
         return 0, "has nothing to do"
-    prompt_s = state.slowness * kind.prefill.prompt_s(max(1, round(demand.uncached)), kind.prefill_worker.step_tokens)
+    prompt_s = _prompt_s(policy, memory, demand)
     budget_s = policy.slo.ttft_s - prompt_s - kind.front.request_s if policy.slo.ttft_s else math.inf
     load = demand.requests_per_s * prompt_s
     queued = 0 if now.waits_for == "decode" else now.queued_tokens
     backlog_s = (queued * demand.uncached / demand.prompt + now.backlog_tokens) * prompt_s / max(demand.uncached, 1.0)
+    queue_s = now.max_queued_tokens * prompt_s / demand.prompt if now.max_queued_tokens else math.inf
     start_s, ready = policy.start_s("prefill"), now.ready("prefill")
-    later_s = max(0.0, backlog_s + (load - ready) * start_s) if backlog_s > ready * max(budget_s, prompt_s) else 0.0
-    waits = workers_for_waits(load, prompt_s, budget_s, 1 - policy.slo.share)
+    # No other worker can take what is left of a prompt that one computes: on average (renewal theory) half of a prompt
+    # for prompts of one length, and more than a whole one if a few are very long.
+    waiting_s = backlog_s - min(ready, backlog_s / prompt_s) * prompt_s * (1 + demand.variation) / 2
+    later_s = max(0.0, waiting_s + (load - ready) * start_s)
+    if waiting_s <= ready * budget_s and later_s <= queue_s:
+        later_s = 0.0
+    waits = workers_for_waits(load, prompt_s, budget_s, 1 - policy.slo.share, demand.variation, queue_s)
     clears = math.ceil(load + later_s / start_s)
     size = max(waits, clears, 1 if now.in_flight else 0)
     why = (
@@ -340,22 +377,26 @@ def _prefill(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
     return size, why
 
 
-def workers_for_waits(load: float, service_s: float, wait_s: float, share: float) -> int:
-    """Returns the fewest workers at which at most `share` of the jobs wait longer than `wait_s`, for a load in workers
-    and exponential times between arrivals. Allen and Cunneen, 1978: the waits of M/M/n, here without a factor for the
-    variation of the service times, which for prompts is near that of an exponential distribution."""
+def workers_for_waits(
+    load: float, service_s: float, wait_s: float, share: float, variation: float = 1.0, queue_s: float = math.inf
+) -> int:
+    """Returns the fewest workers at which at most `share` of the jobs wait longer than `wait_s`, or find more than
+    `queue_s` of work in the queue, for a load in workers and exponential times between arrivals. Allen and Cunneen,
+    1978: the waits of M/M/n, longer by (1 + `variation`) / 2 if service times vary by more than exponential ones;
+    not shorter if they vary by less, because arrivals come in bursts."""
     if load <= 0.0:
         return 0
     least = math.floor(load) + 1
-    if wait_s == math.inf:
+    if min(wait_s, queue_s) == math.inf:
         return least
+    longer_s = service_s * max(1.0, (1 + variation) / 2)
     blocking, number = 1.0, 0  # Erlang B, by its recursion
     while number < least:
         number += 1
         blocking = load * blocking / (number + load * blocking)
     while number < 1 << 14:
         waiting = blocking / (1 - load / number * (1 - blocking))
-        if waiting * math.exp(-(number - load) * max(wait_s, 0.0) / service_s) <= share:
+        if waiting * math.exp(-(number - load) * max(min(wait_s, queue_s / number), 0.0) / longer_s) <= share:
             return number
         number += 1
         blocking = load * blocking / (number + load * blocking)
@@ -390,7 +431,14 @@ def _decode(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
     together = max(demand.requests_per_s * demand.output * step_s, running * demand.factor)
     chance = _quantile(policy.slo.share) * math.sqrt(together)
     pool = kind.decode_worker.blocks * kind.block_size
-    kv = (sum(worker.kv_tokens for worker in workers) + running * demand.output / 2) / max(pool, 1) * demand.factor
+    # Long prompts hold more KV, and hold it for longer: the mean of tokens x seconds has the mean of the squares.
+    square, rate, output_s = 1 + demand.variation, demand.requests_per_s, demand.output * step_s
+    prompt_s = _prompt_s(policy, memory, demand)
+    held = rate * (prompt_s * square + output_s)
+    held += _quantile(policy.slo.share) * math.sqrt(rate * (prompt_s + output_s) * square)
+    held = held * demand.prompt + rate * output_s * demand.output / 2
+    used = sum(worker.kv_tokens for worker in workers) + running * demand.output / 2
+    kv = max(held, used * demand.factor) / max(pool, 1)
     size = max(math.ceil((together + chance) / rows), math.ceil(kv), 1 if now.in_flight else 0)
     why = (
         f"{together:.1f} sequences of {demand.output:.0f} tokens together, {rows} in a worker at"
@@ -461,7 +509,7 @@ def _choose(policy: Policy, memory: Memory, role: Role, state: RoleState, need: 
     if need > state.size:
         return replace(state, size=need, raised_at=now.at_s)
     smaller = max(size for _, size in down)
-    if smaller < state.size and not starting and now.at_s - down[0][0] >= COVERED * policy.down_s:
+    if smaller <= state.size / (1 + TOLERANCE) and not starting and now.at_s - down[0][0] >= COVERED * policy.down_s:
         return replace(state, size=smaller, lowered_at=now.at_s)
     return state
 

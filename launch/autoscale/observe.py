@@ -69,10 +69,13 @@ def read_sample(document: Mapping[str, Any], metrics: str, slo: Slo, at_s: float
     return ClusterSample(
         at_s,
         admitted=int(own["admitted"]),
+        refused=int(own["refused"]),
         admitted_tokens=int(own["admitted_tokens"]),
+        admitted_tokens_squared=int(own["admitted_tokens_squared"]),
         in_flight=int(own["choices"]),
         queued=int(own["queued_choices"]),
         queued_tokens=int(own["queued_tokens"]),
+        max_queued_tokens=int(own["max_queued_tokens"]),
         backlog_tokens=int(own["backlog_tokens"]),
         waits_for=own["waits_for"],
         output_tokens=float(own["expected_output_tokens"]),

@@ -123,10 +123,13 @@ class _Simulated:
         return ClusterSample(
             replay.loop.now,
             admitted=int(demand["admitted"]),
+            refused=int(demand["refused"]),
             admitted_tokens=int(demand["admitted_tokens"]),
+            admitted_tokens_squared=int(demand["admitted_tokens_squared"]),
             in_flight=replay.in_flight,
             queued=replay.dispatcher.num_queued,
             queued_tokens=int(demand["queued_tokens"]),
+            max_queued_tokens=int(demand["max_queued_tokens"]),
             backlog_tokens=int(demand["backlog_tokens"]),
             waits_for=replay.dispatcher.role_without_room or "",
             output_tokens=float(demand["expected_output_tokens"]),

@@ -156,6 +156,10 @@ def test_demand_counts_what_is_admitted_queued_and_not_computed_yet() -> None:
     demand = d.dispatcher.demand()
     assert (demand["admitted"], demand["admitted_tokens"], demand["queued_tokens"]) == (4, 11, 5)
     assert (demand["backlog_tokens"], demand["waits_for"]) == (6, "decode")
+    assert demand["admitted_tokens_squared"] == 6**2 + 5**2 and demand["refused"] == 0
+    with pytest.raises(Unavailable):
+        d.submit(make_choice("c", demand["max_queued_tokens"] - 4, 8), choices=2)
+    assert d.dispatcher.demand() == demand | {"refused": 2}
 
 
 def test_role_is_servable_while_a_worker_may_return_but_not_while_all_drain() -> None:

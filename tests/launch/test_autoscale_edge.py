@@ -31,10 +31,13 @@ from tests.support.scale import CALIBRATION
 
 COORDINATOR = {
     "admitted": 100,
+    "refused": 4,
     "admitted_tokens": 50_000,
+    "admitted_tokens_squared": 30_000_000,
     "choices": 7,
     "queued_choices": 5,
     "queued_tokens": 2_500,
+    "max_queued_tokens": 1 << 20,
     "backlog_tokens": 900,
     "waits_for": "decode",
     "expected_output_tokens": 64.5,
@@ -82,6 +85,7 @@ def test_a_sample_has_what_workers_and_metrics_show() -> None:
     sample = read_sample(DOCUMENT, METRICS, Slo(0.9, 0.05), 12.0)
     assert (sample.at_s, sample.in_flight, sample.queued, sample.waits_for) == (12.0, 7, 5, "decode")
     assert (sample.admitted, sample.admitted_tokens, sample.queued_tokens) == (100, 50_000, 2_500)
+    assert (sample.refused, sample.admitted_tokens_squared, sample.max_queued_tokens) == (4, 30_000_000, 1 << 20)
     assert (sample.first_tokens, sample.late) == (100.0, pytest.approx(20.0)) and sample.ended == 0.0
     prefill, decode = sample.workers  # those that drain or are lost take no new work
     assert (prefill.name, prefill.tokens, prefill.cached, prefill.key) == ("prefill-0", 4_000, 500, ("prefill-0", 3))

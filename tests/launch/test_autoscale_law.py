@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -304,6 +305,10 @@ def test_waits_of_m_m_n() -> None:
     assert workers_for_waits(2.0, 1.0, 0.0, 0.45) == 3  # Erlang C of 2 erlangs at 3 servers: 4/9
     assert workers_for_waits(2.0, 1.0, 0.0, 0.44) == 4
     assert workers_for_waits(80.0, 0.2, math.inf, 0.05) == 81
+    assert workers_for_waits(0.5, 1.0, 9.0, at * 1.01, queue_s=3.0) == 1  # its queue is full before it is late
+    assert workers_for_waits(0.5, 1.0, 9.0, at * 0.99, queue_s=3.0) == 2
+    assert workers_for_waits(0.5, 1.0, 6.0, at * 1.01, variation=3.0) == 1  # waits are twice as long
+    assert workers_for_waits(0.5, 1.0, 6.0, at * 0.99, variation=3.0) == 2
 
 
 def test_rows_within_the_limit_of_tpot_and_the_pool() -> None:
@@ -314,6 +319,87 @@ def test_rows_within_the_limit_of_tpot_and_the_pool() -> None:
     assert KIND.decode.plain_s(rows, rows * 150) <= 0.02 < KIND.decode.plain_s(rows + 1, (rows + 1) * 150)
     assert rows_within(KIND, Slo(0, 0.02), 100, OUTPUT, 3.0) == 1
     assert rows_within(KIND, Slo(), 10, 10, 1.0) == KIND.decode_worker.max_running
+
+
+def fed(
+    lengths: Callable[[int], list[int]],
+    seconds: float = 600.0,
+    ready: Size = Size(4, 4),  # noqa: B008
+    **now: int,
+) -> list[Sizing]:
+    """The decisions for prompts of these lengths, admitted in each step, with `now` in every sample."""
+    memory, admitted, tokens, squares, decisions = Memory(), 0, 0, 0, list[Sizing]()
+    workers = [WorkerSample(f"p{i}", "prefill", 1) for i in range(ready.prefill)]
+    workers += [WorkerSample(f"d{i}", "decode", 1) for i in range(ready.decode)]
+    for step in range(round(seconds / EVERY_S)):
+        new = lengths(step)
+        admitted, tokens, squares = admitted + len(new), tokens + sum(new), squares + sum(n * n for n in new)
+        counts = {name: count * step if name == "refused" else count for name, count in now.items()}
+        sample = ClusterSample(
+            *(step * EVERY_S, admitted),
+            admitted_tokens=tokens,
+            admitted_tokens_squared=squares,
+            in_flight=len(new),
+            output_tokens=OUTPUT,
+            workers=tuple(workers),
+        )
+        decision, memory = decide(POLICY, memory, replace(sample, **counts))  # type: ignore[arg-type]
+        decisions.append(decision)
+    return decisions
+
+
+def _rate(decision: Sizing) -> float:
+    return float(decision.reasons[0].partition(" requests/s")[0])
+
+
+def test_a_few_long_prompts_among_short_ones_are_averaged_over_a_longer_time() -> None:
+    """One prompt of 50,000 tokens in 100 s moves the mean of 30 s by a factor of three, each time that it comes."""
+    decisions = fed(lambda step: [500] * 9 + [50_000 if step % 20 == 7 else 500])
+    later = decisions[round(LONG_WINDOW_S / EVERY_S) :]
+    means = [float(d.reasons[0].partition(" of ")[2].split()[0]) for d in later]
+    assert max(means) < 1.1 * min(means) and len({d.size for d in later}) == 1
+
+
+def test_refused_requests_are_demand_but_no_more_than_the_admitted_ones() -> None:
+    """Requests that the queue has no room for were invisible; a client that asks again at once is not ten clients."""
+    assert _rate(fed(lambda _: [PROMPT] * 50)[-1]) == 10.0
+    assert _rate(fed(lambda _: [PROMPT] * 50, refused=25)[-1]) == 15.0
+    assert _rate(fed(lambda _: [PROMPT] * 50, refused=500)[-1]) == 20.0
+
+
+def test_what_a_worker_computes_is_no_backlog_for_another() -> None:
+    """Four workers, each with half of a prompt of 20 s, need no fifth for that; the same tokens in the queue do."""
+    long = 160_000
+    steps = lambda step: [long] * (step % 8 == 0)  # noqa: E731
+    computing = fed(steps, backlog_tokens=2 * long)
+    assert {d.size.prefill for d in computing[30:]} == {min(d.size.prefill for d in computing)}
+    waiting = fed(steps, queued=40, queued_tokens=40 * long, backlog_tokens=2 * long)
+    assert waiting[-1].size.prefill > computing[-1].size.prefill
+
+
+def test_a_queue_that_will_be_full_before_a_worker_has_started_is_backlog() -> None:
+    steady = lambda _: [PROMPT] * 150  # noqa: E731
+    plenty, short = (fed(steady, ready=Size(2, 4), max_queued_tokens=n) for n in (10_000_000, 500_000))
+    assert plenty[-1].size.prefill < short[-1].size.prefill <= 2 * plenty[-1].size.prefill
+
+
+def test_kv_is_held_from_the_dispatch_on() -> None:
+    """It is reserved before the prompt is computed, so one that takes as long as its output holds it twice as long."""
+    pools = []
+    for length in (2000, 64_000):
+        decision = fed(lambda _, length=length: [length] * (64_000 // length))[-1]
+        pools.append(float(decision.reasons[1].rpartition("; ")[2].split()[0]))
+    assert pools[1] > 1.2 * pools[0]  # as many tokens in both
+
+
+def test_a_size_is_not_lowered_by_less_than_a_tenth() -> None:
+    f = Fluid(replace(POLICY, limit=Size(60, 60)))
+    f.rate = 40 / PROMPT_S
+    before = f.step(120)
+    f.rate *= 0.9
+    assert before.prefill > 40 and f.step(240).prefill == before.prefill
+    f.rate *= 0.9
+    assert f.step(240).prefill < 0.92 * before.prefill
 
 
 def test_state_is_plain_values() -> None:

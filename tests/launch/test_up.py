@@ -234,7 +234,8 @@ def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start, agen
 
 
 DEMAND = {"admitted": 9, "admitted_tokens": 9000, "choices": 9, "queued_choices": 9, "queued_tokens": 900_000}
-DEMAND |= {"backlog_tokens": 0, "waits_for": "", "expected_output_tokens": 99.0}
+DEMAND |= {"backlog_tokens": 0, "waits_for": "", "expected_output_tokens": 99.0, "refused": 0}
+DEMAND |= {"admitted_tokens_squared": 9_000_000, "max_queued_tokens": 1 << 20}
 
 
 def _autoscaled(start, tmp_path: Path, **env: str) -> tuple[Cluster, Path]:

@@ -308,7 +308,7 @@ FAULTS = (
         "coordinator/policy/fairness.py", "return max(self.of(tenant), floor)", "return self.of(tenant)", T_FAIR_QUEUE
     ),
     Fault(DISPATCH, "        self._check_share(choice, choices)\n", "", T_FAIR_QUEUE),
-    Fault(DISPATCH, "        self._check_deadline(choice)\n", "", T_FAIR_QUEUE),
+    Fault(DISPATCH, "        self._check_deadline(choice, choices)\n", "", T_FAIR_QUEUE),
     Fault(FAIR_QUEUE, "_RESUMED if choice.prompt_charged else", "", T_FAIR_QUEUE),
     Fault(
         FAIR_QUEUE,
