@@ -30,8 +30,7 @@ from baton.core.handover import (
     Refuse,
 )
 from baton.core.kv_layout import KVLayout
-from baton.core.listening import ListeningClock
-from baton.core.liveness import LEASE_CHECK_S, LINK_SILENCE_S, MAX_READ_GAP_S
+from baton.core.liveness import LEASE_CHECK_S, LINK_SILENCE_S, MAX_READ_GAP_S, ListeningClock
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.runtime.event_log import EventLog

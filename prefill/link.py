@@ -32,8 +32,7 @@ from baton.core.handover import (
     Posted,
     Refuse,
 )
-from baton.core.listening import ListeningClock
-from baton.core.liveness import LEASE_CHECK_S, MAX_READ_GAP_S, PING_EVERY_S, PING_LIMIT_S
+from baton.core.liveness import LEASE_CHECK_S, MAX_READ_GAP_S, PING_EVERY_S, PING_LIMIT_S, ListeningClock
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.runtime.link import DialledLink, dial_link

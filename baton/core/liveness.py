@@ -1,4 +1,5 @@
-"""Time limits of the mechanisms that detect a process, rank, connection, thread or step that is lost or hangs.
+"""Time limits of the mechanisms that detect a process, rank, connection, thread or step that is lost or hangs, and the
+clock on which they count a silence. Pure.
 
 docs/failure-modes.md#liveness says what each mechanism detects and what follows; a test compares the page with this
 file. Seconds.
@@ -50,3 +51,25 @@ STEP_LIMIT_S = 300.0
 # 8. The event loop of a worker.
 LOOP_STALL_S = 1.0
 """A third of the default lease: what blocks the loop for longer is logged."""
+
+
+class ListeningClock:
+    """The clock of a process that receives only while it runs: a silence counts on it.
+
+    A lease ends after a silence. A process that was suspended (stopped, starved, its machine paused) received nothing
+    meanwhile, but its peers were not silent: their messages are unread in its sockets. This clock counts such a gap as
+    at most `most_s`. Times are seconds of the caller's monotonic clock.
+    """
+
+    def __init__(self, now: float, most_s: float) -> None:
+        self._most_s = most_s
+        self._advanced_at = self._reading = now
+
+    def at(self, now: float) -> float:
+        """Returns the clock's reading: monotonic, and never more than `most_s` beyond that of the last `advance`."""
+        return self._reading + min(max(now - self._advanced_at, 0.0), self._most_s)
+
+    def advance(self, now: float) -> float:
+        """Advances the clock to `now` and returns its reading. Call it regularly, after reading all messages."""
+        self._reading, self._advanced_at = self.at(now), max(now, self._advanced_at)
+        return self._reading

@@ -23,8 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.core.errors import RankLost
-from baton.core.listening import ListeningClock
-from baton.core.liveness import LOADING_SILENCE_S, MAX_READ_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S
+from baton.core.liveness import LOADING_SILENCE_S, MAX_READ_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S, ListeningClock
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, RankPeer, Store, dial_leader, gather_followers
 from baton.runtime.frames import DropAdapter, Failed, Hello, Lost, RankHeartbeat, RankLeave, RankStop, encode

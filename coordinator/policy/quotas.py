@@ -31,7 +31,7 @@ class KeyLimits:
 class Client:
     """A client: `key` names its API key in logs and metrics, `tenant` the owner of the key. Requests with a lower
     `priority` go first; a request cannot have a lower one than its client. `weight` is the share of its tenant beside
-    others (policy.fairness)."""
+    others (policy.fair_queue)."""
 
     key: str = ""
     tenant: str = ""

@@ -13,7 +13,7 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
-from decode.speculation.acceptance import AcceptanceEstimates
+from decode.speculation.acceptance import TRIAL_DRAFT_TOKENS, AcceptanceEstimates, Trials
 from decode.speculation.draft_length import (
     MAX_DRAFT_TOKENS,
     StepPrice,
@@ -23,8 +23,6 @@ from decode.speculation.draft_length import (
 )
 from decode.speculation.drafts import CATCH_UP, Drafts
 from decode.speculation.step_cost import StepModel
-from decode.speculation.trials import DRAFT_TOKENS as TRIAL_DRAFT_TOKENS
-from decode.speculation.trials import Trials
 
 _MARGIN = 1.5  # filling draft KV must be expected to save this many times its cost
 _CHECK_INTERVAL = 8  # steps between two checks of a lone sequence for which nothing is drafted

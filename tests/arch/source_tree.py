@@ -18,10 +18,7 @@ PURE_DECODE = (
     "decode/handover.py",
     "decode/ahead.py",
     "decode/anti_starvation.py",
-    *(
-        f"decode/speculation/{name}.py"
-        for name in ("policy", "drafts", "acceptance", "draft_length", "step_cost", "trials")
-    ),
+    *(f"decode/speculation/{name}.py" for name in ("policy", "drafts", "acceptance", "draft_length", "step_cost")),
 )
 PURE_PREFILL = ("prefill/scheduler.py", "prefill/handover.py")
 PURE_RUNTIME = ("baton/runtime/config.py", "baton/runtime/cluster_token.py")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import BatonError, QuotaExceeded, Unavailable
 from coordinator.policy.choice import Choice
-from coordinator.policy.fair_queue import FairQueue
-from coordinator.policy.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
+from coordinator.policy.fair_queue import INPUT_WEIGHT, OUTPUT_WEIGHT, FairQueue
 from coordinator.policy.quotas import Client, KeyLimits
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker

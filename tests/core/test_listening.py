@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.listening import ListeningClock
+from baton.core.liveness import ListeningClock
 
 
 def test_clock_keeps_time_while_it_is_advanced_regularly() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
+from decode.speculation.acceptance import FIRST, FIRST_STEPS, TRIAL_DRAFT_TOKENS, TRIAL_SHARE, Trials
 from decode.speculation.draft_length import StepPrice, choose_length, choose_lengths, saved_per_token
 from decode.speculation.step_cost import StepModel
-from decode.speculation.trials import DRAFT_TOKENS, FIRST, FIRST_STEPS, SHARE, Trials
 
 
 def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:
@@ -122,7 +122,7 @@ def test_trials_stay_within_their_share_and_run_one_at_a_time() -> None:
         if trials.sequence_id is not None and step % 3 == 0:
             trials.drafted(trials.sequence_id)
     assert len(begun) == trials.started - 1 > 1
-    assert 0.9 * SHARE < spent_s / 10_000 <= SHARE
+    assert 0.9 * TRIAL_SHARE < spent_s / 10_000 <= TRIAL_SHARE
 
 
 def test_new_worker_runs_a_first_trial_without_allowance_within_token_and_step_limits() -> None:
@@ -138,11 +138,11 @@ def test_new_worker_runs_a_first_trial_without_allowance_within_token_and_step_l
         return draft_tokens
 
     assert tried(Trials(), 2 * FIRST_STEPS) == FIRST
-    assert tried(Trials(), 2 * FIRST_STEPS, alone=False) == DRAFT_TOKENS
+    assert tried(Trials(), 2 * FIRST_STEPS, alone=False) == TRIAL_DRAFT_TOKENS
     idle = Trials()
     for _ in range(FIRST_STEPS):
         idle.stepped(1.0)
-    assert tried(idle, FIRST_STEPS) == DRAFT_TOKENS
+    assert tried(idle, FIRST_STEPS) == TRIAL_DRAFT_TOKENS
 
 
 def test_steps_reported_together_count_like_steps_reported_one_by_one() -> None:
