@@ -27,6 +27,8 @@ FROM_UP = "BATON_KEYS_OF_UP"
 MIN_CHARS = 16
 MAX_PRIORITY = 100
 MAX_WEIGHT = 1000
+MAX_LABELLED_TENANTS = 100
+"""Each has several time series."""
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -45,6 +47,11 @@ class ApiKeys:
 
     def has_several_tenants(self) -> bool:
         return len({client.tenant for client in self._clients.values()}) > 1
+
+    def labelled_tenants(self) -> list[str]:
+        """Returns the first MAX_LABELLED_TENANTS tenants that the deployment named, for metrics."""
+        named = {client.tenant: None for digest, client in self._clients.items() if client.tenant != _unnamed(digest)}
+        return list(named)[:MAX_LABELLED_TENANTS]
 
     def named(self, name: str) -> Client | None:
         """Returns the client whose key has this name, if any. Without any keys, returns ANONYMOUS."""
@@ -158,10 +165,15 @@ def _client(words: list[str], digest: bytes, where: str) -> Client:
         if name in given and not _NAME.fullmatch(given[name]):
             raise StartupError(f"{where}: {name} must be 1 to 64 letters, digits, dots, dashes and underscores")
     limits = KeyLimits(**{name: _number(given[name], name, 1, _MOST, where) for name in _LIMITS if name in given})
-    key = given.get("name") or digest.hex()[:8]
+    key = given.get("name") or _unnamed(digest)
     priority = _number(given.get("priority", "0"), "priority", -MAX_PRIORITY, MAX_PRIORITY, where)
     weight = _number(given.get("weight", "1"), "weight", 1, MAX_WEIGHT, where)
     return Client(key, given.get("tenant", key), priority, limits, weight)
+
+
+def _unnamed(digest: bytes) -> str:
+    """Returns the name of a key that was given none."""
+    return digest.hex()[:8]
 
 
 def _number(text: str, name: str, low: int, high: int, where: str) -> int:

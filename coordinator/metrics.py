@@ -33,6 +33,7 @@ from baton.core.latency_limits import TTFT_S as TTFT_LIMITS_S
 from baton.core.latency_limits import upper_bound
 from baton.core.request import FinishReason
 from baton.runtime.ignored_fields import as_header
+from baton.runtime.status import http_status
 from coordinator.metrics_cluster import ClusterMetrics
 from coordinator.metrics_vllm import TOKENS, VllmNames, VllmRequests
 from coordinator.policy.timeline import Timeline
@@ -41,8 +42,12 @@ from coordinator.submission import Delta, Submission, Usage
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 GAP_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+REFUSAL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+REFUSALS = (429, 503, 529)
+"""The statuses of refusals; the last one is Anthropic's for 503."""
 MAX_LOGGED_FIELDS = 256
 WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+OTHER_TENANTS = "other"
 STAGES = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
 
 log = logging.getLogger("baton.requests")
@@ -50,11 +55,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the sample
 
 
 class Metrics:
-    """Requests longer than `slow_s` are logged as warnings; 0 disables this."""
+    """Requests longer than `slow_s` are logged as warnings; 0 disables this. `tenants` have metrics of their own."""
 
-    def __init__(self, model: str = "", compat: str = "none", slow_s: float = 0.0) -> None:
+    def __init__(
+        self, model: str = "", compat: str = "none", slow_s: float = 0.0, tenants: Collection[str] = ()
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._model, self._slow_s = model, slow_s
+        self._model, self._slow_s, self._tenants = model, slow_s, frozenset(tenants)
         new: dict[str, Any] = {"registry": self._registry}
         self.finished = Counter("baton_requests_finished", "choices that ended without error", ["finish_reason"], **new)
         for reason in get_args(FinishReason):  # a sum of series of which none exists yet is no number
@@ -68,6 +75,8 @@ class Metrics:
         self.drafted = Counter("baton_draft_tokens", "draft tokens that were verified", **new)
         self.accepted = Counter("baton_draft_tokens_accepted", "draft tokens that were accepted", **new)
         self.responses = Counter("baton_http_responses", "responses begun, by HTTP status", ["status"], **new)
+        refusal = "time from the complete head of a request to its refusal with 429, 503 or 529"
+        self.refusal = Histogram("baton_http_refusal_seconds", refusal, buckets=REFUSAL_S, **new)
         without = "fields of requests that were accepted without effect, by endpoint"
         self.ignored_fields = Counter("baton_ignored_fields", without, ["endpoint"], **new)
         self._logged_fields: set[str] = set()  # at most MAX_LOGGED_FIELDS
@@ -93,6 +102,14 @@ class Metrics:
         self.generated_length = Histogram("baton_request_generated_tokens", generated, **lengths)
         latency = "requests without error by the upper bounds of their times to the first and per further token"
         self.latency = Counter("baton_requests_latency", latency, ["ttft_le", "tpot_le"], **new)
+        refused = "requests of a tenant that were refused with 429 or 503, or the same over gRPC"
+        self.tenant_refused = Counter("baton_tenant_requests_refused", refused, ["tenant"], **new)
+        ended = "of requests that have ended, by tenant"
+        self.tenant_prompt_tokens = Counter("baton_tenant_prompt_tokens", f"prompt tokens {ended}", ["tenant"], **new)
+        self.tenant_generated = Counter("baton_tenant_generated_tokens", f"tokens generated {ended}", ["tenant"], **new)
+        for each in (self.tenant_refused, self.tenant_prompt_tokens, self.tenant_generated):
+            for tenant in (*self._tenants, OTHER_TENANTS):
+                each.labels(tenant)
         self.vllm = VllmRequests() if compat == "vllm" else None
         ProcessCollector(registry=self._registry)
         stage = "a request's time in a stage"
@@ -115,6 +132,26 @@ class Metrics:
 
     def request(self, submission: Submission) -> Observed:
         return Observed(self, submission, time.monotonic())
+
+    def answered(self, status: int, seconds: float) -> None:
+        self.responses.labels(str(status)).inc()
+        if status in REFUSALS:
+            self.refusal.observe(seconds)
+
+    def label(self, tenant: str) -> str:
+        """Returns the label of a tenant: its name if that is configured, else one for all others."""
+        return tenant if tenant in self._tenants else OTHER_TENANTS
+
+    def failure(self, error: BaseException, tenant: str, *, started: bool = False) -> str:
+        """Counts a request that failed, possibly before its body was read, and returns its code; `started`: the client
+        has received a token."""
+        code = _code(error)
+        self.failed.labels(code).inc()
+        if self.vllm is not None:
+            self.vllm.failed(error)
+        if not started and isinstance(error, BatonError) and http_status(error) in REFUSALS:
+            self.tenant_refused.labels(self.label(tenant)).inc()
+        return code
 
     def stages(self, timeline: Timeline) -> None:
         for name, histogram in self._stages.items():
@@ -233,11 +270,11 @@ class Observed:
             metrics.whole.observe(seconds)
             self._finished(per_token_s)
         else:
-            code = _code(error)
-            metrics.failed.labels(code).inc()
-            if metrics.vllm is not None:
-                metrics.vllm.failed(error)
+            code = metrics.failure(error, self._submission.client.tenant, started=bool(self._first))
             outcome = f"failed: {code}"
+        tenant = metrics.label(self._submission.client.tenant)
+        metrics.tenant_prompt_tokens.labels(tenant).inc(len(self._submission.prompt) if self._first else 0)
+        metrics.tenant_generated.labels(tenant).inc(self._tokens)
         if revision:
             metrics.by_revision.labels(revision, outcome.partition(":")[0]).inc()
             if self._first:

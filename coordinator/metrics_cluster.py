@@ -81,6 +81,14 @@ class ClusterMetrics(Collector):
         for role, count in known["flips"].items():
             flips.add_metric([role], count)
         yield flips
+        for state, meaning in (
+            ("running", "choices of a tenant at workers"),
+            ("queued", "its choices that wait for one"),
+        ):
+            of_tenant = gauge(f"baton_tenant_choices_{state}", meaning, labels=["tenant"])
+            for tenant, counts in known["tenants"].items():
+                of_tenant.add_metric([tenant], counts[state])
+            yield of_tenant
         blocks = {
             name: sum(w[name] for w in workers if w["role"] == "decode" and w["state"] != "lost")
             for name in ("blocks_total", "blocks_free")

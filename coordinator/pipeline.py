@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.core.codes import ErrorCode
-from baton.core.errors import DeadlineExceeded, InvalidRequest
+from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
 from baton.runtime.loop_watch import LoopWatch
 from coordinator.adapters import load_adapter
@@ -110,6 +110,19 @@ class Pipeline:
             if counted and not submission.admitted:
                 self._quotas.ended(client, time.monotonic(), submission.n)
             observed.end(error, first.choice.revision if first is not None else "")
+
+    def check_room(self, client: Client) -> None:
+        """Refuses a request that would be refused whatever its body contains, before that is read.
+
+        Raises:
+            BatonError: the client's quota is used up, the queue has no room for it, or the cluster is draining.
+        """
+        try:
+            self._quotas.check(client, time.monotonic())
+            self._cluster.requests.check_room(client)
+        except BatonError as error:
+            self._metrics.failure(error, client.tenant)
+            raise
 
     @contextmanager
     def admitted(self, client: Client, choices: int = 1) -> Iterator[None]:
@@ -233,13 +246,22 @@ class Pipeline:
         """The `/metrics` document."""
         return await asyncio.to_thread(self._metrics.text, self.workers())
 
-    def answered(self, status: int) -> None:
-        """Counts a response of a front end, even if the request never reached `generate`."""
-        self._metrics.responses.labels(str(status)).inc()
+    def answered(self, status: int, seconds: float) -> None:
+        """Counts a response that begins so long after the request's head, even if that never reached `generate`."""
+        self._metrics.answered(status, seconds)
 
     def ignored(self, endpoint: str, names: Collection[str]) -> None:
         """Counts and logs the fields of a request that were accepted without effect."""
         self._metrics.ignored(endpoint, names)
+
+    def _tenants(self) -> dict[str, dict[str, int]]:
+        """Returns the choices that run at workers, and those that wait, by tenant as metrics label it."""
+        counts: dict[str, dict[str, int]] = {}
+        for choice in self._cluster.requests:
+            if not choice.ended:
+                count = counts.setdefault(self._metrics.label(choice.client.tenant), {"running": 0, "queued": 0})
+                count["queued" if choice.stage is Stage.QUEUED else "running"] += 1
+        return counts
 
     def workers(self) -> dict[str, Any]:
         """The `/workers` document."""
@@ -251,6 +273,7 @@ class Pipeline:
             "totals": {"prefill": cluster.workers.totals("prefill"), "decode": cluster.workers.totals("decode")},
             "joins_refused": dict(cluster.joins_refused),
             "flips": dict(cluster.workers.flips),
+            "tenants": self._tenants(),
             "traffic": dict(cluster.requests.dispatcher.traffic.shares),
         }
         counts = {

@@ -103,7 +103,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     except InvalidRequest as error:
         raise StartupError(f"--traffic: {error.message}") from None
     loop_watch = LoopWatch()
-    metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
+    metrics = Metrics(name, config.metrics_compat, config.slow_request_s, keys.labelled_tenants())
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
     grammars = GrammarCompiler(model_dir, text.vocab_size)
     generates = text.pooling.generates

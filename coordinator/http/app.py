@@ -153,7 +153,7 @@ def create_app(
     if settings.routes != "admin":
         parts = front.reader, front.parser, settings.strict_fields
         InferenceRoutes(pipeline, front.translator, inference, *parts).add_to(app)
-        PoolingRoutes(pipeline, front.translator, front.read_body, front.make_head).add_to(app)
+        PoolingRoutes(pipeline, front.translator, front.read_request, front.make_head).add_to(app)
     batches: BatchesProxy | None = None
     if settings.batches_address and settings.routes != "admin":
         batches = BatchesProxy(
@@ -236,7 +236,7 @@ class _Front:
         self._permission |= {"created": settings.created, "organization": "*", "group": None}
 
     async def completions(self, request: Request) -> Response:
-        body = await self.read_body(request, schema.CompletionBody)
+        body = await self.read_request(request, schema.CompletionBody)
         options, request_id = body.options(), unique_id(request)
         params, submissions = self.translator.checked(options), []
         for number, prompt in enumerate(body.prompt):
@@ -252,12 +252,12 @@ class _Front:
         return self._generate(request, submissions, body, CompletionRender, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self.read_body(request, schema.ChatBody)
+        body = await self.read_request(request, schema.ChatBody)
         submission, more = await self._conversation(request, body)
         return self._generate(request, [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
-        body = await self.read_body(request, ResponsesBody)
+        body = await self.read_request(request, ResponsesBody)
         before: list[Item] = []
         if body.previous_response_id is not None:
             before = await self.kept.conversation(request.scope[CLIENT], body.previous_response_id)
@@ -268,7 +268,7 @@ class _Front:
         return GenerationResponse(self._pipeline, [submission], render, stream=bool(body.stream))
 
     async def messages(self, request: Request) -> Response:
-        body = await self.read_body(request, MessagesBody)
+        body = await self.read_request(request, MessagesBody)
         submission, more = await self._conversation(request, body)
         render = MessagesRender(self.make_head(request, [submission], **more), body, submission.max_tokens)
         generator = self._pipeline if body.max_tokens else EchoOnly(self._pipeline)
@@ -454,6 +454,11 @@ class _Front:
 
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})
+
+    async def read_request(self, request: Request, model: type[_T]) -> _T:
+        """Reads the body of a request that will wait in the queue, unless that has no room for it."""
+        self._pipeline.check_room(request.scope[CLIENT])
+        return await self.read_body(request, model)
 
     async def read_body(self, request: Request, model: type[_T]) -> _T:
         read = partial(parse, model, strict=self._settings.strict_fields)

@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import re
 import socket
+import time
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -25,6 +26,7 @@ from baton.runtime.ignored_fields import as_header
 from baton.runtime.status import HttpProblem
 from coordinator.api_keys import MAX_PRIORITY, ApiKeys
 from coordinator.http.errors import REQUEST_ID, error_response, is_for_anthropic
+from coordinator.http.server import RECEIVED
 from coordinator.policy.quotas import Client
 
 MAX_HEADERS = 100
@@ -53,7 +55,7 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        answered: Callable[[int], None] = lambda status: None,
+        answered: Callable[[int, float], None] = lambda status, seconds: None,
         keys: ApiKeys | None = None,
         names: Names | None = None,
         batches_key: str | None = None,
@@ -72,13 +74,13 @@ class Guard:
         named = len(given) == 1 and _ID.fullmatch(given[0]) is not None
         request_id = given[0] if named else b"req-" + uuid.uuid4().hex.encode()
         scope[REQUEST_ID] = request_id.decode("ascii")
-        started = False
+        started, received = False, scope.get(RECEIVED, time.monotonic())
 
         async def tagged(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                self._answered(message["status"])
+                self._answered(message["status"], time.monotonic() - received)
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 if is_for_anthropic(scope):
                     message["headers"].append((b"request-id", request_id))

@@ -17,7 +17,7 @@ from baton.core.errors import InvalidRequest
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import json_response
 from coordinator.http.generation import ADAPTER, GenerationResponse, owned
-from coordinator.http.guard import IGNORED
+from coordinator.http.guard import CLIENT, IGNORED
 from coordinator.http.openapi import ROUTE, add_route
 from coordinator.inference.model import Generation, generation, text_generation
 from coordinator.inference.render import InferRender, WholeAnswer
@@ -93,6 +93,7 @@ class InferenceRoutes:
 
     async def infer(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
+        self.pipeline.check_room(request.scope[CLIENT])
         length = request.headers.get(_LENGTH)
         if length is not None and not _DIGITS.fullmatch(length):
             raise InvalidRequest("Inference-Header-Content-Length must be a number", param=_LENGTH)
@@ -109,6 +110,7 @@ class InferenceRoutes:
 
     async def generate(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
+        self.pipeline.check_room(request.scope[CLIENT])
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation(given)
         if made.stream:
@@ -117,6 +119,7 @@ class InferenceRoutes:
 
     async def generate_stream(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
+        self.pipeline.check_room(request.scope[CLIENT])
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation({"stream": True} | given)
         return await self._run(request, name, made, request_id, events=True)

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import time
 from asyncio import sslproto
 from collections.abc import Generator, Sequence
 from functools import partial
@@ -39,6 +40,8 @@ SEND = "baton.send"
 """The server's own `send`. Middleware between it and an answer only inspects the start of the answer."""
 WRITER = "baton.writer"
 """The server's ChunkWriter for this answer, if it has one."""
+RECEIVED = "baton.received"
+"""When the head of the request was complete, in seconds of `time.monotonic`."""
 MAX_HEAD_BYTES = 25 * 1024  # of an incomplete head, or of trailers; above the limit of `guard` for a complete head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
@@ -171,7 +174,8 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("too many pipelined requests")  # stops the parser, which would process its buffered data
         if len(self._cycles) > 1:
             self.flow.resume_reading()  # otherwise a disconnect would not be detected
-        cast(dict[str, Any], self.scope)[WRITER] = ChunkWriter(self.cycle)
+        scope = cast(dict[str, Any], self.scope)
+        scope[WRITER], scope[RECEIVED] = ChunkWriter(self.cycle), time.monotonic()
         if self.scope["http_version"] == "1.0":  # it has no chunks: the end of the connection ends a stream
             self.cycle.chunked_encoding, self.cycle.keep_alive = False, False
             self.cycle.expected_content_length = _AnyLength()

@@ -189,15 +189,7 @@ class Dispatcher:
         if prompt_tokens > self._max_tokens:  # a retry cannot succeed
             message = f"the prompt has {prompt_tokens} tokens; at most {self._max_tokens} may wait"
             raise ContextLengthExceeded(message, code="exceeds_queue", param="prompt")
-        # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
-        full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
-        if full or self._queue.tokens + prompt_tokens > self._max_tokens:
-            self.refused += choices
-            raise Unavailable(
-                f"{len(self._queue)} choices with {self._queue.tokens} prompt tokens are already waiting",
-                retry_after_s=self.drain_rate.retry_after_s(self._queue.tokens / 2),
-            )
-        self._check_share(choice, choices)
+        self.check_room(choice.request.tenant, choices, prompt_tokens)
         unservable = self.unservable(choice)
         if unservable is not None and unservable[1] == ErrorCode.EXCEEDS_POOL:  # anything else may change
             message, code = unservable
@@ -210,16 +202,30 @@ class Dispatcher:
         if choices > 1:
             self._to_come[choice.name] = choices - 1
 
-    def _check_share(self, choice: Choice, choices: int) -> None:
-        """Raises QuotaExceeded if its tenant would hold more than half of what the others leave of the queue, so that
-        there is always room for another (dynamic thresholds, Choudhury and Hahne, 1998). A tenant of which nothing
-        waits is not refused."""
-        queue, tenant = self._queue, choice.request.tenant
-        waiting, tokens = queue.waiting[tenant], queue.waiting_tokens[tenant]
+    def check_room(self, tenant: str, choices: int = 1, prompt_tokens: int = 1) -> None:
+        """Checks the room in the queue; the defaults are the least that a request can need, so that most of those that
+        will be refused are refused before their prompt is read. A tenant may hold half of what the others leave of the
+        queue, so that there is always room for another (dynamic thresholds, Choudhury and Hahne, 1998); one of which
+        nothing waits is not refused for that.
+
+        Raises:
+            Unavailable: the queue is full.
+            QuotaExceeded: the tenant has filled its part of the queue.
+        """
+        queue = self._queue
+        # Later choices share the prompt's tokens; more choices than the limit are accepted into an empty queue.
+        full = len(queue) + self._to_come.total() + choices > max(self._max_requests, choices)
+        if full or queue.tokens + prompt_tokens > self._max_tokens:
+            self.refused += choices
+            raise Unavailable(
+                f"{len(queue)} choices with {queue.tokens} prompt tokens are already waiting",
+                retry_after_s=self.drain_rate.retry_after_s(queue.tokens / 2),
+            )
+        waiting, tokens = queue.waiting.get(tenant, 0), queue.waiting_tokens.get(tenant, 0)
         if not self.several_tenants or not waiting:
             return
         many = 2 * (waiting + choices) > self._max_requests - (len(queue) - waiting)
-        long = 2 * (tokens + choice.request.num_prefill_tokens) > self._max_tokens - (queue.tokens - tokens)
+        long = 2 * (tokens + prompt_tokens) > self._max_tokens - (queue.tokens - tokens)
         if many or long:
             raise QuotaExceeded(
                 f"{waiting} choices of this tenant with {tokens} prompt tokens are already waiting",

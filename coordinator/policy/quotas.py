@@ -85,9 +85,18 @@ class Quotas:
         Raises:
             QuotaExceeded: a limit is reached; nothing was counted.
         """
+        if (account := self.check(client, now, choices)) is None:
+            return
+        account.running += choices
+        account.measure(client.limits.requests_at_once, now)
+        if account.requests is not None:
+            account.requests.level -= 1
+
+    def check(self, client: Client, now: float, choices: int = 1) -> _Account | None:
+        """Returns the account of a client that may begin a request, None if it has no limits. Raises QuotaExceeded."""
         limits = client.limits
         if limits == KeyLimits():
-            return
+            return None
         account = self._accounts.get(client.key)
         if account is None:
             account = self._accounts[client.key] = _Account(
@@ -107,10 +116,7 @@ class Quotas:
                 if wait_s := bucket.wait_s(required):
                     message = f"this API key is limited to {limit} {counted} per minute"
                     raise QuotaExceeded(message, retry_after_s=max(1.0, round(wait_s)))
-        account.running += choices
-        account.measure(limits.requests_at_once, now)
-        if account.requests is not None:
-            account.requests.level -= 1
+        return account
 
     def ended(self, client: Client, now: float, choices: int = 1) -> None:
         """Records the end of a request that was admitted."""

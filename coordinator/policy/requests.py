@@ -154,6 +154,15 @@ class Requests:
 
     # From the front.
 
+    def check_room(self, client: Client) -> None:
+        """Raises as `admit` does if any new request of the client would be refused now, whatever it asks for."""
+        self._check_draining()
+        self.dispatcher.check_room(client.tenant)
+
+    def _check_draining(self) -> None:
+        if self.draining:
+            raise Unavailable("the cluster is draining", code=ErrorCode.DRAINING, retry_after_s=5)
+
     def admit(
         self,
         request: GenerateRequest,
@@ -169,8 +178,8 @@ class Requests:
         Raises:
             BatonError: the request is refused, and was not queued.
         """
-        if self.draining and not (request.choice and ChoiceId(request.request_id) in self._choices):
-            raise Unavailable("the cluster is draining", code=ErrorCode.DRAINING, retry_after_s=5)
+        if not (request.choice and ChoiceId(request.request_id) in self._choices):
+            self._check_draining()
         if request.choice_id in self._choices:  # it may have ended with output still unread
             raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
         first = self._choices.get(ChoiceId(request.request_id)) if request.choice else None

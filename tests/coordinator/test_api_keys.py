@@ -95,6 +95,15 @@ def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: st
     assert refused.value.message.startswith("--api-key-file ") and "short" not in refused.value.message
 
 
+def test_only_named_tenants_have_metrics_of_their_own_and_not_too_many(tmp_path: Path) -> None:
+    keys = [f"{KEY}-a name=search", f"{KEY}-b tenant=acme", f"{KEY}-c tenant=acme name=x", f"{KEY}-d"]
+    assert read_api_keys(key_file(tmp_path, "\n".join(keys)), KEY).labelled_tenants() == ["search", "acme"]
+    many = "\n".join(f"{KEY}-{number} name=n{number}" for number in range(300))
+    (tmp_path / "keys").unlink()
+    assert read_api_keys(key_file(tmp_path, many)).labelled_tenants() == [f"n{number}" for number in range(100)]
+    assert ApiKeys().labelled_tenants() == []
+
+
 def test_a_missing_key_file_is_refused_and_without_the_option_no_key_is_needed(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="No such file"):
         read_api_keys(str(tmp_path / "none"))

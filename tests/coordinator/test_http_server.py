@@ -432,3 +432,15 @@ async def test_curl_offers_http2(app: Starlette) -> None:
         words = ["-s", "--http2", "-H", "content-type: application/json", "-d", json.dumps(TEXT), url]
         curl = await asyncio.create_subprocess_exec("curl", *words, stdout=asyncio.subprocess.PIPE)
         assert json.loads((await curl.communicate())[0])["choices"][0]["text"] == "Hello world"
+
+
+async def test_answers_are_not_held_back_by_nagle_s_algorithm(app: Starlette) -> None:
+    """Head and body of a short answer are two writes: without TCP_NODELAY the second waits 40 ms for the client's ACK.
+    asyncio sets it only if the listening socket names the protocol."""
+    async with running(app) as server:
+        await RawClient.connect(server)
+        while not server.server_state.connections:
+            await asyncio.sleep(0.005)
+        (connection,) = server.server_state.connections
+        sock = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -18,6 +18,7 @@ from coordinator.metrics import Metrics
 from coordinator.metrics_cluster import WORKER_COUNTERS, WORKER_GAUGES
 from coordinator.metrics_vllm import DERIVED, NAMES, REASONS
 from coordinator.policy.pool import TOTALS
+from coordinator.policy.quotas import Client
 from coordinator.submission import Delta, Submission, Timeline, Usage
 from tests.support.fake_generator import FakeGenerator
 from tests.support.vllm_queries import QUERIES
@@ -31,6 +32,7 @@ CLUSTER: dict[str, Any] = {
     ],
     "joins_refused": {"dtype": 2},
     "flips": {"decode": 3},
+    "tenants": {"acme": {"running": 3, "queued": 2}, "other": {"running": 1, "queued": 0}},
     "coordinator": {
         "requests": 7,
         "queued": 3,
@@ -305,3 +307,35 @@ async def test_metrics_are_served_and_responses_are_counted_by_status(
 def test_only_counters_end_in_total() -> None:
     for metric in Metrics().everything(CLUSTER).collect():
         assert metric.type == "counter" or not metric.name.endswith("_total"), metric.name
+
+
+def test_tenants_have_metrics_and_those_that_are_not_configured_share_a_label() -> None:
+    made = Metrics(tenants=["acme"])
+    for tenant, prompt, tokens in (("acme", (1, 2, 3), (7, 8)), ("", (1,), (9,)), ("stranger", (1,), (9,))):
+        submission = Submission("r", prompt, 4, client=Client(tenant, tenant))
+        observed = made.request(submission)
+        observed.delta(Delta("a", tokens, "stop", usage=Usage(len(prompt), len(tokens))))
+        observed.end(None)
+    refused = made.request(Submission("r", (1, 2), 4, client=Client("acme", "acme")))
+    refused.end(QuotaExceeded("no"))
+    made.failure(QuotaExceeded("no"), "acme")
+    made.failure(WorkerLost("gone"), "acme", started=True)  # no refusal: it had started
+    made.failure(Cancelled("left"), "acme")
+    samples = {
+        (sample.name, sample.labels["tenant"]): sample.value
+        for family in text_string_to_metric_families(made.text(CLUSTER).decode())
+        for sample in family.samples
+        if sample.name.startswith("baton_tenant_")
+    }
+    assert samples == {
+        ("baton_tenant_prompt_tokens_total", "acme"): 3,
+        ("baton_tenant_prompt_tokens_total", "other"): 2,
+        ("baton_tenant_generated_tokens_total", "acme"): 2,
+        ("baton_tenant_generated_tokens_total", "other"): 2,
+        ("baton_tenant_requests_refused_total", "acme"): 2,
+        ("baton_tenant_requests_refused_total", "other"): 0,
+        ("baton_tenant_choices_running", "acme"): 3,
+        ("baton_tenant_choices_running", "other"): 1,
+        ("baton_tenant_choices_queued", "acme"): 2,
+        ("baton_tenant_choices_queued", "other"): 0,
+    }

@@ -143,6 +143,30 @@ async def test_quota_charges_used_tokens_and_is_released_however_a_request_ends(
         assert account.tokens.level == pytest.approx(600 - 3 - 4, abs=1.0)
 
 
+async def test_a_request_without_room_is_refused_and_counted_before_it_is_read() -> None:
+    limited, other = Client("k", "t", limits=KeyLimits(requests_at_once=1)), Client("free", "t")
+    async with bench(max_requests=2) as b:
+        waits = b.submit("waits", client=limited)
+        await until(lambda: b.dispatcher.num_queued == 1, what="a queued request")
+        b.pipeline.check_room(other)
+        with pytest.raises(QuotaExceeded, match="1 concurrent requests"):
+            b.pipeline.check_room(limited)
+        more = b.submit("more", client=other)
+        await until(lambda: b.dispatcher.num_queued == 2, what="a full queue")
+        with pytest.raises(Unavailable, match="2 choices with 6 prompt tokens are already waiting"):
+            b.pipeline.check_room(other)
+        assert b.pipeline.workers()["tenants"] == {"other": {"running": 0, "queued": 2}}
+        await waits.leave()
+        await more.leave()
+        b.requests.draining = True
+        with pytest.raises(Unavailable, match="draining"):
+            b.pipeline.check_room(other)
+        metrics = (await b.pipeline.metrics()).decode()
+        for code in ("rate_limit_exceeded", "overloaded", "draining"):
+            assert f'baton_requests_failed_total{{code="{code}"}} 1.0' in metrics
+        assert 'baton_tenant_requests_refused_total{tenant="other"} 3.0' in metrics
+
+
 async def test_prompts_admitted_as_one_request_are_charged_for_their_tokens_alone() -> None:
     who = Client("k", "t", limits=KeyLimits(requests_at_once=1, requests_per_minute=60, tokens_per_minute=600))
     async with bench("p0", "d0") as b:

@@ -281,6 +281,27 @@ def test_a_tenant_with_one_long_prompt_is_not_refused_for_its_share() -> None:
     d.submit(of("b", 0, prompt=90))
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 400)), max_size=40), st.booleans())
+def test_a_request_without_room_before_its_body_is_read_has_none_after(
+    arrivals: list[tuple[str, int]], several_tenants: bool
+) -> None:
+    """And of those that pass, only requests of more than one token or choice are refused later."""
+    d = full(several_tenants)
+    for number, (tenant, prompt) in enumerate(arrivals):
+        room = True
+        try:
+            d.dispatcher.check_room(tenant)
+        except (QuotaExceeded, Unavailable):
+            room = False
+        if not room:
+            assert isinstance(refused(d, of(tenant, number, prompt)), QuotaExceeded | Unavailable)
+            continue
+        try:
+            d.submit(of(tenant, number, prompt))
+        except (QuotaExceeded, Unavailable):
+            assert prompt > 1
+
+
 def test_a_single_tenant_may_fill_the_queue() -> None:
     d = full(several_tenants=False)
     for number in range(12):

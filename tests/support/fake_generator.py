@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from baton.core.errors import BatonError
 from baton.core.request import FinishReason
 from coordinator.pipeline import with_grammar
 from coordinator.policy.adapters import AdapterTable
@@ -50,6 +51,8 @@ class FakeGenerator:
         self.yielded = 0
         self.changed = asyncio.Event()
         self.statuses: list[int] = []
+        self.answer_times: list[float] = []
+        self.no_room: BatonError | None = None
         self.quotas = Quotas()
         self.ignored_fields: list[tuple[str, str]] = []
         self.records: list[Record] = []
@@ -83,6 +86,10 @@ class FakeGenerator:
 
     def max_model_len(self, prompt_tokens: int) -> int | None:
         return self.pools_hold
+
+    def check_room(self, client: Client) -> None:
+        if self.no_room is not None:
+            raise self.no_room
 
     @contextmanager
     def admitted(self, client: Client, choices: int = 1) -> Iterator[None]:
@@ -122,8 +129,9 @@ class FakeGenerator:
     def ignored(self, endpoint: str, names: Collection[str]) -> None:
         self.ignored_fields += [(endpoint, name) for name in sorted(names)]
 
-    def answered(self, status: int) -> None:
+    def answered(self, status: int, seconds: float) -> None:
         self.statuses.append(status)
+        self.answer_times.append(seconds)
 
 
 def _parsed(delta: Delta, parsers: Sequence[Parser | None]) -> Delta:
