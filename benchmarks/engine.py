@@ -1,6 +1,6 @@
 """Times the engine's steps on CPU, kernels against kernels, interleaved: prefill, decode, verification, sampling.
 
-    python benchmarks/engine.py MODEL_DIR [--kernels auto,torch] [--dtype auto] [--threads 1]
+    python benchmarks/engine.py MODEL_DIR [--kernels auto,torch] [--model-impl auto] [--dtype auto] [--threads 1]
 
 Prints a table: for each shape, the median wall time of a step with each kind of kernels, and the least processor time
 of the computing thread (with one thread), which other programs disturb less. The memory bandwidth, measured in the same
@@ -86,12 +86,17 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("model", type=Path)
     options.add_argument("--kernels", default="auto,torch")
+    options.add_argument("--model-impl", default="auto")
     options.add_argument("--dtype", default="auto")
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--repeat", type=int, default=10)
     given = options.parse_args()
     engine = EngineOptions(model_dir=given.model, dtype=given.dtype, threads=given.threads, kv_memory_bytes=1 << 30)
-    runners = {name: load_runner(replace(engine, kernels=name)) for name in given.kernels.split(",")}
+    runners = {
+        f"{impl} {name}": load_runner(replace(engine, kernels=name, model_impl=impl))
+        for impl in given.model_impl.split(",")
+        for name in given.kernels.split(",")
+    }
     weights = next(iter(runners.values())).parameter_bytes
     print(f"weights {weights / 1e6:.0f} MB; one thread reads {bandwidth() / 1e9:.1f} GB/s")
     rows = []

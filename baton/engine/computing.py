@@ -15,6 +15,7 @@ from torch import Tensor
 from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
+from baton.engine.attention_native import NativeAttention
 from baton.engine.batch import Batch, RowLimits
 from baton.engine.block_tables import LINES
 from baton.engine.draft_tokens_device import DeviceDraftTokens
@@ -92,8 +93,12 @@ def how_to_compute(
 
 
 def _of_transformers(model: Any, kv: KVPool, options: EngineOptions, dtype: torch.dtype) -> Computing:
-    """Uses torch's attention on every device, and the compiled kernels, or Triton's, to sample."""
-    attention = FastAttention(kv.layout.block_size, kv.zero_block, dtype, kv.device)
+    """Uses the compiled kernels, else torch's, for attention and sampling; on a GPU torch's for attention."""
+    kernels, _ = choose_kernels(options.kernels, kv.device)
+    attention: FastAttention | NativeAttention
+    attention = fast = FastAttention(kv.layout.block_size, kv.zero_block, dtype, kv.device)
+    if kernels is not None:
+        attention = NativeAttention(kernels, options.threads, kv.layout.block_size, fast)
     compute = torch.no_grad()(partial(model.forward, kv=kv, attention=attention))
     pooled = torch.no_grad()(partial(model.forward_pooled, kv=kv, attention=attention))
     if kv.device.type == "cuda":
@@ -101,7 +106,6 @@ def _of_transformers(model: Any, kv: KVPool, options: EngineOptions, dtype: torc
         from baton.engine.kernels.sampling import decide
 
         return Computing(compute, decide=decide, mask=mask_rows, compute_pooled=pooled)
-    kernels, _ = choose_kernels(options.kernels, kv.device)
     if kernels is None:
         return Computing(compute, compute_pooled=pooled)
     return Computing(compute, chooser(kernels, options.threads), mask=masker(kernels), compute_pooled=pooled)

@@ -83,10 +83,10 @@ def load_runner(
         if isinstance(config, GeneralConfig):
             check_options(options)
             module = transformers_model()
-            experts = {"expert_parallel": options.expert_parallel}
-            load = partial(module.load, options.model_dir, longest, dtype, device, config.vocab_size, **experts)
+            how = {"expert_parallel": options.expert_parallel, "kernels": kernels, "threads": options.threads}
+            load = partial(module.load, options.model_dir, longest, dtype, device, config.vocab_size, **how)
             in_dtype = KVLayout(options.block_size, ())  # known when the model is loaded
-            kernels_name = f"transformers {module.VERSION}, sampling {kernels_name}"
+            kernels_name = f"transformers {module.VERSION}, {kernels_name}"
         else:
             if options.expert_parallel:
                 raise StartupError(f"--expert-parallel: the architecture of {options.model_dir.name} has no experts")

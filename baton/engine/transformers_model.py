@@ -10,7 +10,7 @@ This module imports transformers, which takes seconds: only a worker that comput
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +27,17 @@ from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import DTYPE_BYTES, DType
 from baton.engine.attention import FastAttention, Reach, Scores
 from baton.engine.attention_calls import AttentionCall, MaskFunction, Recorded, Recorder
+from baton.engine.attention_native import NativeAttention
 from baton.engine.batch import Batch
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.gguf_files import read_index
+from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool, store
 from baton.engine.parallel import TPGroup
+from baton.engine.transformers_kernels import KernelModules, weight_of
 from baton.engine.transformers_parallel import divide, mark_kv_heads, reading_parts
 
+AnyAttention = FastAttention | NativeAttention
 NAME = "baton_paged"
 VERSION: str = transformers.__version__
 _RECORDED_TOKENS = 5
@@ -130,7 +134,7 @@ class _Step:
         recorded: Recorded,
         slots: Tensor,
         kv: KVPool,
-        attention: FastAttention,
+        attention: AnyAttention,
         prepared: Mapping[Reach, Any],
     ) -> None:
         self._recorded, self._slots, self._kv = recorded, slots, kv
@@ -181,17 +185,30 @@ class _Step:
 class TransformersModel:
     """A model of transformers behind the contract of `Model`: one rank's part. `recorded` is what `record` returned."""
 
-    def __init__(self, model: Any, vocab_size: int, longest: int, group: TPGroup) -> None:
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        longest: int,
+        group: TPGroup,
+        kernels: Kernels | None = None,
+        threads: int = 1,
+    ) -> None:
+        """`kernels` compute the modules that they can; None means torch's."""
         self._model, self._vocab_size, self._group = model, vocab_size, group
         self.recorded = record(model, longest)
         self.windows: Iterable[Reach] = dict.fromkeys(c.reach for c in self.recorded.calls if c.reach is not None)
         self.steps = 0  # computed over pages
+        self.by_kernels: KernelModules | None = None
+        if kernels is not None:
+            self.by_kernels = KernelModules(model, lambda: _observe(model, longest), kernels, threads)
+        self._is_float32 = False
 
     @property
     def bytes_read(self) -> int:
         return parameter_bytes(self._model)
 
-    def forward(self, batch: Batch, kv: KVPool, attention: FastAttention) -> Tensor:
+    def forward(self, batch: Batch, kv: KVPool, attention: AnyAttention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]."""
         prepared = {reach: attention.prepare(batch.spans, reach.window, reach.chunk) for reach in self.windows}
@@ -202,7 +219,7 @@ class TransformersModel:
         self.steps += 1
         return self._whole(logits)
 
-    def forward_pooled(self, batch: Batch, kv: KVPool, attention: FastAttention) -> tuple[Tensor, Tensor]:
+    def forward_pooled(self, batch: Batch, kv: KVPool, attention: AnyAttention) -> tuple[Tensor, Tensor]:
         """Like `forward`; also returns the final hidden states [N, hidden] at the batch's `pooled` tokens."""
         states: list[Tensor] = []
         hook = self._model.base_model.register_forward_hook(lambda *call: states.append(call[2].last_hidden_state))
@@ -213,11 +230,12 @@ class TransformersModel:
         return logits, states[0][0].index_select(0, batch.pooled)
 
     def reference(self, tokens: Tensor) -> Tensor:
-        """Logits [T, vocab] of a sequence tokens [T], as transformers computes them by itself: whole, and with its
-        plain attention; none on followers, which compute their part."""
+        """Logits [T, vocab] of a sequence tokens [T], as transformers computes them by itself: whole, with its plain
+        attention and torch's kernels; none on followers, which compute their part."""
         self._model.set_attn_implementation("eager")
         try:
-            logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0]
+            with self._by_torch():
+                logits: Tensor = self._model(input_ids=tokens[None], use_cache=False).logits[0]
         finally:
             self._model.set_attn_implementation(NAME)
         return self._whole(logits)
@@ -226,12 +244,21 @@ class TransformersModel:
     def in_float32(self) -> Iterator[None]:
         """Meanwhile all steps compute in float32: weights are converted layer by layer, while each is called, and are
         the same bits as before in the end."""
-        handles = [handle for unit in _units(self._model) for handle in _convert_while_called(unit)]
+        self._is_float32 = True
         try:
-            yield
+            with _weights_as(self._model, Tensor.float):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._is_float32 = False
+
+    @contextmanager
+    def _by_torch(self) -> Iterator[None]:
+        if self.by_kernels is None:
+            yield
+            return
+        unpacked = nullcontext() if self._is_float32 else _weights_as(self._model, lambda weight: weight)
+        with self.by_kernels.plain_norms(), unpacked:
+            yield
 
     def _whole(self, logits: Tensor) -> Tensor:
         return logits[:, : self._vocab_size].float() if self._group.leads else logits.new_empty(0, self._vocab_size)
@@ -305,9 +332,11 @@ def load(
     group: TPGroup,
     *,
     expert_parallel: bool = False,
+    kernels: Kernels | None = None,
+    threads: int = 1,
 ) -> TransformersModel:
-    """Loads this rank's part of a checkpoint; all ranks of the group call it. Raises StartupError, with one line, for
-    one that is damaged or not served."""
+    """Loads this rank's part of a checkpoint; all ranks of the group call it. `kernels` None means torch's. Raises
+    StartupError, with one line, for one that is damaged or not served."""
     if read_index(model_dir) is not None:
         raise StartupError(f"{model_dir.name}: transformers' path reads safetensors, not GGUF")
     checkpoint = Checkpoint(model_dir)  # refuses pickles, damaged files, and other dtypes than float
@@ -333,7 +362,7 @@ def load(
         for name, parameter in model.named_parameters():
             if parameter.numel() and not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
                 raise StartupError(f"tensor {name} holds NaN or infinite values")
-        return TransformersModel(_prepare(model.to(device)), vocab_size, longest, group)
+        return TransformersModel(_prepare(model.to(device)), vocab_size, longest, group, kernels, threads)
 
 
 def _units(model: Any) -> list[list[Any]]:
@@ -356,21 +385,38 @@ def _own(module: Any) -> Iterator[Tensor]:
             yield tensor
 
 
-def _convert_while_called(unit: list[Any]) -> Iterator[Any]:
+@contextmanager
+def _weights_as(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Meanwhile modules compute from their weights, unpacked and converted, layer by layer, while each is called."""
+    handles = [handle for unit in _units(model) for handle in _convert_while_called(unit, convert)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _convert_while_called(unit: list[Any], convert: Callable[[Tensor], Tensor]) -> Iterator[Any]:
     """Yields the handles of the hooks, at the first module of a unit."""
     kept: list[tuple[Tensor, Tensor]] = []
+    packed = [module.baton_packed for module in unit if "baton_packed" in module.__dict__]
 
-    def convert(*_: Any) -> None:
-        kept.extend((tensor, tensor.data) for module in unit for tensor in _own(module))
-        for tensor, _stored in kept:
-            tensor.data = tensor.data.float()
+    def unpack(*_: Any) -> None:
+        for module in unit:
+            for tensor in _own(module):
+                kept.append((tensor, tensor.data))
+                tensor.data = convert(weight_of(module, tensor))
+        for each in packed:
+            each.unpacked = True
 
     def restore(*_: Any) -> None:
-        for tensor, stored in kept:
+        for tensor, stored in reversed(kept):
             tensor.data = stored
         kept.clear()
+        for each in packed:
+            each.unpacked = False
 
-    yield unit[0].register_forward_pre_hook(convert)
+    yield unit[0].register_forward_pre_hook(unpack)
     yield unit[0].register_forward_hook(restore, always_call=True)
 
 

@@ -21,7 +21,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import modeling_utils
 from transformers.core_model_loading import (
@@ -34,6 +33,7 @@ from transformers.core_model_loading import (
 
 from baton.core.errors import StartupError
 from baton.engine.parallel import TPGroup
+from baton.engine.transformers_kernels import linear, product
 
 Plan = Mapping[str, str]
 """The style of each module or parameter, by name, with * for the numbers of layers."""
@@ -378,6 +378,8 @@ def _check(name: str, style: str, module: Any, cuts: Mapping[str, Cut], styles: 
 def _exchange(module: Any, style: str, group: TPGroup, *, is_head: bool) -> None:
     """Lets a module exchange its result with the other ranks."""
     forward: Callable[..., Tensor] = module.forward
+    if type(module).forward is nn.Linear.forward:
+        forward = MethodType(linear, module)
 
     def summed(_: Any, *inputs: Any, **options: Any) -> Tensor:
         return group.all_reduce(forward(*inputs, **options))
@@ -385,7 +387,7 @@ def _exchange(module: Any, style: str, group: TPGroup, *, is_head: bool) -> None
     def summed_products(self: Any, x: Tensor) -> Tensor:
         if style == "rowwise_split_input":
             x = x[..., group.part(x.shape[-1], "features")]
-        y = group.all_reduce(F.linear(x, self.weight))
+        y = group.all_reduce(product(self, x, None))
         return y if self.bias is None else y + self.bias
 
     def gathered(_: Any, x: Tensor) -> Tensor:

@@ -4,20 +4,16 @@ field by field without ctypes."""
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_int, c_int64, c_uint32, c_void_p
+from ctypes import c_double, c_int, c_int64, c_uint32, c_void_p
 from typing import Any
 
-from baton.engine.kernels.native import Kernels, Linear
+from baton.engine.kernels.native import Kernels
 
 STORE, ADD, SWIGLU, FLOAT = range(4)
 
 
 class Row(ctypes.Structure):
     _fields_ = (("first", c_int64), ("start", c_int64), ("length", c_int64), ("blocks", c_void_p))
-
-
-class AttentionShape(ctypes.Structure):
-    _fields_ = tuple((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window"))
 
 
 class Draw(ctypes.Structure):
@@ -32,24 +28,7 @@ class Wanted(ctypes.Structure):
     _fields_ = (("draw", Draw), ("row", c_int64), ("count", c_int64))
 
 
-def attend(kernels: Kernels, *arguments: Any) -> None:
-    function = kernels._library.baton_attend
-    function.argtypes = (
-        *(c_int, c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
-        *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
-    )
-    function.restype = None
-    function(*arguments)
-
-
 def fp8(kernels: Kernels, *arguments: Any) -> None:
     function = kernels._library.baton_fp8
     function.argtypes, function.restype = (c_int, c_void_p, c_int64, c_void_p, c_void_p), None
-    function(*arguments)
-
-
-def linear(kernels: Kernels, *arguments: Any) -> None:
-    function = kernels._library.baton_linear
-    function.argtypes = (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int)
-    function.restype = None
     function(*arguments)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.single_kernels import AttentionShape, Row, attend
+from baton.engine.kernels.native import AttentionShape
+from tests.engine.single_kernels import Row
 from tests.engine.tiles import emulated_kind, load
 from tests.support.engine_driver import bfloat16_levels, float32_levels
 
@@ -33,6 +34,7 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     window: int = 0
+    scale: float = 0.0
     lengths: tuple[int, ...] = (1, 15, 64, 65, 130, 333)
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class Case:
         length, table = self.lengths[sequence], self.tables[sequence]
         k, v = (pool[table].flatten(0, 1)[:length].double() for pool in (self.keys, self.values))
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", self.queries[sequence].double(), k) * self.head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", self.queries[sequence].double(), k) * (self.scale or self.head_dim**-0.5)
         distance = torch.arange(length)[:, None] - torch.arange(length)
         hidden = distance < 0
         if self.window:
@@ -72,13 +74,13 @@ class Case:
         for row, (_, start, end), table in zip(packed, rows, tables, strict=True):
             row.first, row.start, row.length, row.blocks = first, start, end - start, table.data_ptr()
             first += end - start
-        shape = AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.window)
+        shape = AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.window, self.scale)
         width = self.heads * self.head_dim
         output = torch.full((first, width), torch.nan, dtype=self.dtype)
         pools = self.codes or (self.keys, self.values)
         addresses: tuple[Any, ...] = (*(pool.data_ptr() for pool in pools), output.data_ptr())
-        attend(
-            load(level), self.dtype == torch.bfloat16, self.codes is not None, ctypes.byref(shape), packed, len(rows),
+        load(level).attend(
+            self.dtype == torch.bfloat16, self.codes is not None, ctypes.byref(shape), packed, len(rows),
             queries.data_ptr(), width, *addresses, width, threads,
         )  # fmt: skip
         parts = output.view(-1, self.heads, self.head_dim).split([end - start for _, start, end in rows])
@@ -91,6 +93,7 @@ class Case:
 SHAPES: list[dict[str, Any]] = [
     {},
     {"window": 1},
+    {"scale": 0.05},
     {"window": 50, "block_size": 32},
     {"window": 64},
     {"window": 200, "head_dim": 32},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton.engine.blocks import Blocks, stacked
 from baton.engine.kernels.native import Arena, pack_blocks, pack_weight
-from tests.engine.single_kernels import ADD, FLOAT, STORE, SWIGLU, linear
+from tests.engine.single_kernels import ADD, FLOAT, STORE, SWIGLU
 from tests.engine.tiles import EMULATED, load, needs_emulation
 from tests.support.engine_driver import bfloat16_levels
 
@@ -37,8 +37,8 @@ def blocks(kind: str, n: int, k: int) -> Blocks:
 
 def run(level: str, made: tuple[object, list[Tensor]], x: Tensor, into: int, width: int, threads: int = 1) -> Tensor:
     y = torch.ones((len(x), width), dtype=torch.float32 if into == FLOAT else torch.bfloat16)
-    linear(
-        load(level), True, ctypes.byref(made[0]), x.data_ptr(), x.shape[1], len(x), y.data_ptr(), width, into, threads
+    load(level).linear(
+        True, ctypes.byref(made[0]), x.data_ptr(), x.shape[1], len(x), y.data_ptr(), width, into, threads
     )  # type: ignore[arg-type]
     return y
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.engine.kernels.native import Arena, pack_weight, padded
 from baton.engine.quantize import quantize
-from tests.engine.single_kernels import ADD, FLOAT, STORE, SWIGLU, linear
+from tests.engine.single_kernels import ADD, FLOAT, STORE, SWIGLU
 from tests.engine.tiles import emulated_kind, load
 from tests.support.engine_driver import bfloat16_levels, float32_levels
 
@@ -43,7 +43,7 @@ class Layer:
         layer = ctypes.byref(self.layer)
         is_bf16 = self.dtype == torch.bfloat16
         addresses = (x.data_ptr(), x.shape[1], rows, y.data_ptr(), y.shape[1])
-        linear(self.kernels, is_bf16, layer, *addresses, into, threads)
+        self.kernels.linear(is_bf16, layer, *addresses, into, threads)
         return y
 
 

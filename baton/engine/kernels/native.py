@@ -97,6 +97,13 @@ class Step(ctypes.Structure):
     )
 
 
+class AttentionShape(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")),
+        ("scale", c_float),
+    )
+
+
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "baton_pack_blocks": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
@@ -106,6 +113,12 @@ _FUNCTIONS = {
     "baton_head": (POINTER(ModelStruct), POINTER(Step)),
     "baton_choose": (c_void_p, c_int64, c_int64, c_char_p, c_int64, c_int, c_void_p),
     "baton_mask": (c_void_p, c_void_p, c_int64),
+    "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
+    "baton_rms_norm": (c_int, c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int),
+    "baton_attend": (
+        *(c_int, c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
+        *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
+    ),
     "baton_propose": (POINTER(ModelStruct), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
 }
 
@@ -235,6 +248,19 @@ def pack_weight(
     tensors = (packed, floats, scale)
     struct = Linear(*(None if tensor is None else tensor.data_ptr() for tensor in tensors), n, k, kind)
     return struct, [tensor for tensor in tensors if tensor is not None]
+
+
+def unpack_weight(kernels: Kernels, packed: Tensor, n: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Returns the weight [n, k] that `pack_weight` packed, not quantised."""
+    groups = -(-n // GROUP)
+    if LEVELS.index(kernels.level) >= LEVELS.index("avx512_bf16"):  # gemm.cpp: group, tile, half, dword of k, output
+        rows = packed.view(torch.int32).view(groups, -1, 2, 16, 16).permute(0, 2, 4, 1, 3)
+    elif dtype == torch.float32:  # gemm_wide.cpp: group, k, output
+        rows = packed.view(dtype).view(groups, -1, GROUP).permute(0, 2, 1)
+    else:  # outputs of two registers by turns
+        lanes = 8 if kernels.level == "avx2" else 16
+        rows = packed.view(dtype).view(groups, -1, GROUP // (2 * lanes), lanes, 2).permute(0, 2, 4, 3, 1)
+    return rows.reshape(groups * GROUP, -1).view(dtype)[:n, :k].contiguous()
 
 
 def pack_blocks(kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | None) -> tuple[Linear, list[Tensor]]:

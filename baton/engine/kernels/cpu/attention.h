@@ -25,6 +25,7 @@ struct Row {
 struct AttentionShape {
   int64_t heads, kv_heads, head_dim, block_size;
   int64_t window;  // 0: none
+  float scale;     // of the scores; 0: head_dim ** -0.5
 };
 
 // Keys and values [blocks, block_size, kv_heads, head_dim], of the type of queries or in FP8.

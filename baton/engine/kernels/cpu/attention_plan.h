@@ -41,7 +41,7 @@ struct Plan {
     query_bytes = key_tiles * TILE_BYTES;
     output_bytes = value_tiles * TILE_BYTES;
     state_bytes = query_bytes + output_bytes + 3 * 64;
-    scale = 1.4426950408889634f / __builtin_sqrtf(float(s.head_dim));
+    scale = s.scale ? 1.4426950408889634f * s.scale : 1.4426950408889634f / __builtin_sqrtf(float(s.head_dim));
   }
 
   int64_t first_block(int64_t position) const {

@@ -17,8 +17,8 @@ namespace {
 thread_local Scratch step_memory;
 
 // to = from / rms(from) * weight, then zeros up to `padded`.
-template <class E>
-void rms_norm(const E* from, const E* weight, int64_t size, float eps, E* to, int64_t padded) {
+template <class E, class W>
+void rms_norm(const E* from, const W* weight, int64_t size, float eps, E* to, int64_t padded) {
   Floats squares[4] = {zero(), zero(), zero(), zero()};
   for (int64_t i = 0; i < size; i += 16) {
     const Floats x = load(from + i, first_lanes(size - i));
@@ -29,7 +29,7 @@ void rms_norm(const E* from, const E* weight, int64_t size, float eps, E* to, in
   for (int64_t i = 0; i < padded; i += 16) {
     const Mask lanes = first_lanes(size - i);
     const Floats x = multiply(multiply(load(from + i, lanes), factor), load(weight + i, lanes));
-    store(to + i, x);
+    store(to + i, x, first_lanes(padded - i));
   }
 }
 
@@ -283,7 +283,7 @@ void baton_head(const Model* model, const Step* step) {
   BATON_BY_TYPE(model->is_bf16, Computation<E>(*model, *step).head());
 }
 
-// Single kernels, for tests and benchmarks.
+// Single operations, for models that this file does not compute, and for tests.
 void baton_attend(
     int is_bf16, int is_fp8, const AttentionShape* shape, const Row* rows, int64_t num_rows, const void* queries, int64_t stride,
     const void* keys, const void* values, void* output, int64_t output_stride, int threads) {
@@ -297,6 +297,16 @@ void baton_attend(
 void baton_fp8(int is_bf16, const void* numbers, int64_t count, void* codes, void* widened) {
   fp8* to = static_cast<fp8*>(codes);
   BATON_BY_TYPE(is_bf16, narrow(static_cast<const E*>(numbers), count, to); widen(to, count, static_cast<E*>(widened)));
+}
+
+// x and y [rows, size]; `weight` is float32 for both types of x.
+void baton_rms_norm(
+    int is_bf16, const void* x, const float* weight, int64_t rows, int64_t size, float eps, void* y, int threads) {
+  constexpr int64_t CHUNK = 32;
+  BATON_BY_TYPE(is_bf16, parallel((rows + CHUNK - 1) / CHUNK, threads, [&](int64_t unit) {
+    for (int64_t row = unit * CHUNK; row < std::min(rows, (unit + 1) * CHUNK); ++row)
+      rms_norm(static_cast<const E*>(x) + row * size, weight, size, eps, static_cast<E*>(y) + row * size, size);
+  }));
 }
 
 void baton_linear(

@@ -1,0 +1,228 @@
+"""Modules of a model of transformers that the compiled kernels compute: linear layers from packed weights, RMS norms.
+
+A module is replaced only after it was shown to be one. A linear layer's weight may be read by its own product alone, in
+a pass that is observed, and the product of random inputs must equal torch's; a norm is whatever module computes RMS
+normalisation, by any name, of inputs of several sizes. Everything else stays as transformers computes it. A packed
+weight replaces the original: its parameter keeps the shape, but all elements are one NaN, which no result survives.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from baton.engine.kernels.native import Arena, Kernels, Linear, pack_weight, padded, unpack_weight
+
+_STORE = 0  # of `Into` (gemm.h)
+_DTYPES = (torch.bfloat16, torch.float32)
+_TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
+"""Of a product, as a share of the largest one: the rounding of a result in bf16, twice."""
+_PROBED_ROWS = 3
+_PROBED_SIZES = (1.0, 1e-3, 30.0)  # of inputs of norms: with the second, eps shows
+_SHAPE = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}  # attributes that read no element
+
+
+class PackedWeight:
+    """A linear layer's weight [n, k] and bias, packed. `calls` counts products; `unpacked` is set while the module's
+    parameter holds the weight itself, and is to be used."""
+
+    def __init__(self, kernels: Kernels, arena: Arena, weight: Tensor, bias: Tensor | None, threads: int) -> None:
+        self.dtype, (self._n, self._k) = weight.dtype, weight.shape
+        self._struct, self._kept = pack_weight(kernels, arena, weight, bias, dtype=weight.dtype)
+        plain = Linear(self._struct.weight, None, None, self._n, self._k, self._struct.kind)
+        self._layers = (ctypes.byref(plain), ctypes.byref(self._struct))
+        self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
+        self._is_bf16, self._width = weight.dtype == torch.bfloat16, padded(self._k, weight.dtype)
+        self.calls, self.unpacked, self.placeholder = 0, False, False
+
+    def __call__(self, x: Tensor, *, biased: bool) -> Tensor:
+        """x [..., k] -> [..., n]; a row's bits do not depend on the others (gemm.h)."""
+        self.calls += 1
+        y = torch.empty((*x.shape[:-1], self._n), dtype=x.dtype)
+        if self._width != self._k:
+            x = F.pad(x, (0, self._width - self._k))
+        x = x.contiguous()
+        self._linear(
+            self._is_bf16, self._layers[biased], x.data_ptr(), self._width, x.numel() // self._width, y.data_ptr(),
+            self._n, _STORE, self._threads,
+        )  # fmt: skip
+        return y
+
+    def unpack(self) -> Tensor:
+        return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
+
+
+def product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias of an nn.Linear; `bias` is the module's, or None."""
+    packed: PackedWeight | None = module.__dict__.get("baton_packed")
+    if packed is None or packed.unpacked:
+        return F.linear(x, module.weight, bias)
+    return packed(x, biased=bias is not None)
+
+
+def linear(module: Any, x: Tensor) -> Tensor:
+    """What an nn.Linear computes."""
+    return product(module, x, module.bias)
+
+
+def weight_of(module: Any, tensor: Tensor) -> Tensor:
+    """Returns the data of one of a module's tensors, unpacked if need be."""
+    packed: PackedWeight | None = module.__dict__.get("baton_packed")
+    if packed is not None and packed.placeholder and tensor is module.weight:
+        return packed.unpack()
+    return tensor.data
+
+
+class KernelNorm:
+    """The forward of a module that computes x / sqrt(mean(x^2) + eps) * weight, rounded once; `plain` returns to the
+    module's own."""
+
+    def __init__(
+        self, kernels: Kernels, weight: Tensor, eps: float, forward: Callable[..., Tensor], threads: int
+    ) -> None:
+        self._weight, self._eps, self._size = weight, eps, len(weight)
+        self._address, self._forward, self._threads = weight.data_ptr(), forward, threads
+        self._rms_norm = kernels.rms_norm
+        self.calls, self.plain = 0, False
+
+    def __call__(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        if self.plain or arguments or options or x.dtype not in _DTYPES:
+            return self._forward(x, *arguments, **options)
+        self.calls += 1
+        x = x.contiguous()
+        y, rows = torch.empty_like(x), x.numel() // self._size
+        self._rms_norm(
+            x.dtype == torch.bfloat16, x.data_ptr(), self._address, rows, self._size, self._eps, y.data_ptr(),
+            self._threads,
+        )  # fmt: skip
+        return y
+
+
+class KernelModules:
+    """The modules of a model that kernels compute."""
+
+    def __init__(self, model: Any, observe: Callable[[], object], kernels: Kernels, threads: int) -> None:
+        """Replaces modules; `observe` computes a pass that uses all modules as every step does."""
+        self.linears: list[PackedWeight] = []
+        self.norms: list[KernelNorm] = []
+        arena = Arena()
+        for module, is_shared in _products(model, observe):
+            weight = module.weight
+            packed = PackedWeight(kernels, arena, weight.data, module.bias, threads)
+            if not _same(packed, module):
+                continue
+            module.baton_packed = packed
+            if "forward" not in module.__dict__:  # else it exchanges results with other ranks, of `product`
+                module.forward = MethodType(linear, module)
+            if not is_shared:
+                weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)
+                packed.placeholder = True
+            self.linears.append(packed)
+        for module in model.modules():
+            if (parameters := rms_norm_of(module)) is not None:
+                norm = KernelNorm(kernels, *parameters, module.forward, threads)
+                module.forward = norm
+                self.norms.append(norm)
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """How many products and norms the kernels computed."""
+        return sum(each.calls for each in self.linears), sum(each.calls for each in self.norms)
+
+    @contextmanager
+    def plain_norms(self) -> Iterator[None]:
+        for norm in self.norms:
+            norm.plain = True
+        try:
+            yield
+        finally:
+            for norm in self.norms:
+                norm.plain = False
+
+
+class _Uses(TorchFunctionMode):
+    """Counts what torch's functions do with weights meanwhile: `products`, and all else as `reads`, by identity."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()
+        self._weights, self.products, self.reads = weights, Counter[int](), Counter[int]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(getattr(function, "__self__", None), "__name__", "")
+        if function is F.linear and len(args) > 1 and id(args[1]) in self._weights:
+            self.products[id(args[1])] += 1
+        elif name not in _SHAPE:
+            self.reads.update(id(each) for each in (*args, *(kwargs or {}).values()) if id(each) in self._weights)
+        return function(*args, **(kwargs or {}))
+
+
+def _products(model: Any, observe: Callable[[], object]) -> list[tuple[Any, bool]]:
+    """Returns the linear layers whose weights serve their own products alone, and whether another module, such as the
+    embedding, has the same parameter, which may then be read in other ways."""
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    of_latents = {id(m.kv_b_proj) for m in model.modules() if hasattr(m, "expand_kv") and hasattr(m, "kv_b_proj")}
+    linears = [
+        module
+        for module in model.modules()
+        if type(module).forward is nn.Linear.forward and module.weight.dtype in _DTYPES and id(module) not in of_latents
+    ]
+    calls = Counter[int]()
+    handles = [m.register_forward_pre_hook(lambda module, _: calls.update((id(module),))) for m in linears]
+    uses = _Uses({id(module.weight) for module in linears})
+    try:
+        with uses:
+            observe()
+    finally:
+        for handle in handles:
+            handle.remove()
+    used_alone = []
+    for module in linears:
+        weight = id(module.weight)
+        is_shared = owners[weight] > 1
+        if calls[id(module)] == uses.products[weight] > 0 and (is_shared or not uses.reads[weight]):
+            used_alone.append((module, is_shared))
+    return used_alone
+
+
+def _same(packed: PackedWeight, module: Any) -> bool:
+    x = torch.randn((_PROBED_ROWS, module.weight.shape[1]), generator=torch.Generator().manual_seed(0)).to(packed.dtype)
+    expected = F.linear(x, module.weight, module.bias).float()
+    error = (packed(x, biased=module.bias is not None).float() - expected).abs().max()
+    packed.calls = 0
+    return bool(error <= _TOLERANCE[packed.dtype] * expected.abs().max())
+
+
+def rms_norm_of(module: Any) -> tuple[Tensor, float] | None:
+    """Returns weight [n] in float32 and eps of a module that computes an RMS norm; None for any other."""
+    parameters = list(module.parameters())
+    if len(parameters) != 1 or parameters[0].ndim != 1 or any(True for _ in module.children()) or any(module.buffers()):
+        return None
+    if "forward" in module.__dict__:
+        return None
+    own, alone = parameters[0].data, copy.copy(module)
+    alone.__dict__["_parameters"] = {name: p.data.float() for name, p in module.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    inputs = [size * (torch.randn((_PROBED_ROWS, len(own)), generator=generator) + 0.5) for size in _PROBED_SIZES]
+    try:
+        outputs = [alone(x) for x in inputs]
+        kept = module(inputs[0].to(own.dtype)).dtype
+    except Exception:  # of a module that takes other arguments, or computes something else
+        return None
+    if kept != own.dtype or any(y.shape != x.shape for x, y in zip(inputs, outputs, strict=True)):
+        return None
+    for eps in {value for value in vars(module).values() if isinstance(value, float)}:
+        for weight in (own.float(), own.float() + 1.0):
+            expected = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight for x in inputs)
+            if all(torch.allclose(y, e, rtol=1e-5, atol=1e-6) for y, e in zip(outputs, expected, strict=True)):
+                return weight.contiguous(), eps
+    return None
