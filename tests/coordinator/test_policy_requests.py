@@ -756,7 +756,7 @@ def test_deadline_error_names_the_stage() -> None:
     d.tick(0.9)
     assert not r.ended
     d.tick(0.1)
-    assert d.error(r).message == "the request did not finish within its deadline of 1.0 s (stage prefill)"
+    assert d.error(r).message == "the request did not finish within its deadline of 1 s (stage prefill)"
     assert d.error(r).code == "deadline_exceeded"
     assert [c.sequence for _, c in d.sent(Abort)] == [s, s]
 
