@@ -56,6 +56,12 @@ class ClusterMetrics(Collector):
         yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)
         again = "times a request was queued again, for example because its worker was lost"
         yield counter("baton_requests_rescheduled", again, value=own["rescheduled"])
+        budget = (
+            "how many more failures may make choices fail again without a new token, before none of these is retried"
+        )
+        yield gauge("baton_retry_budget", budget, value=own["retry_budget"])
+        again = "choices that were not retried because of that"
+        yield counter("baton_retries_refused", again, value=own["retries_refused"])
         handed = "times parked KV was offered to another decode worker"
         yield counter("baton_requests_reassigned", handed, value=own["reassigned"])
         yield gauge("baton_ready", "1 while `/ready` is 200", value=float(own["ready"]))

@@ -282,6 +282,8 @@ class Pipeline:
             "held_choices": cluster.requests.held(),
             "oldest_queued_s": round(cluster.requests.oldest_queued_s(time.monotonic()), 3),
             "rescheduled": cluster.requests.rescheduled,
+            "retry_budget": round(cluster.requests.retries.tokens, 1),
+            "retries_refused": cluster.requests.retries.refused,
             "reassigned": cluster.requests.reassigned,
             "prefilled_tokens": cluster.requests.prefilled.tokens,
             "wasted_tokens": dict(cluster.requests.prefilled.wasted),

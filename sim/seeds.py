@@ -48,6 +48,7 @@ ALLOWED_CODES = frozenset(
         "no_prefill_worker",
         "no_decode_worker",
         "overloaded",
+        "retry_budget_exhausted",
     }
 )
 """Errors that a client may receive under faults. All others are bugs: an internal error, tokens that differ."""

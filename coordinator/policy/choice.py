@@ -175,6 +175,7 @@ class Choice:
     # Losses.
     deaths: list[str] = field(default_factory=list)  # workers lost in a step with this choice, with the reason
     alone_deaths: int = 0  # of these, in steps of this choice alone
+    tokens_at_failure: int = -2  # its tokens when it was last rescheduled because something failed
 
     # For the timeline and usage.
     first_token_at: float = 0.0

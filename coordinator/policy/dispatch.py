@@ -128,6 +128,10 @@ class Dispatcher:
             "waits_for": self.role_without_room or "",
         }
 
+    def retry_after_s(self) -> float:
+        """Returns after how many seconds a refused client should try again: when half of the queue has gone."""
+        return self.drain_rate.retry_after_s(self._queue.tokens / 2)
+
     def missing_role(self, *, decode: bool = True) -> Role | None:
         """Returns a role that is needed and has no ready worker, if no class has all that it needs; without `decode`
         that is only a worker that computes prompts."""
@@ -219,7 +223,7 @@ class Dispatcher:
             self.refused += choices
             raise Unavailable(
                 f"{len(queue)} choices with {queue.tokens} prompt tokens are already waiting",
-                retry_after_s=self.drain_rate.retry_after_s(queue.tokens / 2),
+                retry_after_s=self.retry_after_s(),
             )
         waiting, tokens = queue.waiting.get(tenant, 0), queue.waiting_tokens.get(tenant, 0)
         if not self.several_tenants or not waiting:

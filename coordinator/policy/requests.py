@@ -10,7 +10,8 @@ earlier attempts are stale. A choice that no present worker can serve ends after
 Whether a choice ended its worker cannot be determined from outside. A choice that was running on SUSPECT_DEATHS
 workers when they were lost may be the cause: from then on it is computed in steps of its own, announced by its worker
 (`StepEvents.alone`), so that a loss in such a step concerns no other choice, and a loss in another step not this one.
-It ends with an error when it was alone in its step at ALONE_DEATHS losses, or at `max_deaths` losses in all.
+It ends with an error when it was alone in its step at ALONE_DEATHS losses, or at `max_deaths` losses in all, or if it
+failed again without a new token when the budget for this is used up (policy.retry_budget).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.prefilled import PrefilledTokens
 from coordinator.policy.quotas import ANONYMOUS, Client
+from coordinator.policy.retry_budget import RetryBudget
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 
@@ -123,6 +125,7 @@ class Requests:
         self.draining = False
         self.stale_events = self.rescheduled = self.reassigned = 0  # counters
         self.prefilled = PrefilledTokens()
+        self.retries = RetryBudget()
         self._hold_s, self._max_deaths = hold_s, max_deaths
         # By ChoiceId, which `sequence[:2]` equals: a slice is cheaper than a new ChoiceId for every token.
         self._choices: dict[tuple[str, int], Choice] = {}
@@ -215,6 +218,7 @@ class Requests:
 
     def on_events(self, worker: str, events: StepEvents, now: float) -> list[Action]:
         actions: list[Action] = []
+        self.retries.failure()
         if events.alone is not None:
             self._alone[worker] = events.alone.choice_id
         elif events.step_id:
@@ -249,6 +253,7 @@ class Requests:
         way to that worker is left alone: the prefill worker parks the KV. A drained worker gave its choices back, which
         is not a death."""
         loss = LostWorker(worker, why, self._alone.pop(worker, None), drained)
+        self.retries.failure()
         actions = [action for choice in [*self] for action in handle(self.table, choice, loss, now)]
         self._update_servable(now)
         return actions + self._place(now)
@@ -408,7 +413,7 @@ class Requests:
         worker = event.event.decode_worker
         taker = next((t.incarnation for t in choice.targets if t.worker_id == worker), None)
         if self.workers.has_left(worker, taker):
-            return self._reschedule(choice, f"{worker} received the KV and left", now)
+            return self._reschedule(choice, f"{worker} received the KV and left", now, planned=True)
         if taker is None or self.workers.incarnation(worker) != taker:
             # It had all KV, so it may have died in a step with this choice.
             choice.deaths.append(f"{worker} (lost during the hand-over)")
@@ -449,7 +454,7 @@ class Requests:
         if unknown and here and choice.stage is PREFILL and targets_unchanged:
             return [self._start(choice, now)]  # its session broke before the command arrived
         if ended.code in (ErrorCode.DRAINING, ErrorCode.ABANDONED) or (unknown and here):
-            return self._reschedule(choice, ended.message, now)
+            return self._reschedule(choice, ended.message, now, planned=ended.code is ErrorCode.DRAINING)
         if ended.code in (ErrorCode.KV_CORRUPT, ErrorCode.HANDOFF_FAILED) and not choice.recomputed:
             choice.recomputed = True
             return self._reschedule(choice, ended.message, now)  # recomputed once; a second failure ends the request
@@ -549,15 +554,23 @@ class Requests:
             how = ", alone in its step" if choice.alone else ""
             choice.alone_deaths += choice.alone
             choice.deaths.append(f"{loss.worker} ({loss.reason}, stage {choice.stage.value}{how})")
-        return self._reschedule(choice, f"{loss.worker}: {loss.reason}", now)
+        return self._reschedule(choice, f"{loss.worker}: {loss.reason}", now, planned=loss.drained)
 
-    def _reschedule(self, choice: Choice, why: str, now: float) -> list[Action]:
+    def _reschedule(self, choice: Choice, why: str, now: float, *, planned: bool = False) -> list[Action]:
         """Queues a choice again under the next attempt: newly chosen workers prefill its prompt and journal, and
-        generation continues at the next index."""
+        generation continues at the next index. `planned`: nothing has failed, a worker leaves."""
         if choice.alone_deaths >= ALONE_DEATHS or len(choice.deaths) >= self._max_deaths:
             deaths = ", ".join(choice.deaths)
             message = f"{len(choice.deaths)} workers were lost while they ran the request: {deaths}"
             return self._fail(choice, WorkerLost(message, retry_after_s=1), now)
+        if not planned:
+            tokens = len(choice.journal.tokens)
+            if tokens <= choice.tokens_at_failure + 1 and not self.retries.permits():  # the first one is of the prefill
+                message = f"{why}; it failed before without a new token, and so do too many requests to try it again"
+                retry_after_s = self.dispatcher.retry_after_s()
+                error = Unavailable(message, code="retry_budget_exhausted", retry_after_s=retry_after_s)
+                return self._fail(choice, error, now)
+            choice.tokens_at_failure = tokens
         rescheduled = Rescheduled(choice.sequence, choice.journal.next_index, why)
         actions = [rescheduled, *self._withdraw(choice, why, now)]
         self.dispatcher.release(choice)
@@ -584,6 +597,8 @@ class Requests:
         """Notifies both pools and frees what the choice held, without waiting for a slow client. An empty `reason`
         means that the workers already know that it has ended."""
         actions = self._withdraw(choice, reason, now)
+        if choice.journal.finish is not None or reason in ANSWERED:
+            self.retries.completed()
         self.dispatcher.finish(choice)
         self._enter(choice, ENDED, now)
         return actions

@@ -46,6 +46,8 @@ CLUSTER: dict[str, Any] = {
         "backlog_tokens": 300,
         "expected_output_tokens": 75.5,
         "rescheduled": 2,
+        "retry_budget": 9.5,
+        "retries_refused": 1,
         "reassigned": 1,
         "loop_stalls": 4,
         "loop_longest_stall_ms": 250.0,
