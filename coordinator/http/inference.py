@@ -44,6 +44,10 @@ class InferenceRoutes:
     parser: BodyParser
     strict_fields: bool
 
+    @property
+    def measured(self) -> CountingPipeline:
+        return CountingPipeline(self.pipeline, self.served.statistics)
+
     def add_to(self, app: Starlette) -> None:
         of_model = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
         add_route(app, "GET", "/v2", self.server, "InferenceServer")
@@ -93,7 +97,7 @@ class InferenceRoutes:
 
     async def infer(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
-        self.pipeline.check_room(request.scope[CLIENT])
+        self.measured.check_room(request.scope[CLIENT])
         length = request.headers.get(_LENGTH)
         if length is not None and not _DIGITS.fullmatch(length):
             raise InvalidRequest("Inference-Header-Content-Length must be a number", param=_LENGTH)
@@ -110,7 +114,7 @@ class InferenceRoutes:
 
     async def generate(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
-        self.pipeline.check_room(request.scope[CLIENT])
+        self.measured.check_room(request.scope[CLIENT])
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation(given)
         if made.stream:
@@ -119,7 +123,7 @@ class InferenceRoutes:
 
     async def generate_stream(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
-        self.pipeline.check_room(request.scope[CLIENT])
+        self.measured.check_room(request.scope[CLIENT])
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation({"stream": True} | given)
         return await self._run(request, name, made, request_id, events=True)
@@ -141,5 +145,4 @@ class InferenceRoutes:
         self.pipeline.ignored(request.scope[ROUTE], names)
         submissions = [owned(each, request) for each in submissions]
         render = InferRender(name, request_id, made, submissions[0].n, answer)
-        measured = CountingPipeline(self.pipeline, self.served.statistics)
-        return GenerationResponse(measured, submissions, render, stream=events)
+        return GenerationResponse(self.measured, submissions, render, stream=events)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from baton.core.errors import BatonError
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.submission import Delta, Sink, Submission
@@ -76,6 +77,13 @@ class CountingPipeline:
 
     def admitted(self, client: Client, choices: int = 1) -> AbstractContextManager[None]:
         return self._pipeline.admitted(client, choices)
+
+    def check_room(self, client: Client) -> None:
+        try:
+            self._pipeline.check_room(client)
+        except BatonError:
+            self._statistics.failed(0.0)
+            raise
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         started, ended = time.monotonic(), list[Delta]()

@@ -45,6 +45,8 @@ async def client(generator: FakeGenerator, text_model: TextModel) -> AsyncIterat
 async def test_a_refusal_does_not_depend_on_the_body(client: httpx.AsyncClient, path: str) -> None:
     answer = await client.post(path, content=b"{", headers={"content-type": "application/json"})
     assert answer.status_code == (529 if path == "/v1/messages" else 503) and answer.headers["retry-after"] == "7"
+    (statistics,) = (await client.get("/v2/models/stats")).json()["model_stats"]
+    assert statistics["inference_stats"]["fail"]["count"] == ("/v2/models" in path)
 
 
 @pytest.mark.parametrize("path", OTHERS)
