@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from baton.core.cores import ranges
 from baton.core.errors import StartupError
 from baton.core.liveness import AGENT_SILENCE_S
 from baton.runtime.process import (
@@ -28,7 +29,6 @@ from baton.runtime.process import (
     kill_tree,
     set_death_signal,
 )
-from launch.cores import ranges
 from launch.failure import Failure
 
 MAX_GAP_S = 2.0

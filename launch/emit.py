@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.cores import ranges
+from baton.core.cores import ranges
 from launch.members import Programs
 from launch.plan import BATCHES, COORDINATOR, Plan, WorkerPart, make_plan, with_addresses
 from launch.topology import Node

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.core.cores import ranges
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
-from launch.cores import ranges
 from launch.plan import BATCHES, COORDINATOR, Plan, WorkerPart
 from launch.run_directory import BATCHES_READY, READY
 from launch.topology import Topology

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from baton.core.commands import Role
+from baton.core.cores import ranges
 from baton.core.errors import StartupError
 from baton.core.names import host_port
 from baton.runtime.options import flags_of
@@ -153,10 +154,21 @@ class Plan:
             "link_port": config.link_port,
             "store_port": config.store_port,
             "gpu_share": f"{share:.4f}" if share else 0,
+            "borrow_cores": self._cores_to_borrow(part),
         }
         placed = {name: value for name, value in options.items() if value}
         chosen = {name: value for name, value in worker.options.items() if name not in options}
         return ("--model", self.model, *flags_of({**placed, **chosen}))
+
+    def _cores_to_borrow(self, part: WorkerPart) -> str:
+        """Returns what `others` means for a part; nothing for a worker of several ranks."""
+        given = part.worker.config.borrow_cores
+        if given != "others":
+            return "" if given == "none" else given
+        if part.ranks > 1 or len(part.worker.nodes) > 1:
+            return ""
+        here = {core for other in self.parts if other.node == part.node for core in other.placement.cores}
+        return ranges(tuple(sorted(here.difference(part.placement.cores))))
 
     def listeners(self) -> tuple[Listener, ...]:
         """Returns every port of the cluster that has a key. Edges and channels between ranks use other free ports."""

@@ -38,11 +38,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from baton.core.commands import Role
+from baton.core.cores import parse_cores
 from baton.core.errors import StartupError
 from baton.core.names import address_error, name_error, unbracketed
 from baton.core.reshard import MAX_TENSOR_PARALLEL
 from baton.runtime.config import BatchesConfig, CoordinatorConfig, WorkerConfig, from_table, nearest, option
-from launch.cores import parse_cores
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 _GPU = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+")

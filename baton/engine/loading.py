@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
+from baton.core.cores import ranges
 from baton.core.edge_kinds import choose_edges
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DType, KVLayout, stored_dtype, stored_layers
@@ -95,6 +96,11 @@ def load_runner(
         flashinfer = use_flashinfer(options, config, dtype, kv_dtype, device)
         options = replace(options, attention="flashinfer" if flashinfer else "triton")
     level = "torch" if kernels is None else kernels.level
+    if options.borrow_cores:
+        if kernels is None or ranks.size > 1 or isinstance(config, GeneralConfig):
+            raise StartupError("--borrow-cores: only a worker of one rank with compiled kernels can compute on them")
+        kernels.borrow(options.borrow_cores)
+        kernels_name += f" borrowing cores {ranges(options.borrow_cores)}"
     facts = Compatibility(
         protocol_version=PROTOCOL_VERSION,
         code_version=options.version,

@@ -14,7 +14,8 @@ class EngineOptions:
     With `expert_parallel` ranks divide a layer's experts, else each expert.
     `exact` makes the bits of a row's logits independent of its batch (in float32; in bfloat16 on CUDA and with compiled
     kernels), and proves it at start. `kv_dtype` is how KV is stored: `auto` (in `dtype`) or `fp8`, also `fp8_e4m3`.
-    `threads` is the number of compute threads of this process. `kv_memory_bytes` is for the worker, all ranks together.
+    `threads` is the number of compute threads of this process, which computes on `borrow_cores` too while nothing else
+    runs there. `kv_memory_bytes` is for the worker, all ranks together.
     `max_num_tokens` bounds the tokens of one step. `host` is this machine's address for the worker's other ranks,
     `edge_kind` how KV is sent to other workers, `staging_bytes` the most KV in transit at once, all ranks together.
     `kernels` is `auto` (the best compiled ones that this processor has, else torch's), `torch`, or the level of
@@ -36,6 +37,7 @@ class EngineOptions:
     kv_dtype: str = "auto"
     exact: bool = False
     threads: int = 1
+    borrow_cores: tuple[int, ...] = ()
     block_size: int = 16
     kv_memory_bytes: int | None = None
     max_model_len: int | None = None

@@ -104,6 +104,11 @@ class EngineConfig:
         "none", "weight quantization of linear layers and head, on CPU", choices=("none", "int8", "int4")
     )
     threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)
+    borrow_cores: str = option(
+        "none",
+        "cores on which a worker of one CPU rank computes while nothing else runs there: `none`, `others` (those of "
+        "the host's other workers), or like 0-3,8",
+    )
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)
     max_model_len: int = option(0, "maximum prompt + output in tokens; 0: the model's own limit", low=0)

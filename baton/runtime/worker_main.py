@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, get_args
 
 from baton.core.commands import Role
 from baton.core.compatibility import Compatibility
+from baton.core.cores import parse_cores
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.liveness import LOOP_STALL_S
 from baton.core.names import name_error
@@ -257,6 +258,14 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
     follow(ranks, _engine_options(role, with_certificates(config), choose_device(config.device).type, ranks))
 
 
+def _cores_to_borrow(text: str) -> tuple[int, ...]:
+    if text == "none":
+        return ()
+    if text == "others":
+        raise StartupError("--borrow-cores others: only `baton up` and topologies know the other workers' cores")
+    return parse_cores(text, "--borrow-cores")
+
+
 def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks) -> EngineOptions:
     """Returns the engine's options, for both roles if the worker is to take both. A worker's threads are divided among
     its ranks on this machine. A decode worker's leader will load a draft, which uses memory of its GPU."""
@@ -283,6 +292,7 @@ def _engine_options(role: Role, config: WorkerConfig, device: str, ranks: Ranks)
         attention=config.attention,
         quantize=config.quantize,
         threads=max(threads, 1),
+        borrow_cores=_cores_to_borrow(config.borrow_cores),
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,
         max_model_len=config.max_model_len or None,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.markup import escape
 
+from baton.core.cores import ranges
 from baton.core.errors import StartupError
 from baton.runtime.ports import check_free
-from launch.cores import ranges
 from launch.members import is_own
 from launch.plan import Plan
 from launch.plan_checks import check_files

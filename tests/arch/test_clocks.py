@@ -15,7 +15,7 @@ TIMELESS = (
 )  # fmt: skip
 TIMED = (
     "engine/test_parallel*.py", "engine/test_lockstep.py", "engine/test_kernels_build.py", "engine/test_quantize.py",
-    "engine/test_mask_processes.py",
+    "engine/test_mask_processes.py", "engine/test_borrowed_cores.py",
     "engine/test_checkpoint_errors.py", "decode/test_links_refused.py", "decode/test_incoming*.py",
     "prefill/test_edge*.py", "coordinator/test_text.py",
 )  # fmt: skip

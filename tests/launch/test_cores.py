@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.cores import ranges
 from baton.core.errors import StartupError
 from launch.child import Child, ChildSpec
-from launch.cores import Placement, place, ranges
+from launch.cores import Placement, place
 from launch.members import check_cores
 from launch.plan import Plan, local_topology, make_plan
 from launch.topology import parse_topology

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from baton.core.cores import parse_cores, ranges
 from baton.core.errors import StartupError
-from launch.cores import parse_cores, ranges
 from launch.members import Programs, nodes_here
 from launch.plan import Plan, check_addresses, make_plan
 from launch.topology import parse_topology
@@ -179,6 +179,29 @@ def test_cores_are_parsed_and_formatted() -> None:
     for bad in ("", "1-", "a", "3-1", "1,1"):
         with pytest.raises(StartupError):
             parse_cores(bad, "x")
+
+
+def test_a_worker_borrows_the_cores_of_the_other_workers_on_its_node() -> None:
+    tables = {
+        "options": {"borrow_cores": "others", "device": "cpu"},
+        "nodes": [
+            {"name": "a", "address": "10.0.0.1", "cores": "0-5"},
+            {"name": "b", "address": "10.0.0.2", "cores": 2},
+        ],
+        "coordinator": {"node": "a"},
+        "prefill": [{"name": "p", "node": "a", "base_port": 9000}],
+        "decode": [
+            {"name": "d", "node": "a", "base_port": 9100},
+            {"name": "wide", "node": "a", "base_port": 9200, "tensor_parallel": 2},
+            {"name": "given", "node": "a", "base_port": 9300, "borrow_cores": "7"},
+            {"name": "alone", "node": "b", "base_port": 9400},
+        ],
+    }
+    made = plan(tables)
+    names = [part.name for part in made.parts]
+    borrowed = {name: words(made, name).partition("--borrow-cores ")[2].split(" ")[0] for name in names}
+    assert {part.name: part.placement.cores for part in made.parts}["p"] == (0, 1)
+    assert borrowed == {"p": "2-5", "d": "0-1,3-5", "wide": "", "given": "7", "alone": ""}
 
 
 def test_worker_gets_device_cuda_if_gpus_are_configured_for_it() -> None:

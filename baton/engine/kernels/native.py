@@ -7,6 +7,8 @@ alive.
 from __future__ import annotations
 
 import ctypes
+import os
+from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING
@@ -142,6 +144,8 @@ class Kernels:
             raise CannotBuild("the operating system denies this process AMX tiles")
         self._library.baton_block_bytes.argtypes = c_int, c_int64, c_int64
         self._library.baton_block_bytes.restype = c_int64
+        self._library.baton_borrow.argtypes = POINTER(c_int32), c_int64, c_int
+        self._library.baton_borrowed.argtypes = (POINTER(c_int64),)
         self.few_rows_match = self._library.baton_few_rows_match() != 0
         """Whether attention of few queries has the same bits by vectors as by tiles; if not, tiles are used (0043)."""
 
@@ -153,6 +157,21 @@ class Kernels:
 
     def block_bytes(self, kind: int, n: int, k: int) -> int:
         return int(self._library.baton_block_bytes(kind, n, k))
+
+    def borrow(self, cores: Sequence[int], *, idle: bool = True) -> None:
+        """Ends the helper threads of steps, and starts one on each of `cores`; with `idle` it runs only while nothing
+        else is runnable there. Models whose steps they help with must outlive them. Raises StartupError if the system
+        denies a core."""
+        failed = self._library.baton_borrow((c_int32 * len(cores))(*cores), len(cores), idle)
+        if failed:
+            raise StartupError(f"--borrow-cores {','.join(map(str, cores))}: {os.strerror(failed)}")
+
+    def borrowed(self) -> tuple[int, int]:
+        """The numbers of units of linear layers that helper threads have computed, and that the step computed again
+        because the helper had lost its core."""
+        counts = (c_int64 * 2)()
+        self._library.baton_borrowed(counts)
+        return counts[0], counts[1]
 
     @property
     def name(self) -> str:

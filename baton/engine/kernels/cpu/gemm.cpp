@@ -213,13 +213,10 @@ void unit_of_groups(
 
 template <class E>
 void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads) {
-  const int64_t groups = round_up(layer.n, GROUP) / GROUP;
-  const int64_t per_unit = threads == 1 ? GROUPS_PER_UNIT : std::clamp<int64_t>(groups / (4 * threads), 1, GROUPS_PER_UNIT);
-  const int64_t units = (groups + per_unit - 1) / per_unit;
-  parallel(units, threads, [&](int64_t unit) {
-    unit_of_groups<E>(
-        layer, x, ldx, rows, y, ldy, into, unit * per_unit, std::min((unit + 1) * per_unit, groups));
-  });
+  const auto compute = [](const Product& of, const void* x, void* y, int64_t ldy, Into into, int64_t first, int64_t last) {
+    unit_of_groups<E>(of.layer, static_cast<const E*>(x), of.ldx, of.rows, y, ldy, into, first, last);
+  };
+  in_units<E>(layer, x, ldx, rows, y, ldy, into, threads, GROUPS_PER_UNIT, compute);
 }
 
 template <class E, class W>

@@ -215,13 +215,12 @@ template <class E>
 void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads) {
   int64_t stride;
   const float* wide = widen(x, ldx, rows, layer.k, threads, &stride);
-  const int64_t groups = round_up(layer.n, GROUP) / GROUP;
-  const int64_t per_unit = std::clamp<int64_t>(groups / (4 * threads), 1, GROUPS_PER_UNIT);
-  const bool steps = Kind(layer.kind) == Kind::INT8;
-  const auto some = steps ? compute<E, int8_t> : compute<E, E>;
-  parallel((groups + per_unit - 1) / per_unit, threads, [&](int64_t unit) {
-    some(layer, wide, stride, rows, y, ldy, into, unit * per_unit, std::min((unit + 1) * per_unit, groups));
-  });
+  const auto some = [](const Product& of, const void* x, void* y, int64_t ldy, Into into, int64_t first, int64_t last) {
+    const bool steps = Kind(of.layer.kind) == Kind::INT8;
+    const auto of_kind = steps ? compute<E, int8_t> : compute<E, E>;
+    of_kind(of.layer, static_cast<const float*>(x), of.ldx, of.rows, y, ldy, into, first, last);
+  };
+  in_units<E>(layer, wide, stride, rows, y, ldy, into, threads, GROUPS_PER_UNIT, some);
 }
 
 template <class E, class W>

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "borrow.h"
 #include "fp8.h"
 #include "model.h"
 
@@ -204,6 +205,7 @@ struct Computation {
 
 template <class E>
 void forward(const Model& model, const Step& step, int64_t first, int64_t last) {
+  const Borrowing borrowing;
   const Computation<E> compute(model, step);
   if (first == 0) compute.embed();
   for (int64_t i = first; i < last; ++i) {
@@ -312,6 +314,7 @@ void baton_rms_norm(
 void baton_linear(
     int is_bf16, const Linear* layer, const void* x, int64_t width, int64_t rows, void* y, int64_t y_width, int into,
     int threads) {
+  const Borrowing borrowing;
   BATON_BY_TYPE(is_bf16, linear<E>(*layer, static_cast<const E*>(x), width, rows, y, y_width, Into(into), threads));
 }
 
