@@ -282,6 +282,11 @@ class Dispatcher:
             each: (each.decode,) if self._prompts_on_decode(each) else each.pools for each in self._workers.classes
         }
         complete = {each for each, pools in needed.items() if all(pool.capacity() for pool in pools)}
+        if (
+            not complete and not self._queue.without_decode
+        ):  # a role is missing: a full queue takes long to scan in vain
+            self._blocked = closed
+            return placed
         overtaken = 0
         for choice in self._queue.in_turn():
             if not self._place(choice, closed):

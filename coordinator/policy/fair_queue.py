@@ -93,6 +93,8 @@ class FairQueue:
         self._levels: dict[int, _Level] = {}  # by priority
         self._held: set[str] = set()
         self._submitted = self._size = self.tokens = 0
+        self.without_decode = 0
+        """Choices that need no decode worker."""
         self.waiting: Counter[str] = Counter()
         """Choices that wait, by tenant."""
         self.waiting_tokens: Counter[str] = Counter()
@@ -216,6 +218,7 @@ class FairQueue:
     def _count(self, choice: Choice, sign: int) -> None:
         tenant, tokens = choice.request.tenant, sign * choice.request.num_prefill_tokens
         self._size += sign
+        self.without_decode += sign * (not choice.needs_decode)
         self.tokens += tokens
         self.waiting[tenant] += sign
         self.waiting_tokens[tenant] += tokens
@@ -229,6 +232,7 @@ class FairQueue:
         for choice in queued:
             waiting[choice.request.tenant] += 1
             tokens[choice.request.tenant] += choice.request.num_prefill_tokens
-        counted = self._size, self.tokens, +self.waiting, +self.waiting_tokens
-        if counted != (len(queued), tokens.total(), waiting, tokens):
-            raise InvariantError(f"{self!r} counts {counted}, not {waiting} and {tokens}")
+        counted = self._size, self.without_decode, self.tokens, +self.waiting, +self.waiting_tokens
+        without_decode = sum(not choice.needs_decode for choice in queued)
+        if counted != (len(queued), without_decode, tokens.total(), waiting, tokens):
+            raise InvariantError(f"{self!r} counts {counted}, not {without_decode}, {waiting} and {tokens}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from baton.core.errors import BatonError, ContextLengthExceeded, InvalidRequest, Unavailable
@@ -9,6 +11,7 @@ from baton.core.events import KVCacheEvents, Load
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import Choice
 from coordinator.policy.dispatch import PREFIX_SLACK
+from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.pool import BACKLOG_STEPS, CachedBlocks, Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker
@@ -417,3 +420,27 @@ def test_prefix_block_sizes_are_those_of_present_workers_with_cached_blocks() ->
     assert d.dispatcher.cached_block_sizes == {4}
     worker(d, "p0").state = "lost"
     assert not d.dispatcher.cached_block_sizes
+
+
+@pytest.mark.parametrize("missing", ["p0", "d0"])
+def test_a_queue_that_waits_for_a_role_is_not_scanned(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each admission, event and tick would look at all its choices in vain, for tens of milliseconds."""
+    table = WorkerTable(3.0)
+    d = Placing(table, 100, 10_000)
+    add_worker(table, "p0" if missing == "d0" else "d0")
+    scans = 0
+    in_turn = FairQueue.in_turn
+
+    def counted(queue: FairQueue) -> Iterator[Choice]:
+        nonlocal scans
+        scans += 1
+        return in_turn(queue)
+
+    monkeypatch.setattr(FairQueue, "in_turn", counted)
+    for number in range(5):
+        d.submit(make_choice(f"r{number}", 4, 8, age=number))
+    assert d.names() == [] and scans == 0
+    d.submit(make_choice("short", 4, 4, age=9))  # needs no decode worker
+    assert d.names() == (["short"] if missing == "d0" else []) and scans
+    add_worker(table, missing)
+    assert "r0" in d.names()
