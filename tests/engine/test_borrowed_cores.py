@@ -69,7 +69,7 @@ def until(happened: Callable[[], bool], check: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
-def test_outputs_have_the_same_bits_whoever_computes_them(level: str, dtype: torch.dtype) -> None:
+def test_outputs_have_the_same_bits_on_borrowed_cores(level: str, dtype: torch.dtype) -> None:
     bias, kernels = randn(672, seed=1).to(dtype), load(level)
     whole = [Layer(level, randn(672, 100).to(dtype), bias, int8=int8) for int8 in (False, True)]
     partial = Layer(level, randn(333, 100).to(dtype), bias[:333])  # its last group is not whole
