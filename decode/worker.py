@@ -110,7 +110,7 @@ class DecodeWorker:
 
     # Called by the main loop.
 
-    def join(self, run_id: str) -> Join:
+    def join(self) -> Join:
         self.scheduler.cache.restart_events()
         return Join(
             self.config.worker_id,
@@ -118,17 +118,10 @@ class DecodeWorker:
             self.incarnation,
             self.facts,
             link_address=host_port(self.config.host, self._link_port),
-            host=self.config.host,
             pids=self.pids,
             blocks_total=self.scheduler.blocks.num_blocks,
-            step_tokens=self.config.step_tokens,
             max_running=self.config.max_running,
-            run_id=run_id,
-            replace=self.config.replace,
             tensor_parallel=self.tensor_parallel,
-            both_roles=self.config.both_roles == "on",
-            revision=self.config.revision,
-            domain=self.config.domain,
             computes_prompts=True,
         )
 
@@ -179,9 +172,6 @@ class DecodeWorker:
         self._reported_gauges = gauges  # after `load`, which clears it
         return StepEvents(outcome.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
-    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        return self.scheduler.runs_alone(plan)
-
     def command(self, command: Command) -> None:
         if not isinstance(command, Prefill) or command.targets:
             raise Unavailable(f"a decode worker does not support {type(command).__name__} with targets")
@@ -203,20 +193,8 @@ class DecodeWorker:
         self.receiver.end(sequence, reason)
         return True
 
-    def adapters_in_use(self) -> set[str]:
-        return {sequence.request.adapter for sequence in self.scheduler.sequences.values()}
-
-    def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return self.scheduler.sequence_ids()
-
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)
-
-    def check_idle(self) -> None:
-        self.scheduler.check_idle()
-
-    def kept(self) -> KeptBlocks:
-        return self.scheduler.kept
 
     async def close(self) -> None:
         if self.scheduler.plan_ahead:

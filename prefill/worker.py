@@ -116,23 +116,16 @@ class PrefillWorker:
 
     # Called by the main loop.
 
-    def join(self, run_id: str) -> Join:
+    def join(self) -> Join:
         self.scheduler.cache.restart_events()
         return Join(
             self.config.worker_id,
             "prefill",
             self.incarnation,
             self.facts,
-            host=self.config.host,
             pids=self.pids,
             blocks_total=self.scheduler.blocks.num_blocks,
-            step_tokens=self.config.step_tokens,
-            run_id=run_id,
-            replace=self.config.replace,
             tensor_parallel=self.tensor_parallel,
-            both_roles=self.config.both_roles == "on",
-            revision=self.config.revision,
-            domain=self.config.domain,
         )
 
     def load(self) -> Load:
@@ -189,9 +182,6 @@ class PrefillWorker:
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
         return StepEvents(outcome.step_id, tuple(tokens), result.ended, load=self.load(), kv_cache_events=cache_events)
 
-    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        return self.scheduler.runs_alone(plan)
-
     def command(self, command: Command) -> None:
         match command:
             case Prefill():
@@ -204,20 +194,8 @@ class PrefillWorker:
             self.sender.abort(sequence, reason)
         return self.scheduler.abort(sequence_id)
 
-    def adapters_in_use(self) -> set[str]:
-        return {sequence.request.adapter for sequence in self.scheduler.sequences.values()}
-
-    def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return self.scheduler.sequence_ids()
-
     def receiving(self, sequence: SequenceId) -> bool:
         return False
-
-    def check_idle(self) -> None:
-        self.scheduler.check_idle()
-
-    def kept(self) -> KeptBlocks:
-        return self.scheduler.kept
 
     async def close(self) -> None:
         await self.sender.close()

@@ -204,7 +204,7 @@ class Cluster:
         self.loop.note("exit", worker, why)
         if worker.alive and why == DRAINED and worker.next_role is not None:
             self.flips += 1
-            worker.tier.check_idle()
+            worker.tier.scheduler.check_idle()
             worker.die()
             self.start_worker(worker.name, worker)
         elif worker.alive:
@@ -305,7 +305,7 @@ class Cluster:
             self.coordinator.requests.check()
         for worker in self.workers.values():
             if worker.alive:
-                worker.tier.check()
+                worker.tier.scheduler.check()
 
     def check_settled(self) -> None:
         """Raises InvariantError if anything of any request is left anywhere. All processes must run."""
@@ -322,7 +322,7 @@ class Cluster:
         return (
             self.coordinator.alive
             and all((member := members.get(name)) is not None and member.ready for name in self.workers)
-            and all(w.alive and w.connected and not w.tier.sequence_ids() for w in self.workers.values())
+            and all(w.alive and w.connected and not w.tier.scheduler.sequence_ids() for w in self.workers.values())
         )
 
 

@@ -126,9 +126,6 @@ class DecodeTier:
         self._reported_gauges = gauges
         return StepEvents(outcome.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
-    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        return self.scheduler.runs_alone(plan)
-
     def command(self, command: Command) -> None:
         if not isinstance(command, Prefill):
             raise InvariantError(f"{self.worker} received {type(command).__name__}")
@@ -148,17 +145,8 @@ class DecodeTier:
         self.receiver.end(sequence, reason)
         return True
 
-    def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return self.scheduler.sequence_ids()
-
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)
-
-    def check_idle(self) -> None:
-        self.scheduler.check_idle()
-
-    def check(self) -> None:
-        self.scheduler.check()
 
     def check_settled(self) -> None:
         self.scheduler.check()

@@ -164,9 +164,6 @@ class PrefillTier:
         cache_events = self.scheduler.cache.take_events() if self.worker.connected else None
         return StepEvents(outcome.step_id, tuple(tokens), result.ended, load=self.load(), kv_cache_events=cache_events)
 
-    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        return self.scheduler.runs_alone(plan)
-
     def command(self, command: Command) -> None:
         match command:
             case Prefill():
@@ -192,23 +189,16 @@ class PrefillTier:
             self.sender.abort(sequence, reason)
         return self.scheduler.abort(sequence_id)
 
-    def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return self.scheduler.sequence_ids()
-
     def receiving(self, sequence: SequenceId) -> bool:
         return False
-
-    def check_idle(self) -> None:
-        self.scheduler.check_idle()
-
-    def check(self) -> None:
-        self.scheduler.check()
 
     def check_settled(self) -> None:
         self.scheduler.check()
         blocks = self.scheduler.blocks
         if self.scheduler.num_sequences or self.sender.runs or blocks.num_free != blocks.num_blocks:
-            raise InvariantError(f"{self.worker} keeps {self.sequence_ids()} {self.sender.runs}: {self.scheduler!r}")
+            raise InvariantError(
+                f"{self.worker} keeps {self.scheduler.sequence_ids()} {self.sender.runs}: {self.scheduler!r}"
+            )
 
     def accept(self, end: End, first: Any) -> None:
         end.close(f"{self.worker} accepts no links")  # it was a decode worker before

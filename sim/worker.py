@@ -90,6 +90,14 @@ class Scheduler(Protocol):
     @property
     def kept(self) -> KeptBlocks: ...
 
+    def sequence_ids(self) -> tuple[SequenceId, ...]: ...
+
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None: ...
+
+    def check_idle(self) -> None: ...
+
+    def check(self) -> None: ...
+
 
 class Tier(Protocol):
     """As in baton/runtime/worker_loop.py."""
@@ -112,21 +120,13 @@ class Tier(Protocol):
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents: ...
 
-    def runs_alone(self, plan: StepPlan) -> SequenceId | None: ...
-
     def command(self, command: Command) -> None: ...
 
     def end(self, sequence: SequenceId, reason: str) -> bool: ...
 
-    def sequence_ids(self) -> tuple[SequenceId, ...]: ...
-
     def receiving(self, sequence: SequenceId) -> bool: ...
 
     def accept(self, end: End, first: Any) -> None: ...
-
-    def check_idle(self) -> None: ...
-
-    def check(self) -> None: ...
 
     def check_settled(self) -> None:
         """Raises InvariantError if anything of a sequence is left."""
@@ -225,7 +225,7 @@ class Worker(Process):
             plan = self.tier.begin_step(self.now)
             if plan is None:
                 return
-            if (alone := self.tier.runs_alone(plan)) is not None:
+            if (alone := self.tier.scheduler.runs_alone(plan)) is not None:
                 self.post(StepEvents(alone=alone))
             self._out.append(plan)
             if len(self._out) == 1:
@@ -267,10 +267,10 @@ class Worker(Process):
         if now >= self._sweep_at:
             self._sweep_at = now + SWEEP_S
             self.tombstones.expire(now)
-        if self.tier.sequence_ids():
+        if self.tier.scheduler.sequence_ids():
             self.wake()
         else:
-            self.tier.check_idle()
+            self.tier.scheduler.check_idle()
             if len(self.deadlines):
                 self._keep_house()
 
@@ -304,7 +304,7 @@ class Worker(Process):
             self._drain_step()
 
     def _drain_step(self) -> None:
-        if self.tier.sequence_ids() and self.now < self._drain_until:
+        if self.tier.scheduler.sequence_ids() and self.now < self._drain_until:
             self.later(DRAIN_CHECK_S, self._drain_step)
             return
         self._abandon("the drain timeout has passed", frozenset())
@@ -325,7 +325,7 @@ class Worker(Process):
         self.world.worker_exited(self, why)
 
     def _abandon(self, reason: str, keep: Collection[SequenceId]) -> None:
-        for sequence in self.tier.sequence_ids():
+        for sequence in self.tier.scheduler.sequence_ids():
             if sequence not in keep:
                 code = ErrorCode.WORKER_LOST if self.tier.receiving(sequence) else ErrorCode.ABANDONED
                 self.tier.end(sequence, reason)
@@ -335,7 +335,7 @@ class Worker(Process):
     # The session.
 
     def _dial(self) -> None:
-        known = frozenset({*self.tier.sequence_ids(), *self.log.sequences()})
+        known = frozenset({*self.tier.scheduler.sequence_ids(), *self.log.sequences()})
         self._dialled_at = self.now
         self.world.network.dial(
             self,
@@ -363,7 +363,7 @@ class Worker(Process):
             self._abandon("a different coordinator run replied", frozenset())
             self.log.clear()
         self.run_id = welcome.run_id
-        reconciled = reconcile(welcome.tracked, known, self.tier.sequence_ids(), self.log)
+        reconciled = reconcile(welcome.tracked, known, self.tier.scheduler.sequence_ids(), self.log)
         if welcome.handle_key != self.handle_key:
             self.tombstones.clear()
             self.refused_until.clear()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.sampling_limits import check_sampling, check_tokens
+from baton.core.sequence import Sequence
 from baton.core.step import StepOutcome, StepPlan
 from baton.runtime.adapters import WorkerAdapters
 from baton.runtime.config import WorkerConfig
@@ -39,20 +40,44 @@ IDLE_S = 10.0  # how long steps and hand-overs may take to end once their sequen
 DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 
 
+class Scheduler(Protocol):
+    """What the loop uses of the scheduler of either tier."""
+
+    @property
+    def sequences(self) -> Mapping[SequenceId, Sequence]: ...
+
+    @property
+    def kept(self) -> KeptBlocks:
+        """What the worker keeps for its next role."""
+        ...
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]: ...
+
+    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
+        """Returns the only sequence of a step if its request is to be computed alone."""
+        ...
+
+    def check_idle(self) -> None:
+        """With no sequence present, raises InvariantError if state of one is left. In constant time: it delays
+        requests."""
+        ...
+
+
 class Tier(Protocol):
     """What a prefill or decode worker implements."""
 
-    def join(self, run_id: str) -> Join: ...
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    def join(self) -> Join:
+        """Returns its join, without what the loop adds: the run, the token, and what `WorkerConfig` says."""
+        ...
 
     def load(self) -> Load: ...
 
     def begin_step(self, now: float) -> StepPlan | None: ...
 
     def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents: ...
-
-    def runs_alone(self, plan: StepPlan) -> SequenceId | None:
-        """Returns the only sequence of a step if its request is to be computed alone."""
-        ...
 
     def command(self, command: Command) -> None:
         """Handles a command other than Abort and Drain."""
@@ -62,23 +87,8 @@ class Tier(Protocol):
         """Ends one sequence without reporting it to the coordinator; False when it is not present."""
         ...
 
-    def sequence_ids(self) -> tuple[SequenceId, ...]: ...
-
-    def adapters_in_use(self) -> Collection[str]:
-        """Returns the digests of the LoRA adapters of its sequences."""
-        ...
-
     def receiving(self, sequence: SequenceId) -> bool:
         """Whether its KV is still being received: the prefill worker then has all of it and reports the outcome."""
-        ...
-
-    def check_idle(self) -> None:
-        """With no sequence present, raises InvariantError if state of one is left. In constant time: it delays
-        requests."""
-        ...
-
-    def kept(self) -> KeptBlocks:
-        """Returns what the worker keeps for its next role."""
         ...
 
     async def close(self) -> None: ...
@@ -99,7 +109,7 @@ class WorkerLoop:
         """With a `launcher` in place of `step`, a second step is requested from the tier while one is in flight."""
         self.config = config
         self.session = WorkerSession(config.coordinator, self, tls=tls)
-        self.adapters = WorkerAdapters(tier.adapters_in_use, self.session.post_adapters)
+        self.adapters = WorkerAdapters(self._adapters_in_use, self.session.post_adapters)
         self.deadlines = Deadlines()
         self.tombstones = Tombstones()
         # Both of the run that was joined last.
@@ -198,7 +208,18 @@ class WorkerLoop:
     # Called by the session (SessionOwner).
 
     def join(self, run_id: str) -> Join:
-        return replace(self._tier.join(run_id), token=self.token)
+        config = self.config
+        return replace(
+            self._tier.join(),
+            host=config.host,
+            step_tokens=config.step_tokens,
+            run_id=run_id,
+            token=self.token,
+            replace=config.replace,
+            both_roles=config.both_roles == "on",
+            revision=config.revision,
+            domain=config.domain,
+        )
 
     def load(self) -> Load:
         return self._tier.load()
@@ -229,10 +250,13 @@ class WorkerLoop:
         self.wake()
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return self._tier.sequence_ids()
+        return self._tier.scheduler.sequence_ids()
+
+    def _adapters_in_use(self) -> set[str]:
+        return {sequence.request.adapter for sequence in self._tier.scheduler.sequences.values()}
 
     def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
-        sequences = [s for s in self._tier.sequence_ids() if s not in keep]
+        sequences = [s for s in self._tier.scheduler.sequence_ids() if s not in keep]
         if sequences:
             log.warning("ending %d sequences: %s", len(sequences), reason)
         for sequence in sequences:
@@ -247,7 +271,7 @@ class WorkerLoop:
         while True:
             plan = self._tier.begin_step(time.monotonic())
             if plan is not None:
-                if (alone := self._tier.runs_alone(plan)) is not None:
+                if (alone := self._tier.scheduler.runs_alone(plan)) is not None:
                     self.session.post(StepEvents(alone=alone))
                     await self.session.sent(ALONE_REPORT_S)  # the step may end this process
                 compute.begin(plan)
@@ -275,8 +299,8 @@ class WorkerLoop:
                 if self._tier.end(sequence, "deadline"):
                     message = f"deadline passed at {self.config.worker_id}"
                     self.report_ended(sequence, ErrorCode.DEADLINE_EXCEEDED, message)
-            if not self._tier.sequence_ids():
-                self._tier.check_idle()  # a leak is a failure
+            if not self._tier.scheduler.sequence_ids():
+                self._tier.scheduler.check_idle()  # a leak is a failure
             if now >= sweep_at:
                 sweep_at = now + SWEEP_S
                 self.tombstones.expire(now)
@@ -303,8 +327,8 @@ class WorkerLoop:
 
     async def _drained(self) -> None:
         await self._drain.wait()  # the worker serves until a drain is requested
-        log.info("draining: %d sequences", len(self._tier.sequence_ids()))
-        while self._tier.sequence_ids() and time.monotonic() < self._drain_until:
+        log.info("draining: %d sequences", len(self._tier.scheduler.sequence_ids()))
+        while self._tier.scheduler.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
         self.abandon("the drain timeout has passed")  # the coordinator reschedules the sequences it still tracks
         if self.next_role is not None:
@@ -319,4 +343,4 @@ class WorkerLoop:
             if time.monotonic() > deadline:
                 raise InvariantError(f"{left} sequences are still present {IDLE_S:g} s after the drain")
             await asyncio.sleep(0.02)
-        self._tier.check_idle()
+        self._tier.scheduler.check_idle()

@@ -45,7 +45,7 @@ from baton.runtime.token_file import read_token
 
 if TYPE_CHECKING:
     from baton.engine.options import EngineOptions
-    from baton.runtime.worker_loop import WorkerLoop
+    from baton.runtime.worker_loop import Scheduler, WorkerLoop
     from baton.runtime.worker_ranks import RankGroup
 
 log = logging.getLogger("baton.worker")
@@ -57,9 +57,10 @@ OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared me
 class RunnableWorker(Protocol):
     main_loop: WorkerLoop
 
-    async def run(self) -> None: ...
+    @property
+    def scheduler(self) -> Scheduler: ...
 
-    def kept(self) -> KeptBlocks: ...
+    async def run(self) -> None: ...
 
 
 # (config, runner, facts, pids, make_endpoint, kept) -> worker. The second and the fifth are Any: `--help` needs no
@@ -219,7 +220,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                     if next_role not in makers:
                         makers[next_role] = _load_other(next_role)
                     make = makers[next_role]
-                    worker = make(config, runner, runner.facts, group.pids, group.endpoints, worker.kept())
+                    worker = make(config, runner, runner.facts, group.pids, group.endpoints, worker.scheduler.kept)
                     took_s = time.monotonic() - started
                     log.info("%s becomes a %s worker, prepared in %.2f s", config.worker_id, next_role, took_s)
         finally:

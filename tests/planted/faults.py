@@ -389,7 +389,7 @@ FAULTS = (
     Fault("baton/core/blocks.py", "        self._count(old, -len(blocks))\n", "", "tests/core/test_blocks_machine.py"),
     Fault(
         "baton/runtime/worker_loop.py",
-        "                self._tier.check_idle()  # a leak is a failure",
+        "                self._tier.scheduler.check_idle()  # a leak is a failure",
         "                pass",
         "tests/runtime/test_worker_loop.py",
     ),

@@ -16,6 +16,7 @@ from baton.core.commands import Abort, Assign, Command, Drain, Join
 from baton.core.errors import HandoffError, InvariantError, StartupError, innermost
 from baton.core.events import Load, StepEvents, TokenEvent
 from baton.core.request import SequenceId
+from baton.core.sequence import Sequence
 from baton.core.step import StepOutcome, StepPlan
 from baton.runtime import step_thread, worker_loop
 from baton.runtime.config import WorkerConfig
@@ -28,7 +29,8 @@ R = SequenceId("r")
 
 
 class FakeTier:
-    """`here` are its sequences; each gets one token per step. `check_idle` raises `bug`, if set."""
+    """`here` are its sequences; each gets one token per step. `check_idle` raises `bug`, if set. It is its own
+    scheduler."""
 
     def __init__(self) -> None:
         self.here: set[SequenceId] = set()
@@ -39,8 +41,9 @@ class FakeTier:
         self.plans = 0
         self.alone: SequenceId | None = None
         self.closed = self.stepping = False
+        self.sequences: dict[SequenceId, Sequence] = {}
 
-    def join(self, run_id: str) -> Join:
+    def join(self) -> Join:
         return Join("w", "decode", 1, make_facts())
 
     def load(self) -> Load:
@@ -70,8 +73,9 @@ class FakeTier:
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return tuple(self.here)
 
-    def adapters_in_use(self) -> set[str]:
-        return set()
+    @property
+    def scheduler(self) -> FakeTier:
+        return self
 
     def receiving(self, sequence: SequenceId) -> bool:
         return sequence in self.arriving & self.here
