@@ -67,7 +67,9 @@ def _reachable(ranks: Ranks, device: torch.device) -> bool:
 
 def _map(torch_memory: Any, store: Any, ranks: Ranks, device: torch.device) -> SymmetricMemory:
     """Allocates this rank's block and maps all others'. Raises RuntimeError, or AttributeError or TypeError for a torch
-    with another interface."""
+    with another interface. Newer torches look up a process group of that name, and use no more of it than its store."""
+    group = torch.distributed.ProcessGroup(store, ranks.rank, ranks.size)
+    torch._C._distributed_c10d._register_process_group(_GROUP, group)  # type: ignore[arg-type]  # keeps no reference
     torch_memory.set_group_info(_GROUP, ranks.rank, ranks.size, store)
     size = flag_bytes(ranks.size) + 2 * HALF_BYTES
     block: Tensor = torch_memory.empty_strided_p2p((size,), [1], torch.uint8, device, _GROUP)
@@ -76,7 +78,7 @@ def _map(torch_memory: Any, store: Any, ranks: Ranks, device: torch.device) -> S
     mapped = torch_memory.rendezvous(block)
     addresses = torch.tensor(list(mapped.buffer_ptrs), dtype=torch.int64).to(device)
     state = torch.zeros(2, dtype=torch.int64, device=device)
-    return SymmetricMemory(ranks.rank, addresses, state, HALF_BYTES, (block, mapped))
+    return SymmetricMemory(ranks.rank, addresses, state, HALF_BYTES, (block, mapped, group))
 
 
 def _sums_correctly(memory: SymmetricMemory, shared: bool) -> bool:

@@ -30,6 +30,8 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.patch, self.mapped, self.agreed = patch, 0, []
+        self.store = torch.distributed.HashStore()
+        torch._C._distributed_c10d._unregister_process_group("baton-tp")  # a process maps once, these tests often
         patch.delenv("NCCL_P2P_DISABLE", raising=False)
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
@@ -44,6 +46,8 @@ class Machine:
 
     def rendezvous(self, block: Tensor) -> Any:
         assert not block.any(), "flags are zero before others may write them"
+        group = torch._C._distributed_c10d._resolve_process_group("baton-tp")  # as torch's own mapping does
+        assert (group.rank(), group.size()) == (0, 2) and group.get_group_store() is not None
         self.mapped += 1
         return SimpleNamespace(buffer_ptrs=[block.data_ptr(), 4096])
 
@@ -57,7 +61,7 @@ class Machine:
 
 def test_ranks_that_reach_each_other_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    memory = symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum())
+    memory = symmetric_memory.share_memory(machine, machine.store, RANKS, CPU, machine.minimum())
     assert memory is not None and memory.addresses.tolist()[1] == 4096 and memory.ranks == 2
     assert machine.mapped == 1 and len(machine.agreed) == 3
 
@@ -76,7 +80,7 @@ def test_ranks_that_do_not_reach_each_other_map_nothing(why: str, monkeypatch: p
             monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
         case "another rank":
             others = 0
-    assert symmetric_memory.share_memory(machine, None, ranks, CPU, machine.minimum(others)) is None
+    assert symmetric_memory.share_memory(machine, machine.store, ranks, CPU, machine.minimum(others)) is None
     assert machine.mapped == 0 and len(machine.agreed) == 1
 
 
@@ -88,14 +92,14 @@ def test_ranks_decide_together_when_mapping_fails(error: Exception, monkeypatch:
         raise error
 
     monkeypatch.setattr(machine, "rendezvous", fail)
-    assert symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum()) is None
+    assert symmetric_memory.share_memory(machine, machine.store, RANKS, CPU, machine.minimum()) is None
     assert len(machine.agreed) == 2, "the other ranks wait for this decision"
 
 
 def test_memory_with_a_wrong_first_sum_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     monkeypatch.setattr(symmetric_memory, "symmetric_sum", lambda partial, memory, shared: partial)
-    assert symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum()) is None
+    assert symmetric_memory.share_memory(machine, machine.store, RANKS, CPU, machine.minimum()) is None
     assert len(machine.agreed) == 3
 
 
@@ -104,7 +108,7 @@ def test_first_sum_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(symmetric_memory, "FIRST_SUM_LIMIT_S", 0.05)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
     with pytest.raises(StartupError, match=r"did not end within 0.05 s; set NCCL_P2P_DISABLE=1"):
-        symmetric_memory.share_memory(machine, None, RANKS, CPU, machine.minimum())
+        symmetric_memory.share_memory(machine, machine.store, RANKS, CPU, machine.minimum())
 
 
 class Operations(TorchDispatchMode):
