@@ -2,8 +2,11 @@
 
     python tools/test_torch.py 2.11.0
 
-Makes `.venv-torch-VERSION` with everything of constraints.txt but torch, Triton and numpy. Where the package index
-has no CPU build of that version this downloads CUDA's libraries, gigabytes; they are not used.
+Makes `.venv-torch-VERSION` with everything of constraints.txt but torch, Triton and numpy, and with a CPU build of
+torch: pip needs an index or a directory that has it (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). Builds for CUDA, PyPI's,
+bring gigabytes of libraries: without a CPU build this ends before anything is downloaded.
+
+The C++ kernels include no header of torch (baton/engine/kernels/build.py), so one library serves every version.
 """
 
 from __future__ import annotations
@@ -28,19 +31,20 @@ def main() -> int:
     version, arguments = sys.argv[1], sys.argv[2:]
     if not re.fullmatch(r"[0-9]+(\.[0-9]+){1,2}([a-z0-9+.]*)", version):
         raise SystemExit(f"{version!r:.60} is no version of torch, such as 2.11.0")
+    build = version if "+" in version else f"{version}+cpu"
     home = ROOT / f".venv-torch-{version}"
     python, done = home / "bin" / "python", home / ".installed"
     if not done.exists():
         venv.create(home, with_pip=True, clear=True)
         kept = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(_OTHERS)]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-            constraints.write("\n".join([*kept, f"torch=={version}", _NUMPY]))
+            constraints.write("\n".join([*kept, f"torch=={build}", _NUMPY]))
             constraints.flush()
             pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints.name]
-            for wanted in ([f"torch=={version}"], ["-e", f"{ROOT}[dev]"]):
-                if code := subprocess.run([*pip, *wanted]).returncode:
+            for packages in ([f"torch=={build}"], ["-e", f"{ROOT}[dev]"]):
+                if subprocess.run([*pip, *packages]).returncode:
                     shutil.rmtree(home)
-                    return code
+                    raise SystemExit(f"{' '.join(packages)} could not be installed: does an index of pip's have it?")
         done.touch()
     pytest = [str(python), "-m", "pytest", "-q", "-m", "not long and not gpu", *(arguments or TESTS)]
     return subprocess.run(pytest, cwd=ROOT).returncode
