@@ -4,11 +4,12 @@
     python benchmarks/exact_on_cuda.py --device cuda      on a GPU, compiled and captured
     python benchmarks/exact_on_cuda.py --not-exact        the counter-check: without --exact hashes differ
 
-For each tiny model and dtype, the logits of every position of a sequence are computed in one row, and then in each of
-the shapes that the tests of `--exact` on CPU use: chunks, single tokens, verification rows, a batch of nine sequences
-that starts with all prompts and shrinks, other block sizes. Decode steps are those that a GPU captures, padded to 1, 2,
-4, 8 or 16 rows of 1, 3 or 9 tokens. Each line of the table is a hash of the bits of the logits at the same positions:
-it must be that of the row alone. Exits with 1 if one differs.
+First each kernel by itself: 131 rows at once, and in pieces. Then, for each tiny model and dtype, the logits of every
+position of a sequence are computed in one row, and then in each of the shapes that the tests of `--exact` on CPU use:
+chunks, single tokens, verification rows, a batch of nine sequences that starts with all prompts and shrinks, other
+block sizes. Decode steps are those that a GPU captures, padded to 1, 2, 4, 8 or 16 rows of 1, 3 or 9 tokens. Each line
+of the table is a hash of the bits of the results at the same positions: it must be that of the row alone. Exits with 1
+if one differs.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from baton.engine.runner import Runner
 from benchmarks.kit import parser, report, table
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.exact_kernels import PIECES, ROWS, in_pieces, kernels
 from tests.support.interpreted import interpreted_runner, ordered_products
 
-_LENGTH = {"max_position_embeddings": 640}
-"""Enough for all shapes; each split that a context might have costs the interpreter time in each step."""
+_SMALL = {"num_layers": 2, "max_position_embeddings": 640}
+"""Enough for all shapes: each layer, and each split that a context might have, takes the interpreter time."""
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {**_LENGTH, "arch": "llama"},
-    "mistral": {**_LENGTH, "arch": "mistral"},
-    "qwen2": {**_LENGTH, "arch": "qwen2", "intermediate_size": 176},
-    "qwen3": {**_LENGTH, "arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
+    "llama": {**_SMALL, "arch": "llama"},
+    "mistral": {**_SMALL, "arch": "mistral"},
+    "qwen2": {**_SMALL, "arch": "qwen2", "intermediate_size": 176},
+    "qwen3": {**_SMALL, "arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
 }
 BATCH = {5: 100, 33: 7, 100: 16, 130: 64, 17: 1, 64: 33, 1: 512, 90: 40, 48: 16}
 """Prompt lengths, each with the length of its chunks, of a batch whose sequences also generate tokens."""
@@ -63,7 +65,7 @@ class Line:
 
 
 def bits(logits: Tensor) -> str:
-    return hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def verified(runner: Runner, tokens: list[int], start: int, length: int) -> Tensor:
@@ -110,18 +112,42 @@ def lines(make: Make, length: int, outputs: int) -> Iterator[Line]:
             yield Line(shape, outputs, found, bits(torch.cat(again.logits)))
 
 
+def kernel_lines(dtype: torch.dtype, device: torch.device) -> Iterator[Line]:
+    for name, kernel in kernels(dtype, device).items():
+        whole = kernel(0, ROWS).cpu()
+        yield Line(name, ROWS, bits(whole), bits(whole))
+        for lengths in PIECES:
+            found = in_pieces(kernel, lengths).cpu()
+            yield Line(f"{name}, pieces of {', '.join(map(str, lengths))}", ROWS, bits(found), bits(whole))
+
+
 def main() -> None:
     options = parser(__doc__, "exact-on-cuda.md")
     options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    options.add_argument("--no-kernels", dest="kernels", action="store_false", help="models alone")
     options.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     options.add_argument("--length", type=int, default=530, help="tokens of the sequence")
     options.add_argument("--outputs", type=int, default=24, help="tokens that each sequence of the batch generates")
     options.add_argument("--not-exact", action="store_true")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    parts, differing = [], 0
+    parts, differing = list[str](), 0
+
+    def show(name: str, dtype: str, found: Iterator[Line]) -> None:
+        nonlocal differing
+        rows = []
+        for line in found:
+            same = line.found == line.expected
+            differing += not same
+            rows.append([line.shape, str(line.positions), line.found, "equal" if same else line.expected])
+            print(name, dtype, *rows[-1], sep=" | ", flush=True)
+        headings = ("shape", "positions", "hash of the logits" if name in MODELS else "hash", "of the row alone")
+        parts.append(f"## {name}, {dtype}\n\n{table(headings, rows)}")
+
     with tempfile.TemporaryDirectory() as directory, ordered_products():
+        for dtype in arguments.dtypes if arguments.kernels else ():
+            show("kernels", dtype, kernel_lines(getattr(torch, dtype), torch.device(arguments.device)))
         for name in arguments.models:
             path = make_checkpoint(Path(directory) / name, **MODELS[name])
             for dtype in arguments.dtypes:
@@ -132,14 +158,7 @@ def main() -> None:
                         return interpreted_runner(path, **chosen)
                     return tiny_runner(path, device="cuda", **chosen)
 
-                rows = []
-                for line in lines(make, arguments.length, arguments.outputs):
-                    same = line.found == line.expected
-                    differing += not same
-                    rows.append([line.shape, str(line.positions), line.found, "equal" if same else line.expected])
-                    print(name, dtype, *rows[-1], sep=" | ", flush=True)
-                headings = ("shape", "positions", "hash of the logits", "of the row alone")
-                parts.append(f"## {name}, {dtype}\n\n{table(headings, rows)}")
+                show(name, dtype, lines(make, arguments.length, arguments.outputs))
     where = "compiled, on a GPU" if arguments.device == "cuda" else "in Triton's interpreter, on the CPU"
     kind = "Without exact mode" if arguments.not_exact else "Exact mode"
     title = f"{kind}: the bits of a row in every shape of step, {where}"

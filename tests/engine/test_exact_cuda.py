@@ -20,6 +20,8 @@ from baton.engine.attention import FastAttention
 from baton.engine.batch import RowSpan
 from baton.engine.layers import PlainLinear
 from baton.engine.weights import Projection
+from benchmarks.exact_on_cuda import bits
+from tests.support import exact_kernels
 from tests.support.attention import shape
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.interpreted import interpreted_runner, ordered_products
@@ -216,3 +218,16 @@ def test_verification_rows_have_the_bits_of_decode_steps(checkpoint: Callable[..
     row = Row(SequenceId("v"), 10, tuple(tokens[10:]), (1,), GREEDY, 3)
     other = Row(SequenceId("o"), 0, (7,), (4,), GREEDY, 1)
     assert torch.equal(runner.step_logits(StepPlan(1, (other, row)))[1], alone[10:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", exact_kernels.PORTABLE)
+def test_kernels_have_the_recorded_bits(name: str, dtype: str) -> None:
+    """A part of the table of benchmarks/results/exact-on-cuda.md."""
+    page = (Path(__file__).parents[2] / "benchmarks" / "results" / "exact-on-cuda.md").read_text()
+    part = page.partition(f"## kernels, {dtype}\n")[2].partition("\n## ")[0]
+    recorded = {cells[0]: cells[2] for line in part.splitlines() if len(cells := line.strip("| ").split(" | ")) == 4}
+    kernel = exact_kernels.kernels(getattr(torch, dtype), CPU)[name]
+    for lengths in ((exact_kernels.ROWS,), (64,), (90, 1, 1, 1)):
+        pieces = f", pieces of {', '.join(map(str, lengths))}" if lengths[0] < exact_kernels.ROWS else ""
+        assert bits(exact_kernels.in_pieces(kernel, lengths)) == recorded[name + pieces], pieces
