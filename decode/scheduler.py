@@ -5,7 +5,8 @@ cached blocks: it shares these, and only the rest is sent. While that arrives it
 exclusively, until they are full; with the last chunk it is READY and joins the batch at the next step, starting at
 token 2. Blocks are allocated as tokens come. When none is free, the lowest-ranked sequence is preempted (PREEMPTED) and
 frees its blocks; later, what is no longer cached is recomputed, as long rows in chunks that fit the step's time. Full
-blocks stay cached after use, with generated tokens too: the next turn of a conversation starts with them.
+blocks stay cached after use, with generated tokens too: the next turn of a conversation starts with them. If all layers
+have a window, blocks behind it are given back after each step (`baton.core.window`), and only the others are received.
 
 A sequence may also come without KV: its prompt is computed here, as the same long rows. It is WAITING until blocks for
 all of it are free; what others would need for a block each stays free, and hand-overs do not take what it waits for.
@@ -34,9 +35,11 @@ from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Admitted, Finished, KVReceived, Preempted, Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
+from baton.core.window import Window
 from decode.ahead import OutstandingSteps, ahead_plan, next_rows, waits_for
 from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
 from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import LEAST_LONG_TOKENS
 
 _ROOM_TOKENS = 64  # an unboosted preempted sequence resumes only with blocks for this many new tokens as well
 _HOLDING = (State.READY, State.RUNNING)
@@ -61,12 +64,15 @@ class DecodeScheduler:
         plan_ahead: bool = False,
         blocks: BlockTable | None = None,
         kept: KeptBlocks | None = None,
+        give_back: bool = True,
     ) -> None:
         """`blocks`: another table of `num_blocks` blocks, for simulations; `kept`: those of the worker's previous
-        role."""
+        role; `give_back` false: blocks behind the window are kept, as a reference for tests."""
         self.layout = layout
         blocks = blocks or BlockTable(num_blocks)
-        self.cache = kept.cache if kept else PrefixCache(blocks, layout.block_size, model_digest, enabled=prefix_cache)
+        self.window = Window.of(layout) if give_back else Window(0, layout.block_size)
+        named = layout.block_size, model_digest
+        self.cache = kept.cache if kept else PrefixCache(blocks, *named, enabled=prefix_cache, window=self.window)
         self.blocks = self.cache.blocks
         self.sequences: dict[SequenceId, Sequence] = {}
         self.max_running = max_running
@@ -163,15 +169,16 @@ class DecodeScheduler:
         sequence_id = request.sequence_id
         waiting, here = self.num_preempted, len(self.sequences)
         sequence = Sequence(request, State.RECEIVING, now, self._next_number)
-        needed = self.layout.blocks_for(sequence.num_tokens)
-        due = sum(self.layout.blocks_for(s.num_tokens) for s in self._in(State.WAITING))
+        blocks, start = self.layout.blocks_for(sequence.num_tokens), self.window.first_position(sequence.num_tokens)
+        needed = blocks - start // self.layout.block_size
+        due = sum(self._max_blocks(s.num_tokens) for s in self._in(State.WAITING))
         holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
-        if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here + due):
+        if waiting or not self.cache.allocate(sequence, blocks, *holders, leave=here + due, start=start):
             counts = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
             counts += f", {due} for prompts that wait" if due else ""
             raise Unavailable(f"{needed} KV blocks needed, {counts}", code=ErrorCode.NO_FREE_BLOCKS)
         self._add(sequence)
-        self.tokens_reused += sequence.prefix_tokens
+        self.tokens_reused += sequence.prefix_tokens - start
         return sequence
 
     def submit(self, request: GenerateRequest, now: float) -> Sequence:
@@ -193,12 +200,16 @@ class DecodeScheduler:
     def _check_new(self, request: GenerateRequest) -> None:
         if request.sequence_id in self.sequences:
             raise DuplicateRequest(f"sequence {request.sequence_id} is already on this worker")
-        blocks, total = self.layout.blocks_for(request.max_kv_tokens), self.blocks.num_blocks
+        blocks, total = self._max_blocks(request.max_kv_tokens), self.blocks.num_blocks
         if blocks > total:
             raise Unavailable(
                 f"KV of {request.max_kv_tokens} tokens needs {blocks} blocks; this decode worker has {total}",
                 code=ErrorCode.EXCEEDS_POOL,
             )
+
+    def _max_blocks(self, num_tokens: int) -> int:
+        """Returns how many blocks a sequence of so many tokens holds at once, at most."""
+        return self.window.max_blocks(num_tokens, max(self.speculation.model.step_tokens, LEAST_LONG_TOKENS))
 
     def _add(self, sequence: Sequence) -> None:
         self.sequences[sequence.id] = sequence
@@ -337,6 +348,10 @@ class DecodeScheduler:
                     self._leave(sequence)
                 else:
                     sequence.ending, sequence.end_reported = reason, True
+        if self.window.size:
+            for row in plan.rows:
+                if (here := self.sequences.get(row.sequence_id)) is not None and here.ending is None:
+                    self.cache.give_back(here, Holder("sequence", here.id))
         return DecodeResult(tuple(tokens), tuple(ended))
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
@@ -443,7 +458,8 @@ class DecodeScheduler:
         blocks need for one more each stays free."""
         holder, needed = Holder("sequence", sequence.id), self.layout.blocks_for(sequence.num_tokens)
         here = self._number(State.RUNNING) + self._number(State.READY) + self._number(State.RECEIVING)
-        if not self.cache.allocate(sequence, needed, holder, holder, leave=here):
+        max_blocks = self._max_blocks(sequence.num_tokens)
+        if not self.cache.allocate(sequence, needed, holder, holder, leave=here, max_blocks=max_blocks):
             return False
         self.prompt_tokens_cached += sequence.prefix_tokens
         return True
@@ -467,7 +483,8 @@ class DecodeScheduler:
     def _resume(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for [0, end) of a preempted sequence, cached ones where possible. False if it cannot."""
         self.cache.reuse(sequence, Holder("sequence", sequence.id))
-        if not self._grow(sequence, end):
+        new = self._max_blocks(end) - len(sequence.held_blocks)
+        if not self._grow(sequence, min(end, sequence.num_computed + new * self.layout.block_size)):
             self._release_blocks(sequence)
             return False
         return True
@@ -481,7 +498,7 @@ class DecodeScheduler:
             before = sequence.rank if whole else (sequence.rank[0] + 1, False, 0)
             behind = [s for s in self._ranked(*_HOLDING) if s.rank > before and s.step_id is None]
             holders = {Holder("sequence", s.id) for s in behind}
-            theirs = (block for s in behind for block in s.block_ids)
+            theirs = (block for s in behind for block in s.held_blocks)
             if needed > self.blocks.num_free_without(holders, theirs):
                 return False
             while needed > self.blocks.num_free:
@@ -517,7 +534,7 @@ class DecodeScheduler:
         size, own = self.layout.block_size, self._incoming_blocks(sequence)
         if num_tokens < sequence.num_tokens:
             num_tokens -= num_tokens % size
-            own = own[: max(num_tokens - sequence.num_computed, 0) // size]
+            own = own[: max(num_tokens // size - sequence.num_computed // size, 0)]
         if own:
             self.blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
             sequence.num_computed = num_tokens
@@ -532,12 +549,13 @@ class DecodeScheduler:
         if sequence.state is State.RECEIVING:
             own = self._incoming_blocks(sequence)
             self.blocks.release(own, Holder("receiving", sequence.id))
-            shared = sequence.block_ids[: len(sequence.block_ids) - len(own)]
+            shared = sequence.block_ids[sequence.num_dropped : len(sequence.block_ids) - len(own)]
         else:
             self.cache.store_full_blocks(sequence)
-            shared = sequence.block_ids
+            shared = sequence.held_blocks + sequence.retired
         self.blocks.release(shared, Holder("sequence", sequence.id))
         sequence.block_ids, sequence.num_computed = (), 0
+        sequence.num_dropped, sequence.retired = 0, ()
 
     def _incoming_blocks(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the blocks of a receiving sequence into which KV is still to be written."""
@@ -570,7 +588,10 @@ class DecodeScheduler:
         held: set[tuple[int, Holder]] = set()
         for sequence in self.sequences.values():
             own = self._incoming_blocks(sequence) if sequence.state is State.RECEIVING else ()
-            held |= {(b, Holder("receiving" if b in own else "sequence", sequence.id)) for b in sequence.block_ids}
+            blocks = sequence.held_blocks + sequence.retired
+            held |= {(b, Holder("receiving" if b in own else "sequence", sequence.id)) for b in blocks}
+            if set(sequence.block_ids[: sequence.num_dropped]) - {self.cache.null_block}:
+                raise InvariantError(f"{sequence.id} has blocks in its table that it has given back")
             if sequence.finished or sequence.num_computed > len(sequence.block_ids) * self.layout.block_size:
                 raise InvariantError(f"{sequence.id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
         self.blocks.check_held(held)

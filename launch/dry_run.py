@@ -21,6 +21,7 @@ from baton.core.errors import StartupError
 from baton.core.kv_layout import DType, KVLayout
 from baton.core.model_config import AnyConfig
 from baton.core.reshard import local_layout, reshard_layout
+from baton.core.window import STEPS_AHEAD, Window
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype
 from baton.engine.memory import default_budget, draft_share, unread_sizes
@@ -186,7 +187,7 @@ def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path
     else:
         budget = 0
     blocks = budget // mine.bytes_per_block
-    if budget and blocks < mine.blocks_for(options.max_model_len or 1):
+    if budget and blocks < Window.of(mine).max_blocks(options.max_model_len or 1, STEPS_AHEAD * options.step_tokens):
         raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB per rank is too small for one sequence")
     edges = _edges(plan, part, layout, rank)
     kind = choose_edges(options.edge_kind, device.type)

@@ -36,6 +36,7 @@ from baton.core.machine import Table, handle, ignore, to
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.core.sections import early_layers
 from baton.core.sequence import Sequence
+from baton.core.window import Window
 
 
 class SendStage(Enum):
@@ -293,6 +294,10 @@ class HandOver:
         worker, total = self._target.worker_id, self._num_tokens
         if not 0 <= event.prefix_tokens < total:
             message = f"{worker} accepted {total} tokens and reports {event.prefix_tokens} of them as cached"
+            return self._target_failed(TargetFailed(HandoffError(message)), now)
+        first = Window.of(self.limits.layout).num_behind(total) * self.limits.layout.block_size
+        if event.prefix_tokens < first:
+            message = f"{worker} requests KV from position {event.prefix_tokens}; this worker keeps it from {first}"
             return self._target_failed(TargetFailed(HandoffError(message)), now)
         if self._wire.max_tokens(self.limits.staging_bytes) < 1:
             message = f"the KV of one token does not fit into staging memory on this worker or on {worker}"

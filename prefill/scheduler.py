@@ -17,6 +17,11 @@ A request that is to be computed alone has each of its chunks in a step without 
 With `plan_ahead` a step may be planned while the one before it computes, so that a GPU has it at once: all tokens of a
 prompt are known. A sequence then continues where its outstanding row ends, and keeps its blocks until its last row is
 done. A step that neither continues a prompt nor is full is not planned ahead: what arrives meanwhile would miss it.
+
+If all layers have a window, a prompt is given the blocks for its window and the steps under way. It gives back those
+that fall behind the window after each step and is given as many for the next tokens, before any other prompt starts.
+Blocks that nobody else uses when it starts are its share: while it computes on blocks that it shares beyond them, it
+needs none, so of prompts that all wait for a block one can always continue. Only what is sent is pinned.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Finished, Prefilled, Sequence, Started, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
+from baton.core.window import STEPS_AHEAD, Window
 
 _DECAY = 0.9
 
@@ -86,12 +92,15 @@ class PrefillScheduler:
         plan_ahead: bool = False,
         blocks: BlockTable | None = None,
         kept: KeptBlocks | None = None,
+        give_back: bool = True,
     ) -> None:
         """`blocks`: another table of `num_blocks` blocks, for simulations; `kept`: those of the worker's previous
-        role."""
+        role; `give_back` false: blocks behind the window are kept, as a reference for tests."""
         self.layout = layout
         blocks = blocks or BlockTable(num_blocks)
-        self.cache = kept.cache if kept else PrefixCache(blocks, layout.block_size, model_digest, enabled=prefix_cache)
+        self.window = Window.of(layout) if give_back else Window(0, layout.block_size)
+        named = layout.block_size, model_digest
+        self.cache = kept.cache if kept else PrefixCache(blocks, *named, enabled=prefix_cache, window=self.window)
         self.blocks = self.cache.blocks
         self.step_tokens = step_tokens
         # All sequences: waiting, running, and prefilled ones.
@@ -156,7 +165,7 @@ class PrefillScheduler:
             raise DuplicateRequest(f"sequence {request.sequence_id} is already on this worker")
         if not request.num_prefill_tokens:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
-        needed = self.layout.blocks_for(request.num_prefill_tokens)
+        needed = self._max_blocks(request.num_prefill_tokens)
         if needed > self.blocks.num_blocks:
             raise Unavailable(
                 f"a prompt of {request.num_prefill_tokens} tokens needs {needed} KV blocks;"
@@ -176,6 +185,7 @@ class PrefillScheduler:
         starts = {
             s: row.end for plan, sequences in self._outstanding for row, s in zip(plan.rows, sequences, strict=True)
         }
+        short = [s for s in self._running if not self._extend(s)] if self.window.size else []
         candidates = [
             sequence
             for sequence in (*self._running, *self._waiting)
@@ -189,7 +199,7 @@ class PrefillScheduler:
         candidates.sort(key=lambda sequence: self._order(sequence, starts))
         rows: list[Row] = []
         sequences: list[Sequence] = []
-        budget, room = TokenBudget(self.step_tokens), True
+        budget, room = TokenBudget(self.step_tokens), not short
         for sequence in candidates:
             if budget.tokens == 0:
                 break
@@ -201,9 +211,11 @@ class PrefillScheduler:
                 room = room and self._start(sequence, now)
                 if not room:
                     continue
-            count = budget.take(sequence, self._remainder(sequence, starts))
             start = starts.get(sequence, sequence.num_computed)
-            end = start + count
+            reach = min(sequence.num_tokens, len(sequence.block_ids) * self.layout.block_size)
+            if reach <= start:  # it waits for blocks
+                continue
+            end = start + budget.take(sequence, reach - start)
             rows.append(sequence.next_row(start, end))
             sequences.append(sequence)
             sequence.step_id = self._next_step
@@ -232,6 +244,28 @@ class PrefillScheduler:
     def _remainder(sequence: Sequence, starts: Mapping[Sequence, int]) -> int:
         """Returns how many tokens of a sequence are in no row yet; `starts`: where outstanding rows end."""
         return sequence.num_tokens - starts.get(sequence, sequence.num_computed)
+
+    def _max_blocks(self, num_tokens: int) -> int:
+        """Returns how many blocks a prompt of so many tokens holds at once, at most."""
+        return self.window.max_blocks(num_tokens, self.step_tokens * (STEPS_AHEAD if self.plan_ahead else 1))
+
+    def _extend(self, sequence: Sequence) -> bool:
+        """Allocates as many free blocks as a running sequence has given back and still needs; False if too few are
+        free."""
+        limit, held = self._max_blocks(sequence.num_tokens), len(sequence.held_blocks) + len(sequence.retired)
+        needed = min(self.layout.blocks_for(sequence.num_tokens) - len(sequence.block_ids), limit - held)
+        if needed <= 0 or sequence.ending is not None:
+            return True
+        new = self.blocks.allocate(min(needed, self.blocks.num_free), Holder("sequence", sequence.id)) or ()
+        pinned = len(self._to_send(sequence))
+        sequence.block_ids += new
+        if sequence.send_pinned:
+            self.blocks.hold(self._to_send(sequence)[pinned:], Holder("send", sequence.id))
+        return len(new) == needed
+
+    def _to_send(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the blocks of a sequence whose KV a hand-over may send."""
+        return sequence.block_ids[self.window.num_behind(sequence.request.num_prefill_tokens) :]
 
     def _ahead(self, candidates: list[Sequence], starts: Mapping[Sequence, int]) -> list[Sequence]:
         """Returns which candidates to compute after the outstanding step: none unless it continues a prompt or is full.
@@ -264,10 +298,11 @@ class PrefillScheduler:
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free."""
         holder = Holder("sequence", sequence.id)
-        if not self.cache.allocate(sequence, self.layout.blocks_for(sequence.num_tokens), holder, holder):
+        needed, limit = self.layout.blocks_for(sequence.num_tokens), self._max_blocks(sequence.num_tokens)
+        if not self.cache.allocate(sequence, needed, holder, holder, max_blocks=limit):
             return False
         if sequence.send_pinned:
-            self.blocks.hold(sequence.block_ids, Holder("send", sequence.id))
+            self.blocks.hold(self._to_send(sequence), Holder("send", sequence.id))
         self.prompt_tokens_cached += sequence.prefix_tokens
         sequence.computed_step = self._done_step
         sequence.on(Started(), now)
@@ -332,13 +367,17 @@ class PrefillScheduler:
                 self._leave(sequence)
             elif sequence.send_pinned:
                 self._running.remove(sequence)
-                self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
+                self._release_own(sequence)
                 sequence.on(Prefilled())
             else:
                 message = "the hand-over was given up before the sequence ended"
                 stamps = sequence.prefill_stamps()
                 ended.append(SequenceEnded(sequence.id, "error", ErrorCode.HANDOFF_FAILED, message, stamps))
                 self._leave(sequence)
+        if self.window.size:
+            for sequence in sequences:
+                if sequence.state is State.PREFILLING and sequence.ending is None:
+                    self.cache.give_back(sequence, Holder("sequence", sequence.id))
         return PrefillResult(tuple(progress), tuple(ended))
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
@@ -359,8 +398,8 @@ class PrefillScheduler:
         del self.sequences[old]
         sequence.begin_attempt(attempt)
         self.sequences[sequence.id] = sequence
-        for kind in self._holds(sequence):
-            self.blocks.convert(sequence.block_ids, Holder(kind, old), Holder(kind, sequence.id))
+        for kind, blocks in self._holds(sequence):
+            self.blocks.convert(blocks, Holder(kind, old), Holder(kind, sequence.id))
 
     def abort(self, sequence_id: SequenceId) -> bool:
         """Aborts a sequence; its blocks are free once its outstanding row is done and its send pin is dropped.
@@ -380,7 +419,7 @@ class PrefillScheduler:
         """Removes the blocks of a sequence from the prefix cache and keeps later ones out: its KV may be damaged."""
         if (sequence := self.sequences.get(sequence_id)) is not None:
             sequence.kv_suspect = True
-            self.cache.drop(sequence.block_ids)
+            self.cache.drop_blocks_of(sequence)
 
     def release_send(self, sequence_id: SequenceId) -> None:
         """Drops the send pin: the hand-over has ended, and its blocks are not read any more."""
@@ -388,8 +427,7 @@ class PrefillScheduler:
         if sequence is None or not sequence.send_pinned:
             return
         sequence.send_pinned = False
-        if sequence.block_ids:
-            self.blocks.release(sequence.block_ids, Holder("send", sequence_id))
+        self.blocks.release(self._to_send(sequence), Holder("send", sequence_id))
         if sequence.state is State.PREFILLED:
             sequence.on(Finished())
         self._forget(sequence)
@@ -400,20 +438,27 @@ class PrefillScheduler:
             self._running.remove(sequence)
         elif sequence.state is State.WAITING:
             self._waiting.remove(sequence)
-        if sequence.block_ids and sequence.state is not State.PREFILLED:
-            self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
+        if sequence.state is not State.PREFILLED:
+            self._release_own(sequence)
         sequence.on(Finished())
         self._forget(sequence)
+
+    def _release_own(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.held_blocks + sequence.retired, Holder("sequence", sequence.id))
+        sequence.retired = ()
 
     def _forget(self, sequence: Sequence) -> None:
         if sequence.finished and not sequence.send_pinned:
             del self.sequences[sequence.id]
 
-    @staticmethod
-    def _holds(sequence: Sequence) -> list[HolderKind]:
-        """Returns as what a sequence holds its blocks."""
-        holds: list[HolderKind] = ["sequence"] if sequence.state is State.PREFILLING else []
-        return [*holds, "send"] if sequence.send_pinned else holds
+    def _holds(self, sequence: Sequence) -> list[tuple[HolderKind, tuple[int, ...]]]:
+        """Returns as what a sequence holds which blocks."""
+        holds: list[tuple[HolderKind, tuple[int, ...]]] = []
+        if sequence.state is State.PREFILLING:
+            holds.append(("sequence", sequence.held_blocks + sequence.retired))
+        if sequence.send_pinned:
+            holds.append(("send", self._to_send(sequence)))
+        return holds
 
     def check_idle(self) -> None:
         """Checks, in constant time, a scheduler without sequences.
@@ -441,8 +486,7 @@ class PrefillScheduler:
         for sequence_id, sequence in self.sequences.items():
             if sequence.finished and not sequence.send_pinned:
                 raise InvariantError(f"{sequence_id} has finished but was not removed")
-            holders = [Holder(kind, sequence_id) for kind in self._holds(sequence)]
-            held |= {(block, holder) for block in sequence.block_ids for holder in holders}
+            held |= {(b, Holder(kind, sequence_id)) for kind, blocks in self._holds(sequence) for b in blocks}
         self.blocks.check_held(held)
         for queue, state in ((self._waiting, State.WAITING), (self._running, State.PREFILLING)):
             if set(queue) != {s for s in self.sequences.values() if s.state is state} or len(queue) != len(set(queue)):

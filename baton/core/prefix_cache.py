@@ -17,6 +17,7 @@ from baton.core.events import KVCacheEvents
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
+from baton.core.window import Window
 
 CACHE = Holder("cache", SequenceId(""))
 MAX_EVENTS = 4096  # hints in one message
@@ -31,11 +32,22 @@ class KeptBlocks(NamedTuple):
 
 
 class PrefixCache:
-    """With `enabled` false, sequences neither reuse nor store blocks."""
+    """With `enabled` false, sequences neither reuse nor store blocks. With a `window`, what is reused of a prefix is
+    what its next token attends to: the null block takes the place of blocks before that."""
 
-    def __init__(self, blocks: BlockTable, block_size: int, model_digest: str = "", *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: BlockTable,
+        block_size: int,
+        model_digest: str = "",
+        *,
+        enabled: bool = True,
+        window: Window | None = None,
+    ) -> None:
         self.blocks, self.block_size, self.model_digest = blocks, block_size, model_digest
         self.enabled = enabled
+        self.window = window or Window(0, block_size)
+        self.null_block = blocks.num_blocks
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         # For the events: how many stored keys begin with each hint, which hints the subscriber has, which may have
@@ -45,6 +57,7 @@ class PrefixCache:
         self._changed: dict[bytes, None] = {}
         self._cleared = False
         self.evictions = 0
+        self.blocks_given_back = 0
         blocks.on_evict = self._forget
 
     def __repr__(self) -> str:
@@ -53,15 +66,26 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def match(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """Returns the blocks of the longest stored prefix, in order. Hold them before any allocation."""
+    def match(self, keys: list[bytes], first: int = 0) -> tuple[int, ...]:
+        """Returns the blocks of `keys` from the one at `first` on, in order, as far as they are stored. Hold them
+        before any allocation."""
         blocks: list[int] = []
-        for key in keys:
-            block = self._block_of.get(key)
+        for index in range(first, len(keys)):
+            block = self._block_of.get(keys[index])
             if block is None:
                 break
             blocks.append(block)
         return tuple(blocks)
+
+    def _match_window(self, keys: list[bytes]) -> tuple[int, ...]:
+        """Returns the table of the longest prefix of which the blocks within the window of its end are stored."""
+        end = len(keys) if self._block_of else 0
+        for index in range(end - 1, -1, -1):
+            if keys[index] not in self._block_of:
+                end = index
+            elif index <= (first := self.window.num_behind(end * self.block_size)):
+                return (self.null_block,) * first + self.match(keys[:end], first)
+        return ()
 
     def store(self, keys: list[bytes], block_ids: tuple[int, ...]) -> None:
         """Stores blocks whose KV is complete: `block_ids[i]` holds the tokens that `keys[i]` identifies. A key that is
@@ -82,6 +106,13 @@ class PrefixCache:
             if block in self._key_of:
                 self.blocks.release((block,), CACHE)
                 self._forget(block)
+
+    def drop_blocks_of(self, sequence: Sequence) -> None:
+        """Removes the blocks of a sequence from the cache, also those that it has given back."""
+        self.drop(sequence.held_blocks)
+        if sequence.num_dropped:
+            keys = self._keys(sequence, sequence.num_dropped * self.block_size)
+            self.drop([block for key in keys if (block := self._block_of.get(key)) is not None])
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block)
@@ -121,34 +152,54 @@ class PrefixCache:
 
     # What sequences reuse and store.
 
-    def matching(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the cached blocks that hold the first tokens of a sequence. Its last token is never included: that
-        token is computed (or sent) again in any case, and needs a block that is not shared."""
+    def matching(self, sequence: Sequence, start: int = 0) -> tuple[int, ...]:
+        """Returns the cached blocks that hold the first tokens of a sequence; with `start` those from that position
+        on, behind the null block. Its last token is never included: that token is computed (or sent) again in any
+        case, and needs a block that is not shared."""
+        dropped = start // self.block_size
         if not self.enabled or not sequence.reuses_prefix:
-            return ()
-        return self.match(self._keys(sequence, sequence.num_tokens - 1))
+            return (self.null_block,) * dropped
+        keys = self._keys(sequence, sequence.num_tokens - 1)
+        if self.window.size and not start:
+            return self._match_window(keys)
+        return (self.null_block,) * dropped + self.match(keys, dropped)
 
     def num_matching_tokens(self, sequence: Sequence) -> int:
         """Returns how many positions `matching` covers now."""
         return len(self.matching(sequence)) * self.block_size
 
-    def reuse(self, sequence: Sequence, shared: Holder) -> None:
+    def reuse(self, sequence: Sequence, shared: Holder, start: int = 0) -> None:
         """Assigns the blocks of `matching` to the sequence, which has none, with `shared` as a further holder. Their
-        positions count as computed."""
-        blocks = self.matching(sequence)
-        self.blocks.hold(blocks, shared)
-        sequence.block_ids = blocks
-        sequence.num_offered = len(blocks)
-        sequence.num_computed = sequence.prefix_tokens = len(blocks) * self.block_size
+        positions, and those before `start`, count as computed."""
+        sequence.block_ids = blocks = self.matching(sequence, start)
+        sequence.num_dropped = blocks.count(self.null_block)
+        self.blocks.hold(sequence.held_blocks, shared)
+        sequence.num_computed = sequence.prefix_tokens = max(start, len(blocks) * self.block_size)
+        sequence.num_offered = -(-sequence.num_computed // self.block_size)
 
-    def allocate(self, sequence: Sequence, num_blocks: int, shared: Holder, own: Holder, *, leave: int = 0) -> bool:
-        """Assigns `num_blocks` blocks to the sequence: those of `matching`, as `reuse` does, and free ones held by
-        `own`. Assigns none and returns False if fewer than `leave` blocks would stay free."""
-        cached = self.matching(sequence)
-        needed = num_blocks - len(cached)
-        if needed + leave > self.blocks.num_free_besides(cached):
+    def allocate(
+        self,
+        sequence: Sequence,
+        num_blocks: int,
+        shared: Holder,
+        own: Holder,
+        *,
+        leave: int = 0,
+        start: int = 0,
+        max_blocks: int | None = None,
+    ) -> bool:
+        """Assigns a table of `num_blocks` blocks to the sequence: those of `matching`, as `reuse` does, and free ones
+        held by `own`. With `max_blocks` the table is shorter: it has at most so many blocks that no other sequence uses
+        now. Assigns none and returns False if fewer than `leave` blocks would stay free."""
+        cached = self.matching(sequence, start)
+        needed, free = num_blocks - len(cached), self.blocks.num_free_besides(cached)
+        if max_blocks is not None:
+            idle = self.blocks.num_free - free
+            unshared = idle + cached.count(self.null_block) == len(cached)
+            needed = min(needed, max_blocks - idle if unshared else max_blocks)
+        if needed + leave > free:
             return False
-        self.reuse(sequence, shared)
+        self.reuse(sequence, shared, start)
         new = self.blocks.allocate(needed, own)
         if new is None:
             raise InvariantError(f"{needed} blocks for {sequence.id} could not be allocated: {self.blocks!r}")
@@ -163,6 +214,24 @@ class PrefixCache:
         keys = self._keys(sequence, min(sequence.num_computed, sequence.num_tokens))
         self.store(keys[sequence.num_offered :], sequence.block_ids[sequence.num_offered : len(keys)])
         sequence.num_offered = len(keys)
+
+    def give_back(self, sequence: Sequence, holder: Holder) -> None:
+        """Releases the blocks that are behind the window of its next token; those that an outstanding step has in its
+        table only when it is called after that step. Full ones stay cached until they are evicted."""
+        self.blocks.release(sequence.retired, holder)
+        sequence.retired = ()
+        dropped, behind = sequence.num_dropped, self.window.num_behind(sequence.num_computed)
+        if behind <= dropped:
+            return
+        if not sequence.kv_suspect:
+            self.store_full_blocks(sequence)
+        sequence.retired = sequence.block_ids[dropped:behind]
+        sequence.block_ids = (self.null_block,) * behind + sequence.block_ids[behind:]
+        sequence.num_dropped = behind
+        self.blocks_given_back += behind - dropped
+        if sequence.step_id is None:
+            self.blocks.release(sequence.retired, holder)
+            sequence.retired = ()
 
     def _keys(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
         chain = sequence.block_keys

@@ -82,6 +82,10 @@ class Sequence:
     # Positions whose KV is in the blocks.
     num_computed: int = 0
     block_ids: tuple[int, ...] = ()
+    # Blocks, from the first on, that are behind the window (baton.core.window): the null block is in their place.
+    num_dropped: int = 0
+    # Dropped blocks that an outstanding step still has in its table.
+    retired: tuple[int, ...] = ()
     # The newest outstanding step that computes a row of it.
     step_id: int | None = None
     # Why it ends once that step is complete.
@@ -148,6 +152,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.output)
+
+    @property
+    def held_blocks(self) -> tuple[int, ...]:
+        """The blocks of its table, without the null block."""
+        return self.block_ids[self.num_dropped :] if self.num_dropped else self.block_ids
 
     @property
     def num_uncomputed(self) -> int:

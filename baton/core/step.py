@@ -32,12 +32,13 @@ class Row:
     """Compute `tokens` at positions [start, start + len(tokens)) of a sequence.
 
     `block_ids` is the sequence's block table and covers at least start + len(tokens) positions; KV of positions before
-    `start` is already present. One token is sampled at each of the last `num_sampled` positions; the first of these
-    samples is output index `output_index` of (sampling.seed, choice), and each later one is sampled as if the row's
-    tokens before it (drafts) were output. `num_sampled` 0 computes KV only. `history` is set when sampling depends on
-    earlier tokens (Sequence.row decides that). `scored[i]` is the known token after position start + i, whose
-    log-probability is requested. `pooling` requests the final hidden state of the row's last token, or the sum of those
-    of all its tokens. `adapter` is the digest of the LoRA adapter that computes it; empty for none.
+    `start` is already present, except in blocks behind the window that were given back (baton.core.window). One token
+    is sampled at each of the last `num_sampled` positions; the first of these samples is output index `output_index` of
+    (sampling.seed, choice), and each later one is sampled as if the row's tokens before it (drafts) were output.
+    `num_sampled` 0 computes KV only. `history` is set when sampling depends on earlier tokens (Sequence.row decides
+    that). `scored[i]` is the known token after position start + i, whose log-probability is requested. `pooling`
+    requests the final hidden state of the row's last token, or the sum of those of all its tokens. `adapter` is the
+    digest of the LoRA adapter that computes it; empty for none.
     """
 
     sequence_id: SequenceId

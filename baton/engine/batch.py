@@ -261,3 +261,5 @@ def _check_row(row: Row, limits: RowLimits) -> None:
         raise InvariantError(f"{row.sequence_id}: invalid tokens to score: {len(row.scored)} in a row of {length}")
     if len(row.block_ids) * limits.block_size < end:
         raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {end} positions")
+    if row.block_ids[row.start // limits.block_size] == limits.num_blocks:
+        raise InvariantError(f"{row.sequence_id}: its block at position {row.start} was given back")

@@ -95,7 +95,7 @@ class BlockTables:
                 line, common = _Line(self._to_free[-1], SequenceId(*row.sequence_id), (), self._step), 0
         added = blocks[common : self.width]
         if added:
-            if min(added) < 0 or max(added) >= self._num_blocks:
+            if min(added) < 0 or max(added) > self._num_blocks:  # that number itself is the null block
                 line.block_ids = ()
                 raise InvariantError(f"{row.sequence_id}: block id outside the pool of {self._num_blocks}")
             self.array[line.number, common : common + len(added)] = added

@@ -54,9 +54,9 @@ class KVPool:
     [..., value_dim].
 
     Blocks 0..num_blocks-1 belong to the scheduler. One more block, initially zeros, follows them in the same storage;
-    padded block tables point to it (`zero_block`), and `storage[i]` includes it. Other memory is not initialised (the
-    operating system allocates pages when blocks are first used, or shortly before: `expect`); attention never reads
-    positions that were not written.
+    padded block tables point to it (`zero_block`), as do those of sequences for blocks that they have given back, and
+    `storage[i]` includes it. Other memory is not initialised (the operating system allocates pages when blocks are
+    first used, or shortly before: `expect`); attention never reads positions that were not written.
 
     Raises StartupError when there is not that much memory.
     """
@@ -86,8 +86,9 @@ class KVPool:
     def expect(self, block_ids: Sequence[int], *, ahead: bool = True) -> None:
         """Announces blocks in use now or soon: a thread faults in the pages of all blocks up to them and, with `ahead`,
         of `ahead_blocks` more. Does not wait."""
-        if self.pages is not None and block_ids:
-            self.pages.expect(max(block_ids), ahead=ahead)
+        own = [block for block in block_ids if block != self.zero_block]
+        if self.pages is not None and own:
+            self.pages.expect(max(own), ahead=ahead)
 
 
 class PagePrefaulter:

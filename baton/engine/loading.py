@@ -30,6 +30,7 @@ from baton.core.ranks import Ranks
 from baton.core.request import POOLINGS, Pooling, SamplingParams, SequenceId, TokenBias
 from baton.core.reshard import local_layout
 from baton.core.step import History, Row, StepPlan
+from baton.core.window import STEPS_AHEAD, Window
 from baton.engine.adapters import Adapters
 from baton.engine.attention_flashinfer import use_flashinfer
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
@@ -162,12 +163,13 @@ def load_runner(
                 device, lambda: run_largest(*make_runner(KVPool(local, 1, device), longest), max_samples)
             )
         budget = kv_budget(options, local, longest, device, ranks, dtype, step_bytes)
-        fitting = plan_blocks(local, budget, options.max_model_len)
+        fitting = plan_blocks(local, budget, options.max_model_len, STEPS_AHEAD * options.max_num_tokens)
         kv = KVPool(local, group.minimum(fitting, "KV blocks"), device)
     grammars = None
     if group.leads and tensors is None:
         grammars = Grammars.load(options.model_dir, config.vocab_size)
-    runner, computing = make_runner(kv, kv.num_blocks * options.block_size, grammars)
+    slides = Window.of(facts.layout).size > 0  # then a sequence may be longer than the pool
+    runner, computing = make_runner(kv, longest if slides else kv.num_blocks * options.block_size, grammars)
     if computing.prepare is not None:
         with _stage("capture", on_stage):
             computing.prepare()

@@ -18,6 +18,7 @@ from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES, DType, KVLayout, stored_dtype, stored_layers
 from baton.core.model_config import AnyConfig, GeneralConfig
 from baton.core.ranks import Ranks
+from baton.core.window import Window
 from baton.engine.checkpoint import read_model_config
 from baton.engine.options import EngineOptions
 from baton.engine.transformers_path import transformers_model
@@ -156,10 +157,11 @@ def default_budget(
     return min(free, enough)
 
 
-def plan_blocks(layout: KVLayout, kv_memory_bytes: int, max_model_len: int | None) -> int:
-    """How many blocks fit in `kv_memory_bytes`. Raises StartupError if that is less than `max_model_len` tokens."""
+def plan_blocks(layout: KVLayout, kv_memory_bytes: int, max_model_len: int | None, step_tokens: int = 1) -> int:
+    """How many blocks fit in `kv_memory_bytes`. Raises StartupError if that is less than what a sequence of
+    `max_model_len` tokens holds at once, computed in steps of `step_tokens`."""
     num_blocks = kv_memory_bytes // layout.bytes_per_block
-    needed = layout.blocks_for(max_model_len or 1)
+    needed = Window.of(layout).max_blocks(max_model_len or 1, step_tokens)
     if num_blocks < needed:
         need_mib, have_mib = needed * layout.bytes_per_block / 2**20, kv_memory_bytes / 2**20
         raise StartupError(

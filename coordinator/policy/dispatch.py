@@ -340,10 +340,10 @@ class Dispatcher:
         """Sorts classes by the smaller side's room, in requests of this size, the greatest first."""
         if len(classes) < 2:
             return classes
-        tokens, kv_tokens = choice.request.num_prefill_tokens, choice.request.max_kv_tokens
+        tokens = choice.request.num_prefill_tokens
 
         def room(each: WorkerClass) -> tuple[float, float]:
-            blocks = self.expectation.blocks(tokens, kv_tokens, min(each.decode.block_sizes, default=1))
+            blocks = min(self._room(choice, each.decode).values(), default=1)
             sides = [p.free() / (tokens if p.role == "prefill" else blocks) for p in self._pools(choice, each)]
             return min(sides), max(sides)
 
@@ -391,7 +391,9 @@ class Dispatcher:
             request, size = choice.request, worker.block_size
             prompt, tokens = len(request.prompt), request.num_prefill_tokens
             choice.grows_at = _blocks(tokens + choice.produced, size) * size - prompt
-            held = held._replace(growth=self.expectation.growth(tokens, request.max_kv_tokens, choice.produced, size))
+            growth = self.expectation.growth(tokens, request.max_kv_tokens, choice.produced, size)
+            room = worker.max_blocks - _blocks(tokens + choice.produced, size)
+            held = held._replace(growth=max(1, min(growth, room)))
         self._count(choice, held)
 
     def handed_over(self, choice: Choice, now: float) -> None:
@@ -438,7 +440,8 @@ class Dispatcher:
         backlog = choice.to_compute if stage in (Stage.QUEUED, Stage.PREFILL) else 0
         if choice.decode is None:
             return Held(backlog)
-        return Held(backlog, 0 if stage is Stage.DECODE else _blocks(tokens, choice.decode.block_size), running=1)
+        blocks = min(_blocks(tokens, choice.decode.block_size), choice.decode.max_blocks)
+        return Held(backlog, 0 if stage is Stage.DECODE else blocks, running=1)
 
     def check(self, choices: Iterable[Choice]) -> None:
         """Raises InvariantError if the queue or the counters of workers do not match these choices, which are all."""
@@ -543,11 +546,15 @@ class Dispatcher:
         decodes = self._pick_decode(choice, each.decode) if choice.needs_decode else ()
         return (each.decode,) if choice.needs_decode and not decodes else Pick(prefill, decodes, None)
 
+    def _room(self, choice: Choice, pool: Pool) -> dict[int, int]:
+        """Returns how many blocks a choice is expected to need at a decode worker, by block size."""
+        tokens, total = choice.request.num_prefill_tokens, choice.request.max_kv_tokens
+        return {s: min(self.expectation.blocks(tokens, total, s), limit) for s, limit in pool.max_blocks.items()}
+
     def _pick_alone(self, choice: Choice, pool: Pool) -> Worker | None:
         """Returns the decode worker with room for prompt and output that would compute the prompt first."""
         request = choice.request
-        total, tokens = request.max_kv_tokens, request.num_prefill_tokens
-        room = {size: self.expectation.blocks(tokens, total, size) for size in pool.block_sizes}
+        total, room = request.max_kv_tokens, self._room(choice, pool)
         ranks = list(itertools.islice(pool.by_rank(total, room, request.adapter), _COMPARED))
         for _, holders in itertools.islice(pool.holders(choice.prefix), 1):
             ranks += sorted(pool.fitting(holders, total, room, request.adapter))[:_COMPARED]
@@ -589,8 +596,7 @@ class Dispatcher:
         """Returns the worker with room that holds the longest prefix and is not much fuller than others, and a spare if
         there is one; nothing if no worker has room."""
         request = choice.request
-        total, tokens, adapter = request.max_kv_tokens, request.num_prefill_tokens, request.adapter
-        room = {size: self.expectation.blocks(tokens, total, size) for size in pool.block_sizes}
+        total, adapter, room = request.max_kv_tokens, request.adapter, self._room(choice, pool)
         fits = pool.by_rank(total, room, adapter)
         first = next(fits, None)
         if first is None:

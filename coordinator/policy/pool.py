@@ -18,6 +18,7 @@ from typing import Literal
 from baton.core.commands import AdapterStates, Join, Role
 from baton.core.errors import InvariantError
 from baton.core.events import GpuUsage, KVCacheEvents, Load, PromptCost
+from baton.core.window import STEPS_AHEAD, Window
 
 WorkerState = Literal["disconnected", "ready", "draining", "lost"]
 BACKLOG_STEPS = 2
@@ -154,15 +155,23 @@ class Worker:
         self.block_size = join.facts.layout.block_size
         self.computes_prompts = join.computes_prompts
         self.step_tokens = max(join.step_tokens, 1)
-        self.max_tokens = min(join.facts.max_model_len, join.blocks_total * self.block_size)
+        window, longest = Window.of(join.facts.layout), join.facts.max_model_len
+        max_blocks = window.max_blocks(longest, STEPS_AHEAD * self.step_tokens)
+        slides = window.size > 0 and max_blocks <= join.blocks_total
+        self.max_blocks = max_blocks if slides else _NO_LIMIT
+        """Blocks that a sequence holds at once, at most: it gives back those behind the window."""
+        held = longest if slides else join.blocks_total * self.block_size
+        self.max_tokens = min(longest, held)
         """Tokens whose KV an idle worker can hold for one sequence."""
-        self.max_model_len = min(join.facts.max_model_len, join.blocks_total * self.block_size + 1)
+        self.max_model_len = min(longest, held + 1)
         """Tokens of the longest prompt and output together: the last token needs no KV."""
         running = join.max_running
         self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
         """Sequences that may be placed here: those that run at once, and some whose prompts are computed meanwhile, so
         that no slot stays empty. Further ones wait in the queue, from which any worker can take them."""
         self.pool.block_sizes.add(self.block_size)
+        known = self.pool.max_blocks
+        known[self.block_size] = max(known.get(self.block_size, 0), self.max_blocks)
         self.pool.changed()
         self._recount()
 
@@ -319,6 +328,7 @@ class Pool:
         self.index = CachedIndex()
         self.grown = True  # a worker gained room or blocks, joined, left or changed state since `place` had no room
         self.block_sizes: set[int] = set()
+        self.max_blocks: dict[int, int] = {}  # the greatest `Worker.max_blocks` by block size
         # The least and greatest `max_model_len` of the workers that do not drain, or of the last ones that did not.
         self.lengths: tuple[int, int] | None = None
         self._slots: list[Worker | None] = []  # by bit in the index
@@ -343,6 +353,9 @@ class Pool:
             self._slots[worker.slot] = None
             self.sort()
             self.block_sizes = {w.block_size for w in self.workers}
+            self.max_blocks = {
+                s: max(w.max_blocks for w in self.workers if w.block_size == s) for s in self.block_sizes
+            }
             self.changed()
 
     def totals(self) -> dict[str, float]:

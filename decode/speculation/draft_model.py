@@ -306,7 +306,7 @@ def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: 
 
 
 def _blocks(runner: Runner, positions: int) -> tuple[int, ...]:
-    return tuple(range(min(runner.num_blocks, -(-positions // runner.layout.block_size))))
+    return tuple(index % runner.num_blocks for index in range(runner.layout.blocks_for(positions)))
 
 
 def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:

@@ -18,6 +18,7 @@ from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.prefix_cache import CACHE
 from baton.core.request import GenerateRequest, SequenceId, finish_reason
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
+from baton.core.window import Window
 from decode.speculation.drafts import Drafts, ModelDrafts, NgramDrafts
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
@@ -37,6 +38,7 @@ class DecodeMachine(RuleBasedStateMachine):
         length=st.integers(0, 4),
         prefix_cache=st.sampled_from([True, True, False]),
         step_tokens=st.sampled_from([3, 512]),
+        window=st.sampled_from([0, 0, 1, 3, 6]),
     )
     def start(
         self,
@@ -48,6 +50,7 @@ class DecodeMachine(RuleBasedStateMachine):
         length: int,
         prefix_cache: bool,
         step_tokens: int,
+        window: int,
     ) -> None:
         drafts: Drafts | None = NgramDrafts() if kind == "ngram" else None
         if kind == "model":
@@ -60,7 +63,10 @@ class DecodeMachine(RuleBasedStateMachine):
             max_running=max_running,
             speculation=speculation,
             prefix_cache=prefix_cache,
+            window=window,
         )
+        self.window = Window.of(self.scheduler.layout)
+        self.most_tokens = max(step_tokens, 16)
         self.ever: list[tuple[int, ...]] = [tuple(range(1000, 1012))]
         self.sequences: dict[SequenceId, Tracked] = {}
         self.kv, self.draft_kv = WrittenKV(block_size), WrittenKV(block_size)
@@ -97,7 +103,8 @@ class DecodeMachine(RuleBasedStateMachine):
     def submit(self, prompt: int, output: int, more: int, priority: int, data: st.DataObject) -> None:
         """A sequence whose prompt is computed here."""
         request = self.request(data.draw(st.sampled_from(self.ever))[:prompt], output, more, priority, "")
-        exceeds = self.scheduler.layout.blocks_for(request.max_kv_tokens) > self.scheduler.blocks.num_blocks
+        limit = self.window.max_blocks(request.max_kv_tokens, self.most_tokens)
+        exceeds = limit > self.scheduler.blocks.num_blocks
         try:
             self.scheduler.submit(request, self.now)
         except Unavailable as error:
@@ -121,18 +128,20 @@ class DecodeMachine(RuleBasedStateMachine):
     def offer(self, tokens: tuple[int, ...], output: int, more: int, priority: int, salt: str) -> None:
         prompt, request = len(tokens), self.request(tokens, output, more, priority, salt)
         pool, layout = self.scheduler.blocks, self.scheduler.layout
-        needed, most = layout.blocks_for(prompt + output), layout.blocks_for(prompt + output + more - 1)
+        needed = layout.blocks_for(prompt + output)
+        limit = self.window.max_blocks(prompt + output + more - 1, self.most_tokens)
+        start = self.window.first_position(prompt + output)
         try:
             blocks = self.scheduler.reserve(request, self.now).block_ids
         except Unavailable as error:
-            assert (error.code == "exceeds_pool") == (most > pool.num_blocks)
+            assert (error.code == "exceeds_pool") == (limit > pool.num_blocks)
             assert self.sequences or error.code == "exceeds_pool", "an idle worker takes all that could ever fit"
             return
-        assert len(blocks) == needed and most <= pool.num_blocks
+        assert len(blocks) == needed and limit <= pool.num_blocks
         tracked = self.sequences[request.sequence_id] = Tracked(request, list(request.output), len(request.output))
         cached = self.scheduler.sequences[request.sequence_id].prefix_tokens
-        assert cached % self.size == 0 and cached < len(tracked.tokens)
-        self.kv.check(tracked, blocks, cached)
+        assert cached == start or (cached % self.size == 0 and start < cached < len(tracked.tokens))
+        self.kv.check(tracked, blocks, cached, start)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -194,7 +203,8 @@ class DecodeMachine(RuleBasedStateMachine):
                 assert not others, "written into a shared block"
 
     def check_context(self, kv: WrittenKV, row: Row | DraftRow) -> None:
-        kv.check(self.sequences[row.sequence_id], row.block_ids, row.start)
+        start = self.window.first_position(row.start) if kv is self.kv else 0
+        kv.check(self.sequences[row.sequence_id], row.block_ids, row.start, start)
 
     @rule(passed=st.sampled_from([0.0, 0.1, 2.0]))
     def begin(self, passed: float) -> None:
@@ -320,6 +330,8 @@ class DecodeMachine(RuleBasedStateMachine):
             first = (
                 max(tracked.received, self.scheduler.sequences[sequence].prefix_tokens) // self.size if receiving else 0
             )
+            dropped = self.scheduler.sequences[sequence].num_dropped
+            blocks, first = blocks[dropped:], first - dropped
             for index, block in enumerate(blocks):
                 holders = self.scheduler.blocks.holders(block)
                 assert Holder("receiving" if receiving and index >= first else "sequence", sequence) in holders

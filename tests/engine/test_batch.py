@@ -73,7 +73,7 @@ def test_padding_tokens_are_computed_but_not_stored() -> None:
         ({"num_sampled": -1}, "-1 samples of 3"),
         ({"scored": (1, 2, 3, 4)}, "to score"),
         ({"scored": (1000,)}, "to score"),
-        ({"block_ids": (11, 50, 13)}, "outside the pool"),
+        ({"block_ids": (11, 51, 13)}, "outside the pool"),
         ({"block_ids": (11, -1, 13)}, "outside the pool"),
         ({"block_ids": (11, 12)}, "do not cover"),
         ({"tokens": (7, 1000, 9)}, "outside the vocabulary"),

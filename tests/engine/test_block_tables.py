@@ -113,7 +113,7 @@ def test_batches_share_tables_and_a_refused_plan_leaves_them_valid() -> None:
     limits = RowLimits(block_size=4, num_blocks=50, vocab_size=100, max_model_len=40)
     tables = limits.new_tables()
     one = Row(SequenceId("a"), 5, (7,), (11, 12), SAMPLING, 1)
-    bad = Row(SequenceId("b"), 5, (7,), (13, 50), SAMPLING, 1)
+    bad = Row(SequenceId("b"), 5, (7,), (13, 51), SAMPLING, 1)
     for _ in range(2):
         with pytest.raises(InvariantError, match=r"b/0#1: block id outside the pool of 50"):
             make_batch(StepPlan(1, (one, bad)), limits, CPU, 1, tables)
@@ -123,3 +123,12 @@ def test_batches_share_tables_and_a_refused_plan_leaves_them_valid() -> None:
         both = make_batch(StepPlan(1, (good, one)), limits, CPU, 1, tables)
         assert both.slots.tolist() == [49 * 4 + 1, 12 * 4 + 1]
         assert np.shares_memory(both.block_ids, tables.array)
+
+
+def test_null_block_may_be_in_a_table_but_not_be_written() -> None:
+    limits = RowLimits(block_size=4, num_blocks=50, vocab_size=100, max_model_len=40)
+    row = Row(SequenceId("a"), 5, (7,), (50, 12), SAMPLING, 1)
+    assert make_batch(StepPlan(1, (row,)), limits, CPU).block_ids[:2].tolist() == [50, 12]
+    bad = Row(SequenceId("a"), 5, (7,), (50, 50), SAMPLING, 1)
+    with pytest.raises(InvariantError, match="its block at position 5 was given back"):
+        make_batch(StepPlan(1, (bad,)), limits, CPU)

@@ -35,6 +35,7 @@ QUICK = {
         *("chunks of 16", "prefix cache", "preempted", "ngram, k = 8"),
         *("always right", "always wrong"),
     ),
+    "mistral": ("chunks of 16", "model, chunks of 16, cached, preempted"),
 }
 
 
@@ -111,6 +112,16 @@ def assert_computed_as(way: Way, answers: Answers, count: int, *, real_draft: bo
     if real_draft:
         assert accepted > sum(map(len, answers.tokens.values())) / 4
         assert accepted > drafted / 4 or way.length > 1  # of many draft tokens the later ones are rarely accepted
+
+
+def test_blocks_behind_the_window_are_given_back_without_a_difference(setups: Make) -> None:
+    setup = setups("mistral", FEW)
+    kept = setup.pair.answer(setup.requests, replace(ALONE, give_back=False))
+    assert kept.given_back == (0, 0)
+    assert (kept.tokens, kept.reasons) == (setup.alone.tokens, setup.alone.reasons)
+    assert setup.alone.given_back[1] > 0
+    chunks = setup.pair.answer(setup.requests, WAYS["chunks of 16"])
+    assert min(chunks.given_back) > 0 and chunks.tokens == kept.tokens
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.long)])

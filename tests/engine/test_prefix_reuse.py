@@ -81,7 +81,7 @@ def test_cache_hit_computes_the_same_bits_as_a_miss(exact: Runner, more: int, st
 def test_fully_cached_prompt_recomputes_its_last_block_without_changing_shared_blocks(exact: Runner) -> None:
     prompt, scheduler = TURN_1[:128], scheduler_of(exact)
     first = prefill(exact, scheduler, make_request("first", prompt))
-    shared = scheduler.cache.match(scheduler.cache._key_of.values())
+    shared = scheduler.cache.match(list(scheduler.cache._key_of.values()))
     before = [part[list(shared)].clone() for pair in exact.kv.layers for part in pair]
     hit = prefill(exact, scheduler, make_request("hit", prompt))
     assert hit.cached == 128 - exact.layout.block_size

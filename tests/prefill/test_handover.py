@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -193,6 +194,27 @@ def test_target_that_claims_an_impossible_number_of_cached_tokens_is_refused(hel
     abort, action = offering().on(Accept(R, held), 2.0)
     assert isinstance(abort, SendAbort) and f"reports {held} of them as cached" in abort.message.reason
     assert isinstance(action, ReportParked)
+
+
+def test_target_that_asks_for_kv_behind_the_window_is_refused() -> None:
+    over = offering()
+    over.limits = replace(over.limits, layout=make_layout(layers=4, window=6))
+    abort, action = over.on(Accept(R, 11), 2.0)  # position 20 attends to 15, in the block from 12 on
+    assert (
+        isinstance(abort, SendAbort)
+        and "requests KV from position 11; this worker keeps it from 12" in abort.message.reason
+    )
+    assert isinstance(action, ReportParked)
+
+
+def test_kv_behind_the_window_is_not_sent() -> None:
+    over = offering()
+    over.limits = replace(over.limits, layout=make_layout(layers=4, window=6))
+    assert over.on(Accept(R, 15), 2.0) == [SendChunk()]
+    computed(over, 15)
+    assert over.next_span() is None
+    computed(over, 16)
+    assert over.next_span() == ChunkSpan(0, 15, 16, 0, 4)
 
 
 def test_staging_memory_bounds_a_chunk() -> None:

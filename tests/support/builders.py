@@ -55,8 +55,10 @@ def make_request(
     )
 
 
-def make_layout(block_size: int = 4, *, layers: int = 2, heads: int = 2, head_dim: int = 8) -> KVLayout:
-    return KVLayout(block_size, tuple(LayerKV(heads, head_dim, "float32") for _ in range(layers)))
+def make_layout(
+    block_size: int = 4, *, layers: int = 2, heads: int = 2, head_dim: int = 8, window: int = 0
+) -> KVLayout:
+    return KVLayout(block_size, tuple(LayerKV(heads, head_dim, "float32", window=window) for _ in range(layers)))
 
 
 def make_prefill(
@@ -66,8 +68,9 @@ def make_prefill(
     step_tokens: int = 8,
     prefix_cache: bool = True,
     plan_ahead: bool = False,
+    window: int = 0,
 ) -> PrefillScheduler:
-    layout = make_layout(block_size)
+    layout = make_layout(block_size, window=window)
     return PrefillScheduler(layout, num_blocks, step_tokens, prefix_cache=prefix_cache, plan_ahead=plan_ahead)
 
 
@@ -79,8 +82,9 @@ def make_decode(
     speculation: Speculation | None = None,
     prefix_cache: bool = True,
     plan_ahead: bool = False,
+    window: int = 0,
 ) -> DecodeScheduler:
-    layout = make_layout(block_size)
+    layout = make_layout(block_size, window=window)
     return DecodeScheduler(
         layout, num_blocks, max_running, speculation, prefix_cache=prefix_cache, plan_ahead=plan_ahead
     )

@@ -53,9 +53,9 @@ class WrittenKV:
             self._slots[self._slot(blocks, position)] = tracked.request.cache_salt, context[: position + 1]
         return len(context)
 
-    def check(self, tracked: Tracked, blocks: tuple[int, ...], end: int) -> None:
-        """Checks that the KV of the first `end` positions of a sequence is present and belongs to the sequence."""
-        for position in range(end):
+    def check(self, tracked: Tracked, blocks: tuple[int, ...], end: int, start: int = 0) -> None:
+        """Checks that the KV of positions [start, end) of a sequence is present and belongs to the sequence."""
+        for position in range(start, end):
             assert self._slots[self._slot(blocks, position)] == (
                 tracked.request.cache_salt,
                 tracked.tokens[: position + 1],

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from baton.core.errors import Unavailable
 from baton.core.events import SpeculationCounters
 from baton.core.request import GenerateRequest
 from baton.core.sequence import Sequence as Running
 from baton.core.step import DraftRow, StepOutcome, StepPlan
+from baton.core.window import Window
 from baton.engine.runner import Runner
 from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import Drafts
@@ -34,7 +36,8 @@ _MOST_STEPS = 200_000
 class Way:
     """`drafts` is none, ngram, model, right or wrong (the latter two from known answers); `length` is the draft length,
     0 for an adaptive one. `batch` requests generate concurrently, prompts are computed in chunks of `chunk`. `short`:
-    decode has a third of the KV blocks that the batch needs, so sequences are preempted and recomputed."""
+    decode has a third of the KV blocks that the batch needs, so sequences are preempted and recomputed. `give_back`
+    false: blocks behind the window are kept and handed over."""
 
     drafts: str = "none"
     length: int = 0
@@ -42,6 +45,7 @@ class Way:
     chunk: int = 4096
     cache: bool = False
     short: bool = False
+    give_back: bool = True
 
 
 ALONE = Way(batch=1)
@@ -73,7 +77,7 @@ WAYS = {
 @dataclass
 class Answers:
     """Tokens by request, why each ended, and evidence that the way took effect: the widest decode step and longest
-    prefill row, tokens reused from caches, preemptions, draft tokens."""
+    prefill row, tokens reused from caches, preemptions, blocks given back by prefill and by decode, draft tokens."""
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -82,6 +86,7 @@ class Answers:
     cached_on_prefill: int = 0
     cached_on_decode: int = 0
     preemptions: int = 0
+    given_back: tuple[int, int] = (0, 0)
     steps: int = 0
     counters: SpeculationCounters = field(default_factory=SpeculationCounters)
 
@@ -89,8 +94,8 @@ class Answers:
 class FixedCosts(StepModel):
     """Fixed step costs, independent of the real times: about 10 ms for a step, and `draft_s` for a draft's step."""
 
-    def __init__(self, draft_s: float = 1e-3) -> None:
-        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, draft_s), (64, 2 * draft_s)))
+    def __init__(self, draft_s: float = 1e-3, step_tokens: int = 512) -> None:
+        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, draft_s), (64, 2 * draft_s)), step_tokens=step_tokens)
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
         pass
@@ -157,17 +162,20 @@ class _Drive:
     ) -> None:
         self.pair, self.way = pair, way
         layout, digest = pair.decode.layout, pair.decode.facts.model_digest
-        blocks = pair.decode.num_blocks
+        blocks, window = pair.decode.num_blocks, Window.of(layout)
+        step_tokens = 16 if way.short and window.size else 512  # so that recomputing needs few blocks
         if way.short:
-            most = sorted((layout.blocks_for(r.max_kv_tokens) for r in requests), reverse=True)
-            blocks = max(sum(most[: way.batch]) // 3, most[0] + 1)
-        self.prefill = PrefillScheduler(
-            layout, pair.prefill.num_blocks, way.chunk, model_digest=digest, prefix_cache=way.cache
-        )
-        speculation = Speculation(self._drafts(known), FixedCosts(DRAFT_S), fixed_length=way.length)
-        self.decode = DecodeScheduler(
-            layout, blocks, way.batch, speculation, model_digest=digest, prefix_cache=way.cache
-        )
+            longest = max(r.max_kv_tokens for r in requests)
+            held = sorted((window.max_blocks(r.max_kv_tokens, 1) for r in requests), reverse=True)
+            blocks = max(sum(held[: way.batch]) // 3, window.max_blocks(longest, step_tokens) + 1)
+        options: dict[str, Any] = {
+            "model_digest": digest,
+            "prefix_cache": way.cache,
+            "give_back": way.give_back,
+        }
+        self.prefill = PrefillScheduler(layout, pair.prefill.num_blocks, way.chunk, **options)
+        speculation = Speculation(self._drafts(known), FixedCosts(DRAFT_S, step_tokens), fixed_length=way.length)
+        self.decode = DecodeScheduler(layout, blocks, way.batch, speculation, **options)
         self.engine = SpeculativeEngine(pair.decode, pair.draft)
         self.waiting = deque(requests)
         self.parked: deque[tuple[GenerateRequest, int]] = deque()
@@ -200,6 +208,7 @@ class _Drive:
         answers.tokens = {name: tuple(output) for name, output in self.output.items()}
         answers.cached_on_prefill = self.prefill.prompt_tokens_cached
         answers.cached_on_decode = self.decode.tokens_reused
+        answers.given_back = self.prefill.cache.blocks_given_back, self.decode.cache.blocks_given_back
         answers.preemptions, answers.counters = self.decode.preemptions, self.decode.speculation.counters
         return answers
 
