@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import make_checkpoint, write_tokenizer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
@@ -65,6 +65,41 @@ SHAPES["152k"] |= {"num_kv_heads": 2, "vocab_size": 151_936}
 # The same vocabulary and a fourteenth of the bytes, most of them the head.
 SHAPES["135m-draft"] = SHAPES["135m"] | {"hidden_size": 192, "intermediate_size": 512, "num_layers": 2, "num_heads": 3}
 
+# Mixtures of 8 experts, 2 of which compute a token, for the path of transformers: 135 M and 1,024 M active parameters.
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64, "tie_word_embeddings": True}
+_EXPERTS |= {"max_position_embeddings": 8192, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "moe-135m": {
+        **_EXPERTS,
+        "hidden_size": 576,
+        "intermediate_size": 768,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49_152,
+    },
+    "moe-1b": {
+        **_EXPERTS,
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 24_576,
+    },
+}
+
+
+def make_experts(path: Path, seed: int, sizes: dict[str, Any]) -> None:
+    """Writes a Mixtral checkpoint in bf16."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model("mixtral", **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    write_tokenizer(path)
+
 
 def fill_tokenizer(path: Path, size: int) -> None:
     """Extends the tokenizer in `path` to `size` entries: longer and longer words over a to z."""
@@ -86,12 +121,16 @@ def fill_tokenizer(path: Path, size: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=[*SHAPES, *EXPERTS])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    make_checkpoint(arguments.directory, "llama", seed=arguments.seed, **SHAPES[arguments.shape])
-    fill_tokenizer(arguments.directory, SHAPES[arguments.shape].get("vocab_size", 320))
+    sizes = (SHAPES | EXPERTS)[arguments.shape]
+    if arguments.shape in EXPERTS:
+        make_experts(arguments.directory, arguments.seed, sizes)
+    else:
+        make_checkpoint(arguments.directory, "llama", seed=arguments.seed, **sizes)
+    fill_tokenizer(arguments.directory, sizes.get("vocab_size", 320))
     size = sum(file.stat().st_size for file in arguments.directory.glob("*.safetensors"))
     print(f"{arguments.shape}: {size / 2**20:.0f} MiB of weights in {arguments.directory}")
 

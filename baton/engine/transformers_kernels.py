@@ -2,14 +2,12 @@
 
 A module is replaced only after it was shown to be one. A linear layer's weight may be read by its own product alone, in
 a pass that is observed, and the product of random inputs must equal torch's; a norm is whatever module computes RMS
-normalisation, by any name, of inputs of several sizes. Everything else stays as transformers computes it. A packed
-weight replaces the original: its parameter keeps the shape, but all elements are one NaN, which no result survives.
+normalisation, by any name, of inputs of several sizes. Everything else stays as transformers computes it.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,66 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from baton.engine.kernels.native import Arena, Kernels, Linear, pack_weight, padded, unpack_weight
+from baton.engine.kernels.native import Arena, Kernels
+from baton.engine.transformers_experts import PackedExperts, are_experts, pack_experts, weight_names
+from baton.engine.transformers_packed import DTYPES, PackedWeight, linear, release
 
-_STORE = 0  # of `Into` (gemm.h)
-_DTYPES = (torch.bfloat16, torch.float32)
 _TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
 """Of a product, as a share of the largest one: the rounding of a result in bf16, twice."""
 _PROBED_ROWS = 3
 _PROBED_SIZES = (1.0, 1e-3, 30.0)  # of inputs of norms: with the second, eps shows
 _SHAPE = {"device", "dtype", "is_cuda", "layout", "ndim", "requires_grad", "shape"}  # attributes that read no element
-
-
-class PackedWeight:
-    """A linear layer's weight [n, k] and bias, packed. `calls` counts products; `unpacked` is set while the module's
-    parameter holds the weight itself, and is to be used."""
-
-    def __init__(self, kernels: Kernels, arena: Arena, weight: Tensor, bias: Tensor | None, threads: int) -> None:
-        self.dtype, (self._n, self._k) = weight.dtype, weight.shape
-        self._struct, self._kept = pack_weight(kernels, arena, weight, bias, dtype=weight.dtype)
-        plain = Linear(self._struct.weight, None, None, self._n, self._k, self._struct.kind)
-        self._layers = (ctypes.byref(plain), ctypes.byref(self._struct))
-        self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
-        self._is_bf16, self._width = weight.dtype == torch.bfloat16, padded(self._k, weight.dtype)
-        self.calls, self.unpacked, self.placeholder = 0, False, False
-
-    def __call__(self, x: Tensor, *, biased: bool) -> Tensor:
-        """x [..., k] -> [..., n]; a row's bits do not depend on the others (gemm.h)."""
-        self.calls += 1
-        y = torch.empty((*x.shape[:-1], self._n), dtype=x.dtype)
-        if self._width != self._k:
-            x = F.pad(x, (0, self._width - self._k))
-        x = x.contiguous()
-        self._linear(
-            self._is_bf16, self._layers[biased], x.data_ptr(), self._width, x.numel() // self._width, y.data_ptr(),
-            self._n, _STORE, self._threads,
-        )  # fmt: skip
-        return y
-
-    def unpack(self) -> Tensor:
-        return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
-
-
-def product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias of an nn.Linear; `bias` is the module's, or None."""
-    packed: PackedWeight | None = module.__dict__.get("baton_packed")
-    if packed is None or packed.unpacked:
-        return F.linear(x, module.weight, bias)
-    return packed(x, biased=bias is not None)
-
-
-def linear(module: Any, x: Tensor) -> Tensor:
-    """What an nn.Linear computes."""
-    return product(module, x, module.bias)
-
-
-def weight_of(module: Any, tensor: Tensor) -> Tensor:
-    """Returns the data of one of a module's tensors, unpacked if need be."""
-    packed: PackedWeight | None = module.__dict__.get("baton_packed")
-    if packed is not None and packed.placeholder and tensor is module.weight:
-        return packed.unpack()
-    return tensor.data
 
 
 class KernelNorm:
@@ -96,7 +43,7 @@ class KernelNorm:
         self.calls, self.plain = 0, False
 
     def __call__(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        if self.plain or arguments or options or x.dtype not in _DTYPES:
+        if self.plain or arguments or options or x.dtype not in DTYPES:
             return self._forward(x, *arguments, **options)
         self.calls += 1
         x = x.contiguous()
@@ -115,8 +62,9 @@ class KernelModules:
         """Replaces modules; `observe` computes a pass that uses all modules as every step does."""
         self.linears: list[PackedWeight] = []
         self.norms: list[KernelNorm] = []
-        arena = Arena()
-        for module, is_shared in _products(model, observe):
+        self.experts: list[PackedExperts] = []
+        arena, (linears, experts) = Arena(), _used_alone(model, observe)
+        for module, is_shared in linears:
             weight = module.weight
             packed = PackedWeight(kernels, arena, weight.data, module.bias, threads)
             if not _same(packed, module):
@@ -125,9 +73,13 @@ class KernelModules:
             if "forward" not in module.__dict__:  # else it exchanges results with other ranks, of `product`
                 module.forward = MethodType(linear, module)
             if not is_shared:
-                weight.data = weight.data.new_full((), torch.nan).expand(weight.shape)
-                packed.placeholder = True
+                release(weight)
+                packed.placeholders = ("weight",)
             self.linears.append(packed)
+        for module in experts:
+            if (of_all := pack_experts(module, kernels, arena, threads)) is not None:
+                module.baton_packed = of_all
+                self.experts.append(of_all)
         for module in model.modules():
             if (parameters := rms_norm_of(module)) is not None:
                 norm = KernelNorm(kernels, *parameters, module.forward, threads)
@@ -166,32 +118,55 @@ class _Uses(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _products(model: Any, observe: Callable[[], object]) -> list[tuple[Any, bool]]:
-    """Returns the linear layers whose weights serve their own products alone, and whether another module, such as the
-    embedding, has the same parameter, which may then be read in other ways."""
+class _Observed:
+    """Computes nothing, as the experts of an observed pass, but counts `calls`."""
+
+    calls, unpacked = 0, False
+
+    def __call__(self, module: Any, hidden: Tensor, *_: Any) -> Tensor:
+        self.calls += 1
+        return torch.zeros_like(hidden)
+
+
+def _used_alone(model: Any, observe: Callable[[], object]) -> tuple[list[tuple[Any, bool]], list[Any]]:
+    """Returns the linear layers and experts whose weights serve their own products alone; with each linear layer,
+    whether another module, such as the embedding, has the same parameter, which may then be read in other ways."""
     owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     of_latents = {id(m.kv_b_proj) for m in model.modules() if hasattr(m, "expand_kv") and hasattr(m, "kv_b_proj")}
     linears = [
         module
         for module in model.modules()
-        if type(module).forward is nn.Linear.forward and module.weight.dtype in _DTYPES and id(module) not in of_latents
+        if type(module).forward is nn.Linear.forward and module.weight.dtype in DTYPES and id(module) not in of_latents
+    ]
+    experts = [
+        (module, [getattr(module, name) for name in weight_names(module)])
+        for module in model.modules()
+        if are_experts(module)
     ]
     calls = Counter[int]()
     handles = [m.register_forward_pre_hook(lambda module, _: calls.update((id(module),))) for m in linears]
-    uses = _Uses({id(module.weight) for module in linears})
+    uses = _Uses({id(module.weight) for module in linears} | {id(each) for _, weights in experts for each in weights})
+    for module, _ in experts:
+        module.baton_packed = _Observed()
     try:
         with uses:
             observe()
     finally:
         for handle in handles:
             handle.remove()
-    used_alone = []
+        observed = {id(module): module.__dict__.pop("baton_packed").calls for module, _ in experts}
+    alone = []
     for module in linears:
         weight = id(module.weight)
         is_shared = owners[weight] > 1
         if calls[id(module)] == uses.products[weight] > 0 and (is_shared or not uses.reads[weight]):
-            used_alone.append((module, is_shared))
-    return used_alone
+            alone.append((module, is_shared))
+    return alone, [
+        module
+        for module, weights in experts
+        if observed[id(module)]
+        and not any(uses.reads[id(each)] or uses.products[id(each)] or owners[id(each)] > 1 for each in weights)
+    ]
 
 
 def _same(packed: PackedWeight, module: Any) -> bool:

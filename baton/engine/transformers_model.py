@@ -34,7 +34,9 @@ from baton.engine.gguf_files import read_index
 from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool, store
 from baton.engine.parallel import TPGroup
-from baton.engine.transformers_kernels import KernelModules, weight_of
+from baton.engine.transformers_experts import NAME as EXPERTS
+from baton.engine.transformers_kernels import KernelModules
+from baton.engine.transformers_packed import weight_of
 from baton.engine.transformers_parallel import divide, mark_kv_heads, reading_parts
 
 AnyAttention = FastAttention | NativeAttention
@@ -428,7 +430,7 @@ def _prepare(model: Any) -> Any:
     """Sets the hooks of a model, each with its own cache object."""
     model = model.eval()
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")
+        model.set_experts_implementation(EXPERTS)
     model.set_attn_implementation(NAME)
     cache = PagedCache("logits_to_keep" in inspect.signature(model.forward).parameters)
     for module in model.modules():

@@ -33,7 +33,7 @@ from transformers.core_model_loading import (
 
 from baton.core.errors import StartupError
 from baton.engine.parallel import TPGroup
-from baton.engine.transformers_kernels import linear, product
+from baton.engine.transformers_packed import linear, product
 
 Plan = Mapping[str, str]
 """The style of each module or parameter, by name, with * for the numbers of layers."""

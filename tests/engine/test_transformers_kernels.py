@@ -16,26 +16,29 @@ from baton.engine.attention_native import NativeAttention
 from baton.engine.kernels.build import processor_levels
 from baton.engine.kernels.native import Arena, AttentionShape, choose_kernels, load, pack_weight, unpack_weight
 from baton.engine.kv_error import median_error
-from baton.engine.transformers_kernels import KernelModules, KernelNorm, PackedWeight, rms_norm_of
+from baton.engine.transformers_experts import PackedExperts, are_experts
+from baton.engine.transformers_kernels import KernelModules, KernelNorm, rms_norm_of
+from baton.engine.transformers_packed import PackedWeight
 from tests.support.engine_driver import all_logits, float32_levels, random_tokens, tiny_runner
 from tests.support.transformers_models import make_transformers_checkpoint
 
 KERNELS, _ = choose_kernels("auto", torch.device("cpu"))
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels on this machine")
 
-LINEARS_AND_NORMS = {
-    "llama": (29, 9),
-    "gemma2": (29, 17),  # a norm multiplies by 1 + weight
-    "qwen3": (29, 17),  # norms of heads
-    "gpt2": (1, 0),  # its own convolutions, LayerNorm
-    "deepseek_v3": (29, 17),  # not what expands latents, which attention reads
-    "mixtral": (17, 9),  # experts are no linear layers
+MODULES = {
+    "llama": (29, 9, 0),
+    "gemma2": (29, 17, 0),  # a norm multiplies by 1 + weight
+    "qwen3": (29, 17, 0),  # norms of heads
+    "gpt2": (1, 0, 0),  # its own convolutions, LayerNorm
+    "deepseek_v3": (29, 17, 3),  # not what expands latents, which attention reads
+    "mixtral": (17, 9, 4),
+    "gpt_oss": (17, 9, 4),  # weights transposed, with biases
 }
-"""Of models of 4 layers."""
+"""Linear layers, norms and modules of experts in models of 4 layers."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", LINEARS_AND_NORMS)
+@pytest.mark.parametrize("kind", MODULES)
 def test_a_step_uses_the_kernels_and_computes_what_torch_does(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,14 +49,16 @@ def test_a_step_uses_the_kernels_and_computes_what_torch_does(
     runner = tiny_runner(path, dtype=name, model_impl="transformers", block_size=4)
     monkeypatch.setattr(NativeAttention, "attend", count)
     modules: KernelModules = runner.adapters._model.by_kernels
-    before = modules.calls
+    before, experts = modules.calls, [each.calls for each in modules.experts]
     tokens = random_tokens(24)
     logits = all_logits(runner, tokens, [9, 9, 6])
-    assert (len(modules.linears), len(modules.norms)) == LINEARS_AND_NORMS[kind]
+    assert (len(modules.linears), len(modules.norms), len(modules.experts)) == MODULES[kind]
     steps = (modules.calls[0] - before[0]) / len(modules.linears)
     assert steps == 3
     assert modules.calls[1] - before[1] == steps * len(modules.norms)
-    if kind not in ("gemma2", "deepseek_v3"):  # softcap; latents
+    for each, computed in zip(modules.experts, experts, strict=True):
+        assert 3 * 2 <= each.calls - computed <= 3 * 4  # of 4 experts those that tokens chose, 2 each
+    if kind not in ("gemma2", "gpt_oss", "deepseek_v3"):  # softcap; sinks; latents
         assert attended[-1].calls >= 4 * steps
     plain = all_logits(tiny_runner(path, dtype=name, model_impl="transformers", kernels="torch"), tokens, [9, 9, 6])
     assert median_error(logits, plain) < (1e-5 if dtype == torch.float32 else 0.05)
@@ -194,3 +199,29 @@ def test_the_self_check_finds_a_kernel_that_is_wrong(
         monkeypatch.setattr(attention_native, "AttentionShape", scaled)
     with pytest.raises(StartupError, match="self-check failed: a sequence computed"):
         tiny_runner(path, dtype=dtype)
+
+
+@torch.no_grad()
+def test_a_token_of_experts_has_the_same_bits_alone(tmp_path: Path) -> None:
+    path = make_transformers_checkpoint(tmp_path / "m", "mixtral")
+    model = tiny_runner(path).adapters._model._model
+    experts = next(module for module in model.modules() if are_experts(module))
+    x, weights = torch.randn(40, 64), torch.rand(40, 2)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(40)])
+    together, alone = experts(x, index, weights), experts(x[7:8], index[7:8], weights[7:8])
+    assert torch.equal(together[7:8], alone)
+    assert experts.gate_up_proj.untyped_storage().nbytes() == 4  # a single NaN
+
+
+def test_experts_that_differ_from_torch_are_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_transformers_checkpoint(tmp_path / "m", "mixtral")
+    compute = PackedExperts.__call__
+    monkeypatch.setattr(PackedExperts, "__call__", lambda *call: compute(*call) * 1.01)
+    assert not tiny_runner(path).adapters._model.by_kernels.experts
+
+
+def test_a_product_of_another_size_or_dtype_is_refused() -> None:
+    packed = _packed(torch.randn(96, 80))
+    for x in (torch.randn(1, 64), torch.randn(1, 80).bfloat16()):
+        with pytest.raises(RuntimeError, match=r"times a weight \[96, 80\] in torch.float32"):
+            packed(x, biased=False)

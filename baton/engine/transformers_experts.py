@@ -1,0 +1,108 @@
+"""Mixtures of experts of a model of transformers, by the compiled kernels: products of each expert from packed weights.
+
+An implementation in transformers' own interface for them, which classes of experts ask for what they differ in: names
+and order of weights, biases, the gate. Where weights are not packed, it is transformers' grouped product. A step reads
+the weights of the experts that its tokens chose, once; a token's result does not depend on the other tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from baton.engine.kernels.native import Arena, Kernels
+from baton.engine.transformers_packed import DTYPES, PackedWeight, release
+
+NAME = "baton_packed"
+_TOLERANCE = {torch.bfloat16: 2**-5, torch.float32: 1e-4}
+"""Of a result, as a share of the largest one: it is rounded at each of four operations."""
+
+
+class PackedExperts:
+    """The packed weights of a module of experts. `calls` counts experts that were computed."""
+
+    def __init__(self, module: Any, kernels: Kernels, arena: Arena, threads: int) -> None:
+        self._is_transposed = module.is_transposed
+        self._weights: dict[str, list[PackedWeight]] = {}
+        for name in weight_names(module):
+            biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * module.num_experts
+            matrices = getattr(module, name).data
+            self._weights[name] = [
+                PackedWeight(kernels, arena, matrix.T if self._is_transposed else matrix, bias, threads)
+                for matrix, bias in zip(matrices, biases, strict=True)
+            ]
+        self._up, self._down = self._weights.values()
+        self.calls, self.unpacked = 0, False
+        self.placeholders: tuple[str, ...] = ()
+
+    def __call__(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """hidden [T, n] and the experts of each token, index [T, k], with their weights [T, k] -> [T, n]."""
+        tokens, chosen = index.shape
+        places: dict[int, list[int]] = {}
+        for place, expert in enumerate(index.reshape(-1).tolist()):
+            places.setdefault(expert, []).append(place)
+        inputs = hidden.to(self._up[0].dtype)
+        results = inputs.new_zeros((tokens * chosen, hidden.shape[1]))
+        for expert, own in places.items():
+            if expert >= module.num_experts:  # on another rank
+                continue
+            self.calls += 1
+            at = torch.tensor(own)
+            x = self._up[expert](inputs.index_select(0, at // chosen), biased=module.has_bias)
+            x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+            x = self._down[expert](x, biased=module.has_bias)
+            results.index_copy_(0, at, module.post_expert_norm(x) if module.has_post_expert_norm else x)
+        weighted = results * weights.reshape(-1, 1)
+        return weighted.view(tokens, chosen, -1).sum(dim=1).to(hidden.dtype)
+
+    def unpack(self, name: str) -> Tensor:
+        matrices = [each.unpack() for each in self._weights[name]]
+        return torch.stack([matrix.T if self._is_transposed else matrix for matrix in matrices])
+
+
+def weight_names(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+def are_experts(module: Any) -> bool:
+    """Whether a module computes experts through transformers' interface for them, from one parameter for all."""
+    if not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts")):
+        return False
+    weights = [getattr(module, name, None) for name in weight_names(module)]
+    return all(
+        isinstance(weight, torch.nn.Parameter)
+        and weight.ndim == 3
+        and len(weight) == module.num_experts
+        and weight.dtype in DTYPES
+        for weight in weights
+    )
+
+
+def pack_experts(module: Any, kernels: Kernels, arena: Arena, threads: int) -> PackedExperts | None:
+    """Packs the weights of a module of experts in place, if each expert's result then equals that of transformers."""
+    packed = PackedExperts(module, kernels, arena, threads)
+    count, (name, _) = module.num_experts, weight_names(module)
+    weight = getattr(module, name)
+    x = torch.randn((count, weight.shape[1 if module.is_transposed else 2]), generator=torch.Generator().manual_seed(0))
+    call = (module, x.to(weight.dtype), torch.arange(count)[:, None], torch.ones((count, 1), dtype=weight.dtype))
+    expected = grouped_mm_experts_forward(*call).float()
+    if not (packed(*call).float() - expected).abs().max() <= _TOLERANCE[weight.dtype] * expected.abs().max():
+        return None
+    packed.calls, packed.placeholders = 0, weight_names(module)
+    for each in packed.placeholders:
+        release(getattr(module, each))
+    return packed
+
+
+def _forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    packed: PackedExperts | None = module.__dict__.get("baton_packed")
+    if packed is None or packed.unpacked:
+        result: Tensor = grouped_mm_experts_forward(module, hidden, index, weights)
+        return result
+    return packed(module, hidden, index, weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)

@@ -1,0 +1,80 @@
+"""Packed weights in modules of a model of transformers: their products by the compiled kernels, and the way back.
+
+A packed weight replaces the original: its parameter keeps the shape, but all elements are one NaN, which no result
+survives. For a comparison with torch's own products it is unpacked again, for a while.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.kernels.native import Arena, Kernels, Linear, pack_weight, padded, unpack_weight
+
+DTYPES = (torch.bfloat16, torch.float32)
+_STORE = 0  # of `Into` (gemm.h)
+
+
+class PackedWeight:
+    """A weight [n, k] and bias, packed. `calls` counts products; `unpacked` is set while the module's parameter holds
+    the weight itself, and is to be used; `placeholders` are the names of parameters that do not hold it now."""
+
+    def __init__(self, kernels: Kernels, arena: Arena, weight: Tensor, bias: Tensor | None, threads: int) -> None:
+        self.dtype, (self._n, self._k) = weight.dtype, weight.shape
+        self._struct, self._kept = pack_weight(kernels, arena, weight, bias, dtype=weight.dtype)
+        plain = Linear(self._struct.weight, None, None, self._n, self._k, self._struct.kind)
+        self._layers = (ctypes.byref(plain), ctypes.byref(self._struct))
+        self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
+        self._is_bf16, self._width = weight.dtype == torch.bfloat16, padded(self._k, weight.dtype)
+        self.calls, self.unpacked = 0, False
+        self.placeholders: tuple[str, ...] = ()
+
+    def __call__(self, x: Tensor, *, biased: bool) -> Tensor:
+        """x [..., k] -> [..., n]; a row's bits do not depend on the others (gemm.h)."""
+        if x.dtype != self.dtype or x.shape[-1] != self._k:
+            raise RuntimeError(f"{list(x.shape)} in {x.dtype} times a weight [{self._n}, {self._k}] in {self.dtype}")
+        self.calls += 1
+        y = torch.empty((*x.shape[:-1], self._n), dtype=x.dtype)
+        if self._width != self._k:
+            x = F.pad(x, (0, self._width - self._k))
+        x = x.contiguous()
+        self._linear(
+            self._is_bf16, self._layers[biased], x.data_ptr(), self._width, x.numel() // self._width, y.data_ptr(),
+            self._n, _STORE, self._threads,
+        )  # fmt: skip
+        return y
+
+    def unpack(self, name: str = "weight") -> Tensor:
+        return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
+
+
+def product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias of an nn.Linear; `bias` is the module's, or None."""
+    packed: PackedWeight | None = module.__dict__.get("baton_packed")
+    if packed is None or packed.unpacked:
+        return F.linear(x, module.weight, bias)
+    return packed(x, biased=bias is not None)
+
+
+def linear(module: Any, x: Tensor) -> Tensor:
+    """What an nn.Linear computes."""
+    return product(module, x, module.bias)
+
+
+def weight_of(module: Any, tensor: Tensor) -> Tensor:
+    """Returns the data of one of a module's tensors, unpacked if need be."""
+    packed = module.__dict__.get("baton_packed")
+    for name in () if packed is None else packed.placeholders:
+        if tensor is getattr(module, name):
+            unpacked: Tensor = packed.unpack(name)
+            return unpacked
+    return tensor.data
+
+
+def release(parameter: Tensor) -> None:
+    """Frees the memory of a parameter, and keeps its shape: all elements are one NaN."""
+    parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
