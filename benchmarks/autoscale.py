@@ -2,31 +2,56 @@
 and reversals.
 
     python -m benchmarks.autoscale
+    python -m benchmarks.autoscale --real
 
 Each trace is replayed with a burst: BURST times as many requests from BURST_AT to BURST_END as before and after. The
 fixed size is the smallest, in steps of 1/20 of the largest that the autoscaler chose, whose share of first tokens in
-time is that of the autoscaler's target. The autoscaler begins with the fixed size of the time before the burst. EXAMPLE
-is no measurement: a model for which 100 workers are needed by a load that can be replayed in minutes.
+time is that of the autoscaler's target: first of prefill workers, then of decode workers. The autoscaler begins with
+the fixed size of the time before the burst. EXAMPLE is no measurement: a model for which 100 workers are needed by a
+load that can be replayed in minutes.
+
+With --real a cluster of this machine with the built-in model is measured instead: `baton calibrate` (or --costs), the
+Azure conversation trace with a burst on `baton up --autoscale`, the same on clusters of fixed size, from the largest
+that it chose on with fewer prefill workers each time until first tokens are not in time, and a start from zero. Each
+worker may use QUOTA of a core from its join on (a cgroup's quota, which needs root), so that more workers compute more
+although there are few cores; calibrated costs are divided by it.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import gc
+import json
 import math
+import os
 import random
+import subprocess
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
 
+from baton.core.errors import StartupError
+from benchmarks.kit import BATON, cluster, table
 from launch.autoscale.law import Policy
-from launch.autoscale.simulate import DryRun, dry_run
+from launch.autoscale.simulate import DryRun, dry_run, reversals
+from launch.bench.client import ServerTarget, base_url, run_load
+from launch.bench.load import LoadPlan
+from launch.bench.stats import RequestRecord
+from launch.capacity.command import read_calibration
+from launch.cluster_api import get_cluster
 from sim.scale.costs import Calibration, DecodeCosts, FrontCosts, LinkCosts, PrefillCosts, WorkerKind
 from sim.scale.planner import Size
 from sim.scale.replay import ClusterShape, Replay
-from sim.scale.workload import first_seconds, fitting, scaled
+from sim.scale.workload import Lengths, first_seconds, fitting, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow, read_trace, trace_path
+from tools.provenance import ROOT
 
 DURATION_S, BURST_AT, BURST_END, BURST = 3400.0, 1200.0, 1800.0, 5.0
 STEPS = 20
@@ -48,41 +73,47 @@ EXAMPLE = Calibration(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A trace, how many times as many requests in the burst, its limits, and whether its prefixes are kept."""
+    """A trace, how many times as many requests in the burst, its limits, whether there is no burst, and when that
+    begins and ends and the trace ends."""
 
     trace: str
     scale: float
     slo: Slo
     flat: bool = False
+    span: tuple[float, float, float] = (BURST_AT, BURST_END, DURATION_S)
 
 
 def rows_of(load: Load) -> tuple[TraceRow, ...]:
     """Prefix blocks are dropped: hashing them takes most of a replay's time, and without them there is more to do."""
-    rows = [replace(row, blocks=()) for row in first_seconds(read_trace(trace_path(load.trace)), DURATION_S)]
+    begin, end, duration = load.span
+    rows = [replace(row, blocks=()) for row in first_seconds(read_trace(trace_path(load.trace)), duration)]
     many = scaled(rows, load.scale, seed=1)
     if load.flat:
         return many
     source = random.Random("burst")
-    return tuple(row for row in many if BURST_AT <= row.at_s < BURST_END or source.random() < 1 / BURST)
+    return tuple(row for row in many if begin <= row.at_s < end or source.random() < 1 / BURST)
 
 
 def fixed(policy: Policy, rows: Sequence[TraceRow], largest: Size) -> tuple[Size, float]:
-    """Returns the smallest of STEPS sizes whose share of first tokens in time is enough, and that share."""
+    """Returns the fewest prefill workers, of STEPS numbers, beside the largest number of decode workers, and then the
+    fewest decode workers beside these, whose share of first tokens in time is enough, and that share."""
 
-    def share(step: int) -> float:
-        size = Size(*(max(1, math.ceil(n * step / STEPS)) for n in (largest.prefill, largest.decode)))
+    @cache
+    def share(size: Size) -> float:
         replay = Replay(ClusterShape(policy.prefill, size.prefill, policy.decode, size.decode), rows)
         replay.run(policy.slo)
         times = replay.measured.times
         return sum(Slo(policy.slo.ttft_s).met(t.ttft_s, None) for t in times) / len(times)
 
-    low, high, at = 1, STEPS, dict[int, float]()
-    while low < high:
-        middle = (low + high) // 2
-        at[middle] = share(middle)
-        low, high = (low, middle) if at[middle] >= policy.slo.share else (middle + 1, high)
-    size = Size(*(max(1, math.ceil(n * low / STEPS)) for n in (largest.prefill, largest.decode)))
-    return size, at.get(low) or share(low)
+    size = largest
+    for role in ("prefill", "decode"):
+        number, low, high = getattr(largest, role), 1, STEPS
+        while low < high:
+            middle = (low + high) // 2
+            enough = share(replace(size, **{role: math.ceil(number * middle / STEPS)})) >= policy.slo.share
+            low, high = (low, middle) if enough else (middle + 1, high)
+        size = replace(size, **{role: math.ceil(number * low / STEPS)})
+    return size, share(size)
 
 
 def largest_of(made: DryRun) -> Size:
@@ -119,12 +150,215 @@ LOADS = (
 )
 
 
+QUOTA, PERIOD_US = 0.25, 20_000
+LOOK_S = 0.25
+START_LIMIT_S = 180.0
+MODEL = ("--model", "builtin", "--device", "cpu", "--draft", "none")
+LARGEST = Size(3, 2)
+LONGEST = 2048, 32  # tokens of a prompt and of an output
+BUSY = 2.2  # prefill workers that the burst needs
+CPU = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
+
+
+@dataclass
+class Watched:
+    """What is seen of a cluster: the numbers of ready workers, one after the other, when each worker joined and how
+    long after its process had started, and the seconds of all workers from their start on."""
+
+    sizes: list[Size] = field(default_factory=list)
+    joined: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    worker_s: float = 0.0
+
+    def look(self, url: str, seconds: float) -> None:
+        """Adds what has happened in the last `seconds`, and gives new workers their quota."""
+        rows = [row for row in get_cluster(url).document["workers"] if row["state"] != "lost"]
+        self.worker_s += seconds * len(rows)
+        for row in rows:
+            key = row["id"], row["incarnation"]
+            if key not in self.joined and row["pids"]:
+                start_s = age_s(row["pids"][0])
+                self.joined[key] = time.perf_counter(), start_s
+                self.worker_s += start_s
+                limit(row["pids"])
+        ready = [row["role"] for row in rows if row["state"] == "ready"]
+        size = Size(ready.count("prefill"), ready.count("decode"))
+        if not self.sizes or size != self.sizes[-1]:
+            self.sizes.append(size)
+
+    @property
+    def start_s(self) -> float:
+        return max(seconds for _, seconds in self.joined.values())
+
+    def cold(self, at: float, after: float) -> bool:
+        """Whether a worker that joined later than `after` was starting."""
+        return any(joined > after and joined - start_s <= at <= joined for joined, start_s in self.joined.values())
+
+    @property
+    def reversals(self) -> int:
+        return max(reversals([getattr(size, role) for size in self.sizes]) for role in ("prefill", "decode"))
+
+
+def age_s(pid: int) -> float:
+    started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def limit(pids: Sequence[int]) -> None:
+    """Moves a worker into a control group of its own, with QUOTA of a core."""
+    group, quota = CPU / f"baton-bench-{pids[0]}", round(QUOTA * PERIOD_US)
+    group.mkdir()
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+    else:
+        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota))
+    for pid in pids:
+        (group / "cgroup.procs").write_text(str(pid))
+
+
+@contextlib.contextmanager
+def watched(*flags: str, workers: int) -> Iterator[tuple[str, Watched]]:
+    """Runs a cluster until the context ends, and watches it; begins when so many workers have their quota."""
+    seen, ended = Watched(), threading.Event()
+
+    def watch() -> None:
+        last = time.perf_counter()
+        while not ended.wait(LOOK_S):
+            now = time.perf_counter()
+            with contextlib.suppress(StartupError):  # it has no time for a reply
+                seen.look(running.url, now - last)
+            last = now
+
+    try:
+        with cluster(*MODEL, *flags) as running:
+            thread = threading.Thread(target=watch)
+            thread.start()
+            try:
+                deadline = time.monotonic() + START_LIMIT_S
+                while len(seen.joined) < workers:
+                    if time.monotonic() > deadline:
+                        raise SystemExit(f"{len(seen.joined)} of {workers} workers joined in {START_LIMIT_S:g} s")
+                    time.sleep(LOOK_S)
+                yield running.url, seen
+            finally:
+                ended.set()
+                thread.join()
+    finally:
+        for pid in [name.name for name in CPU.glob("baton-bench-*")]:
+            (CPU / pid).rmdir()
+
+
+def calibrated(directory: Path) -> Path:
+    file = directory / "costs.json"
+    with cluster(*MODEL) as running:
+        subprocess.run([*BATON, "calibrate", running.url, "--out", str(file)], cwd=ROOT, check=True)
+    return file
+
+
+def throttled(costs: PrefillCosts | DecodeCosts) -> dict[str, float]:
+    """Returns the costs of a step that has QUOTA of a core."""
+    return {name: value / QUOTA for name, value in asdict(costs).items() if name.endswith("_s")}
+
+
+def kind_of(file: Path, start_s: float) -> Calibration:
+    kind = read_calibration(str(file))
+    return replace(
+        kind,
+        prefill=replace(kind.prefill, **throttled(kind.prefill)),
+        decode=replace(kind.decode, **throttled(kind.decode)),
+        prefill_worker=replace(kind.prefill_worker, start_s=start_s),
+        decode_worker=replace(kind.decode_worker, start_s=start_s),
+    )
+
+
+def replayed(url: str, rows: Sequence[TraceRow]) -> list[RequestRecord]:
+    plan = LoadPlan(1, Lengths(1, 1), Lengths(1, 1), trace=tuple(rows))
+    target = ServerTarget(base_url(url), "builtin", "", 120.0, {})
+    return asyncio.run(run_load(target, plan.sessions(0, len(rows)), 0, lambda _: None))
+
+
+def share_in_time(records: Sequence[RequestRecord], slo: Slo) -> float:
+    return sum(not r.error and slo.met(r.ttft_s, None) for r in records) / max(len(records), 1)
+
+
+def measured(flags: Sequence[str], rows: Sequence[TraceRow], slo: Slo, workers: int) -> tuple[Size, float, list[str]]:
+    """Returns the largest size, the share of first tokens in time, and the cells of a row."""
+    with watched(*flags, workers=workers) as (url, seen):
+        began, before = time.perf_counter(), seen.worker_s
+        records = replayed(url, rows)
+        hours = (seen.worker_s - before) / 3600
+        warm = [record for record in records if not seen.cold(record.sent, began)]
+    share, refused = share_in_time(records, slo), [record.error for record in records if record.error]
+    largest = Size(max(s.prefill for s in seen.sizes), max(s.decode for s in seen.sizes))
+    cells = [str(largest), f"{share:.1%}", f"{share_in_time(warm, slo):.1%} of {len(warm) / len(records):.0%}"]
+    return largest, share, [*cells, str(len(refused)), f"{hours:.3f}", str(seen.reversals)]
+
+
+def fixed_flags(size: Size) -> list[str]:
+    return ["--prefill", str(size.prefill), "--decode", str(size.decode)]
+
+
+def real(costs: Path | None, span: tuple[float, float, float]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        file = costs or calibrated(Path(directory))
+        with watched(workers=2) as (_, seen):
+            kind = kind_of(file, seen.start_s)
+        file = Path(directory) / "throttled.json"
+        file.write_text(json.dumps(kind.as_json()))
+        slo, rows = real_load(kind, span)
+        scaled_up = [*fixed_flags(LARGEST), "--autoscale", str(file), "--hold-s", "120"]
+        scaled_up += ["--autoscale-slo", f"ttft={slo.ttft_s:g},tpot={slo.tpot_s:g}", "--autoscale-down-s", "20"]
+        largest, _, cells = measured(scaled_up, rows, slo, 2)
+        made, best = [["autoscaled", *cells]], None
+        for number in range(largest.prefill, 0, -1):
+            size = replace(largest, prefill=number)
+            _, share, cells = measured(fixed_flags(size), rows, slo, size.prefill + size.decode)
+            made.append([f"fixed {size}", *cells])
+            if share < slo.share:
+                break
+            best = size
+        print(f"{len(rows)} requests in {span[2]:g} s, 5x from {span[0]:g} to {span[1]:g} s; TTFT {slo.ttft_s:g} s")
+        print(f"smallest fixed size in time: {best}\n{table(('cluster', *REAL_COLUMNS), made)}")
+        print(from_zero([*scaled_up, "--autoscale-min", "0"], rows[:5]), flush=True)
+
+
+def real_load(kind: Calibration, span: tuple[float, float, float]) -> tuple[Slo, tuple[TraceRow, ...]]:
+    """Returns the limits, and a trace whose burst is work for BUSY prefill workers."""
+    name = "azure-conv"
+    rows = first_seconds(read_trace(trace_path(name)), span[2])
+    seconds = [kind.prefill.prompt_s(min(row.input_len, LONGEST[0]), kind.prefill_worker.step_tokens) for row in rows]
+    slo = Slo(round(1.0 + 4 * max(seconds), 1), 1.0, 0.95)
+    made = rows_of(Load(name, BUSY * span[2] / sum(seconds), slo, span=span))
+    sizes = ((min(row.input_len, LONGEST[0]), min(row.output_len, LONGEST[1])) for row in made)
+    return slo, tuple(TraceRow(row.at_s, *size) for row, size in zip(made, sizes, strict=True))
+
+
+def from_zero(flags: Sequence[str], rows: Sequence[TraceRow]) -> str:
+    """Sends a few requests at once to a cluster without workers."""
+    with watched(*flags, workers=0) as (url, seen):
+        records = replayed(url, [replace(row, at_s=0.0) for row in rows])
+    first_s = min(record.ttft_s or math.inf for record in records)
+    refused = sum(record.error is not None for record in records)
+    return f"from zero: first token after {first_s:.1f} s, workers start in {seen.start_s:.1f} s, {refused} refused"
+
+
+REAL_COLUMNS = (
+    *("largest size", "in time, all", "in time outside cold starts, of so many", "not served", "worker-hours"),
+    "reversals",
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factor", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--down-s", type=float, default=600.0)
     parser.add_argument("--only", type=int, default=None, help="the number of one load")
+    parser.add_argument("--real", action="store_true", help="measure a cluster of this machine")
+    parser.add_argument("--costs", type=Path, help="--real: from `baton calibrate`, instead of calibrating now")
+    parser.add_argument("--span", type=float, nargs=3, default=(40.0, 65.0, 220.0), help="--real: burst, its end, end")
     given = parser.parse_args()
+    if given.real:
+        return real(given.costs, given.span)
     gc.disable()
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
     for number, load in enumerate(LOADS):
