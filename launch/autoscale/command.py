@@ -15,6 +15,7 @@ import click
 from baton.core.errors import StartupError
 from baton.core.names import host_port_error
 from baton.runtime.options import NumberRange
+from launch.autoscale.flip import FLIP_WINDOW_S
 from launch.autoscale.law import Policy
 from launch.capacity.command import FILE, load_options, load_rows, read_calibration, write_file
 from launch.control_options import FLIP_S, control_options
@@ -122,7 +123,9 @@ def autoscale_command(
     if wrong := host_port_error(listen):
         raise StartupError(f"--listen {wrong}")
     if flip:
-        return _flip(policy, url, every_s, coordinator, cluster_token_file, cluster_tls_dir)
+        return _flip(
+            replace(policy, window_s=FLIP_WINDOW_S), url, every_s, coordinator, cluster_token_file, cluster_tls_dir
+        )
     return _serve(policy, url, listen, every_s)
 
 

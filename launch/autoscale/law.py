@@ -1,7 +1,7 @@
 """How many workers of each role a cluster should have now. Pure: values in, values out; the caller has the clock.
 
 Demand counts, not the number of workers that happen to serve it, so a decision is right again after the workers have
-changed. Rates of requests and uncached prompt tokens are those of the last WINDOW_S, or of the time that MIN_REQUESTS
+changed. Rates of requests and uncached prompt tokens are those of the last `window_s`, or of the time that MIN_REQUESTS
 took, or more of them if their lengths vary: the tokens of a few long prompts among short ones have the same standard
 error only after a longer time.
 
@@ -63,7 +63,8 @@ IMPROVED = 0.8
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What an operator chooses. `least` and `limit` bound both roles; a role of which `limit` is 0 is not needed. With
-    `least` 0 an idle cluster is scaled to zero after `idle_s`. `slo.share` of the requests should meet its limits."""
+    `least` 0 an idle cluster is scaled to zero after `idle_s`. `slo.share` of the requests should meet its limits.
+    A rate is that of `window_s` seconds at least: shorter where a decision is soon undone."""
 
     slo: Slo
     prefill: Calibration
@@ -72,6 +73,7 @@ class Policy:
     limit: Size
     down_s: float = 600.0
     idle_s: float = 600.0
+    window_s: float = WINDOW_S
 
     def start_s(self, role: Role) -> float:
         kind = self.prefill.prefill_worker if role == "prefill" else self.decode.decode_worker
@@ -215,7 +217,7 @@ def decide(policy: Policy, memory: Memory, sample: ClusterSample) -> tuple[Sizin
     if problem := sample.problem():
         return _unchanged(policy, memory, f"unchanged: {problem} is not a number"), memory
     memory = _measured(policy, _remember(memory, sample))
-    demand = _demand(memory)
+    demand = _demand(policy, memory)
     factor = 1 + max(HEADROOM, _quantile(policy.slo.share) * demand.error)
     more = replace(demand, requests_per_s=demand.requests_per_s * factor, factor=factor)
     idle = _idle(policy, memory)
@@ -266,12 +268,14 @@ def _remember(memory: Memory, sample: ClusterSample) -> Memory:
     return replace(memory, samples=kept, first_seen=seen)
 
 
-def _window(samples: Sequence[ClusterSample], at_least: float) -> tuple[ClusterSample, ClusterSample] | None:
-    """Returns the ends of the shortest window of at least WINDOW_S in which as many choices were admitted; the longest
-    one if there is none; None with only one sample."""
+def _window(
+    samples: Sequence[ClusterSample], at_least: float, window_s: float = WINDOW_S
+) -> tuple[ClusterSample, ClusterSample] | None:
+    """Returns the ends of the shortest window of at least `window_s` in which as many choices were admitted; the
+    longest one if there is none; None with only one sample."""
     last = samples[-1]
     for first in reversed(samples[:-1]):
-        if last.at_s - first.at_s >= WINDOW_S and last.admitted - first.admitted >= at_least:
+        if last.at_s - first.at_s >= window_s and last.admitted - first.admitted >= at_least:
             return first, last
     return (samples[0], last) if last.at_s > samples[0].at_s else None
 
@@ -283,10 +287,10 @@ def _variation(first: ClusterSample, last: ClusterSample) -> float:
     return max(0.0, admitted * squares / tokens**2 - 1) if tokens else 0.0
 
 
-def _demand(memory: Memory) -> Demand:
+def _demand(policy: Policy, memory: Memory) -> Demand:
     now = memory.samples[-1]
     variation = _variation(memory.samples[0], now)  # of all samples: the last ones may lack the rare long prompt
-    window = _window(memory.samples, MIN_REQUESTS * (1 + variation))
+    window = _window(memory.samples, MIN_REQUESTS * (1 + variation), policy.window_s)
     if window is None or window[0].admitted == now.admitted:  # what waits was admitted before
         prompt = now.queued_tokens / now.queued if now.queued else 0.0
         return Demand(0.0, prompt, prompt, now.output_tokens, None, None)
@@ -296,7 +300,7 @@ def _demand(memory: Memory) -> Demand:
     computed, cached = _sum_of(first, last, "tokens"), _sum_of(first, last, "cached")
     share = computed / (computed + cached) if computed + cached >= prompt > 0 else 1.0
     offered = admitted + min(admitted, last.refused - first.refused)  # at most twice: who is refused asks again
-    rate = offered / max(last.at_s - first.at_s, WINDOW_S)  # a burst of a second is no rate, but a backlog
+    rate = offered / max(last.at_s - first.at_s, policy.window_s)  # a burst of a second is no rate, but a backlog
     states = memory.prefill, memory.decode
     changed_at = max(max(state.raised_at, state.lowered_at, state.boosted_at) for state in states)
 
@@ -426,7 +430,7 @@ def _decode(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
     costs, context = kind.decode, demand.prompt + demand.output / 2
     step_s = state.slowness * (costs.plain_s(rows, rows * context) + costs.idle_s) * (1 - costs.accepted)
     workers = [worker for worker in now.workers if worker.role == DECODE]
-    recent = [s.wants_decode for s in memory.samples if now.at_s - s.at_s <= WINDOW_S]
+    recent = [s.wants_decode for s in memory.samples if now.at_s - s.at_s <= policy.window_s]
     running = sum(recent) / len(recent)  # the last one may be a wave that has ended before a worker could start
     together = max(demand.requests_per_s * demand.output * step_s, running * demand.factor)
     chance = _quantile(policy.slo.share) * math.sqrt(together)

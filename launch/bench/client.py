@@ -227,6 +227,7 @@ class _ServerStream:
         self._done = False
         self._stages: dict[str, float] = {}
         self._revision = ""
+        self._token_ids: list[int] = []
 
     def feed(self, now: float, chunk: bytes) -> None:
         """Raises:
@@ -268,6 +269,7 @@ class _ServerStream:
             counted=self._output_tokens is not None,
             stages=self._stages,
             revision=self._revision,
+            token_ids=tuple(self._token_ids),
         )
 
     def _event(self, now: float, data: bytes) -> None:
@@ -284,6 +286,7 @@ class _ServerStream:
             self._output_tokens = _tokens(usage, "completion_tokens")
         for choice in itertools.islice(event.get("choices") or (), 1):
             self._choices.append(now)
+            self._token_ids += choice.get("token_ids") or ()
             delta = choice.get("delta") or {}  # in a chat: text, reasoning, or part of a tool call
             if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
                 self._text.append(now)

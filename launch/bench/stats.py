@@ -40,7 +40,7 @@ class RequestRecord:
     `cached_tokens` are those of the prompt that the server found in a prefix cache, None if it does not report them.
     `counted` is False if the server reported no usage and `output_tokens` is the number of events instead. `stages`
     holds the seconds in each stage of the server's own timeline, and `revision` is that of the workers, if it reports
-    them.
+    them; `token_ids` are there if the request had `return_token_ids`.
     """
 
     sent: float
@@ -55,6 +55,7 @@ class RequestRecord:
     timed_out: bool = False
     stages: Mapping[str, float] = field(default_factory=dict)
     revision: str = ""
+    token_ids: tuple[int, ...] = ()
 
     @property
     def ttft_s(self) -> float | None:

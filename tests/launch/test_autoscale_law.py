@@ -404,3 +404,17 @@ def test_a_size_is_not_lowered_by_less_than_a_tenth() -> None:
 
 def test_state_is_plain_values() -> None:
     assert Memory() == Memory() and RoleState() == RoleState() and hash(Memory()) == hash(Memory())
+
+
+def test_a_shorter_window_follows_a_change_of_the_load_sooner() -> None:
+    def decided(policy: Policy) -> Sizing:
+        memory, admitted = Memory(), 0
+        for second in range(72):  # 1 request per second, then 20
+            admitted += 1 if second < 60 else 20
+            sample = ClusterSample(float(second), admitted=admitted, admitted_tokens=admitted * PROMPT, in_flight=1)
+            decision, memory = decide(policy, memory, sample)
+        return decision
+
+    short, usual = (_rate(decided(policy)) for policy in (replace(POLICY, window_s=10.0), POLICY))
+    assert short == pytest.approx(20.0, rel=0.05)
+    assert usual == pytest.approx((12 * 20 + 18) / 30, rel=0.1)
