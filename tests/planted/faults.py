@@ -325,8 +325,8 @@ FAULTS = (
     Fault(POOL, "self.backlog_tokens if self.backlog_tokens else _NO_LIMIT", "self.backlog_tokens", T_DISPATCH),
     Fault(
         DISPATCH,
-        "0 if stage is Stage.DECODE else _blocks(",
-        "_blocks(",
+        "0 if stage is Stage.DECODE else blocks,",
+        "blocks,",
         T_DISPATCH,
     ),
     Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
@@ -432,9 +432,21 @@ FAULTS = (
         "tests/prefill/test_scheduler.py tests/prefill/test_scheduler_machine.py",
     ),
     Fault(
+        "baton/core/prefix_cache.py",
+        "max_blocks - idle if unshared else max_blocks)",
+        "max_blocks - len(cached) + cached.count(self.null_block))",
+        "tests/prefill/test_window_machine.py",
+    ),
+    Fault(
+        "baton/core/prefix_cache.py",
+        "        if sequence.step_id is None:\n            self.blocks.release(sequence.retired, holder)",
+        "        if True:\n            self.blocks.release(sequence.retired, holder)",
+        "tests/core/test_window.py",
+    ),
+    Fault(
         "decode/scheduler.py",
-        "if waiting or not self.cache.allocate(sequence, needed, *holders, leave=here + due):",
-        "if not self.cache.allocate(sequence, needed, *holders, leave=here + due):",
+        "if waiting or not self.cache.allocate(sequence, blocks, *holders, leave=here + due, start=start):",
+        "if not self.cache.allocate(sequence, blocks, *holders, leave=here + due, start=start):",
         "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
     ),
     Fault(
@@ -445,7 +457,7 @@ FAULTS = (
     ),
     Fault(
         "prefill/scheduler.py",
-        "            self.blocks.convert(sequence.block_ids, Holder(kind, old), Holder(kind, sequence.id))",
+        "            self.blocks.convert(blocks, Holder(kind, old), Holder(kind, sequence.id))",
         "            pass",
         "tests/prefill/test_scheduler.py",
     ),

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Bugs in the objects that the simulator drives, each with the number of seeds after which it was detected.
 
 Each change replaces `old`, which occurs once in `path`, by `new`; then one of the first LIMIT seeds must fail. `seeds`
@@ -159,21 +158,21 @@ BUGS = (
         "pin not dropped",
         1,
         P_SCHEDULER,
-        '        if sequence.block_ids:\n            self.blocks.release(sequence.block_ids, Holder("send", sequence_id))\n',
+        '        self.blocks.release(self._to_send(sequence), Holder("send", sequence_id))\n',
         "",
     ),
     bug(
         "block freed before the acknowledgement",
         29,
         P_SCHEDULER,
-        '            self.blocks.hold(sequence.block_ids, Holder("send", sequence.id))\n',
+        '            self.blocks.hold(self._to_send(sequence), Holder("send", sequence.id))\n',
         "            pass\n",
         (
             P_SCHEDULER,
-            '            self.blocks.release(sequence.block_ids, Holder("send", sequence_id))\n',
-            "            pass\n",
+            '        self.blocks.release(self._to_send(sequence), Holder("send", sequence_id))\n',
+            "",
         ),
-        (P_SCHEDULER, 'return [*holds, "send"] if sequence.send_pinned else holds', "return holds"),
+        (P_SCHEDULER, '            holds.append(("send", self._to_send(sequence)))', "            pass"),
     ),
     bug(
         "block freed while KV is written into it",
@@ -210,8 +209,8 @@ BUGS = (
         "partly received block is cached",
         1,
         D_SCHEDULER,
-        "            num_tokens -= num_tokens % size\n            own = own[: max(num_tokens - sequence.num_computed, 0) // size]\n",
-        "            own = own[: -(-max(num_tokens - sequence.num_computed, 0) // size)]\n            num_tokens += -num_tokens % size\n",
+        "            num_tokens -= num_tokens % size\n            own = own[: max(num_tokens // size",
+        "            num_tokens += -num_tokens % size\n            own = own[: max(num_tokens // size",
     ),
     # Hand-overs.
     bug("handle reused", 31, D_HANDOVER, "            self._spent.spend(offer.handle, admission.run_clock_ms)\n", ""),
