@@ -217,6 +217,9 @@ def on_a_turning_mix(phase_s: float, quota: float, calibrated: Path | None, save
                 save.write_text(json.dumps(costs.as_json(), indent=1) + "\n")
             kind = at_quota(costs, quota)
             rows = turning_mix(kind, phase_s)
+            for name in ("prefill-0", "prefill-1"):  # a first flip to decode measures steps: not within a quota
+                cluster.flip(name, "decode")
+                cluster.flip(name, "prefill")
             with quotas(get_cluster(cluster.url).workers, quota):
                 cluster.flip("prefill-1", "decode")
                 back_s, there_s = cluster.flip("prefill-1", "prefill"), cluster.flip("prefill-1", "decode")
