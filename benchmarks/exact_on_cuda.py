@@ -14,7 +14,6 @@ if one differs.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import tempfile
@@ -36,7 +35,7 @@ from baton.engine.runner import Runner
 from benchmarks.kit import parser, report, table
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
-from tests.support.exact_kernels import PIECES, ROWS, in_pieces, kernels
+from tests.support.exact_kernels import PIECES, ROWS, bits, in_pieces, kernels
 from tests.support.interpreted import interpreted_runner, ordered_products
 
 _SMALL = {"num_layers": 2, "max_position_embeddings": 640}
@@ -62,10 +61,6 @@ class Line:
     positions: int
     found: str
     expected: str
-
-
-def bits(logits: Tensor) -> str:
-    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def verified(runner: Runner, tokens: list[int], start: int, length: int) -> Tensor:

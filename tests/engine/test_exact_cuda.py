@@ -20,7 +20,6 @@ from baton.engine.attention import FastAttention
 from baton.engine.batch import RowSpan
 from baton.engine.layers import PlainLinear
 from baton.engine.weights import Projection
-from benchmarks.exact_on_cuda import bits
 from tests.support import exact_kernels
 from tests.support.attention import shape
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
@@ -230,4 +229,4 @@ def test_kernels_have_the_recorded_bits(name: str, dtype: str) -> None:
     kernel = exact_kernels.kernels(getattr(torch, dtype), CPU)[name]
     for lengths in ((exact_kernels.ROWS,), (64,), (90, 1, 1, 1)):
         pieces = f", pieces of {', '.join(map(str, lengths))}" if lengths[0] < exact_kernels.ROWS else ""
-        assert bits(exact_kernels.in_pieces(kernel, lengths)) == recorded[name + pieces], pieces
+        assert exact_kernels.bits(exact_kernels.in_pieces(kernel, lengths)) == recorded[name + pieces], pieces

@@ -119,8 +119,10 @@ class Running:
 
 
 async def test_join_says_what_the_configuration_says() -> None:
-    said = {"host": "h", "revision": "v2", "domain": "rack", "both_roles": "on", "replace": True, "step_tokens": 77}
-    loop = WorkerLoop(WorkerConfig(worker_id="w", **said), FakeTier(), lambda plan: StepOutcome(plan.step_id, ()), "t")
+    options = {"host": "h", "revision": "v2", "domain": "rack", "both_roles": "on", "replace": True, "step_tokens": 77}
+    loop = WorkerLoop(
+        WorkerConfig(worker_id="w", **options), FakeTier(), lambda plan: StepOutcome(plan.step_id, ()), "t"
+    )
     join = loop.join("r")
     assert (join.host, join.revision, join.domain, join.run_id, join.token) == ("h", "v2", "rack", "r", "t")
     assert (join.both_roles, join.replace, join.step_tokens) == (True, True, 77)

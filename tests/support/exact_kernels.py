@@ -4,6 +4,7 @@ rows [first, last) of the same 131, computed without the others. Inputs are frac
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,6 +23,10 @@ PIECES = ((1,), (7,), (16,), (64,), (90, 1, 1, 1), (100, 1, 7, 1, 1, 64))
 PORTABLE = ("linear", "add_norm", "sum_ranks")
 """Kernels of sums, products and roots alone, whose bits in the interpreter do not depend on the processor."""
 Kernel = Callable[[int, int], Tensor]
+
+
+def bits(logits: Tensor) -> str:
+    return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def fractions(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
