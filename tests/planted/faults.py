@@ -307,7 +307,7 @@ FAULTS = (
     Fault(
         "coordinator/policy/fair_queue.py", "return max(self.of(tenant), floor)", "return self.of(tenant)", T_FAIR_QUEUE
     ),
-    Fault(DISPATCH, "        self._check_share(choice, choices)\n", "", T_FAIR_QUEUE),
+    Fault(DISPATCH, "        if many or long:\n", "        if False:\n", T_FAIR_QUEUE),
     Fault(DISPATCH, "        self._check_deadline(choice, choices)\n", "", T_FAIR_QUEUE),
     Fault(FAIR_QUEUE, "_RESUMED if choice.prompt_charged else", "", T_FAIR_QUEUE),
     Fault(
