@@ -31,9 +31,7 @@ class Size:
     decode: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.prefill} prefill + {self.decode} decode" if self.prefill else f"{self.decode} decode (no prefill)"
-        )
+        return f"{self.prefill} prefill + {self.decode} decode"
 
 
 @dataclass(frozen=True, slots=True)

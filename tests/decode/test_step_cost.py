@@ -117,7 +117,7 @@ def test_slow_draft_model_is_timed_for_a_limited_time() -> None:
         calls.append(counts)
         time.sleep(0.02 * counts[0])
 
-    layout = SimpleNamespace(block_size=16)
+    layout = make_layout(16)
     draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=layout, propose=propose)
     draft.can_propose, draft.can_queue_draft_tokens, draft.kernels = True, False, "avx2"
     ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft, 0.05)
@@ -152,7 +152,7 @@ def test_draft_tokens_and_steps_on_a_gpu_are_timed_as_they_run_in_serving() -> N
 def test_fills_are_timed_without_sampling_and_within_the_available_blocks() -> None:
     """A row that samples nothing costs a third of one that samples at every token."""
     plans: list[StepPlan] = []
-    layout = SimpleNamespace(block_size=16)
+    layout = make_layout(16)
     draft: Any = SimpleNamespace(
         max_model_len=300, num_blocks=512, layout=layout, step=plans.append, launches_ahead=False
     )
