@@ -230,7 +230,8 @@ def beside_llama(program: Path, file: Path, kinds: list[str], works: list[str], 
 
                 def start(name: str, command: list[str], ready: str = "/ready", to: ExitStack = stack) -> Peer:
                     log = directory / f"{name.replace(' ', '-')}.log"
-                    peer = Peer(to.enter_context(serving(name, command, log, ready=ready)))
+                    server = to.enter_context(serving(name, command, log, ready=ready))
+                    peer = Peer(replace(server, target=replace(server.target, reuses=name != LLAMA)))
                     peer.measure("eight", replace(plan, eight=8))
                     return peer
 

@@ -47,13 +47,15 @@ class _TimedSocket(socket.socket):
 
 @dataclass(frozen=True, slots=True)
 class ServerTarget:
-    """Where requests go. `base` ends in /v1."""
+    """Where requests go. `base` ends in /v1. Without `reuses` each request has a connection of its own: llama.cpp's
+    server closes one after a stream without saying so."""
 
     base: str
     model: str
     api_key: str
     timeout_s: float
     extra: dict[str, Any]
+    reuses: bool = True
 
     @property
     def headers(self) -> dict[str, str]:
@@ -123,7 +125,9 @@ def client_session(target: ServerTarget) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     trace = aiohttp.TraceConfig()
     trace.on_request_chunk_sent.append(_written)
-    connector = aiohttp.TCPConnector(limit=0, socket_factory=lambda address: _TimedSocket(*address[:3]))
+    connector = aiohttp.TCPConnector(
+        limit=0, socket_factory=lambda address: _TimedSocket(*address[:3]), force_close=not target.reuses
+    )
     return aiohttp.ClientSession(connector=connector, headers=target.headers, timeout=timeout, trace_configs=[trace])
 
 
