@@ -83,9 +83,9 @@ def at_quota(costs: Calibration, quota: float) -> Calibration:
     )
 
 
-def turning_mix(kind: Calibration, phase_s: float) -> tuple[TraceRow, ...]:
+def turning_mix(kind: Calibration, phase_s: float, load: float) -> tuple[TraceRow, ...]:
     """Long prompts with short outputs, then short prompts with long outputs, and again; each phase is work for so many
-    workers as WORK has."""
+    workers as WORK has, times `load`."""
     prompt, output = (sum((lengths.low, lengths.high)) / 2 for lengths in (LONG[0], SHORT[1]))
     short = sum((SHORT[0].low, SHORT[0].high)) / 2
     rows = rows_within(kind, MIX_SLO, short, output, 1.0)
@@ -94,7 +94,7 @@ def turning_mix(kind: Calibration, phase_s: float) -> tuple[TraceRow, ...]:
     made: list[TraceRow] = []
     for number in range(PHASES):
         lengths, rate = (SHORT, WORK[1] * rows / output / step_s) if number % 2 else (LONG, long_rate)
-        phase = poisson(rate, phase_s, *lengths, seed=number)
+        phase = poisson(rate * load, phase_s, *lengths, seed=number)
         made += (replace(row, at_s=row.at_s + number * phase_s) for row in phase)
     return tuple(made)
 
@@ -200,12 +200,12 @@ def gain(of: Mapping[str, Measured]) -> float:
     return of["flips"].goodput / max(m.goodput for name, m in of.items() if name != "flips")
 
 
-def on_a_turning_mix(phase_s: float, quota: float, calibrated: Path | None, save: Path | None) -> str:
+def on_a_turning_mix(phase_s: float, load: float, quota: float, calibrated: Path | None, save: Path | None) -> str:
     """Returns the table of all splits and of flips, simulated, and unless `calibrated` is given measured too."""
     real = dict[str, Measured]()
     if calibrated:
         kind, takes_s = at_quota(parse_calibration(json.loads(calibrated.read_text())), quota), FLIP_TAKES_S
-        rows = turning_mix(kind, phase_s)
+        rows = turning_mix(kind, phase_s, load)
     else:
         half = ("--prefill", str(WORKERS // 2), "--decode", str(WORKERS - WORKERS // 2))
         flags = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--exact", "--threads", "1", *half)
@@ -216,7 +216,7 @@ def on_a_turning_mix(phase_s: float, quota: float, calibrated: Path | None, save
             if save:
                 save.write_text(json.dumps(costs.as_json(), indent=1) + "\n")
             kind = at_quota(costs, quota)
-            rows = turning_mix(kind, phase_s)
+            rows = turning_mix(kind, phase_s, load)
             for name in ("prefill-0", "prefill-1"):  # a first flip to decode measures steps: not within a quota
                 cluster.flip(name, "decode")
                 cluster.flip(name, "prefill")
@@ -254,12 +254,13 @@ def on_a_turning_mix(phase_s: float, quota: float, calibrated: Path | None, save
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phase-s", type=float, default=30.0, help=f"of each of {PHASES} phases")
+    parser.add_argument("--load", type=float, default=1.0, help="multiplies the rates")
     parser.add_argument("--quota", type=float, default=QUOTA, help="of a core, for each worker")
     parser.add_argument("--calibration", type=Path, help="of `baton calibrate --shared-host`: simulate only")
     parser.add_argument("--save", type=Path, help="file for the calibration")
     given = parser.parse_args()
     gc.disable()  # as in `baton simulate`
-    print(on_a_turning_mix(given.phase_s, given.quota, given.calibration, given.save))
+    print(on_a_turning_mix(given.phase_s, given.load, given.quota, given.calibration, given.save))
 
 
 if __name__ == "__main__":
