@@ -178,8 +178,9 @@ void attend(
     const Pool& pool, E* output, int64_t output_stride, int threads) {
   const Plan<E> plan(shape);
   const auto pack = [&](const Row& row, int64_t head, int64_t block, char* to) {
-    const Opened<E> opened(shape, pool, Places(shape, row, block), head, 1);
-    pack_block(plan, opened.places, opened.keys, opened.values, to);
+    const Places places(shape, row, block);
+    const Opened<E> opened(shape, pool, places, head, 1);
+    pack_block(plan, opened.places, places.count, opened.keys, opened.values, to);
   };
   // KV heads that one unit computes for a row with few queries: all, if there are enough rows for the threads.
   const int64_t together = threads == 1 || num_rows >= 4 * threads ? shape.kv_heads : 1;

@@ -19,10 +19,8 @@ inline __m512i load_row(const bf16* from, int64_t elements, int64_t tile) {
 // Packs keys and values of a block's places in one KV head: keys as tiles of 16 keys by 16 dwords, values as tiles of 16
 // elements by 16 dwords of keys. Positions after the end of the row are zeros, whatever the pool holds there.
 inline void pack_block(
-    const Plan<bf16>& plan, const Places& places, const bf16* keys, const bf16* values, char* to) {
+    const Plan<bf16>& plan, const int64_t* at, int64_t known, const bf16* keys, const bf16* values, char* to) {
   const AttentionShape& s = plan.shape;
-  const int64_t* at = places.at;
-  const int64_t known = places.count;
   for (int64_t i = 0; i < KEY_TILES; ++i)
     for (int64_t tile = 0; tile < plan.key_tiles; ++tile)
       for (int64_t r = 0; r < TILE; ++r) {

@@ -246,13 +246,13 @@ void attend_few(
     Runs runs(s, pool, next, sizeof(E), first_head, heads);
     Ahead ahead(&runs), nothing(scores);
     const Opened<E> opened(s, pool, now, first_head, heads);
-    const Places& at = opened.places;
+    const int64_t* at = opened.places;
     for (int64_t head = 0; head < heads; ++head) {
       const E *own_keys = opened.keys + head * size, *own_values = opened.values + head * size;
       const float* own_query = query + head * columns * width;
       float* own_output = output + head * columns * width;
       for (int64_t half = 0; half < halves; ++half) {
-        transpose_keys(own_keys, at.at + half * HALF, size, turned, ahead);
+        transpose_keys(own_keys, at + half * HALF, size, turned, ahead);
         in_turns(columns, [&](int64_t c, auto number) {
           score_few<number>(turned, size, own_query + c * width, width, scores + c * KEYS + half * HALF);
         });
@@ -264,7 +264,7 @@ void attend_few(
       }
       in_turns(columns, [&](int64_t c, auto number) {
         add_few<number>(
-            own_values, at.at, at.count, size, scores + c * KEYS, own_output + c * width, width,
+            own_values, at, now.count, size, scores + c * KEYS, own_output + c * width, width,
             c == 0 ? ahead : nothing);
       });
     }

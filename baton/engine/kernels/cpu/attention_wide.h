@@ -18,12 +18,12 @@ inline Ints load_row(const E* from, int64_t elements, int64_t tile) {
 // Packs keys and then values of a block's places in one KV head as rows of floats, each padded to whole tiles. Positions
 // after the end of the row are zeros, whatever the pool holds there.
 template <class E>
-void pack_block(const Plan<E>& plan, const Places& places, const E* keys, const E* values, char* to) {
+void pack_block(const Plan<E>& plan, const int64_t* places, int64_t known, const E* keys, const E* values, char* to) {
   const AttentionShape& s = plan.shape;
-  const int64_t width = plan.value_tiles * TILE, known = places.count;
+  const int64_t width = plan.value_tiles * TILE;
   float *key_to = reinterpret_cast<float*>(to), *value_to = reinterpret_cast<float*>(to + plan.key_bytes);
   for (int64_t key = 0; key < known; ++key) {
-    const int64_t at = places.at[key];
+    const int64_t at = places[key];
     for (int64_t tile = 0; tile < plan.value_tiles; ++tile) {
       store_aligned(key_to + key * width + tile * TILE, as_floats(load_row(keys + at, s.head_dim, tile)));
       store_aligned(value_to + key * width + tile * TILE, as_floats(load_row(values + at, s.head_dim, tile)));

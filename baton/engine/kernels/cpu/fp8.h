@@ -79,9 +79,10 @@ thread_local Scratch widened_memory;
 template <class E>
 struct Opened {
   const E *keys, *values;  // of the first of these heads
-  Places places;
+  int64_t at[KEYS];        // if they are widened: as in Places
+  const int64_t* places;
 
-  Opened(const AttentionShape& s, const Pool& pool, const Places& in_pool, int64_t head, int64_t heads) : places(in_pool) {
+  Opened(const AttentionShape& s, const Pool& pool, const Places& in_pool, int64_t head, int64_t heads) : places(in_pool.at) {
     const int64_t first = head * s.head_dim, apart = heads * s.head_dim;
     if (!pool.is_fp8) {
       keys = static_cast<const E*>(pool.keys) + first;
@@ -91,9 +92,10 @@ struct Opened {
     E* to = reinterpret_cast<E*>(widened_memory.get(2 * KEYS * apart * sizeof(E)));
     keys = to;
     values = to + KEYS * apart;
+    places = at;
     for (int64_t key = 0; key < KEYS; ++key) {
-      places.at[key] = std::min(key, places.count - 1) * apart;
-      if (key >= places.count) continue;
+      at[key] = std::min(key, in_pool.count - 1) * apart;
+      if (key >= in_pool.count) continue;
       widen(static_cast<const fp8*>(pool.keys) + in_pool.at[key] + first, apart, to + key * apart);
       widen(static_cast<const fp8*>(pool.values) + in_pool.at[key] + first, apart, to + (KEYS + key) * apart);
     }
