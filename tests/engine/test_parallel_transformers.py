@@ -57,16 +57,7 @@ def pool() -> Iterator[RankPool]:
 def test_tokens_on_several_ranks_equal_those_that_transformers_generates(
     kind: str, ranks: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    path = make_transformers_checkpoint(tmp_path / kind, kind)
-    prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
-    jobs = [Job(prompt, NEW_TOKENS, chunk=7) for prompt in prompts]
-    _, whole = unread_sizes(path, read_model_config(path, "transformers"), 4, "float32")
-    with pool.load(path, ranks, model_impl="transformers", block_size=4) as runner:
-        run(runner, jobs, seed=1)
-        layer, local = runner.layout.layers[0], runner.facts[0].local_layout.layers[0]
-        assert local.num_kv_heads == max(layer.num_kv_heads // ranks, 1)
-        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
-    assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
+    check_tokens(kind, ranks, pool, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +67,18 @@ def test_tokens_on_several_ranks_equal_those_that_transformers_generates(
 def test_tokens_with_whole_experts_on_each_rank_equal_those_that_transformers_generates(
     kind: str, ranks: int, pool: RankPool, tmp_path: Path
 ) -> None:
+    check_tokens(kind, ranks, pool, tmp_path, expert_parallel=True)
+
+
+def check_tokens(kind: str, ranks: int, pool: RankPool, tmp_path: Path, **options: bool) -> None:
     path = make_transformers_checkpoint(tmp_path / kind, kind)
     prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
     jobs = [Job(prompt, NEW_TOKENS, chunk=7) for prompt in prompts]
     _, whole = unread_sizes(path, read_model_config(path, "transformers"), 4, "float32")
-    options = {"model_impl": "transformers", "block_size": 4}
-    with pool.load(path, ranks, **options, expert_parallel=True) as runner:
+    with pool.load(path, ranks, model_impl="transformers", block_size=4, **options) as runner:
         run(runner, jobs, seed=1)
+        layer, local = runner.layout.layers[0], runner.facts[0].local_layout.layers[0]
+        assert local.num_kv_heads == max(layer.num_kv_heads // ranks, 1)
         assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
     assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
 
