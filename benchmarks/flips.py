@@ -30,7 +30,7 @@ from baton.core.commands import Role
 from benchmarks import kit
 from launch.autoscale.flip import FLIP_WINDOW_S
 from launch.autoscale.law import Policy, rows_within
-from launch.autoscale.simulate import FLIP_TAKES_S, dry_run
+from launch.autoscale.simulate import dry_run
 from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, Session, completion
 from launch.capacity.calibrate import calibrate
@@ -52,6 +52,8 @@ WORK = (2.3, 1.6)
 """Workers of prefill that a phase of long prompts keeps busy, and of decode that one of long outputs does: the first
 is too much for 2:2, the second for 3:1."""
 DOWN_S = 10.0
+FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
+"""From a worker's last sequence to its join in that role, where it is not measured here (flip.md)."""
 QUOTA, PERIOD_US = 0.25, 20_000
 """Of a core, for each worker: together half of two cores, so that a worker and not the host is the limit, and the
 coordinator and the client have the other half."""

@@ -20,8 +20,6 @@ from sim.trace import TraceRow
 
 EVERY_S = 5.0
 FLIP_EVERY_S = 1.0
-FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
-"""From a worker's last sequence to its join in that role, as measured (benchmarks/results/flip.md)."""
 
 
 @dataclass(frozen=True, slots=True)
