@@ -129,7 +129,7 @@ class Dispatcher:
         }
 
     def retry_after_s(self) -> float:
-        """Returns after how many seconds a refused client should try again: when half of the queue has gone."""
+        """Returns after how many seconds a refused client should try again: when half of the queue has drained."""
         return self.drain_rate.retry_after_s(self._queue.tokens / 2)
 
     def missing_role(self, *, decode: bool = True) -> Role | None:
@@ -282,9 +282,8 @@ class Dispatcher:
             each: (each.decode,) if self._prompts_on_decode(each) else each.pools for each in self._workers.classes
         }
         complete = {each for each, pools in needed.items() if all(pool.capacity() for pool in pools)}
-        if (
-            not complete and not self._queue.without_decode
-        ):  # a role is missing: a full queue takes long to scan in vain
+        # While a role is missing, only choices that need no decode worker may start: a full queue takes long to scan.
+        if not complete and not self._queue.without_decode:
             self._blocked = closed
             return placed
         overtaken = 0
