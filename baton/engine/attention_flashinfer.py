@@ -69,10 +69,8 @@ class FlashInferRows:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._config, self._block_size, self._dtype, self._device = config, block_size, dtype, device
-        new_mark, workspace = (
-            new_mark or marks_of(device),
-            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
-        )
+        new_mark = new_mark or marks_of(device)
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._turns: dict[int, deque[tuple[Any, Mark]]] = {
             window: deque((BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD"), new_mark()) for _ in range(_TURNS))
             for window in dict.fromkeys(config.windows)

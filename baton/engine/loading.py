@@ -85,8 +85,17 @@ def load_runner(
         if isinstance(config, GeneralConfig):
             check_options(options)
             module = transformers_model()
-            how = {"expert_parallel": options.expert_parallel, "kernels": kernels, "threads": options.threads}
-            load = partial(module.load, options.model_dir, longest, dtype, device, config.vocab_size, **how)
+            load = partial(
+                module.load,
+                options.model_dir,
+                longest,
+                dtype,
+                device,
+                config.vocab_size,
+                expert_parallel=options.expert_parallel,
+                kernels=kernels,
+                threads=options.threads,
+            )
             in_dtype = KVLayout(options.block_size, ())  # known when the model is loaded
             kernels_name = f"transformers {module.VERSION}, {kernels_name}"
         else:
