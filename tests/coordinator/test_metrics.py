@@ -321,7 +321,7 @@ def test_tenants_have_metrics_and_those_that_are_not_configured_share_a_label() 
     refused = made.request(Submission("r", (1, 2), 4, client=Client("acme", "acme")))
     refused.end(QuotaExceeded("no"))
     made.failure(QuotaExceeded("no"), "acme")
-    made.failure(WorkerLost("gone"), "acme", started=True)  # no refusal: it had started
+    made.failure(WorkerLost("killed"), "acme", started=True)  # no refusal: it had started
     made.failure(Cancelled("left"), "acme")
     samples = {
         (sample.name, sample.labels["tenant"]): sample.value
