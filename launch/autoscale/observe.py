@@ -39,7 +39,8 @@ class Autoscaler:
             document, metrics = get_cluster(self._url).document, get_metrics(self._url)
             sample = read_sample(document, metrics, self._policy.slo, time.monotonic())
         except (StartupError, KeyError, TypeError, ValueError) as error:
-            self._report(f"unchanged: {error}")
+            missing = "the coordinator does not report " if isinstance(error, KeyError) else ""
+            self._report(f"unchanged: {missing}{error}")
             return None if self.decision is None else self.decision.size
         self.sample, self.present = sample, sum(row["state"] != "lost" for row in document["workers"])
         self.roles = {worker.name: worker.role for worker in sample.workers}

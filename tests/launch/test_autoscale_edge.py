@@ -134,7 +134,7 @@ def test_a_coordinator_that_does_not_reply_changes_nothing_and_is_logged_once(co
     assert size is not None and size.prefill >= 1 and size.decode >= 1 and len(lines) == 1
     coordinator.handler.document = {"workers": [], "coordinator": {}}
     assert autoscaler.look() == size and autoscaler.look() == size
-    assert len(lines) == 2 and "unchanged" in lines[1]
+    assert len(lines) == 2 and "unchanged: the coordinator does not report 'admitted'" in lines[1]
     assert Autoscaler(POLICY, "http://127.0.0.1:1", lines.append).look() is None
 
 
