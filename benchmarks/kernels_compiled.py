@@ -46,8 +46,8 @@ from baton.engine.kernels.sampling import decide
 from baton.engine.kernels.symmetric_sum import SymmetricMemory, symmetric_sum
 from baton.engine.layers import Rotary
 from baton.engine.weights import Projection
-from baton.transfer.checksum import SPLITMIX
 from baton.transfer.device_kernels import add_mixed_words
+from baton.transfer.sections import SPLITMIX
 from benchmarks.kit import RESULTS, parser, report, table
 
 ARCHS = (80, 90, 100)

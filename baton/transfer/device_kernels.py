@@ -11,7 +11,7 @@ _BLOCKS = 8  # per program: fewer atomic additions
 
 
 def add_mixed_words(words: Tensor, out: Tensor, golden: int, mix_1: int, mix_2: int) -> None:
-    """Adds the mixed words (int32 [n]) to `out`, int64 [1]; checksum.py has the constants and a plain torch version."""
+    """Adds the mixed words (int32 [n]) to `out`, int64 [1]; sections.py has the constants and a plain torch version."""
     count = words.numel()
     _mix[triton.cdiv(count, _BLOCK * _BLOCKS),](
         words, out, count, GOLDEN=golden, MIX_1=mix_1, MIX_2=mix_2, BLOCK=_BLOCK, BLOCKS=_BLOCKS

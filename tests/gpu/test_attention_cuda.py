@@ -105,7 +105,7 @@ def test_sums_in_one_kernel_have_the_bits_of_the_plain_ones(shared: bool) -> Non
 
 @pytest.mark.parametrize("num_bytes", [4, 100_000, 4 << 20])
 def test_checksums_on_the_device_match_the_reference(num_bytes: int) -> None:
-    from baton.transfer.checksum import device_checksum, plain_device_checksum
+    from baton.transfer.sections import device_checksum, plain_device_checksum
 
     num_bytes = min(num_bytes, 200_000) if REHEARSAL else num_bytes
     buf = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)

@@ -13,9 +13,9 @@ import torch
 from baton.core.handover import Chunk, EdgeOpen, EdgeReady, Offer, Posted, chunk_identity
 from baton.core.request import SequenceId
 from baton.runtime.link import DialledLink, dial_link
-from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.sections import checksum
 from tests.support.builders import make_request
 from tests.support.limits import HANG_S
 from tests.support.nodes import DecodeNode, PrefillNode, pair

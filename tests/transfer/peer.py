@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from baton.core.errors import HandoffError
-from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
+from baton.transfer.sections import checksum
 
 
 def payload(num_bytes: int, seed: int) -> torch.Tensor:

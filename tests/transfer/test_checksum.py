@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
-from baton.transfer.checksum import device_checksum, plain_device_checksum
+from baton.transfer.sections import device_checksum, plain_device_checksum
 
 
 def buffer(num_bytes: int, seed: int = 1) -> torch.Tensor:

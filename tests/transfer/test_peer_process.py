@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
-from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore
+from baton.transfer.sections import checksum
 from tests.support.limits import Stall
 
 MakeSpec = Callable[..., EdgeSpec]

@@ -13,11 +13,10 @@ import torch
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer import sections
-from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_endpoint import LocalEndpoint
 from baton.transfer.gloo import GlooEdge
-from baton.transfer.sections import Packing, Storing
+from baton.transfer.sections import Packing, Storing, checksum
 from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.end_pair import BLOCK, LAYER_BYTES, LAYERS, PART, Pair, equal, pool

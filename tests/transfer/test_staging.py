@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.core.errors import HandoffError
 from baton.core.kv_layout import KV_DTYPE_BYTES, KVLayout, LayerKV
 from baton.transfer import staging
-from baton.transfer.checksum import checksum, checksum_parts
+from baton.transfer.sections import checksum, checksum_parts
 from baton.transfer.staging import Layers, PagedLayers, locate, pack, pack_layers
 from tests.support.paged import pack_tokens, unpack_tokens
 
