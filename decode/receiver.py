@@ -35,9 +35,8 @@ from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.runtime.event_log import EventLog
 from baton.runtime.streams import LinkLost, MessageStream
-from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge import EdgeSpec, edge_connect_s
 from baton.transfer.edge_endpoint import EdgeEndpoint, MakeEndpoint
-from baton.transfer.edge_kinds import edge_connect_s
 from baton.transfer.staging_room import StagingRoom
 from decode.handover import (
     AbortedByPeer,

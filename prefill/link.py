@@ -38,9 +38,8 @@ from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.runtime.link import DialledLink, dial_link
 from baton.runtime.streams import LinkLost
 from baton.runtime.tls import ClusterTls
-from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge import EdgeSpec, edge_connect_s, edge_prefix
 from baton.transfer.edge_endpoint import EdgeEndpoint, MakeEndpoint
-from baton.transfer.edge_kinds import edge_connect_s
 from prefill.handover import Wire
 
 log = logging.getLogger("baton.link")

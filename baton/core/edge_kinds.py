@@ -1,5 +1,5 @@
 """The backends that move the bytes of a worker's edges: the only list of them, read by the options, the plan of a
-cluster and the workers. Free of torch; baton.transfer.edge_kinds loads the chosen backend."""
+cluster and the workers. Free of torch; baton.transfer.edge loads the chosen backend."""
 
 from __future__ import annotations
 

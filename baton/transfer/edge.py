@@ -3,16 +3,21 @@
 An edge is a private two-rank group; it belongs to one thread, which calls `connect`, then `send` or `recv` one at a
 time, then `close`. Only `abort` may be called from elsewhere. An edge that has failed once is dead: both ends create a
 new one under the next generation, so a late byte of the old edge cannot arrive in the new one.
+
+`MakeEdge` of a kind of edge is loaded by its name in baton.core.edge_kinds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
+from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import HandoffError
 
 Side = Literal["prefill", "decode"]
@@ -111,3 +116,24 @@ def cut_buffer(spec: EdgeSpec, buf: Tensor, ends: Sequence[int]) -> list[Tensor]
     if ends[-1] != buf.numel() or any(start >= end for start, end in zip(starts, ends, strict=True)):
         raise spec.error(f"a buffer of {buf.numel()} bytes cannot have sections that end at {ends}")
     return [buf[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def make_edge(kind: str) -> MakeEdge:
+    make: MakeEdge = resolve_name(EDGE_KINDS[kind].edge)
+    return make
+
+
+def allocator(kind: str) -> Callable[[int, torch.device], Tensor]:
+    """Returns the function (bytes, device) -> staging buffer."""
+    allocate: Callable[[int, torch.device], Tensor] = resolve_name(EDGE_KINDS[kind].allocate)
+    return allocate
+
+
+def edge_connect_s(kind: str, operation_timeout_s: float) -> float:
+    """Returns the limit for connecting; the first NCCL communicator takes seconds to load and detect the topology."""
+    return max(EDGE_KINDS[kind].connect_s, operation_timeout_s)
+
+
+def buffer_device(kind: str, device: torch.device) -> torch.device:
+    """Returns the device of staging buffers; `device` is that of the blocks."""
+    return device if EDGE_KINDS[kind].beside_kv else torch.device("cpu")

@@ -19,8 +19,7 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.reshard import EdgePlan
 from baton.core.sections import SECTION_BYTES
-from baton.transfer.edge import EdgeSpec, Side
-from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
+from baton.transfer.edge import EdgeSpec, Side, allocator, buffer_device, make_edge
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.sections import Packing, Storing, device_checksum
 from baton.transfer.staging import Layers, PagedLayers, locate, pack, unpack

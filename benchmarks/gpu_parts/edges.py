@@ -25,9 +25,8 @@ import torch
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.sections import SECTION_BYTES, cut_sections
-from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge import EdgeSpec, allocator, buffer_device, edge_prefix, make_edge
 from baton.transfer.edge_endpoint import LocalEndpoint, LocalEndpoints, make_buffers
-from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.rendezvous import EdgeStore
 from benchmarks.gpu_parts.setting import DEVICE, QUICK, REHEARSAL, Checks, Failed, bar, check, synchronize

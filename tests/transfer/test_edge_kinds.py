@@ -13,8 +13,7 @@ from baton.core.edge_kinds import EDGE_KINDS, choose_edges
 from baton.core.errors import HandoffError, StartupError
 from baton.runtime.config import WorkerConfig
 from baton.transfer import interfaces, nccl
-from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_kinds import buffer_device, make_edge
+from baton.transfer.edge import EdgeSpec, buffer_device, make_edge
 from baton.transfer.nccl import NcclEdge
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
