@@ -14,19 +14,20 @@ operations get a timeout that never expires, and the deadlines of `send`, `recv`
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from ipaddress import ip_address
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, cut_buffer
-from baton.transfer.interfaces import interface_of
 from baton.transfer.rendezvous import Meeting
 from baton.transfer.shared_buffers import boot_id
 from baton.transfer.stream_pool import NCCL_PRIORITY, stream_pool
@@ -212,3 +213,56 @@ def edge_options(nccl: Any) -> Any:
 
 def _on_device(word: int | Tensor, device: torch.device) -> Tensor:
     return word if isinstance(word, Tensor) else torch.tensor([word], dtype=torch.int64, device=device)
+
+
+_IPV4_AT, _IPV6_AT = 4, 8  # of the address in sockaddr_in and sockaddr_in6
+
+
+class _IfAddrs(ctypes.Structure):
+    """`struct ifaddrs` of getifaddrs(3), as far as it is read."""
+
+
+_IfAddrs._fields_ = [
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def interface_of(host: str) -> str:
+    """Returns the name of the interface that has the address `host` (a numeric address or a name); empty for one that
+    stands for all interfaces, or that none has. A loopback address belongs to the loopback interface, whichever of
+    127.0.0.0/8 it is."""
+    try:
+        target = ip_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, ValueError):
+        return ""
+    if target.is_unspecified:
+        return ""
+    for name, address in interface_addresses():
+        candidate = ip_address(address)
+        if candidate == target or (target.is_loopback and candidate.is_loopback):
+            return name
+    return ""
+
+
+def interface_addresses() -> Iterator[tuple[str, str]]:
+    """Yields (interface, address) for each IPv4 and IPv6 address of this machine. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_IfAddrs)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "getifaddrs failed")
+    try:
+        entry = first
+        while entry:
+            here = entry.contents
+            if here.address:
+                family = ctypes.c_ushort.from_address(here.address).value
+                if family in (socket.AF_INET, socket.AF_INET6):
+                    at, size = (_IPV4_AT, 4) if family == socket.AF_INET else (_IPV6_AT, 16)
+                    raw = ctypes.string_at(here.address + at, size)
+                    yield here.name.decode(), socket.inet_ntop(family, raw)
+            entry = here.next
+    finally:
+        libc.freeifaddrs(first)
