@@ -37,7 +37,7 @@ from baton.runtime.event_log import EventLog
 from baton.runtime.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec, edge_connect_s
 from baton.transfer.edge_endpoint import EdgeEndpoint, MakeEndpoint
-from baton.transfer.staging_room import StagingRoom
+from baton.transfer.staging_buffers import StagingRoom
 from decode.handover import (
     AbortedByPeer,
     Action,

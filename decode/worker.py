@@ -26,7 +26,7 @@ from baton.runtime.token_file import read_token
 from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_endpoint import MakeEndpoint
 from baton.transfer.rendezvous import EdgeStore
-from baton.transfer.staging_room import StagingRoom
+from baton.transfer.staging_buffers import StagingRoom
 from decode.handover import Admission, Destination, HandOvers
 from decode.receiver import Receiver
 from decode.scheduler import DecodeScheduler

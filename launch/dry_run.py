@@ -28,8 +28,7 @@ from baton.engine.memory import default_budget, draft_share, unread_sizes
 from baton.engine.quantize import check_quantize
 from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.transfer.nccl import MAX_CTAS
-from baton.transfer.staging_buffers import kept_limit
-from baton.transfer.staging_room import check_staging
+from baton.transfer.staging_buffers import check_staging, kept_limit
 from launch.members import Programs
 from launch.plan import BATCHES, COORDINATOR, LOOPBACK, Plan, WorkerPart
 from launch.plan_checks import naming

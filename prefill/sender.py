@@ -27,7 +27,7 @@ from baton.runtime.event_log import EventLog
 from baton.runtime.streams import seen
 from baton.runtime.tls import ClusterTls
 from baton.transfer.edge_endpoint import MakeEndpoint
-from baton.transfer.staging_room import StagingRoom
+from baton.transfer.staging_buffers import StagingRoom
 from prefill.handover import (
     Aborted,
     Acknowledged,

@@ -26,8 +26,7 @@ from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
 from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_endpoint import MakeEndpoint
-from baton.transfer.staging_buffers import kept_limit
-from baton.transfer.staging_room import StagingRoom
+from baton.transfer.staging_buffers import StagingRoom, kept_limit
 from prefill.scheduler import PrefillScheduler
 from prefill.sender import Sender
 

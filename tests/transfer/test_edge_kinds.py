@@ -12,7 +12,7 @@ import torch
 from baton.core.edge_kinds import EDGE_KINDS, choose_edges
 from baton.core.errors import HandoffError, StartupError
 from baton.runtime.config import WorkerConfig
-from baton.transfer import interfaces, nccl
+from baton.transfer import nccl
 from baton.transfer.edge import EdgeSpec, buffer_device, make_edge
 from baton.transfer.nccl import NcclEdge
 
@@ -67,7 +67,7 @@ def test_nccl_listens_on_the_interface_of_the_workers_host(
     host: str, interface: str | None, family: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = [("lo", "127.0.0.1"), ("eth0", "10.0.0.5"), ("eth0", "fd00::7"), ("ib0", "10.1.2.3"), ("lo", "::1")]
-    monkeypatch.setattr(interfaces, "interface_addresses", lambda: iter(machine))
+    monkeypatch.setattr(nccl, "interface_addresses", lambda: iter(machine))
     monkeypatch.setattr(nccl.os, "environ", dict[str, str]())
     nccl.configure_nccl(host)
     assert nccl.os.environ.get("NCCL_SOCKET_IFNAME") == interface
@@ -101,8 +101,8 @@ def test_gpus_are_named_as_nccl_compares_them(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_interfaces_of_this_machine_are_found() -> None:
-    assert ("lo", "127.0.0.1") in interfaces.interface_addresses()
-    assert interfaces.interface_of("127.0.0.1") == "lo"
+    assert ("lo", "127.0.0.1") in nccl.interface_addresses()
+    assert nccl.interface_of("127.0.0.1") == "lo"
 
 
 def test_the_watchdog_cannot_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout, LayerKV
-from baton.transfer.staging_room import StagingRoom
+from baton.transfer.staging_buffers import StagingRoom
 
 LAYOUT = KVLayout(1, (LayerKV(1, 1, "bfloat16"),))
 
