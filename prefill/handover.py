@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton.core.commands import Target
+from baton.core.edge_orders import early_layers
 from baton.core.errors import BatonError, HandoffError, InvariantError, KVCorrupt
 from baton.core.events import HandedOver, Parked, StageStamps
 from baton.core.handover import AbortTransfer, Accept, Chunk, Offer, Refuse
 from baton.core.kv_layout import KVLayout
 from baton.core.machine import Table, handle, ignore, to
 from baton.core.reshard import EdgeKey, EdgePlan
-from baton.core.sections import early_layers
 from baton.core.sequence import Sequence
 from baton.core.window import Window
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 from baton.core.codes import ErrorCode
 from baton.core.commands import Assign, Command, Join, Prefill, Target
 from baton.core.compatibility import Compatibility
+from baton.core.edge_orders import early_layers
 from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents
 from baton.core.handles import verify
 from baton.core.handover import LinkHello
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import SequenceId
-from baton.core.sections import early_layers
 from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.runner import Runner

@@ -15,7 +15,7 @@ from typing import Any
 from baton.core.codes import ErrorCode
 from baton.core.commands import Assign, Command, Join, Prefill, Role, Target
 from baton.core.compatibility import Compatibility
-from baton.core.edge_orders import part_of
+from baton.core.edge_orders import early_layers, part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
 from baton.core.events import HandedOver, Load, Parked, StepEvents
 from baton.core.handles import verify
@@ -36,7 +36,6 @@ from baton.core.handover import (
 from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
-from baton.core.sections import early_layers
 from baton.core.sequence import Sequence
 from baton.core.step import Row, StepOutcome, StepPlan
 from prefill.handover import (

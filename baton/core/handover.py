@@ -3,7 +3,7 @@
 Order of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. The sender
 announces a chunk before it packs it. Nothing is sent before Posted, and at most one operation is in flight on an edge,
 so no wait depends on another edge. Chunks are sent in token order, and chunks of the same tokens in layer order. The
-bytes are sent in sections (baton.core.sections), each followed by its checksum over `chunk_identity`, its layers and
+bytes are sent in sections (baton.core.edge_orders), each followed by its checksum over `chunk_identity`, its layers and
 its bytes. The last chunk carries the first token. Either side may send AbortTransfer at any time; a posted chunk is
 still sent (or the edge torn down), so a posted receive never waits for ever.
 """

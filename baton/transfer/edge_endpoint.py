@@ -15,10 +15,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from baton.core.edge_orders import Part
+from baton.core.edge_orders import SECTION_BYTES, Part
 from baton.core.errors import HandoffError
 from baton.core.reshard import EdgePlan
-from baton.core.sections import SECTION_BYTES
 from baton.transfer.edge import EdgeSpec, Side, allocator, buffer_device, make_edge
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.sections import Packing, Storing, device_checksum

@@ -1,4 +1,4 @@
-"""One part of a chunk at one end of an edge, section by section (baton.core.sections): `Packing` at the sender,
+"""One part of a chunk at one end of an edge, section by section (baton.core.edge_orders): `Packing` at the sender,
 `Storing` at the receiver. Both run on the edge's thread, while the bytes of other sections are transferred.
 
 With buffers in host memory a section is checked and stored as soon as it has arrived. With buffers on a GPU nothing
@@ -24,9 +24,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from baton.core.edge_orders import Part
+from baton.core.edge_orders import Part, Section, cut_sections
 from baton.core.errors import HandoffError, InvariantError
-from baton.core.sections import Section, cut_sections
 from baton.transfer.edge import Word
 from baton.transfer.staging import PagedLayers, TokenSlots, locate, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from baton.core.edge_orders import Part
+from baton.core.edge_orders import SECTION_BYTES, Part, cut_sections
 from baton.core.errors import HandoffError
-from baton.core.sections import SECTION_BYTES, cut_sections
 from baton.transfer.edge import EdgeSpec, allocator, buffer_device, edge_prefix, make_edge
 from baton.transfer.edge_endpoint import LocalEndpoint, LocalEndpoints, make_buffers
 from baton.transfer.nccl import configure_nccl

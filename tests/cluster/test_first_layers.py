@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.sections import SECTION_BYTES
+from baton.core.edge_orders import SECTION_BYTES
 from baton.engine.kernels.build import processor_levels
 from baton.runtime.event_log import VARIABLE as EVENT_LOG
 from tests.support.checkpoints import make_checkpoint

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.sections import Section, cut_sections, early_layers
+from baton.core.edge_orders import Section, cut_sections, early_layers
 
 LAYERS = st.lists(st.integers(1, 1000), min_size=1, max_size=80)
 
