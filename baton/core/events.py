@@ -172,7 +172,7 @@ class GpuUsage:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheEvents:
-    """Hints (the first bytes of keys, `baton.core.prefix_keys`) of full blocks that became or stopped being reusable at
+    """Hints (the first bytes of keys, `baton.core.blocks`) of full blocks that became or stopped being reusable at
     a worker. `cleared`: hints reported before are no longer valid."""
 
     stored: tuple[bytes, ...] = ()

@@ -1,6 +1,6 @@
 """KV blocks kept after use because a later request may begin with the same tokens.
 
-A full block is stored under its key (baton.core.prefix_keys) while its sequence still runs; from then on the cache is
+A full block is stored under its key (baton.core.blocks) while its sequence still runs; from then on the cache is
 one of its holders, and the block is never written again. A request that begins with the same tokens holds the same
 blocks. When its other holders have released a block it is idle: it counts as free and is evicted on demand, longest
 idle first. The cache therefore uses only memory that is otherwise free, and has no size to configure.
@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from baton.core.blocks import BlockTable, Holder
+from baton.core.blocks import HINT_BYTES, BlockTable, Holder, KeyChain
 from baton.core.errors import InvariantError
 from baton.core.events import KVCacheEvents
-from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.window import Window

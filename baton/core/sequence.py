@@ -18,10 +18,10 @@ from enum import Enum
 from operator import add
 from typing import Any
 
+from baton.core.blocks import KeyChain
 from baton.core.errors import InvariantError
 from baton.core.events import SpeculationCounters, StageStamps, TokenEvent
 from baton.core.machine import Table, handle, to
-from baton.core.prefix_keys import KeyChain
 from baton.core.request import FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
 from baton.core.step import History, Row
 

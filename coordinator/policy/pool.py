@@ -31,7 +31,7 @@ ORDER_BITS, RUNNING_SHIFT = 24, 72
 """Layout of a rank: the low ORDER_BITS are the position by name; running sequences (decode) start at RUNNING_SHIFT."""
 _ORDER_MASK = (1 << ORDER_BITS) - 1
 _BITS = bytes.maketrans(b"01", b"\0\1")
-# Hints (baton.core.prefix_keys) of a request's full blocks, by block size, which may differ between the two pools.
+# Hints (baton.core.blocks) of a request's full blocks, by block size, which may differ between the two pools.
 Prefix = Mapping[int, tuple[bytes, ...]]
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from baton.core.blocks import HINT_BYTES, KeyChain
 from baton.core.codes import ErrorCode
 from baton.core.commands import Abort, ReleaseRecords, Role, TrackedSequence
 from baton.core.errors import (
@@ -38,7 +39,6 @@ from baton.core.errors import (
 )
 from baton.core.events import StepEvents, TokenEvent
 from baton.core.machine import Table, Transition, handle, ignore, to
-from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from coordinator.policy.actions import (
     Action,

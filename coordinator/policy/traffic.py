@@ -16,9 +16,9 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 
+from baton.core.blocks import KeyChain
 from baton.core.errors import InvalidRequest
 from baton.core.names import name_error
-from baton.core.prefix_keys import KeyChain
 from baton.core.request import GenerateRequest
 
 WHOLE = 100.0

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from baton.core.blocks import HINT_BYTES, KeyChain
 from baton.core.commands import Join, Role
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.prefix_cache import KeptBlocks
-from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SamplingParams, SequenceId
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import Dispatcher

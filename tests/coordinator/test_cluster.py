@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from baton.core.blocks import HINT_BYTES, KeyChain
 from baton.core.commands import Abort, Assign, Prefill
 from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
 from baton.core.events import KVCacheEvents, StepEvents
 from baton.core.handles import verify
-from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from tests.support.builders import make_facts
 from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until

@@ -7,11 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.core.blocks import BlockTable, Holder
+from baton.core.blocks import HINT_BYTES, BlockTable, Holder, KeyChain
 from baton.core.errors import InvariantError
 from baton.core.events import KVCacheEvents
 from baton.core.prefix_cache import CACHE, PrefixCache
-from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import SequenceId
 
 SEQ_A, SEQ_B = Holder("sequence", SequenceId("a")), Holder("sequence", SequenceId("b"))

@@ -92,7 +92,7 @@ FAULTS = (
     ),
     Fault("coordinator/http/app.py", "await asyncio.sleep(0)", "pass", "tests/coordinator/test_several_prompts.py"),
     # Security, by the rows of docs/security.md.
-    Fault("baton/core/prefix_keys.py", "import struct\n", "import pickle  # S-1\nimport struct\n", "tests/arch"),
+    Fault("baton/core/blocks.py", "import struct\n", "import pickle  # S-1\nimport struct\n", "tests/arch"),
     Fault(
         "baton/runtime/json_body.py",
         "        return json.loads(text, ",
@@ -159,13 +159,13 @@ FAULTS = (
     ),
     Fault("coordinator/api_keys.py", "if hmac.compare_digest(digest, known)]", "if digest == known]", T_KEYS),
     Fault(
-        "baton/core/prefix_keys.py",
+        "baton/core/blocks.py",
         "(model_digest, tenant, salt, adapter)",
         "(model_digest, salt, adapter)",
         "tests/core/test_prefix_cache.py",
     ),
     Fault(
-        "baton/core/prefix_keys.py",
+        "baton/core/blocks.py",
         "(model_digest, tenant, salt, adapter)",
         "(model_digest, tenant, salt)",
         "tests/core/test_prefix_cache.py",
@@ -201,7 +201,7 @@ FAULTS = (
         T_SECURITY,
     ),
     Fault(
-        "baton/core/prefix_keys.py",
+        "baton/core/blocks.py",
         "hashlib.blake2b(before + packed",
         "hashlib.blake2b(packed",
         "tests/core/test_prefix_cache.py",

@@ -184,7 +184,7 @@ BUGS = (
     bug(
         "prefix of another tenant",
         2,
-        "baton/core/prefix_keys.py",
+        "baton/core/blocks.py",
         "for part in map(str.encode, (model_digest, tenant, salt, adapter)):",
         "for part in map(str.encode, (model_digest, salt, adapter)):",
     ),
