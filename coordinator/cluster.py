@@ -32,7 +32,7 @@ from baton.core.commands import (
 )
 from baton.core.errors import InvalidRequest, InvariantError, JoinRefused, ProtocolError, Unavailable
 from baton.core.events import StepEvents
-from baton.core.handles import Handle, sign
+from baton.core.handover import Handle, sign
 from baton.core.liveness import MAX_LEASE_GAP_S, ListeningClock
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from baton.runtime.cluster_token import FLAG, check_token

@@ -29,8 +29,19 @@ from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.edge_orders import Part, part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
 from baton.core.events import SequenceEnded
-from baton.core.handles import SpentHandles, verify
-from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, FromDecode, Offer, Posted, Refuse
+from baton.core.handover import (
+    AbortTransfer,
+    Accept,
+    Ack,
+    Chunk,
+    EdgeReady,
+    FromDecode,
+    Offer,
+    Posted,
+    Refuse,
+    SpentHandles,
+    verify,
+)
 from baton.core.kv_layout import KVLayout
 from baton.core.machine import Table, handle, ignore, to
 from baton.core.request import SequenceId, TokenLogprob

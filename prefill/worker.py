@@ -13,8 +13,7 @@ from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import early_layers
 from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents
-from baton.core.handles import verify
-from baton.core.handover import LinkHello
+from baton.core.handover import LinkHello, verify
 from baton.core.prefix_cache import KeptBlocks
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence

@@ -26,7 +26,7 @@ from baton.core.commands import (
 )
 from baton.core.errors import InvalidRequest, InvariantError, JoinRefused, NotFound, Unavailable
 from baton.core.events import StepEvents
-from baton.core.handles import Handle, sign
+from baton.core.handover import Handle, sign
 from baton.core.liveness import MAX_LEASE_GAP_S, ListeningClock
 from baton.core.request import ChoiceId, SequenceId
 from coordinator.policy.actions import (

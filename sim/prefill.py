@@ -18,7 +18,6 @@ from baton.core.compatibility import Compatibility
 from baton.core.edge_orders import early_layers, part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
 from baton.core.events import HandedOver, Load, Parked, StepEvents
-from baton.core.handles import verify
 from baton.core.handover import (
     AbortTransfer,
     Accept,
@@ -32,6 +31,7 @@ from baton.core.handover import (
     Ping,
     Posted,
     Refuse,
+    verify,
 )
 from baton.core.liveness import PING_EVERY_S, PING_LIMIT_S
 from baton.core.request import SequenceId

@@ -7,7 +7,7 @@ from typing import Literal
 
 from baton.core.compatibility import Compatibility
 from baton.core.events import GpuUsage, Load
-from baton.core.handles import Handle
+from baton.core.handover import Handle
 from baton.core.request import GenerateRequest, SequenceId
 
 Role = Literal["prefill", "decode"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from baton.core import commands, compatibility, events, handles, handover, kv_layout, request
+from baton.core import commands, compatibility, events, handover, kv_layout, request
 from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
@@ -26,7 +26,7 @@ _CODES = {code: types_pb2.ErrorCode.Value(f"ERROR_CODE_{code.name}") for code in
 _CODE_OF = {number: code for code, number in _CODES.items()}
 
 _FILES = (types_pb2, worker_pb2, kv_pb2)
-_MODULES = (commands, compatibility, events, handles, handover, kv_layout, request)
+_MODULES = (commands, compatibility, events, handover, kv_layout, request)
 _RENAMED = {"LayerLayout": kv_layout.LayerKV, "SequenceRequest": request.GenerateRequest}
 
 

@@ -15,8 +15,7 @@ import pytest
 
 from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError
-from baton.core.handles import Handle, sign
-from baton.core.handover import Accept, LinkHello, Offer, Refuse
+from baton.core.handover import Accept, Handle, LinkHello, Offer, Refuse, sign
 from baton.core.request import GenerateRequest, SequenceId
 from baton.runtime.link import DialledLink, dial_link
 from tests.support.checkpoints import make_checkpoint

@@ -10,7 +10,7 @@ from baton.core.blocks import HINT_BYTES, KeyChain
 from baton.core.commands import Abort, Assign, Prefill
 from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
 from baton.core.events import KVCacheEvents, StepEvents
-from baton.core.handles import verify
+from baton.core.handover import verify
 from tests.support.builders import make_facts
 from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import StaleHandle
-from baton.core.handles import Handle, SpentHandles, sign, verify
+from baton.core.handover import Handle, SpentHandles, sign, verify
 from baton.core.request import SequenceId
 from tests.support.builders import make_handle
 

@@ -11,8 +11,7 @@ import pytest
 
 from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import InvariantError
-from baton.core.handles import Handle, sign
-from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Offer, Refuse
+from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Handle, Offer, Refuse, sign
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
 from baton.core.sequence import Sequence, State

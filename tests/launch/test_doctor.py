@@ -20,7 +20,7 @@ from rich.console import Console
 from baton.core.commands import Drain, Prefill, Welcome
 from baton.core.errors import HandoffError, JoinRefused
 from baton.core.events import HandedOver, Parked, SequenceEnded, StageStamps, StepEvents
-from baton.core.handles import verify
+from baton.core.handover import verify
 from baton.runtime.options import read_config_file
 from coordinator.policy.pool import Pool, Worker
 from launch.doctor.findings import Finding, print_verdict

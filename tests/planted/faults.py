@@ -118,8 +118,8 @@ FAULTS = (
         "tests/coordinator/test_http_body.py",
     ),
     Fault("coordinator/openai/validation.py", "            elif name not in served:", "            elif False:", T_BAD),
-    Fault("baton/core/handles.py", "    if not signed:", "    if False:", "tests/core/test_handles.py"),
-    Fault("baton/core/handles.py", "        if claimed != true:", "        if False:", "tests/core/test_handles.py"),
+    Fault("baton/core/handover.py", "    if not signed:", "    if False:", "tests/core/test_handles.py"),
+    Fault("baton/core/handover.py", "        if claimed != true:", "        if False:", "tests/core/test_handles.py"),
     Fault(
         "decode/worker.py",
         '            raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None',
@@ -393,9 +393,9 @@ FAULTS = (
         "                pass",
         "tests/runtime/test_worker_loop.py",
     ),
-    Fault("baton/core/handles.py", "if now_ms >= handle.expires_ms:", "if False:", "tests/core/test_handles.py"),
+    Fault("baton/core/handover.py", "if now_ms >= handle.expires_ms:", "if False:", "tests/core/test_handles.py"),
     Fault(
-        "baton/core/handles.py",
+        "baton/core/handover.py",
         "        self._until[handle.signature] = handle.expires_ms\n",
         "",
         "tests/core/test_handles.py",

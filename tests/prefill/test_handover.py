@@ -11,8 +11,7 @@ import pytest
 from baton.core.codes import ErrorCode
 from baton.core.commands import Target
 from baton.core.errors import HandoffError, InvariantError, KVCorrupt
-from baton.core.handles import Handle
-from baton.core.handover import Accept, Refuse
+from baton.core.handover import Accept, Handle, Refuse
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgePlan, reshard_layout
 from baton.core.sequence import Prefilled, Sequence, Started, State

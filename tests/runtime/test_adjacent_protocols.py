@@ -31,7 +31,7 @@ from baton.core.events import (
     StepEvents,
     TokenEvent,
 )
-from baton.core.handles import Handle
+from baton.core.handover import Handle
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenBias, TokenLogprob
 from baton.runtime import codec

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core import commands, handles, handover, kv_layout, request
+from baton.core import commands, handover, kv_layout, request
 from baton.core.codes import ErrorCode
 from baton.core.errors import InvalidRequest
 from baton.runtime import codec
@@ -256,5 +256,5 @@ def test_a_negative_duration_is_read_as_zero() -> None:
 
 
 def test_every_core_message_class_has_a_wire_message() -> None:
-    defined = {c for m in (commands, handles, handover, kv_layout) for c in vars(m).values() if is_dataclass(c)}
+    defined = {c for m in (commands, handover, kv_layout) for c in vars(m).values() if is_dataclass(c)}
     assert {c for c in defined if c.__module__.startswith("baton.core.")} <= set(WIRE)

@@ -11,8 +11,7 @@ from baton.core.blocks import Holder
 from baton.core.commands import Join, Role
 from baton.core.compatibility import PROTOCOL_VERSION, Compatibility
 from baton.core.events import SequenceEnded, StepEvents, TokenEvent
-from baton.core.handles import Handle
-from baton.core.handover import Chunk
+from baton.core.handover import Chunk, Handle
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, Pooling, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan

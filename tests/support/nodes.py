@@ -18,7 +18,7 @@ import torch
 from baton.core.commands import Abort, Assign, Prefill, Target, Welcome
 from baton.core.compatibility import Compatibility
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
-from baton.core.handles import Handle, sign
+from baton.core.handover import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId
 from baton.runtime.config import WorkerConfig
 from baton.runtime.link import serve_links
