@@ -35,8 +35,7 @@ from baton.core.handover import (
 from baton.core.liveness import LEASE_CHECK_S, MAX_READ_GAP_S, PING_EVERY_S, PING_LIMIT_S, ListeningClock
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
-from baton.runtime.link import DialledLink, dial_link
-from baton.runtime.streams import LinkLost
+from baton.runtime.streams import DialledLink, LinkLost, dial_link
 from baton.runtime.tls import ClusterTls
 from baton.transfer.edge import EdgeSpec, edge_connect_s, edge_prefix
 from baton.transfer.edge_endpoint import EdgeEndpoint, MakeEndpoint

@@ -17,7 +17,7 @@ from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError
 from baton.core.handover import Accept, Handle, LinkHello, Offer, Refuse, sign
 from baton.core.request import GenerateRequest, SequenceId
-from baton.runtime.link import DialledLink, dial_link
+from baton.runtime.streams import DialledLink, dial_link
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_workers import Bench, Reader, bench
 from tests.support.jobs import Workers, workers

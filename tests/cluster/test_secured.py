@@ -15,8 +15,7 @@ import openai
 import pytest
 
 from baton.core.errors import BatonError
-from baton.runtime.link import dial_link
-from baton.runtime.streams import LinkLost
+from baton.runtime.streams import LinkLost, dial_link
 from baton.runtime.tls_files import read_cluster_tls
 from launch.certificates import make_certificates
 from tests.runtime.test_streams import HELLO

@@ -12,7 +12,7 @@ import torch
 from baton.core.errors import HandoffError
 from baton.core.handover import AbortTransfer, Accept, Ack, EdgeOpen, EdgeReady, Ping, Posted, Refuse
 from baton.core.request import SequenceId
-from baton.runtime.link import dial_link
+from baton.runtime.streams import dial_link
 from tests.support.nodes import pair, until
 from tests.support.prefill_peer import TOKENS, R, peer
 

@@ -13,7 +13,7 @@ import pytest
 from baton.core.errors import HandoffError
 from baton.core.handover import AbortTransfer, EdgeReady, Ping, Posted
 from baton.core.request import SequenceId
-from baton.runtime.link import dial_link
+from baton.runtime.streams import dial_link
 from baton.transfer import sections
 from decode import receiver
 from prefill import link

@@ -13,7 +13,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import InvariantError
 from baton.core.handover import AbortTransfer, Accept, Offer, Posted, Refuse
 from baton.core.request import SequenceId
-from baton.runtime.link import dial_link
+from baton.runtime.streams import dial_link
 from tests.support.builders import make_request
 from tests.support.nodes import VOCAB_SIZE, DecodeNode, PrefillNode, pair, until
 from tests.support.prefill_peer import TOKENS, Peer, R, peer

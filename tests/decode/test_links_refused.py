@@ -13,7 +13,7 @@ from baton.core import reshard
 from baton.core.errors import BatonError
 from baton.core.request import SequenceId
 from baton.core.reshard import shared_gpu
-from baton.runtime.link import dial_link
+from baton.runtime.streams import dial_link
 from tests.support.builders import make_layout, make_request
 from tests.support.limits import HANG_S, Stall
 from tests.support.misfits import MISFITS, REFUSED_WITHIN_S, changed

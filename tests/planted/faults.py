@@ -106,7 +106,7 @@ FAULTS = (
         T_SECURITY,
     ),
     Fault(
-        "baton/runtime/link.py",
+        "baton/runtime/streams.py",
         'open_port(server, host, port, "link"',
         'open_port(server, "0.0.0.0", port, "link"',
         T_SECURITY,

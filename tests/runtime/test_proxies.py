@@ -14,8 +14,7 @@ from baton.core.commands import Welcome
 from baton.core.errors import NotFound
 from baton.core.handover import LinkHello
 from baton.runtime.admin import drain_worker
-from baton.runtime.link import dial_link
-from baton.runtime.streams import LinkLost, MessageStream, dial
+from baton.runtime.streams import LinkLost, MessageStream, dial, dial_link
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control

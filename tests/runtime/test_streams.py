@@ -13,8 +13,7 @@ import pytest
 from baton.core.errors import BatonError, HandoffError
 from baton.core.handover import LinkHello, LinkWelcome, Ping, Posted
 from baton.core.request import SequenceId
-from baton.runtime.link import LinkHandler, dial_link, serve_links
-from baton.runtime.streams import LinkLost, MessageStream
+from baton.runtime.streams import LinkHandler, LinkLost, MessageStream, dial_link, serve_links
 from tests.support.builders import make_facts
 
 HELLO = LinkHello("p0", 1, "run", make_facts(), 1)

@@ -22,8 +22,7 @@ from baton.core.errors import BatonError, NotFound, StartupError, Unavailable
 from baton.core.handover import LinkHello, Ping
 from baton.runtime.admin import drain_worker
 from baton.runtime.config import WorkerConfig
-from baton.runtime.link import dial_link, serve_links
-from baton.runtime.streams import LinkLost, MessageStream, dial
+from baton.runtime.streams import LinkLost, MessageStream, dial, dial_link, serve_links
 from baton.runtime.tls import ROLES, ClusterTls
 from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.worker_main import with_certificates

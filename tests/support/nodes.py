@@ -21,7 +21,7 @@ from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, Tok
 from baton.core.handover import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId
 from baton.runtime.config import WorkerConfig
-from baton.runtime.link import serve_links
+from baton.runtime.streams import serve_links
 from decode.worker import DecodeWorker
 from prefill.link import Link
 from prefill.worker import PrefillWorker

@@ -12,7 +12,7 @@ import torch
 
 from baton.core.handover import Chunk, EdgeOpen, EdgeReady, Offer, Posted, chunk_identity
 from baton.core.request import SequenceId
-from baton.runtime.link import DialledLink, dial_link
+from baton.runtime.streams import DialledLink, dial_link
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.sections import checksum
