@@ -20,9 +20,8 @@ from google.protobuf.message import Message
 
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest, Unauthenticated
 from baton.runtime import status
-from baton.runtime.first_message import parsed
+from baton.runtime.first_message import parsed, unknown_fields
 from baton.runtime.ignored_fields import as_header
-from baton.runtime.unknown_fields import unknown_fields
 from baton.v1 import inference_pb2 as pb
 from coordinator.api_keys import ApiKeys
 from coordinator.grpc.calls import abort, refuse, sent_value, sent_with, write

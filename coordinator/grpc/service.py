@@ -30,11 +30,10 @@ from baton.core.sampling_limits import (
     check_count,
 )
 from baton.runtime import codec, health, status
-from baton.runtime.first_message import FirstMessage, parsed
+from baton.runtime.first_message import FirstMessage, parsed, unknown_fields
 from baton.runtime.ignored_fields import as_header
 from baton.runtime.ports import SHARED_PORTS, open_port
 from baton.runtime.streams import SERVER_OPTIONS
-from baton.runtime.unknown_fields import unknown_fields
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys

@@ -116,7 +116,7 @@ def test_all_imports_follow_the_tables() -> None:
         ("baton/engine/model.py", "from torch.distributed import ProcessGroup"),
         ("baton/engine/model.py", "from torch import distributed"),
         ("baton/engine/model.py", "from baton.runtime.streams import LinkLost"),
-        ("baton/transfer/edge.py", "from baton.runtime import link"),
+        ("baton/transfer/edge.py", "from baton.runtime import streams"),
         ("baton/runtime/streams.py", "import msgpack"),
         ("coordinator/pipeline.py", "from baton.v1 import kv_pb2"),
         ("coordinator/pipeline.py", "import starlette"),

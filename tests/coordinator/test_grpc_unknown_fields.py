@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.runtime.unknown_fields import MAX_BYTES, unknown_fields
+from baton.runtime.first_message import MAX_UNKNOWN_BYTES, unknown_fields
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
 from coordinator.grpc.service import SERVICE
@@ -74,6 +74,6 @@ async def test_strict_fields_refuses_them(generator: FakeGenerator, text_model: 
     assert len(generator.submissions) == 1
 
 
-@pytest.mark.parametrize(("count", "named"), [(1, {"127"}), (MAX_BYTES // 3, {"127"}), (300_000, {"..."})])
+@pytest.mark.parametrize(("count", "named"), [(1, {"127"}), (MAX_UNKNOWN_BYTES // 3, {"127"}), (300_000, {"..."})])
 def test_unknown_fields_that_would_take_long_to_list_are_not_listed(count: int, named: set[str]) -> None:
     assert unknown_fields(pb.GenerateRequest.FromString(NEWER * count)) == named
