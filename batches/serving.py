@@ -27,8 +27,7 @@ from baton.runtime.batches_access import access_key
 from baton.runtime.child import NICE
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import BatchesConfig
-from baton.runtime.ports import bind
-from baton.runtime.ready_file import write_ready_file
+from baton.runtime.ports import bind, write_ready_file
 from baton.runtime.token_file import read_token
 
 log = logging.getLogger("baton.batches")

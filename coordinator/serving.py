@@ -23,8 +23,7 @@ from baton.runtime.cluster_token import check_listening, on_loopback
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.loop_watch import LoopWatch
 from baton.runtime.model_source import resolve_model, served_name
-from baton.runtime.ports import bind, share
-from baton.runtime.ready_file import write_ready_file
+from baton.runtime.ports import bind, share, write_ready_file
 from baton.runtime.tls_files import read_cluster_tls
 from baton.runtime.token_file import read_token
 from coordinator.adapters import add_adapters

@@ -1,11 +1,17 @@
-"""Opens ports, and checks whether one is free: gRPC does not report why opening one fails."""
+"""Opens ports, checks whether one is free, since gRPC does not report why opening one fails, and tells the launcher
+which were opened.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import os
 import random
 import socket
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.core.errors import StartupError
@@ -117,3 +123,15 @@ def check_free(host: str, port: int, flag: str, port_name: str = "") -> None:
             host_flag = "--control-host" if flag.startswith(("--control", "--admin")) else "--host"
             reason += f"; {host_flag} must be an address of this machine"
         raise StartupError(f"{named} ({flag}) cannot be used: {reason}") from None
+
+
+def write_ready_file(path: str, addresses: Mapping[str, str]) -> None:
+    """Writes the file atomically, for its readers; does nothing without a path. Raises StartupError."""
+    if not path:
+        return
+    temporary = Path(path).with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps(addresses))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StartupError(f"--ready-file {path}: {error.strerror or error}") from None

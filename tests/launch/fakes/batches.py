@@ -6,8 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+from baton.runtime.ports import write_ready_file
 from baton.runtime.process import die_with_parent
-from baton.runtime.ready_file import write_ready_file
 
 
 def main() -> None:
