@@ -31,9 +31,8 @@ from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
-from baton.core.output_log import OutputLog
+from baton.core.output_log import OutputLog, reconcile
 from baton.core.prefix_cache import KeptBlocks
-from baton.core.reconcile import reconcile
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.step import StepOutcome, StepPlan

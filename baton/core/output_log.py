@@ -1,13 +1,19 @@
 """What a worker has reported about each sequence, kept until the coordinator has it: a broken stream loses nothing.
 
 After a redial the coordinator sends its next index per sequence, and the worker resends everything from there on.
+
+What a worker does with its sequences when its session is established again: pure.
+
+The coordinator's welcome lists the sequences that it tracks at the worker, as of some moment after the join. Meanwhile
+the worker may have received more over a link, and may have ended some of those listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from baton.core.codes import ErrorCode
 from baton.core.commands import TrackedSequence
 from baton.core.errors import InvariantError
 from baton.core.events import HandedOver, Parked, SequenceEnded, SpeculationCounters, StepEvents, TokenEvent
@@ -123,3 +129,33 @@ class OutputLog:
 
     def clear(self) -> None:
         self._records.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciled:
+    """Send `resend` and then report `unknown`; end every sequence that is not in `keep`."""
+
+    resend: StepEvents
+    unknown: tuple[SequenceEnded, ...]
+    keep: frozenset[SequenceId]
+
+
+def reconcile(
+    tracked: Collection[TrackedSequence],
+    before_join: Collection[SequenceId],
+    present: Collection[SequenceId],
+    log: OutputLog,
+) -> Reconciled:
+    """Compares the coordinator's list with the worker's sequences. `before_join` are the sequences that were present or
+    logged before the join: one that is not in it arrived later, from which on the coordinator assigns work, and the
+    welcome, which may have been written earlier, does not list it."""
+    listed = {t.sequence for t in tracked}
+    new = {*present, *log.sequences()}.difference(before_join, listed)
+    resend = log.since((*tracked, *(TrackedSequence(sequence, 0) for sequence in sorted(new))))
+    here = set(present)
+    unknown = tuple(
+        SequenceEnded(t.sequence, "error", ErrorCode.UNKNOWN_SEQUENCE, "this worker has no such sequence")
+        for t in tracked
+        if t.here and t.sequence not in here and not log.done(t.sequence)
+    )
+    return Reconciled(resend, unknown, frozenset(new | listed))

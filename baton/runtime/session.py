@@ -39,8 +39,7 @@ from baton.core.commands import (
 from baton.core.errors import BatonError, InvalidRequest, JoinRefused, ProtocolError
 from baton.core.events import GpuUsage, Load, StepEvents, in_parts
 from baton.core.liveness import KEEP_SEQUENCES_S, LEASE_CHECK_S
-from baton.core.output_log import OutputLog
-from baton.core.reconcile import reconcile
+from baton.core.output_log import OutputLog, reconcile
 from baton.core.request import SequenceId
 from baton.runtime.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
 from baton.runtime.tls import ClusterTls

@@ -5,8 +5,7 @@ from __future__ import annotations
 from baton.core.codes import ErrorCode
 from baton.core.commands import TrackedSequence
 from baton.core.events import SequenceEnded, StepEvents, TokenEvent
-from baton.core.output_log import OutputLog
-from baton.core.reconcile import reconcile
+from baton.core.output_log import OutputLog, reconcile
 from baton.core.request import SequenceId
 
 OLD, TRACKED, LATE = SequenceId("old"), SequenceId("tracked"), SequenceId("late")

@@ -18,7 +18,7 @@ P_SCHEDULER, P_HANDOVER, D_SCHEDULER, D_HANDOVER = (
     "decode/scheduler.py",
     "decode/handover.py",
 )
-LOG, RECONCILE, SEQUENCE = "baton/core/output_log.py", "baton/core/reconcile.py", "baton/core/sequence.py"
+LOG, RECONCILE, SEQUENCE = "baton/core/output_log.py", "baton/core/output_log.py", "baton/core/sequence.py"
 
 
 @dataclass(frozen=True)
