@@ -24,10 +24,10 @@ from batches.store import FLAG, BatchStore
 from baton.core.errors import StartupError
 from baton.core.names import host_port
 from baton.runtime.batches_access import access_key
-from baton.runtime.child import NICE
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import BatchesConfig
 from baton.runtime.ports import bind, write_ready_file
+from baton.runtime.process import NICE
 from baton.runtime.token_file import read_token
 
 log = logging.getLogger("baton.batches")

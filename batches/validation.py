@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 from batches.store import FLAG, BatchStore, Line, read_line, read_lines
 from baton.core.errors import Unavailable
 from baton.runtime import disk
-from baton.runtime.child import ChildExecutor, start_child
 from baton.runtime.disk import DiskThread, StorageFailed
+from baton.runtime.process import ChildExecutor, start_child
 
 MAX_LINES = 50_000
 MAX_ERRORS = 20

@@ -29,7 +29,7 @@ import orjson
 from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.engine.grammar_automaton import STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
-from baton.runtime.child import ChildExecutor, ready, start_child
+from baton.runtime.process import ChildExecutor, ready, start_child
 from coordinator.policy.grammar_queue import GrammarQueue
 
 log = logging.getLogger("baton.grammars")

@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, InvalidRequest, Unavailable
-from baton.runtime.child import ChildExecutor, start_child
+from baton.runtime.process import ChildExecutor, start_child
 from baton.runtime.status import HttpProblem
 from coordinator.openai.validation import count_values
 

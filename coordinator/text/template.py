@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import InvalidRequest, StartupError, Unavailable
-from baton.runtime.child import ChildExecutor, ready, start_child
+from baton.runtime.process import ChildExecutor, ready, start_child
 
 TIME_LIMIT_S = 0.2
 KILL_S = 5.0

@@ -33,7 +33,10 @@ LAUNCH = "launch/*"  # may use everything; nothing uses it
 # The first row that matches a file lists which of our own packages it may import.
 OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("coordinator/policy/*",), ("baton.core", "coordinator.policy")),
-    (("coordinator/text/*",), ("baton.core", "baton.runtime.model_source", "baton.runtime.child", "coordinator.text")),
+    (
+        ("coordinator/text/*",),
+        ("baton.core", "baton.runtime.model_source", "baton.runtime.process", "coordinator.text"),
+    ),
     (PURE_DECODE, ("baton.core", *PURE_DECODE_MODULES)),
     (PURE, ("baton.core",)),
     (("baton/engine/*",), ("baton.core", "baton.engine", "baton.runtime.frames")),

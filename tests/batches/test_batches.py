@@ -29,8 +29,8 @@ from batches.store import BatchStore, Line
 from baton.core.errors import QuotaExceeded, StartupError, Unavailable
 from baton.runtime import disk
 from baton.runtime.batches_access import Owner
-from baton.runtime.child import kill_child, start_child
 from baton.runtime.json_body import parse_object
+from baton.runtime.process import kill_child, start_child
 from coordinator.api_keys import read_api_keys
 from coordinator.http import batches as http_batches
 from coordinator.http import server as http_server
