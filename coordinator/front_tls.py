@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 
 from baton.core.errors import StartupError
-from baton.runtime.tls_files import read_pem
+from baton.runtime.tls import read_pem
 
 CERT_FLAG, KEY_FLAG = "--tls-cert-file", "--tls-key-file"
 

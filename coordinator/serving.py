@@ -24,7 +24,7 @@ from baton.runtime.config import CoordinatorConfig
 from baton.runtime.loop_watch import LoopWatch
 from baton.runtime.model_source import resolve_model, served_name
 from baton.runtime.ports import bind, share, write_ready_file
-from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.tls import read_cluster_tls
 from baton.runtime.token_file import read_token
 from coordinator.adapters import add_adapters
 from coordinator.api_keys import FROM_UP, SHORT, ApiKeys, is_short, read_api_keys

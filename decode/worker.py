@@ -21,7 +21,7 @@ from baton.runtime.cluster_token import check_token
 from baton.runtime.config import WorkerConfig
 from baton.runtime.event_log import EventLog
 from baton.runtime.streams import serve_links
-from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.tls import read_cluster_tls
 from baton.runtime.token_file import read_token
 from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_endpoint import MakeEndpoint

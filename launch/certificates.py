@@ -17,8 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.core.errors import StartupError
 from baton.runtime.certificates import check_key, check_time, dns_names, is_authority, load_certificates
-from baton.runtime.tls import DOMAIN, ROLES
-from baton.runtime.tls_files import CA, read_cluster_tls, read_pem
+from baton.runtime.tls import CA, DOMAIN, ROLES, read_cluster_tls, read_pem
 
 CA_KEY = "ca-key.pem"
 SERVER = "server"

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from baton.core.errors import StartupError
 from baton.core.names import host_port_error
-from baton.runtime.tls import ClusterTls
-from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.tls import ClusterTls, read_cluster_tls
 from baton.runtime.token_file import read_token
 from launch.cluster_api import ClusterView, get_cluster
 from launch.run_directory import local_token

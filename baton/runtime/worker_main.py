@@ -232,7 +232,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 def with_certificates(config: WorkerConfig) -> WorkerConfig:
     """Returns the config with `both_roles` off if it is not required and the certificate of one role is missing. Raises
     StartupError if it is required."""
-    from baton.runtime.tls_files import read_cluster_tls
+    from baton.runtime.tls import read_cluster_tls
 
     try:
         for role in get_args(Role) if config.both_roles != "off" else ():

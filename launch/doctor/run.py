@@ -17,7 +17,7 @@ from baton.core.errors import HandoffError, StartupError
 from baton.core.names import host_port
 from baton.runtime.config import CoordinatorConfig, resolve
 from baton.runtime.model_source import resolve_model
-from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.tls import read_cluster_tls
 from baton.runtime.token_file import read_token
 from coordinator.control import serve_control
 from coordinator.serving import read_own_model

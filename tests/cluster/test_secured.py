@@ -16,7 +16,7 @@ import pytest
 
 from baton.core.errors import BatonError
 from baton.runtime.streams import LinkLost, dial_link
-from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.tls import read_cluster_tls
 from launch.certificates import make_certificates
 from tests.runtime.test_streams import HELLO
 from tests.support.cluster import Cluster, cluster

@@ -413,7 +413,7 @@ FAULTS = (
         "tests/coordinator/test_grpc_refused.py",
     ),
     Fault(
-        "baton/runtime/tls_files.py",
+        "baton/runtime/tls.py",
         "    certificates.check_usages(chain[0], certificates.USAGES[role], own, flag)\n",
         "",
         T_TLS,

@@ -23,8 +23,7 @@ from baton.core.handover import LinkHello, Ping
 from baton.runtime.admin import drain_worker
 from baton.runtime.config import WorkerConfig
 from baton.runtime.streams import LinkLost, MessageStream, dial, dial_link, serve_links
-from baton.runtime.tls import ROLES, ClusterTls
-from baton.runtime.tls_files import read_cluster_tls
+from baton.runtime.tls import ROLES, ClusterTls, read_cluster_tls
 from baton.runtime.worker_main import with_certificates
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
