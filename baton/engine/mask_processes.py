@@ -30,10 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.core.masks import READY, MaskRequest, MasksComputed
 from baton.engine.grammar_automaton import GrammarError, GrammarTooComplex, Masks, common_length
 from baton.engine.mask_queue import OVERDUE_S, MaskQueue
-from baton.runtime.frames import FrameReader, encode
+from baton.runtime.frames import READY, FrameReader, MaskRequest, MasksComputed, encode
 
 log = logging.getLogger("baton.grammars")
 

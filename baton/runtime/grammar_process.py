@@ -24,7 +24,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.core.masks import READY, MaskRequest, MasksComputed
 from baton.engine.grammar_automaton import (
     STACK_BYTES,
     Automaton,
@@ -33,7 +32,7 @@ from baton.engine.grammar_automaton import (
     Lexers,
     load_tokenizer,
 )
-from baton.runtime.frames import FrameReader, encode
+from baton.runtime.frames import READY, FrameReader, MaskRequest, MasksComputed, encode
 from baton.runtime.process import set_death_signal
 
 if TYPE_CHECKING:
