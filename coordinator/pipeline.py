@@ -27,7 +27,7 @@ from typing import Any
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
-from baton.runtime.loop_watch import LoopWatch
+from baton.runtime.event_loop import LoopWatch
 from coordinator.adapters import load_adapter
 from coordinator.cluster import Cluster
 from coordinator.merged import merged

@@ -21,7 +21,7 @@ from baton.runtime.batches_access import access_key
 from baton.runtime.cluster_token import FLAG as TOKEN_FLAG
 from baton.runtime.cluster_token import check_listening, on_loopback
 from baton.runtime.config import CoordinatorConfig
-from baton.runtime.loop_watch import LoopWatch
+from baton.runtime.event_loop import LoopWatch, collect_when_grown
 from baton.runtime.model_source import resolve_model, served_name
 from baton.runtime.ports import bind, share, write_ready_file
 from baton.runtime.tls import read_cluster_tls
@@ -32,7 +32,6 @@ from coordinator.cluster import Cluster
 from coordinator.connections import allow_connections, few_connections
 from coordinator.control import serve_control
 from coordinator.front_tls import read_front_tls
-from coordinator.garbage import collect_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import HttpServer

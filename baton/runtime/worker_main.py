@@ -27,7 +27,7 @@ from baton.core.prefix_cache import KeptBlocks
 from baton.core.ranks import Ranks
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import WorkerConfig, for_device
-from baton.runtime.loop_watch import LoopWatch
+from baton.runtime.event_loop import LoopWatch
 from baton.runtime.model_source import may_draft, resolve_draft, resolve_model
 from baton.runtime.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.runtime.process import (

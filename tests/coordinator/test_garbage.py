@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator import garbage
+from baton.runtime import event_loop
 
 
 class Cycle:
@@ -28,7 +28,7 @@ class Cycle:
 @asynccontextmanager
 async def collector_running(requests: int) -> AsyncIterator[None]:
     gc.collect()
-    task = asyncio.create_task(garbage.collect_when_grown(lambda: requests))
+    task = asyncio.create_task(event_loop.collect_when_grown(lambda: requests))
     await asyncio.sleep(0.05)  # until it has checked once
     try:
         yield
@@ -53,21 +53,21 @@ async def until_all_freed() -> None:
 
 @pytest.fixture(autouse=True)
 def short_poll_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "POLL_S", 0.01)
+    monkeypatch.setattr(event_loop, "POLL_S", 0.01)
 
 
 @pytest.mark.parametrize(("requests", "limit"), [(0, "IDLE_BLOCKS"), (1, "BUSY_BLOCKS")])
 async def test_a_full_collection_runs_when_memory_has_grown(
     requests: int, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(garbage.sys, "getallocatedblocks", lambda: 1_000_000 + 10 * Cycle.alive)
-    monkeypatch.setattr(garbage, limit, 1000)
+    monkeypatch.setattr(event_loop.sys, "getallocatedblocks", lambda: 1_000_000 + 10 * Cycle.alive)
+    monkeypatch.setattr(event_loop, limit, 1000)
     growth = 100 if requests == 0 else 100_000  # while streams run, as much as was in use
     before = gc.get_threshold()
     async with collector_running(requests):
         create_garbage(growth // 2)
         await asyncio.sleep(0.1)
-        assert Cycle.alive == growth // 2 and gc.get_threshold()[2] == garbage._NEVER
+        assert Cycle.alive == growth // 2 and gc.get_threshold()[2] == event_loop._NEVER
         create_garbage(growth - growth // 2)
         await until_all_freed()
     assert gc.get_threshold() == before
@@ -76,7 +76,7 @@ async def test_a_full_collection_runs_when_memory_has_grown(
 async def test_growth_beyond_the_idle_limit_triggers_no_collection_while_streams_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(garbage, "IDLE_BLOCKS", 0)
+    monkeypatch.setattr(event_loop, "IDLE_BLOCKS", 0)
     async with collector_running(1):
         create_garbage(100)
         await asyncio.sleep(0.1)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from baton.runtime.loop_watch import LoopWatch
+from baton.runtime.event_loop import LoopWatch
 
 
 def holds_the_loop(seconds: float) -> None:
