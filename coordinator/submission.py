@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,8 @@ from coordinator.policy.timeline import Timeline
 from coordinator.structured_output import Constraint
 from coordinator.text.parser import Event, Parser
 
+LARGE_ENTRIES = 4096
+"""Of a message, with about 5 ms of CPU time: it is built off the event loop."""
 MAX_TRACEPARENT = 64
 MAX_SESSION = 256
 SESSION = "x-session-id"
@@ -105,3 +107,13 @@ class Sink(Protocol):
         ...
 
     def take(self, delta: Delta) -> None: ...
+
+
+def is_large(deltas: Sequence[Delta]) -> bool:
+    entries = 0
+    for delta in deltas:
+        entries += len(delta.token_ids) + len(delta.text) // 8 + len(delta.events or ()) + len(delta.pooled) // 16
+        for scored in (delta.logprobs, delta.prompt_logprobs):
+            if scored:
+                entries += len(scored) * (len(scored[0].top_ids) + 1)
+    return entries > LARGE_ENTRIES

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 log = logging.getLogger("baton.loop")
 LIMIT_S = 0.05
@@ -104,3 +105,9 @@ async def collect_when_grown(in_flight: Callable[[], int]) -> None:
                 known = sys.getallocatedblocks()
     finally:
         gc.set_threshold(young, middle, old)
+
+
+async def off_loop(large: bool, build: Callable[..., Any], *args: object) -> Any:
+    """Returns `build(*args)`, run on a thread if it is `large`: that is no faster, but yields to the loop within the
+    switch interval (baton.runtime.process.SWITCH_INTERVAL_S)."""
+    return await asyncio.to_thread(build, *args) if large else build(*args)

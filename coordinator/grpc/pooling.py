@@ -10,14 +10,14 @@ import grpc.aio
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
+from baton.runtime.event_loop import off_loop
 from baton.v1 import serving_pb2
-from coordinator import off_loop
 from coordinator.grpc.calls import internal_id, sent_with
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.pooled import MAX_INPUTS, classify, to_classify, to_compare, to_embed
 from coordinator.several_prompts import generate_all
-from coordinator.submission import Delta, Submission
+from coordinator.submission import Delta, Submission, is_large
 from coordinator.text.pooling import vector_of
 from coordinator.translate import PoolOptions, Text, Translator
 
@@ -46,7 +46,7 @@ async def embed(
         embeddings = [serving_pb2.Embedding(values=vector) for vector in vectors]
         return serving_pb2.EmbedResponse(embeddings=embeddings, **_usage(answers))
 
-    embedded: serving_pb2.EmbedResponse = await off_loop.make(off_loop.is_large(answers), response)
+    embedded: serving_pb2.EmbedResponse = await off_loop(is_large(answers), response)
     return embedded
 
 
@@ -89,7 +89,7 @@ async def score(
     def scores() -> list[float]:
         return pairs.scores([each.pooled for each in answers], activation=activation)
 
-    made: list[float] = await off_loop.make(off_loop.is_large(answers), scores)
+    made: list[float] = await off_loop(is_large(answers), scores)
     return serving_pb2.ScoreResponse(scores=made, **_usage(answers))
 
 

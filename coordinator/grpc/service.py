@@ -30,12 +30,12 @@ from baton.core.sampling_limits import (
     check_count,
 )
 from baton.runtime import codec, health, status
+from baton.runtime.event_loop import off_loop
 from baton.runtime.first_message import FirstMessage, parsed, unknown_fields
 from baton.runtime.ignored_fields import as_header
 from baton.runtime.ports import SHARED_PORTS, open_port
 from baton.runtime.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, types_pb2
-from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
 from coordinator.grpc.calls import abort, internal_id, refuse, sent_value, sent_with, write
@@ -46,7 +46,7 @@ from coordinator.inference.served import ServedModel
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.structured_output import Constraint
-from coordinator.submission import Delta, Submission
+from coordinator.submission import Delta, Submission, is_large
 from coordinator.text.messages import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
 
@@ -170,10 +170,10 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         async with contextlib.aclosing(self._pipeline.generate(submission)) as deltas:
             index: Counter[int] = Counter()
             async for delta in deltas:
-                large = off_loop.is_large([delta])
+                large = is_large([delta])
                 if not index.total():
-                    await write(context, await off_loop.make(large, self._started, name, model, submission, delta))
-                await write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
+                    await write(context, await off_loop(large, self._started, name, model, submission, delta))
+                await write(context, await off_loop(large, _delta, delta, index[delta.choice]))
                 index[delta.choice] += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     await write(context, _finished(delta))

@@ -25,8 +25,8 @@ from starlette.routing import Match, Route
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
+from baton.runtime.event_loop import off_loop
 from baton.runtime.status import HttpProblem, printable
-from coordinator import off_loop
 from coordinator.anthropic.models import model_object, model_page
 from coordinator.anthropic.render import MessagesRender
 from coordinator.anthropic.schema import CountTokensBody, MessagesBody
@@ -57,7 +57,7 @@ from coordinator.openai.validation import ModelBody, RequestObject, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.responses_store import MemoryResponses, Responses
-from coordinator.submission import Submission
+from coordinator.submission import LARGE_ENTRIES, Submission
 from coordinator.text.chat import Rendering
 from coordinator.text.messages import ChatMessage
 from coordinator.text.model import TextModel, tokens_json
@@ -346,7 +346,7 @@ class _Front:
             check_messages(messages)
             ids = await self._text.encode_chat_async(messages, body.rendering())
         listing = (self._text.tokenizer, ids, self.translator.max_model_len(), bool(body.return_token_strs))
-        answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *listing)
+        answer = await off_loop(len(ids) > LARGE_ENTRIES, tokens_json, *listing)
         return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
@@ -440,14 +440,14 @@ class _Front:
 
     async def requests(self, request: Request) -> Response:
         limit = limit_of(request, KEPT)
-        return json_response(await off_loop.make(limit > 50, _as_json, self._pipeline.requests(limit)))
+        return json_response(await off_loop(limit > 50, _as_json, self._pipeline.requests(limit)))
 
     async def request(self, request_id: str) -> Response:
         timelines = self._pipeline.request(request_id)
         if not timelines:
             message = f"request {printable(request_id, 100)!r} is not among the running ones and the last {KEPT}"
             raise NotFound(message, code="request_not_found", param="request_id")
-        return json_response(await off_loop.make(len(timelines) > 50, _as_json, timelines))
+        return json_response(await off_loop(len(timelines) > 50, _as_json, timelines))
 
     async def metrics(self) -> Response:
         return Response(await self._pipeline.metrics(), headers={"content-type": CONTENT_TYPE})

@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SpeculationCounters
 from baton.core.request import TokenLogprob
-from coordinator import off_loop
+from baton.runtime.event_loop import off_loop
 from coordinator.anthropic.render import MessagesRender
 from coordinator.http.errors import REQUEST_ID, error_response, note
 from coordinator.http.guard import CLIENT
@@ -40,7 +40,7 @@ from coordinator.openai.responses_render import ResponsesRender
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.several_prompts import generate_all
-from coordinator.submission import SESSION, Delta, Sink, Submission, Usage
+from coordinator.submission import SESSION, Delta, Sink, Submission, Usage, is_large
 from coordinator.text.parser import Event
 
 Renderer = Render | ResponsesRender | MessagesRender | InferRender
@@ -313,7 +313,7 @@ class GenerationResponse(Response):
             delta = await self._next(deltas)
             choices[delta.choice].add(delta)
         answers = [choice.delta() for choice in choices]
-        body = await off_loop.make(off_loop.is_large(answers), self._render.whole, answers, counted.usage)
+        body = await off_loop(is_large(answers), self._render.whole, answers, counted.usage)
         times = server_timing(answers[0].timeline)
         headers = {"content-type": "application/json", **times, **split, **self._render.headers}
         return Response(body, headers=headers)
@@ -328,13 +328,13 @@ class GenerationResponse(Response):
             while more:
                 more = counted.add(delta)
                 usage = counted.usage if render.continuous_usage else _NOT_SHOWN
-                large = off_loop.is_large([delta])
+                large = is_large([delta])
                 if delta.choice not in opened:
                     opened.add(delta.choice)
                     of_prompt = large or render.has_large_opening
-                    body += await off_loop.make(of_prompt, render.opening, delta, usage)
+                    body += await off_loop(of_prompt, render.opening, delta, usage)
                 if delta.finish_reason is not None:
-                    body += await off_loop.make(large, render.last, delta, usage)
+                    body += await off_loop(large, render.last, delta, usage)
                 elif render.needs_event(delta):
                     text = await asyncio.to_thread(render.text, delta, usage) if large else render.text(delta, usage)
                     body += text

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from baton.core.errors import NotFound
+from baton.runtime.event_loop import off_loop
 from baton.runtime.ignored_fields import IgnoredFields
-from coordinator import off_loop
 from coordinator.http.errors import json_response
 from coordinator.http.guard import CLIENT
 from coordinator.openai.responses_items import Item, parsed_items, shown_items, stored_form
@@ -34,7 +34,7 @@ class KeptResponses:
         """Returns all items up to and including the answer's. Raises NotFound."""
         stored = await self._stored(client, response_id, "previous_response_id", "previous_response_not_found")
         large = stored.num_bytes > LARGE_BYTES
-        items: list[Item] = await off_loop.make(large, lambda: parsed_items(stored.conversation(), IgnoredFields()))
+        items: list[Item] = await off_loop(large, lambda: parsed_items(stored.conversation(), IgnoredFields()))
         return items
 
     def keeper(self, client: Client, before: Sequence[Item], items: Sequence[Item]) -> Keep | None:

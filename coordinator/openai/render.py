@@ -15,9 +15,8 @@ import xxhash
 
 from baton.core.request import TokenLogprob
 from baton.runtime import status
-from coordinator.off_loop import is_large
 from coordinator.policy.timeline import Timeline
-from coordinator.submission import Delta, Usage
+from coordinator.submission import Delta, Usage, is_large
 from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text
 from coordinator.text.stream import Decoder, Vocabulary
 

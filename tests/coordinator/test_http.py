@@ -17,9 +17,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
-from coordinator import off_loop
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.submission import Delta
+from coordinator.submission import LARGE_ENTRIES, Delta
 from coordinator.text import model as listing
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, reply
@@ -259,7 +258,7 @@ async def test_long_token_lists_are_serialized_in_slices_off_the_event_loop(
     for names in (True, False):
         body = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": names})).json()
         ids = text_model.encode(text)
-        assert len(ids) > off_loop.LARGE_ENTRIES
+        assert len(ids) > LARGE_ENTRIES
         expected = [real.id_to_token(i) for i in ids] if names else None
         assert body == {"count": len(ids), "max_model_len": 128, "tokens": ids, "token_strs": expected}
     assert threading.main_thread() not in threads and threads
