@@ -19,8 +19,7 @@ from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS, check_count,
 from coordinator.api_keys import MAX_PRIORITY
 from coordinator.structured_output import Constraint
 from coordinator.submission import Submission
-from coordinator.text.chat import PLAIN, Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import PLAIN, ChatMessage, Rendering
 from coordinator.text.model import TextModel
 
 DEFAULT_COMPLETION_TOKENS = 16

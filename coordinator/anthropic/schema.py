@@ -46,8 +46,7 @@ from coordinator.openai.tools import (
 )
 from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted, validate
 from coordinator.structured_output import Constraint
-from coordinator.text.chat import Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.translate import MAX_STOPS, Options
 
 CLAUDE = "claude-"

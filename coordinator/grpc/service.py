@@ -47,7 +47,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission, is_large
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
 
 log = logging.getLogger("baton.grpc")

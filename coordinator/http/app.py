@@ -58,8 +58,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.responses_store import MemoryResponses, Responses
 from coordinator.submission import LARGE_ENTRIES, Submission
-from coordinator.text.chat import Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.text.model import TextModel, tokens_json
 from coordinator.text.tool_calls import THINK, make_parser
 from coordinator.translate import Translator, check_messages

@@ -17,8 +17,7 @@ from coordinator.openai.structured import ANY_OBJECT, of_json
 from coordinator.openai.tools import Tools, limit_values
 from coordinator.openai.validation import ModelBody, RequestObject, at_most
 from coordinator.structured_output import json_text
-from coordinator.text.chat import RESERVED_VARIABLES, Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, Options
 
 LOGPROBS = "message.output_text.logprobs"

@@ -20,7 +20,7 @@ from baton.runtime.ignored_fields import IgnoredFields
 from coordinator.openai.responses_tools import INPUT, internal_name
 from coordinator.openai.tools import Arguments, CalledName, template_call
 from coordinator.openai.validation import RequestObject, counted, validate
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, ROLES
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")

@@ -39,8 +39,7 @@ from coordinator.openai.structured import (
 )
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, limit_values
 from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted
-from coordinator.text.chat import RESERVED_VARIABLES, Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
 MAX_PARTS = 1_024

@@ -20,8 +20,22 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
 from coordinator.text.generic_tools import as_plain_messages
-from coordinator.text.messages import ChatMessage
 from coordinator.text.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message, its content as one text. `role` is system, developer, user, assistant or tool; `tool_calls` are as
+    chat templates expect them: with the arguments as an object, or as text if a model wrote something else. `reasoning`
+    is what an assistant wrote before its content."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    reasoning: str = ""
+
 
 _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage
 
 _DESCRIPTION = """You may call functions. These are their signatures, one JSON object a line:
 <tools>

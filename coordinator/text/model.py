@@ -30,10 +30,9 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError, Unavailable
 from baton.core.request import SamplingParams
-from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, Rendering
+from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, ChatMessage, Rendering
 from coordinator.text.files import TextFiles, read_text_files
 from coordinator.text.infill import infill_of
-from coordinator.text.messages import ChatMessage
 from coordinator.text.pooling import PoolingModel, read_pooling
 from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from baton.core.errors import InvalidRequest, StartupError
 from coordinator.openai.tools import template_call
 from coordinator.text import chat, template
-from coordinator.text.chat import ChatEncoder, Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatEncoder, ChatMessage, Rendering
 from coordinator.text.model import TextModel
 from coordinator.text.template import ChatTemplate, Renderer
 from tests.support import tokenizers_kit as kit

@@ -17,7 +17,7 @@ from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.render import CompletionLogprobs
 from coordinator.submission import Delta, Usage
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
 from coordinator.translate import MAX_SCORES, Options, Translator
 from tests.support.fake_generator import FakeGenerator

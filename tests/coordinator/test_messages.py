@@ -17,7 +17,7 @@ from coordinator.anthropic.schema import MessagesBody
 from coordinator.anthropic.signatures import MAX_CHARS, signature, thinking_in
 from coordinator.openai.validation import parse
 from coordinator.submission import Delta
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage
 from tests.coordinator.test_tools import TWO, WEATHER
 from tests.support.fake_generator import FakeGenerator, reply
 from tests.support.messages_kit import (

@@ -23,7 +23,7 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.validation import parse
 from coordinator.structured_output import GrammarCompiler
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_tools import TWO, WEATHER
 from tests.support.fake_generator import FakeGenerator, reply

@@ -21,8 +21,7 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupErro
 from baton.core.request import SamplingParams
 from coordinator.__main__ import HUGE_PAGES
 from coordinator.text import model as model_module
-from coordinator.text.chat import ChatEncoder, Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatEncoder, ChatMessage, Rendering
 from coordinator.text.model import TextModel
 from tests.support import tokenizers_kit as kit
 from tests.support.model_dirs import model_config, text_dir

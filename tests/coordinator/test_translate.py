@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
 from coordinator.translate import MAX_MESSAGES, Options, Translator
 from tests.support import tokenizers_kit as kit

@@ -13,8 +13,7 @@ from baton.core.request import TokenLogprob
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.generation import EchoOnly
 from coordinator.submission import Delta, Submission, Timeline, Usage
-from coordinator.text.chat import Rendering
-from coordinator.text.messages import ChatMessage
+from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.text.model import TextModel
 from coordinator.text.stream import TextStream
 from tests.support.fake_generator import FakeGenerator
