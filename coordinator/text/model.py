@@ -86,7 +86,7 @@ class TextModel:
         self.template_has_tools = "tools" in template
         self.tool_format = detect_format(template) if tool_parser == "auto" else tool_parser
         if template and not self.template_has_tools:
-            self.tool_format = "hermes"  # as generic_tools.py describes
+            self.tool_format = "hermes"  # as chat.py describes
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _marker_ids(files.tokenizer, self.tool_format, self.thinks)
         self.infill = infill_of(files.tokenizer, files.parts, byte_level=self.vocabulary.byte_level)
