@@ -27,8 +27,7 @@ from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
 from baton.runtime.event_loop import off_loop
 from baton.runtime.status import HttpProblem, printable
-from coordinator.anthropic.models import model_object, model_page
-from coordinator.anthropic.render import MessagesRender
+from coordinator.anthropic.render import MessagesRender, model_object, model_page
 from coordinator.anthropic.schema import CountTokensBody, MessagesBody
 from coordinator.api_keys import ApiKeys
 from coordinator.http.batches import BatchesProxy, limit_of
