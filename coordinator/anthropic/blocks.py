@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
+import zlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -10,7 +13,6 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.runtime.ignored_fields import IgnoredFields
-from coordinator.anthropic.signatures import thinking_in
 from coordinator.openai.schema import MAX_PARTS
 from coordinator.openai.validation import RequestObject, counted, validate
 from coordinator.translate import MAX_MESSAGES
@@ -288,3 +290,24 @@ def parsed_system(value: Any, info: ValidationInfo[IgnoredFields]) -> str:
         else:
             texts.append(text)
     return "\n".join(texts)
+
+
+_PREFIX = "baton1."
+MAX_CHARS = 1 << 20
+"""Of the text in a signature: a few kilobytes may decompress to megabytes."""
+
+
+def signature(hidden: str) -> str:
+    """Returns a signature that holds a text, perhaps an empty one."""
+    return _PREFIX + base64.b64encode(zlib.compress(hidden.encode())).decode()
+
+
+def thinking_in(signature: str) -> str:
+    """Returns the text in a signature, at most MAX_CHARS of it; empty if another server made it."""
+    if not signature.startswith(_PREFIX):
+        return ""
+    try:
+        packed = base64.b64decode(signature.removeprefix(_PREFIX), validate=True)
+        return zlib.decompressobj().decompress(packed, MAX_CHARS).decode(errors="ignore").replace("\0", "")
+    except (binascii.Error, ValueError, zlib.error):
+        return ""

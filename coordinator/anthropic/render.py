@@ -18,8 +18,8 @@ from pydantic_core import from_json
 
 from baton.core.errors import InvariantError
 from coordinator.anthropic import errors
+from coordinator.anthropic.blocks import signature
 from coordinator.anthropic.schema import MessagesBody
-from coordinator.anthropic.signatures import signature
 from coordinator.openai.render import Head, json_line
 from coordinator.submission import Delta, Usage
 from coordinator.text.parser import Arguments, CallBegun, Event, Reasoning, Text

@@ -11,10 +11,9 @@ import pytest
 from starlette.applications import Starlette
 
 from baton.core.errors import DeadlineExceeded, InvariantError, QuotaExceeded, Unavailable, WorkerLost
-from coordinator.anthropic.blocks import BILLING
+from coordinator.anthropic.blocks import BILLING, MAX_CHARS, signature, thinking_in
 from coordinator.anthropic.render import input_of
 from coordinator.anthropic.schema import MessagesBody
-from coordinator.anthropic.signatures import MAX_CHARS, signature, thinking_in
 from coordinator.openai.validation import parse
 from coordinator.submission import Delta
 from coordinator.text.chat import ChatMessage
