@@ -27,8 +27,7 @@ from coordinator.api_keys import ApiKeys
 from coordinator.grpc.calls import abort, refuse, sent_value, sent_with, write
 from coordinator.inference import model as oip
 from coordinator.inference.model import submissions_of
-from coordinator.inference.served import VERSION, ServedModel
-from coordinator.inference.statistics import CountingPipeline
+from coordinator.inference.served import VERSION, CountingPipeline, ServedModel
 from coordinator.inference.tensors import Tensor, checked, packed, unpacked
 from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client

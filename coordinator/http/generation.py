@@ -34,7 +34,7 @@ from coordinator.http.errors import REQUEST_ID, error_response, note
 from coordinator.http.guard import CLIENT
 from coordinator.http.server import SEND, WRITER, ChunkWriter
 from coordinator.inference.render import InferRender
-from coordinator.inference.statistics import CountingPipeline
+from coordinator.inference.served import CountingPipeline
 from coordinator.openai.render import Render, server_timing
 from coordinator.openai.responses_render import ResponsesRender
 from coordinator.pipeline import Pipeline

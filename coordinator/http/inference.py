@@ -22,8 +22,7 @@ from coordinator.http.openapi import ROUTE, add_route
 from coordinator.inference.model import Generation, generation, submissions_of, text_generation
 from coordinator.inference.render import InferRender, WholeAnswer
 from coordinator.inference.schema import InferBody, infer_response, parse_generate, parse_infer
-from coordinator.inference.served import ServedModel
-from coordinator.inference.statistics import CountingPipeline
+from coordinator.inference.served import CountingPipeline, ServedModel
 from coordinator.inference.tensors import Tensor
 from coordinator.pipeline import Pipeline
 from coordinator.translate import Translator
