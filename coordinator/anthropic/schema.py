@@ -31,7 +31,6 @@ from coordinator.anthropic.blocks import (
     parsed_system,
     parsed_turns,
 )
-from coordinator.openai.fields import Neutral
 from coordinator.openai.structured import of_json
 from coordinator.openai.tools import (
     MAX_TOOLS,
@@ -44,7 +43,7 @@ from coordinator.openai.tools import (
     limit_values,
     template_call,
 )
-from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted, validate
+from coordinator.openai.validation import ModelBody, Neutral, RequestObject, at_most, counted, validate
 from coordinator.structured_output import Constraint
 from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.translate import MAX_STOPS, Options

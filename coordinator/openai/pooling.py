@@ -12,10 +12,9 @@ import orjson
 from pydantic import AliasChoices, BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
-from coordinator.openai.fields import EMBEDDINGS, NOT_OF_EMBEDDINGS, POOLING, RERANK, Neutral
 from coordinator.openai.render import Head, Render, usage_object
 from coordinator.openai.schema import Label, prompts
-from coordinator.openai.validation import ModelBody, counted
+from coordinator.openai.validation import EMBEDDINGS, NOT_OF_EMBEDDINGS, POOLING, RERANK, ModelBody, Neutral, counted
 from coordinator.pooled import MAX_INPUTS, Pairs, classify
 from coordinator.submission import Delta, Usage
 from coordinator.text.pooling import PoolingModel, vector_of

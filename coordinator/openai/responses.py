@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_LOGPROBS, check_range
-from coordinator.openai import fields
+from coordinator.openai import validation
 from coordinator.openai.responses_items import Item, Items, conversation
 from coordinator.openai.responses_tools import ResponseChoice, ResponseTools, ToolSet, shown_tools, tool_set
 from coordinator.openai.schema import Biases, Metadata, Stop, TokenIds
@@ -22,10 +22,10 @@ from coordinator.translate import MAX_BAD_WORDS, Options
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-INERT = (fields.INERT - {"store"}) | {
+INERT = (validation.INERT - {"store"}) | {
     *("client_metadata", "max_tool_calls", "reasoning", "stream_options", "truncation")
 }
-NEUTRAL: fields.Neutral = {"background": (False,), "conversation": (), "prompt": ()}
+NEUTRAL: validation.Neutral = {"background": (False,), "conversation": (), "prompt": ()}
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("logit_bias", "min_tokens", "ignore_eos", "cache_salt", "priority", "skip_special_tokens"),

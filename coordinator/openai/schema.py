@@ -27,7 +27,6 @@ from pydantic_core import PydanticCustomError
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS, check_range
 from baton.runtime.ignored_fields import IgnoredFields
-from coordinator.openai.fields import CHAT, COMPLETION, INERT, MESSAGE, NOT_OF_CHATS, NOT_OF_COMPLETIONS
 from coordinator.openai.structured import (
     Alternatives,
     ResponseFormat,
@@ -38,7 +37,18 @@ from coordinator.openai.structured import (
     whitespace_of,
 )
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, limit_values
-from coordinator.openai.validation import ModelBody, RequestObject, at_most, counted
+from coordinator.openai.validation import (
+    CHAT,
+    COMPLETION,
+    INERT,
+    MESSAGE,
+    NOT_OF_CHATS,
+    NOT_OF_COMPLETIONS,
+    ModelBody,
+    RequestObject,
+    at_most,
+    counted,
+)
 from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 

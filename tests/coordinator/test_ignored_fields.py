@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from baton.runtime.ignored_fields import MAX_NAME_CHARS, MAX_NAMED, as_header
-from coordinator.openai.fields import INERT
 from coordinator.openai.schema import ChatBody
-from coordinator.openai.validation import parse
+from coordinator.openai.validation import INERT, parse
 from tests.support.bad_inputs import FABRIC_NAMES
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD

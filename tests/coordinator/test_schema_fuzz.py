@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from coordinator.anthropic import schema as anthropic_schema
-from coordinator.openai import fields
+from coordinator.openai import validation
 from coordinator.openai.schema import ChatBody, CompletionBody
 from tests.support import messages_kit
 from tests.support.fake_generator import FakeGenerator
@@ -41,8 +41,8 @@ def bodies(path: str, names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(names), JSON, max_size=4).map(lambda given: GOOD[path] | given)
 
 
-COMPLETION_BODIES = bodies(COMPLETIONS, [*CompletionBody.model_fields, *fields.COMPLETION])
-CHAT_BODIES = bodies(CHAT, [*ChatBody.model_fields, *fields.CHAT])
+COMPLETION_BODIES = bodies(COMPLETIONS, [*CompletionBody.model_fields, *validation.COMPLETION])
+CHAT_BODIES = bodies(CHAT, [*ChatBody.model_fields, *validation.CHAT])
 
 KINDS = ["text", "thinking", "tool_use", "tool_result", "document", "search_result", "tool_addition", "image", "x"]
 BLOCK_FIELDS = [

@@ -35,9 +35,8 @@ from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.metrics import Metrics
 from coordinator.metrics_vllm import DERIVED, NAMES
-from coordinator.openai import fields as openai_schema_fields
 from coordinator.openai import schema as openai_schema
-from coordinator.openai import structured
+from coordinator.openai import structured, validation
 from coordinator.openai.pooling import ClassifyBody, EmbeddingsBody, RerankBody, ScoreBody
 from coordinator.policy import grammar_queue
 from launch import served_models
@@ -313,7 +312,7 @@ def pooled() -> str:
 
 
 def inert() -> str:
-    return ", ".join(map(code, sorted(openai_schema_fields.INERT)))
+    return ", ".join(map(code, sorted(validation.INERT)))
 
 
 def vllm_metrics() -> str:
@@ -328,7 +327,7 @@ def _exported(metric: Metric) -> str:
 
 
 def neutral() -> str:
-    completion, chat = openai_schema_fields.COMPLETION, openai_schema_fields.CHAT
+    completion, chat = validation.COMPLETION, validation.CHAT
     rows = []
     for name in sorted({*completion, *chat}):
         same = name in completion and name in chat and completion[name] == chat[name]
@@ -347,7 +346,7 @@ def _accepted(values: tuple[Any, ...]) -> str:
 
 def message_fields() -> str:
     rows = [(code(n), "served") for n in openai_schema.MessageBody.model_fields]
-    rows += [(code(n), "only " + _accepted(v)) for n, v in openai_schema_fields.MESSAGE.items()]
+    rows += [(code(n), "only " + _accepted(v)) for n, v in validation.MESSAGE.items()]
     rows += [("any other", "ignored, and named in `x-ignored-fields`")]
     return table(("field of a message", ""), rows)
 
