@@ -12,6 +12,9 @@
 Each choice is a sequence of its own. The first computes the prompt; the others are dispatched when its KV has been
 handed over, and reuse the prompt's full blocks from the prefix caches of its workers, if these have one. If one choice
 fails, all end.
+
+A request with several prompts is a generation for each, admitted as one; deltas of several choices or prompts are
+merged.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError, DeadlineExceeded, InvalidRequest
@@ -30,7 +33,6 @@ from baton.core.request import GenerateRequest
 from baton.runtime.event_loop import LoopWatch
 from coordinator.adapters import load_adapter
 from coordinator.cluster import Cluster
-from coordinator.merged import merged
 from coordinator.metrics import Metrics
 from coordinator.policy.adapters import AdapterTable
 from coordinator.policy.choice import Choice, Stage
@@ -41,6 +43,9 @@ from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission
 from coordinator.text.stream import TextStream, Vocabulary
 from coordinator.tracing import Tracing
+
+AT_ONCE = 128
+"""Prompts of one request that are admitted at the same time: the queue has room for those of several."""
 
 
 class Pipeline:
@@ -333,3 +338,75 @@ def _outcome(choice: Choice, reason: str) -> str:
     if reason == "done":
         return choice.journal.finish or "stop"
     return reason
+
+
+async def merged(sources: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """Yields the items of all `sources` as they arrive, in the order of each source. A slow reader blocks all sources,
+    with one item each buffered. The first error ends all. When this generator closes, all sources are closed and their
+    tasks have ended, even if the closing task is cancelled meanwhile."""
+    waiting = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=list(waiting).index):
+                source = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield item
+                waiting[asyncio.ensure_future(anext(source))] = source
+    finally:
+        await _run_to_completion(_close(list(waiting), sources))
+
+
+async def _close(tasks: Sequence[asyncio.Future[Delta]], sources: Sequence[AsyncGenerator[Delta, None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.gather(*(source.aclose() for source in sources))
+
+
+async def _run_to_completion(cleanup: Coroutine[Any, Any, None]) -> None:
+    """Runs `cleanup` to completion, then raises a cancellation that arrived meanwhile. `cleanup` must not block."""
+    task, cancelled = asyncio.ensure_future(cleanup), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+class Generator(Protocol):
+    """The methods of `Pipeline` that are called here."""
+
+    def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]: ...
+
+    def admitted(self, client: Client, choices: int = 1) -> AbstractContextManager[None]: ...
+
+
+async def generate_all(generator: Generator, submissions: Sequence[Submission]) -> AsyncGenerator[Delta, None]:
+    """Yields the deltas of all prompts as they arrive, up to AT_ONCE prompts at the same time. All have the same number
+    of choices; those of the second prompt are numbered after those of the first. Raises as `Pipeline.generate` does;
+    the first error ends all."""
+    first, left, began = submissions[0], iter(enumerate(submissions)), time.monotonic()
+    with generator.admitted(first.client, first.n * min(len(submissions), AT_ONCE)):
+        parts = [_in_turn(generator, left, began) for _ in range(min(len(submissions), AT_ONCE))]
+        async with aclosing(merged(parts)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+
+async def _in_turn(
+    generator: Generator, left: Iterator[tuple[int, Submission]], began: float
+) -> AsyncGenerator[Delta, None]:
+    """Yields the deltas of one prompt after another, taken from those that are left."""
+    for number, submission in left:
+        deadline_s = submission.deadline_s - (time.monotonic() - began)
+        part = replace(submission, admitted=True, deadline_s=deadline_s)
+        async with aclosing(generator.generate(part)) as deltas:
+            async for delta in deltas:
+                yield delta._replace(choice=number * submission.n + delta.choice)

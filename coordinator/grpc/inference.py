@@ -29,9 +29,8 @@ from coordinator.inference import model as oip
 from coordinator.inference.model import submissions_of
 from coordinator.inference.served import VERSION, CountingPipeline, ServedModel
 from coordinator.inference.tensors import Tensor, checked, packed, unpacked
-from coordinator.pipeline import Pipeline
+from coordinator.pipeline import Pipeline, generate_all
 from coordinator.policy.quotas import Client
-from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Submission
 from coordinator.translate import Translator
 

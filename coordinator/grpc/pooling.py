@@ -13,10 +13,9 @@ from baton.core.sampling_limits import check_count
 from baton.runtime.event_loop import off_loop
 from baton.v1 import serving_pb2
 from coordinator.grpc.calls import internal_id, sent_with
-from coordinator.pipeline import Pipeline
+from coordinator.pipeline import Pipeline, generate_all
 from coordinator.policy.quotas import Client
 from coordinator.pooled import MAX_INPUTS, classify, to_classify, to_compare, to_embed
-from coordinator.several_prompts import generate_all
 from coordinator.submission import Delta, Submission, is_large
 from coordinator.text.pooling import vector_of
 from coordinator.translate import PoolOptions, Text, Translator

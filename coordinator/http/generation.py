@@ -37,9 +37,8 @@ from coordinator.inference.render import InferRender
 from coordinator.inference.served import CountingPipeline
 from coordinator.openai.render import Render, server_timing
 from coordinator.openai.responses_render import ResponsesRender
-from coordinator.pipeline import Pipeline
+from coordinator.pipeline import Pipeline, generate_all
 from coordinator.policy.quotas import Client
-from coordinator.several_prompts import generate_all
 from coordinator.submission import SESSION, Delta, Sink, Submission, Usage, is_large
 from coordinator.text.parser import Event
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.merged import merged
+from coordinator.pipeline import merged
 
 
 class Source:

@@ -615,5 +615,5 @@ FAULTS = (
     ),
     Fault("baton/engine/pooling.py", ".mul_(SCALE).round_()", ".mul_(SCALE)", "tests/engine/test_pooling.py"),
     Fault(DISPATCH, "each.pools[: 1 + choice.needs_decode] if apart", "each.pools if apart", T_REQUESTS),
-    Fault("coordinator/several_prompts.py", "min(len(submissions), AT_ONCE))]", "len(submissions))]", T_POOLING),
+    Fault("coordinator/pipeline.py", "min(len(submissions), AT_ONCE))]", "len(submissions))]", T_POOLING),
 )
