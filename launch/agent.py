@@ -29,8 +29,7 @@ from baton.runtime.options import EXIT_STARTUP_ERROR
 from baton.runtime.process import EXIT_RANK_LOST, die_with_parent, record_error
 from launch.child import Child, ChildSpec
 from launch.failure import Failure, box
-from launch.signals import Signals
-from launch.supervisor import run_together
+from launch.supervisor import Signals, run_together
 
 SECONDARY_EXIT_CODES = (EXIT_RANK_LOST, -signal.SIGTERM)
 """Exit codes of a rank that ended because another rank did: by itself, or at a SIGTERM."""

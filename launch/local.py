@@ -43,8 +43,7 @@ from launch.members import Addresses, Members
 from launch.plan import BATCHES, COORDINATOR
 from launch.roll import REQUESTED, Roll
 from launch.run_directory import ROLL, reading, write_addresses
-from launch.signals import Signals
-from launch.supervisor import Backoff, MemberFailed, Supervised
+from launch.supervisor import Backoff, MemberFailed, Signals, Supervised
 from sim.scale.planner import Size
 
 TICK_S = 0.2

@@ -5,17 +5,22 @@ checkpoint, port in use) ends the cluster: a retry would fail the same way. Afte
 runs in all. Once it has joined, it is always restarted: 1 s after it was killed, which says nothing about it; after 1,
 2, 4 .. 30 s when it failed by itself. A run that stayed joined for a minute resets that backoff. While no worker of its
 role is ready, requests wait: it is restarted at once, or, if it fails by itself again and again, after at most RETRY_S.
+
+Its parents sleep until a child ends, a signal arrives, or a timeout expires (`Signals`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import select
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 from baton.core.errors import StartupError
 from baton.core.liveness import KILL_DELAY_S
@@ -23,7 +28,6 @@ from baton.runtime.options import EXIT_STARTUP_ERROR
 from launch.child import Child, ChildSpec
 from launch.console import Console
 from launch.failure import Failure, box, describe_exit
-from launch.signals import Signals
 
 RETRY_S = 5.0
 TICK_S = 0.5
@@ -253,3 +257,47 @@ def run_together(children: Sequence[Child], signals: Signals) -> EndedProcesses:
             for child in running:
                 child.kill(0.0, f"hung: still running {KILL_DELAY_S:g} s after another rank failed")
     return EndedProcesses(ended, bool(asked), killed)
+
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """While open, SIGINT, SIGTERM and SIGHUP only increment `stops` (`last` is the latest), and SIGCHLD ends a wait.
+    For the main thread only.
+
+    SIGHUP stays ignored if it was (nohup); SIGINT does not, since a shell ignores it for commands started with `&`.
+    """
+
+    def __init__(self) -> None:
+        self.stops = self.last = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in (*_STOPPING, signal.SIGCHLD):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._before[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._reader.close()
+        self._writer.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns after any signal, or after `timeout_s`."""
+        select.select([self._reader], [], [], max(0.0, timeout_s))
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(512):
+                pass
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if number in _STOPPING:
+            self.stops, self.last = self.stops + 1, number

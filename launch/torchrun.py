@@ -36,8 +36,7 @@ from baton.runtime.process import (
 from launch.agent import SECONDARY_EXIT_CODES, Job, bind, main, report
 from launch.child import Child, ChildSpec
 from launch.failure import Failure, describe_exit
-from launch.signals import Signals
-from launch.supervisor import TICK_S
+from launch.supervisor import TICK_S, Signals
 
 _PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 NOTICE_S = 10.0
