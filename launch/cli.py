@@ -221,7 +221,7 @@ def traffic_command(
     from baton.runtime.admin import set_traffic
     from coordinator.policy.traffic import parse_shares
     from launch.cluster_api import get_cluster
-    from launch.control import control_of
+    from launch.drain import control_of
     from launch.views import print_traffic
 
     try:

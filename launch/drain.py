@@ -1,15 +1,21 @@
-"""`baton drain` and `baton flip`: a worker leaves the cluster, or changes its role."""
+"""`baton drain` and `baton flip`: a worker leaves the cluster, or changes its role; and where a coordinator's control
+port is, and what an operator's commands authenticate with.
+"""
 
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 from baton.core.commands import Role
 from baton.core.errors import BatonError, StartupError
+from baton.core.names import host_port_error
 from baton.runtime.admin import drain_worker
+from baton.runtime.tls import ClusterTls, read_cluster_tls
+from baton.runtime.token_file import read_token
 from launch.cluster_api import ClusterView, get_cluster
 from launch.console import Console
-from launch.control import control_of
+from launch.run_directory import local_token
 
 GRACE_S = 10.0  # beyond the time for requests: for the last step, and for a worker's preparation for its next role
 POLL_S = 0.1
@@ -52,3 +58,20 @@ def _present(cluster: ClusterView, worker: str) -> tuple[object, object] | None:
     """Returns the worker's role and incarnation; None when it is lost or absent."""
     rows = (row for row in cluster.workers if row["id"] == worker and row["state"] != "lost")
     return next(((row["role"], row.get("incarnation")) for row in rows), None)
+
+
+class Control(NamedTuple):
+    cluster: ClusterView
+    address: str
+    token: str
+    tls: ClusterTls | None
+
+
+def control_of(url: str, coordinator: str, cluster_token_file: str, cluster_tls_dir: str) -> Control:
+    """Returns the cluster at `url` and its control port, by the options of a command, which may be empty. Raises
+    BatonError."""
+    if coordinator and (wrong := host_port_error(coordinator)):
+        raise StartupError(f"--coordinator {wrong}")
+    token, tls = read_token(cluster_token_file or local_token(url)), read_cluster_tls(cluster_tls_dir, "operator")
+    cluster = get_cluster(url)
+    return Control(cluster, coordinator or cluster.control, token, tls)
