@@ -31,7 +31,7 @@ from baton.engine.options import EngineOptions
 from baton.engine.quantize import quantize
 from baton.engine.runner import Runner
 from baton.runtime.model_source import builtin_directory
-from benchmarks.gpu_parts.models import RandomTensors, config_of, write_config
+from benchmarks.gpu_parts.random_weights import RandomTensors, config_of, write_config
 from benchmarks.kit import ROOT, parser, table
 
 GREEDY, BLOCK, WINDOW = SamplingParams(temperature=0.0), 16, 512

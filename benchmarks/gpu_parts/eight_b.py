@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.gpu_parts import ahead
 from benchmarks.gpu_parts.clusters import served
-from benchmarks.gpu_parts.models import RandomTensors, config_of, random_model, write_config
+from benchmarks.gpu_parts.random_weights import RandomTensors, config_of, random_model, write_config
 from benchmarks.gpu_parts.setting import (
     DEVICE,
     REHEARSAL,

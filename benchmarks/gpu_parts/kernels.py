@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu import ROOT
-from benchmarks.gpu_parts.models import RandomTensors, config_of
+from benchmarks.gpu_parts.random_weights import RandomTensors, config_of
 from benchmarks.gpu_parts.setting import DEVICE, QUICK, REHEARSAL, Checks, bar, check, copy_bandwidth, median_s, pytest
 
 IMPORTS = ("baton.engine.runner", "prefill.worker", "decode.worker", "coordinator.serving", "launch.up")
