@@ -35,8 +35,7 @@ from baton.engine.runner import Runner
 from benchmarks.kit import parser, report, table
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
-from tests.support.exact_kernels import PIECES, ROWS, bits, in_pieces, kernels
-from tests.support.interpreted import interpreted_runner, ordered_products
+from tests.support.exact_kernels import PIECES, ROWS, bits, in_pieces, interpreted_runner, kernels, ordered_products
 
 _SMALL = {"num_layers": 2, "max_position_embeddings": 640}
 """Enough for all shapes: each layer, and each split that a context might have, takes the interpreter time."""

@@ -23,7 +23,7 @@ from baton.engine.weights import Projection
 from tests.support import exact_kernels
 from tests.support.attention import shape
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
-from tests.support.interpreted import interpreted_runner, ordered_products
+from tests.support.exact_kernels import interpreted_runner, ordered_products
 
 pytest.importorskip("triton")
 pytestmark = [
