@@ -11,8 +11,7 @@ import pytest
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
-from tests.support.fault_cluster import FaultCluster, fault_cluster
-from tests.support.fault_load import expected, start
+from tests.support.fault_cluster import FaultCluster, expected, fault_cluster, start
 from tests.support.limits import HANG_S, Stall
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

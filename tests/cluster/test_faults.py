@@ -19,8 +19,17 @@ import pytest
 from baton.engine.kernels.build import processor_levels
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
-from tests.support.fault_cluster import FaultCluster, fault_cluster
-from tests.support.fault_load import BYSTANDER, COUNT, PROMPT, calm, disturbed, expected, start
+from tests.support.fault_cluster import (
+    BYSTANDER,
+    COUNT,
+    PROMPT,
+    FaultCluster,
+    calm,
+    disturbed,
+    expected,
+    fault_cluster,
+    start,
+)
 from tests.support.limits import Stall
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
