@@ -132,10 +132,15 @@ class WorkerTable:
             if known.state == "disconnected":
                 known.state, known.since = "ready", now
             return Joined(known, replaced=None)  # it redialled and keeps its sequences
-        next_role = self._next_roles.pop(name, None) if known is None else known.next_role
+        lost = self._workers.get(name) if known is None else None
+        before = known or lost
+        next_role = self._next_roles.pop(name, None) if before is None else before.next_role
         if next_role == join.role:
             self.flips[join.role] += 1
-        return Joined(self.add(join, now, now + self.lease_s), replaced=known)
+        worker = self.add(join, now, now + self.lease_s)
+        if lost is not None and lost.incarnation == join.incarnation and lost.drain_by is not None:
+            worker.state, worker.drain_by, worker.next_role = "draining", lost.drain_by, lost.next_role
+        return Joined(worker, replaced=known)
 
     def add(self, join: Join, now: float, lease_until: float) -> Worker:
         """Adds a worker without comparing it with the others; replaces an earlier incarnation."""

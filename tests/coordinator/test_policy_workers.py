@@ -305,6 +305,26 @@ def test_draining_and_leaving(workers: WorkerTable) -> None:
     assert not list(workers.all())
 
 
+def test_the_end_of_a_lease_does_not_end_a_drain(workers: WorkerTable) -> None:
+    """The worker was starved: it has the command, and neither its end nor its new role may depend on the lease."""
+    workers.join(join(both_roles=True), 0.0)
+    workers.drain("d0", 9.0, 1.0, "prefill")
+    assert [worker.worker_id for worker, _ in workers.expire(3.0)] == ["d0"]
+    again = workers.join(join(both_roles=True), 3.5).worker
+    assert (again.state, again.drain_by, again.next_role) == ("draining", 9.0, "prefill")
+    workers.left("d0", 1)
+    workers.join(join(role="prefill", incarnation=2, both_roles=True), 4.0)
+    assert workers.flips == {"prefill": 1}
+    workers.drain("d0", 9.0, 5.0, "decode")
+    workers.expire(8.0)
+    fresh = workers.join(join(incarnation=3, both_roles=True), 8.5).worker  # before it was seen to leave
+    assert fresh.ready and workers.flips == {"prefill": 1, "decode": 1}
+    workers.drain("d0", 9.0, 9.0, "prefill")
+    workers.expire(12.0)
+    assert workers.join(join(incarnation=4, both_roles=True), 12.5).worker.ready, "its process was started again"
+    assert workers.flips == {"prefill": 1, "decode": 1}
+
+
 def test_a_worker_joins_again_in_the_role_it_drained_for(workers: WorkerTable) -> None:
     workers.join(join(both_roles=True), 0.0)
     workers.drain("d0", 9.0, 1.0, "prefill")
