@@ -47,17 +47,34 @@ def drain(
             time.sleep(POLL_S)
     except BatonError as error:
         raise StartupError(error.message) from None
-    if next_role is not None and now is not None and now[0] != next_role:
-        console.stage(worker, f"joined again as {now[0]}, not as {next_role}; its log says why")
+    if next_role is not None and now is not None and now.role != next_role:
+        console.stage(worker, f"joined again as {now.role}, not as {next_role}: {_why(before, now)}")
         return 1
     console.stage(worker, f"joined as {next_role}" if next_role else "left")
     return 0
 
 
-def _present(cluster: ClusterView, worker: str) -> tuple[object, object] | None:
-    """Returns the worker's role and incarnation; None when it is lost or absent."""
+class _Present(NamedTuple):
+    """A worker that is not lost; `host` is that of its leader."""
+
+    role: str
+    incarnation: int | None
+    pids: tuple[int, ...]
+    host: str
+
+
+def _present(cluster: ClusterView, worker: str) -> _Present | None:
     rows = (row for row in cluster.workers if row["id"] == worker and row["state"] != "lost")
-    return next(((row["role"], row.get("incarnation")) for row in rows), None)
+    made = (_Present(r["role"], r.get("incarnation"), tuple(r.get("pids", ())), r.get("host", "")) for r in rows)
+    return next(made, None)
+
+
+def _why(before: _Present | None, now: _Present) -> str:
+    """Returns why a worker has not the role that it was to take."""
+    if before is None or before.pids == now.pids:
+        return "another command changed its role meanwhile"
+    where = ", ".join(map(str, before.pids)) + (f" on {before.host}" if before.host else "")
+    return f"its process (pid {where}) ended meanwhile and was started again; its log says why"
 
 
 class Control(NamedTuple):

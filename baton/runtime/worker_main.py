@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast, get_args
 from baton.core.commands import Role
 from baton.core.compatibility import Compatibility
 from baton.core.cores import parse_cores
-from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
+from baton.core.errors import BatonError, InvariantError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.liveness import LOOP_STALL_S
 from baton.core.names import name_error
 from baton.core.prefix_cache import KeptBlocks
@@ -217,10 +217,11 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                     started = time.monotonic()
                     # The coordinator may not know yet that it has left.
                     config = replace(for_device(given, next_role, device), replace=True)
-                    if next_role not in makers:
-                        makers[next_role] = _load_other(next_role)
-                    make = makers[next_role]
-                    worker = make(config, runner, runner.facts, group.pids, group.endpoints, worker.scheduler.kept)
+                    with _changing_role(config.worker_id, next_role):
+                        if next_role not in makers:
+                            makers[next_role] = _load_other(next_role)
+                        make = makers[next_role]
+                        worker = make(config, runner, runner.facts, group.pids, group.endpoints, worker.scheduler.kept)
                     took_s = time.monotonic() - started
                     log.info("%s becomes a %s worker, prepared in %.2f s", config.worker_id, next_role, took_s)
         finally:
@@ -242,6 +243,20 @@ def with_certificates(config: WorkerConfig) -> WorkerConfig:
             raise
         return replace(config, both_roles="off")
     return config
+
+
+@contextlib.contextmanager
+def _changing_role(worker_id: str, role: Role) -> Iterator[None]:
+    """Names the role in an error of the block: it ends this process, whose supervisor starts it in its first role."""
+    log.info("%s is to become a %s worker", worker_id, role)
+    about = f"{worker_id} could not become a {role} worker"
+    try:
+        yield
+    except BatonError as e:
+        e.message = f"{about}: {e.message}"
+        raise
+    except Exception as e:
+        raise InvariantError(f"{about}: {type(e).__name__}: {e}") from e
 
 
 def _load_other(role: Role) -> MakeWorker:

@@ -36,6 +36,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import Unavailable
 from baton.core.handover import Chunk
 from baton.core.step import StepPlan
+from baton.runtime import worker_main as worker_main_module
 from baton.runtime.worker_main import MakeWorker, RunnableWorker, worker_main
 
 VARIABLE = "BATON_TEST_FAULTS"
@@ -176,9 +177,8 @@ def main() -> None:
     faults = Faults(Path(os.environ[VARIABLE]), name if rank == "0" else f"{name}.{rank}")
     signal.signal(signal.SIGUSR1, faults.dump)
 
-    def load() -> MakeWorker:
+    def maker(role: str) -> MakeWorker:
         make = importlib.import_module(f"{role}.__main__").load()
-        _install(faults)
 
         def made(*given: Any) -> RunnableWorker:
             faults.worker, faults.loop = make(*given), asyncio.get_running_loop()
@@ -186,6 +186,13 @@ def main() -> None:
             return faults.worker  # type: ignore[no-any-return]
 
         return made
+
+    def load() -> MakeWorker:
+        made = maker(role)
+        _install(faults)
+        return made
+
+    worker_main_module._load_other = maker  # for a change of role
 
     if rank != "0":
         _install(faults)  # a follower creates no worker

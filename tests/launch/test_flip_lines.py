@@ -1,0 +1,37 @@
+"""What `baton flip` prints when a worker joins again in its first role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launch import drain as command
+from launch.cluster_api import ClusterView
+
+BEFORE = {"id": "p1", "role": "prefill", "incarnation": 1, "state": "ready", "pids": [7, 8], "host": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"pids": [9, 10]},
+            "its process (pid 7, 8 on 10.0.0.1) ended meanwhile and was started again; its log says why",
+        ),
+        ({}, "another command changed its role meanwhile"),
+    ],
+)
+def test_the_last_line_says_why(
+    changes: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def view(**of_worker: Any) -> ClusterView:
+        return ClusterView((BEFORE | of_worker,), "", {})
+
+    views = iter([view(state="draining"), ClusterView((), "", {}), view(incarnation=2, **changes)])
+    monkeypatch.setattr(command, "control_of", lambda *_: (view(), "127.0.0.1:1", "", None))
+    monkeypatch.setattr(command, "drain_worker", lambda *_, **__: None)
+    monkeypatch.setattr(command, "get_cluster", lambda _: next(views))
+    monkeypatch.setattr(command, "POLL_S", 0.0)
+    assert command.drain("p1", "http://127.0.0.1:1", 0.5, "decode", "", "", "") == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"joined again as prefill, not as decode: {why}")
