@@ -17,6 +17,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from baton.core.codes import ErrorCode
@@ -47,11 +48,17 @@ FILLERS = {
 CLOCKS = ("time.monotonic", "time.time", "time.time_ns", "time.monotonic_ns", "time.perf_counter")
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Parses a file once per process: several tests look at all of them."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=path)
+
+
 def product_files() -> dict[str, ast.Module]:
     """Every product file by its path from the root."""
     paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
     named = {path.relative_to(ROOT).as_posix(): path for path in paths}
-    return {name: ast.parse(path.read_text()) for name, path in named.items() if not name.startswith(GENERATED)}
+    return {name: parsed(path) for name, path in named.items() if not name.startswith(GENERATED)}
 
 
 def module_of(path: str) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tools.shape import parsed
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("baton", "batches", "prefill", "decode", "coordinator", "launch", "sim")
 GENERATED = "baton/v1/"
@@ -68,14 +70,17 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-@cache
 def tree(path: str) -> ast.Module:
-    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=path)
+    return parsed(ROOT / path)
 
 
 def imports_of(path: str, source: ast.Module | None = None) -> list[Import]:
     """Every import of the file, including lazy ones inside functions."""
     return list(_walk(path, source or tree(path), False))
+
+
+def is_for_types(test: ast.expr) -> bool:
+    return any(getattr(node, "id", getattr(node, "attr", "")) == "TYPE_CHECKING" for node in ast.walk(test))
 
 
 def _walk(path: str, node: ast.AST, typing_only: bool) -> Iterator[Import]:
@@ -91,7 +96,7 @@ def _walk(path: str, node: ast.AST, typing_only: bool) -> Iterator[Import]:
                 base = ".".join(part for part in (*package[:keep], base) if part)
             for alias in child.names:
                 yield Import(path, child.lineno, f"{base}.{alias.name}", typing_only)
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        elif isinstance(child, ast.If) and is_for_types(child.test):
             yield from _walk(path, ast.Module(child.body, []), True)
             yield from _walk(path, ast.Module(child.orelse, []), typing_only)
         else:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.shape import parsed
+
 TESTS = Path(__file__).parents[1]
 TIMELESS = (
     "arch/*", "builtin/*", "core/*", "decode/*", "docs/*", "engine/*", "prefill/*",
@@ -43,7 +45,7 @@ def test_tests_of_pure_code_do_not_depend_on_time() -> None:
     files = sorted(TESTS.rglob("test_*.py"))
     timeless = [path for path in files if is_timeless(path)]
     assert len(files) > len(timeless) > 50
-    found = {str(path): needs_time(ast.parse(path.read_text(encoding="utf-8"))) for path in timeless}
+    found = {str(path): needs_time(parsed(path)) for path in timeless}
     assert {path: what for path, what in found.items() if what} == {}
 
 

@@ -6,12 +6,12 @@ import ast
 
 import pytest
 
-from tools.shape import CODES_FILE, bare_codes, product_files
+from tools.shape import CODES_FILE, ROOT, bare_codes, product_files
 
 
 def test_no_product_file_has_an_error_code_as_a_bare_string() -> None:
     files = product_files()
-    used = sum("ErrorCode." in ast.unparse(tree) for tree in files.values())
+    used = sum("ErrorCode." in (ROOT / path).read_text() for path in files)
     assert len(files) > 200 and used > 10
     bare = [(path, lines) for path, tree in files.items() if path != CODES_FILE and (lines := bare_codes(path, tree))]
     assert bare == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source_tree import PACKAGES, ROOT, Import, imports_of, matches
+from tools.shape import parsed
 
 OUTSIDE = ("tools", "training", "benchmarks", "tests")
 OURS = (*PACKAGES, *OUTSIDE)
@@ -26,10 +27,9 @@ MAY_IMPORT: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 
-@cache
 def outside_files() -> dict[str, ast.Module]:
     paths = (path for folder in OUTSIDE for path in sorted((ROOT / folder).rglob("*.py")))
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    return {path.relative_to(ROOT).as_posix(): parsed(path) for path in paths}
 
 
 def is_wrong(found: Import) -> bool:
@@ -57,7 +57,7 @@ def is_missing(found: Import, root: Path = ROOT) -> bool:
 def names_in(module: Path) -> set[str]:
     """Names that a module defines or imports at any depth, and `*`."""
     names = {"*"}
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(module)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

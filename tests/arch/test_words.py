@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.arch.source_tree import ROOT, source_files, tree
+from tools.shape import parsed
 
 COINED = {
     "heard": "received, last_..._at",
@@ -112,7 +113,7 @@ def test_names_that_contain_a_filler_word_are_allowed() -> None:
 def test_no_identifier_in_tests_has_a_coined_word() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     assert len(files) > 200
-    found = [line for path in files for line in coined(ast.parse(path.read_text()), path.name)]
+    found = [line for path in files for line in coined(parsed(path), path.name)]
     assert not found, "\n".join(found)
 
 
