@@ -374,11 +374,12 @@ def idle_class() -> None:
 
 
 @contextlib.contextmanager
-def others(what: str, ports: Ports, ended: dict[str, Counter[str]]) -> Any:
-    """Runs a process of other clients, `kinds` or `readers`; counts in `ended` how their attempts ended."""
+def others(what: str, ports: Ports, ended: dict[str, Counter[str]], idle: bool) -> Any:
+    """Runs a process of other clients, `kinds` or `readers`, in the idle class if `idle`; counts in `ended` how their
+    attempts ended."""
     command = [sys.executable, __file__, f"--{what}", json.dumps([ports.http, ports.grpc, ports.control])]
     with tempfile.TemporaryFile("w+") as lines:
-        process = subprocess.Popen(command, stdout=lines, cwd=ROOT, preexec_fn=idle_class)
+        process = subprocess.Popen(command, stdout=lines, cwd=ROOT, preexec_fn=idle_class if idle else None)
         try:
             deadline = time.monotonic() + PATIENCE_S
             while not os.fstat(lines.fileno()).st_size and process.poll() is None and time.monotonic() < deadline:
@@ -406,7 +407,9 @@ def until_back(url: str, coordinator: int, before: dict[str, float]) -> tuple[di
         time.sleep(0.5)
 
 
-def run(seconds: float, directory: Path) -> Found:
+def run(seconds: float, directory: Path, *, idle: bool = True) -> Found:
+    """`idle`: other clients get the processor when no process needs it, as gaps of good streams are measured. On a busy
+    machine they may then take minutes to start."""
     flags = ["--device", "cpu", "--port", "0", "--grpc-port", "0", "--control-port", "0", "--run-dir", str(directory)]
     log = (directory.parent / "up.log").open("wb")
     with (
@@ -425,7 +428,7 @@ def run(seconds: float, directory: Path) -> Found:
             found = Found()
             asyncio.run(good_streams(url, 3.0, 1, found.failed))
             found.before, _ = until_back(url, coordinator, grown(state(url, coordinator)) | {"requests": 0})
-            with others("kinds", ports, {}):
+            with others("kinds", ports, {}, idle):
                 time.sleep(max(WARM_UP_S, min(seconds / 10, 60.0)))
             after, _ = until_back(url, coordinator, grown(found.before))
             found.before |= {name: after[name] for name in GROW_ONCE}
@@ -435,9 +438,9 @@ def run(seconds: float, directory: Path) -> Found:
             for number in range(rounds):
                 seed = 3 * number + 2
                 found.calm.append(asyncio.run(good_streams(url, calm_s, seed, found.failed)))
-                with others("readers", ports, {}):
+                with others("readers", ports, {}, idle):
                     found.asked.append(asyncio.run(good_streams(url, calm_s, seed + 1, found.failed)))
-                with others("kinds", ports, found.ended):
+                with others("kinds", ports, found.ended, idle):
                     found.beside.append(asyncio.run(good_streams(url, each_s, seed + 2, found.failed)))
             found.after, found.left = until_back(url, coordinator, found.before)
             return found
