@@ -10,7 +10,6 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -214,9 +213,9 @@ async def fuzz(app: Starlette, generator: FakeGenerator, seeds: range) -> Counte
 
 @pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 2000), marks=pytest.mark.long)], ids=str)
 async def test_every_reply_and_event_fits_the_official_schemas(
-    generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seeds: range
+    generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch, seeds: range
 ) -> None:
-    app = messages_kit.messages_app(generator, tmp_path / "m", monkeypatch)
+    app = messages_kit.messages_app(generator, monkeypatch)
     seen = await fuzz(app, generator, seeds)
     assert len(seen) == 8 and min(seen.values()) > 10
 
@@ -229,10 +228,8 @@ async def test_a_reply_that_does_not_fit_is_detected() -> None:
         check_stream(MESSAGES, 'data: {"type": "message_start", "message": {}}\n\n')
 
 
-async def test_an_error_in_a_stream_fits_too(
-    generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    app = messages_kit.messages_app(generator, tmp_path / "m", monkeypatch)
+async def test_an_error_in_a_stream_fits_too(generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = messages_kit.messages_app(generator, monkeypatch)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client:
         for path, body in ((RESPONSES, {"input": "Hi"}), (MESSAGES, messages_kit.GOOD)):
             generator.script = [Delta("a", (1,)), WorkerLost("both died")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -40,8 +39,8 @@ EPHEMERAL = {"type": "ephemeral"}
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starlette:
-    return messages_app(generator, tmp_path / "m", monkeypatch, max_body_bytes=1 << 20)
+def app(generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch) -> Starlette:
+    return messages_app(generator, monkeypatch, max_body_bytes=1 << 20)
 
 
 def body(**fields: Any) -> MessagesBody:

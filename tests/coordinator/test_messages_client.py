@@ -34,8 +34,8 @@ def keys(tmp_path: Path) -> ApiKeys:
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: ApiKeys) -> Starlette:
-    return messages_app(generator, tmp_path / "m", monkeypatch, max_body_bytes=1 << 20, api_keys=keys)
+def app(generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch, keys: ApiKeys) -> Starlette:
+    return messages_app(generator, monkeypatch, max_body_bytes=1 << 20, api_keys=keys)
 
 
 @pytest.fixture

@@ -24,10 +24,9 @@ from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.validation import parse
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.chat import ChatMessage
-from coordinator.text.model import TextModel
 from tests.coordinator.test_tools import TWO, WEATHER
 from tests.support.fake_generator import FakeGenerator, reply
-from tests.support.model_dirs import text_dir
+from tests.support.model_dirs import shared_text_model
 from tests.support.tool_templates import TEMPLATES
 
 PATH = "/v1/responses"
@@ -37,11 +36,10 @@ THINKS = TEMPLATES["hermes"] + "{# </think> #}"
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starlette:
-    model = TextModel.load(text_dir(tmp_path / "m", template=THINKS, config={"max_position_embeddings": 4096}))
+def app(generator: FakeGenerator, monkeypatch: pytest.MonkeyPatch) -> Starlette:
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
     generator.grammars = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
-    return create_app(generator, model, HttpSettings("tiny", created=1))
+    return create_app(generator, shared_text_model(THINKS), HttpSettings("tiny", created=1))
 
 
 async def events_of(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:

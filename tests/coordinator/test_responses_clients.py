@@ -24,9 +24,8 @@ from coordinator.openai.responses_tools import internal_name
 from coordinator.openai.validation import parse
 from coordinator.responses_store import DatabaseResponses, MemoryResponses, Stored
 from coordinator.submission import Delta
-from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, reply
-from tests.support.model_dirs import text_dir
+from tests.support.model_dirs import shared_text_model
 from tests.support.tool_templates import TEMPLATES
 
 PATH = "/v1/responses"
@@ -80,9 +79,8 @@ CODEX = {
 
 
 @pytest.fixture
-def app(generator: FakeGenerator, tmp_path: Path) -> Starlette:
-    template = TEMPLATES["hermes"] + "{# </think> #}"
-    model = TextModel.load(text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096}))
+def app(generator: FakeGenerator) -> Starlette:
+    model = shared_text_model(TEMPLATES["hermes"] + "{# </think> #}")
     return create_app(generator, model, HttpSettings("tiny", created=1))
 
 
@@ -264,7 +262,7 @@ async def test_a_stream_is_stored_before_its_end_is_sent(client: httpx.AsyncClie
 
 
 async def test_a_tenant_sees_only_its_own_answers(generator: FakeGenerator, tmp_path: Path) -> None:
-    model = TextModel.load(text_dir(tmp_path / "m", template=TEMPLATES["hermes"]))
+    model = shared_text_model(TEMPLATES["hermes"] + "{# </think> #}")
     file = tmp_path / "keys"
     file.write_text("first-key-long-enough\nsecond-key-long-enough\n")
     file.chmod(0o600)

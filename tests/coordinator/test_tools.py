@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,19 @@ ONE = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</to
 TWO = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 
 
-def model_of(form: str, directory: Path, special: Sequence[str] = ()) -> TextModel:
+@cache
+def model_of(form: str, special: tuple[str, ...] = ()) -> TextModel:
     tokenizer = tokenizers_kit.renamed(tokenizers_kit.byte_level())
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
-    return TextModel.load(
-        text_dir(directory, tokenizer, template=TEMPLATES[form], config={"max_position_embeddings": 4096})
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        return TextModel.load(
+            text_dir(Path(directory), tokenizer, template=TEMPLATES[form], config={"max_position_embeddings": 4096})
+        )
 
 
 @pytest.fixture(params=["hermes"])
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
-    return model_of(request.param, tmp_path / "m")
+def model(request: pytest.FixtureRequest) -> TextModel:
+    return model_of(request.param)
 
 
 @pytest.fixture
@@ -342,15 +345,14 @@ def walk(tokenizer: LLTokenizer, grammar: str, seed: int) -> str:
     return tokenizer.decode_str(tokens)
 
 
-async def test_call_markers_that_are_special_tokens_are_detected(tmp_path: Path, generator: FakeGenerator) -> None:
+async def test_call_markers_that_are_special_tokens_are_detected(generator: FakeGenerator) -> None:
     for form in FORMATS:
-        special = [*FORMATS[form]]
-        model = model_of(form, tmp_path / form, special)
+        model = model_of(form, tuple(FORMATS[form]))
         assert set(model.marker_ids) - {"<think>"} == set(FORMATS[form])  # it is not a special token
         app = create_app(generator, model, HttpSettings("tiny", created=1))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
             assert (await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL]})).status_code == 200
-            assert generator.submissions[-1].shown_token_ids == frozenset(model.marker_ids[m] for m in special)
+            assert generator.submissions[-1].shown_token_ids == frozenset(model.marker_ids[m] for m in FORMATS[form])
             if form != "harmony":
                 assert (await client.post(CHAT, json=GOOD[CHAT])).status_code == 200
                 assert generator.submissions[-1].shown_token_ids == frozenset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +16,7 @@ from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.text.model import TextModel
 from coordinator.text.stream import TextStream
 from tests.support.fake_generator import FakeGenerator
-from tests.support.model_dirs import CHATML, text_dir
+from tests.support.model_dirs import CHATML, shared_text_model
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 THINKS = CHATML + "{% if not enable_thinking | default(true) %}NO{{ note }}{% endif %}"
@@ -46,8 +45,8 @@ async def test_prompts_with_and_without_a_generation_prompt(
     assert opened.count(end) == 1, "what the client wrote is no control token"
 
 
-async def test_chat_template_kwargs_are_variables_of_the_template(tmp_path: Path, generator: FakeGenerator) -> None:
-    model = TextModel.load(text_dir(tmp_path / "m", template=THINKS, config={"max_position_embeddings": 4096}))
+async def test_chat_template_kwargs_are_variables_of_the_template(generator: FakeGenerator) -> None:
+    model = shared_text_model(THINKS)
     app = create_app(generator, model, HttpSettings("tiny", created=1))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         for variables, ends in (({}, False), ({"enable_thinking": True}, False), ({"enable_thinking": False}, True)):
@@ -57,8 +56,8 @@ async def test_chat_template_kwargs_are_variables_of_the_template(tmp_path: Path
         assert ids.count(model.tokenizer.token_to_id("<|im_end|>")) == 1
 
 
-async def test_final_message_cannot_be_continued_if_the_template_omits_it(tmp_path: Path) -> None:
-    model = TextModel.load(text_dir(tmp_path / "m", template="{{ messages[0].content }}"))
+async def test_final_message_cannot_be_continued_if_the_template_omits_it() -> None:
+    model = shared_text_model("{{ messages[0].content }}")
     talk = [ChatMessage("user", "a"), ChatMessage("assistant", "bcd")]
     with pytest.raises(Exception, match="does not render the last message"):
         await model.encode_chat_async(talk, Rendering(continue_final_message=True))

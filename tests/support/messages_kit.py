@@ -20,9 +20,8 @@ from baton.runtime.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.structured_output import GrammarCompiler
-from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
-from tests.support.model_dirs import text_dir
+from tests.support.model_dirs import shared_text_model
 from tests.support.tool_templates import TEMPLATES
 
 PATH = "/v1/messages"
@@ -33,10 +32,9 @@ VERSION = {"anthropic-version": "2023-06-01"}
 _EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def messages_app(generator: FakeGenerator, directory: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Starlette:
+def messages_app(generator: FakeGenerator, patch: pytest.MonkeyPatch, **settings: Any) -> Starlette:
     """Returns an app whose model calls tools in the form of Qwen, and thinks."""
-    template = TEMPLATES["hermes"] + "{# </think> #}"
-    model = TextModel.load(text_dir(directory, template=template, config={"max_position_embeddings": 4096}))
+    model = shared_text_model(TEMPLATES["hermes"] + "{# </think> #}")
     patch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
     generator.grammars = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
     return create_app(generator, model, HttpSettings("tiny", created=1, **settings))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from coordinator.text.model import TextModel
 from tests.support import tokenizers_kit as kit
 
 CHATML = (
@@ -54,3 +57,11 @@ def text_dir(
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
     return path
+
+
+@cache
+def shared_text_model(template: str) -> TextModel:
+    """A model of 4,096 tokens of context for all tests of a process: the child that renders its template takes longer
+    to start than most of them."""
+    with tempfile.TemporaryDirectory() as directory:
+        return TextModel.load(text_dir(Path(directory), template=template, config={"max_position_embeddings": 4096}))
