@@ -1,7 +1,7 @@
 """How many workers of each role a cluster should have now. Pure: values in, values out; the caller has the clock.
 
 Demand counts, not the number of workers that happen to serve it, so a decision is right again after the workers have
-changed. Rates of requests and uncached prompt tokens are those of the last `window_s`, or of the time that MIN_REQUESTS
+changed. Rates of requests and uncached prompt tokens are those of the last `rate_s`, or of the time that MIN_REQUESTS
 took, or more of them if their lengths vary: the tokens of a few long prompts among short ones have the same standard
 error only after a longer time.
 
@@ -64,7 +64,7 @@ IMPROVED = 0.8
 class Policy:
     """What an operator chooses. `least` and `limit` bound both roles; a role of which `limit` is 0 is not needed. With
     `least` 0 an idle cluster is scaled to zero after `idle_s`. `slo.share` of the requests should meet its limits.
-    A rate is that of `window_s` seconds at least: shorter where a decision is soon undone."""
+    A rate is that of `window_s` seconds, or of a start time if that is less."""
 
     slo: Slo
     prefill: Calibration
@@ -78,6 +78,12 @@ class Policy:
     def start_s(self, role: Role) -> float:
         kind = self.prefill.prefill_worker if role == "prefill" else self.decode.decode_worker
         return max(kind.start_s, MIN_START_S)
+
+    @property
+    def rate_s(self) -> float:
+        """For how long a rate counts at least: as long as a start takes. Over a longer time the beginning of a burst is
+        averaged with the quiet before it, while workers could have started already."""
+        return min(self.window_s, max(self.start_s("prefill"), self.start_s("decode")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +296,7 @@ def _variation(first: ClusterSample, last: ClusterSample) -> float:
 def _demand(policy: Policy, memory: Memory) -> Demand:
     now = memory.samples[-1]
     variation = _variation(memory.samples[0], now)  # of all samples: the last ones may lack the rare long prompt
-    window = _window(memory.samples, MIN_REQUESTS * (1 + variation), policy.window_s)
+    window = _window(memory.samples, MIN_REQUESTS * (1 + variation), policy.rate_s)
     if window is None or window[0].admitted == now.admitted:  # what waits was admitted before
         prompt = now.queued_tokens / now.queued if now.queued else 0.0
         return Demand(0.0, prompt, prompt, now.output_tokens, None, None)
@@ -300,7 +306,7 @@ def _demand(policy: Policy, memory: Memory) -> Demand:
     computed, cached = _sum_of(first, last, "tokens"), _sum_of(first, last, "cached")
     share = computed / (computed + cached) if computed + cached >= prompt > 0 else 1.0
     offered = admitted + min(admitted, last.refused - first.refused)  # at most twice: who is refused asks again
-    rate = offered / max(last.at_s - first.at_s, policy.window_s)  # a burst of a second is no rate, but a backlog
+    rate = offered / max(last.at_s - first.at_s, policy.rate_s)  # a burst of a second is no rate, but a backlog
     states = memory.prefill, memory.decode
     changed_at = max(max(state.raised_at, state.lowered_at, state.boosted_at) for state in states)
 
@@ -430,7 +436,7 @@ def _decode(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
     costs, context = kind.decode, demand.prompt + demand.output / 2
     step_s = state.slowness * (costs.plain_s(rows, rows * context) + costs.idle_s) * (1 - costs.accepted)
     workers = [worker for worker in now.workers if worker.role == DECODE]
-    recent = [s.wants_decode for s in memory.samples if now.at_s - s.at_s <= policy.window_s]
+    recent = [s.wants_decode for s in memory.samples if now.at_s - s.at_s <= policy.rate_s]
     running = sum(recent) / len(recent)  # the last one may be a wave that has ended before a worker could start
     together = max(demand.requests_per_s * demand.output * step_s, running * demand.factor)
     chance = _quantile(policy.slo.share) * math.sqrt(together)

@@ -418,3 +418,19 @@ def test_a_shorter_window_follows_a_change_of_the_load_sooner() -> None:
     short, usual = (_rate(decided(policy)) for policy in (replace(POLICY, window_s=10.0), POLICY))
     assert short == pytest.approx(20.0, rel=0.05)
     assert usual == pytest.approx((12 * 20 + 18) / 30, rel=0.1)
+
+
+def test_a_rate_counts_no_longer_than_a_start_takes() -> None:
+    """Where workers start in seconds, ten seconds of a burst are no third of a rate."""
+    quick = replace(KIND, prefill_worker=replace(KIND.prefill_worker, start_s=2.0))
+    quick = replace(quick, decode_worker=replace(KIND.decode_worker, start_s=2.0))
+    sizes = []
+    for kind in (KIND, quick):
+        f = Fluid(replace(POLICY, prefill=kind, decode=kind))
+        f.rate = 6.0
+        f.step(40)
+        f.rate = 30.0
+        sizes.append(f.step(2).prefill)
+    steady = Fluid()
+    steady.rate = 30.0
+    assert sizes[0] < sizes[1] == steady.step(40).prefill
