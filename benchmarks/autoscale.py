@@ -10,11 +10,11 @@ time is that of the autoscaler's target: first of prefill workers, then of decod
 the fixed size of the time before the burst. EXAMPLE is no measurement: a model for which 100 workers are needed by a
 load that can be replayed in minutes.
 
-With --real a cluster of this machine with the built-in model is measured instead: `baton calibrate` (or --costs), the
-Azure conversation trace with a burst on `baton up --autoscale`, the same on clusters of fixed size, from the largest
-that it chose on with fewer prefill workers each time until first tokens are not in time, and a start from zero. Each
-worker may use QUOTA of a core from its join on (a cgroup's quota, which needs root), so that more workers compute more
-although there are few cores; calibrated costs are divided by it.
+With --real a cluster of this machine with the built-in model is measured instead: `baton calibrate` within the quota
+(or --costs, as `benchmarks.flips --save` writes them), the Azure conversation trace with a burst on `baton up
+--autoscale`, the same on clusters of fixed size, from the largest that it chose on with fewer prefill workers each time
+until first tokens are not in time or --sizes were tried, and a start from zero. Each worker may use QUOTA of a core
+from its join on, so that more workers compute more although there are few cores.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import json
 import math
 import os
 import random
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from benchmarks.kit import BATON, cluster, table
+from benchmarks.kit import cluster, table
+from benchmarks.quota import FLAGS, QUOTA, calibrated, limit
 from launch.autoscale.law import Policy
 from launch.autoscale.simulate import DryRun, dry_run, reversals
 from launch.bench.client import ServerTarget, base_url, run_load
@@ -51,7 +51,6 @@ from sim.scale.replay import ClusterShape, Replay
 from sim.scale.workload import Lengths, first_seconds, fitting, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow, read_trace, trace_path
-from tools.provenance import ROOT
 
 DURATION_S, BURST_AT, BURST_END, BURST = 3400.0, 1200.0, 1800.0, 5.0
 STEPS = 20
@@ -150,24 +149,22 @@ LOADS = (
 )
 
 
-QUOTA, PERIOD_US = 0.25, 20_000
 LOOK_S = 0.25
 START_LIMIT_S = 180.0
-MODEL = ("--model", "builtin", "--device", "cpu", "--draft", "none")
 LARGEST = Size(3, 2)
 LONGEST = 2048, 32  # tokens of a prompt and of an output
 BUSY = 2.2  # prefill workers that the burst needs
-CPU = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
 
 
 @dataclass
 class Watched:
     """What is seen of a cluster: the numbers of ready workers, one after the other, when each worker joined and how
-    long after its process had started, and the seconds of all workers from their start on."""
+    long after its process had started, the seconds of all workers from their start on, and their control groups."""
 
     sizes: list[Size] = field(default_factory=list)
     joined: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     worker_s: float = 0.0
+    groups: list[Path] = field(default_factory=list)
 
     def look(self, url: str, seconds: float) -> None:
         """Adds what has happened in the last `seconds`, and gives new workers their quota."""
@@ -179,7 +176,7 @@ class Watched:
                 start_s = age_s(row["pids"][0])
                 self.joined[key] = time.perf_counter(), start_s
                 self.worker_s += start_s
-                limit(row["pids"])
+                self.groups += [limit(pid, QUOTA) for pid in row["pids"]]
         ready = [row["role"] for row in rows if row["state"] == "ready"]
         size = Size(ready.count("prefill"), ready.count("decode"))
         if not self.sizes or size != self.sizes[-1]:
@@ -203,19 +200,6 @@ def age_s(pid: int) -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-def limit(pids: Sequence[int]) -> None:
-    """Moves a worker into a control group of its own, with QUOTA of a core."""
-    group, quota = CPU / f"baton-bench-{pids[0]}", round(QUOTA * PERIOD_US)
-    group.mkdir()
-    if (group / "cpu.max").exists():
-        (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
-    else:
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(quota))
-    for pid in pids:
-        (group / "cgroup.procs").write_text(str(pid))
-
-
 @contextlib.contextmanager
 def watched(*flags: str, workers: int) -> Iterator[tuple[str, Watched]]:
     """Runs a cluster until the context ends, and watches it; begins when so many workers have their quota."""
@@ -230,7 +214,7 @@ def watched(*flags: str, workers: int) -> Iterator[tuple[str, Watched]]:
             last = now
 
     try:
-        with cluster(*MODEL, *flags) as running:
+        with cluster(*FLAGS, *flags) as running:
             thread = threading.Thread(target=watch)
             thread.start()
             try:
@@ -244,31 +228,8 @@ def watched(*flags: str, workers: int) -> Iterator[tuple[str, Watched]]:
                 ended.set()
                 thread.join()
     finally:
-        for pid in [name.name for name in CPU.glob("baton-bench-*")]:
-            (CPU / pid).rmdir()
-
-
-def calibrated(directory: Path) -> Path:
-    file = directory / "costs.json"
-    with cluster(*MODEL) as running:
-        subprocess.run([*BATON, "calibrate", running.url, "--out", str(file)], cwd=ROOT, check=True)
-    return file
-
-
-def throttled(costs: PrefillCosts | DecodeCosts) -> dict[str, float]:
-    """Returns the costs of a step that has QUOTA of a core."""
-    return {name: value / QUOTA for name, value in asdict(costs).items() if name.endswith("_s")}
-
-
-def kind_of(file: Path, start_s: float) -> Calibration:
-    kind = read_calibration(str(file))
-    return replace(
-        kind,
-        prefill=replace(kind.prefill, **throttled(kind.prefill)),
-        decode=replace(kind.decode, **throttled(kind.decode)),
-        prefill_worker=replace(kind.prefill_worker, start_s=start_s),
-        decode_worker=replace(kind.decode_worker, start_s=start_s),
-    )
+        for group in seen.groups:
+            group.rmdir()
 
 
 def replayed(url: str, rows: Sequence[TraceRow]) -> list[RequestRecord]:
@@ -298,19 +259,17 @@ def fixed_flags(size: Size) -> list[str]:
     return ["--prefill", str(size.prefill), "--decode", str(size.decode)]
 
 
-def real(costs: Path | None, span: tuple[float, float, float]) -> None:
+def real(costs: Path | None, span: tuple[float, float, float], most_sizes: int) -> None:
+    kind = read_calibration(str(costs)) if costs else calibrated(QUOTA)
     with tempfile.TemporaryDirectory() as directory:
-        file = costs or calibrated(Path(directory))
-        with watched(workers=2) as (_, seen):
-            kind = kind_of(file, seen.start_s)
-        file = Path(directory) / "throttled.json"
+        file = Path(directory) / "costs.json"
         file.write_text(json.dumps(kind.as_json()))
         slo, rows = real_load(kind, span)
         scaled_up = [*fixed_flags(LARGEST), "--autoscale", str(file), "--hold-s", "120"]
         scaled_up += ["--autoscale-slo", f"ttft={slo.ttft_s:g},tpot={slo.tpot_s:g}", "--autoscale-down-s", "20"]
         largest, _, cells = measured(scaled_up, rows, slo, 2)
         made, best = [["autoscaled", *cells]], None
-        for number in range(largest.prefill, 0, -1):
+        for number in range(largest.prefill, max(0, largest.prefill - most_sizes), -1):
             size = replace(largest, prefill=number)
             _, share, cells = measured(fixed_flags(size), rows, slo, size.prefill + size.decode)
             made.append([f"fixed {size}", *cells])
@@ -354,11 +313,12 @@ def main() -> None:
     parser.add_argument("--down-s", type=float, default=600.0)
     parser.add_argument("--only", type=int, default=None, help="the number of one load")
     parser.add_argument("--real", action="store_true", help="measure a cluster of this machine")
-    parser.add_argument("--costs", type=Path, help="--real: from `baton calibrate`, instead of calibrating now")
+    parser.add_argument("--costs", type=Path, help="--real: measured within the quota, instead of now")
     parser.add_argument("--span", type=float, nargs=3, default=(40.0, 65.0, 220.0), help="--real: burst, its end, end")
+    parser.add_argument("--sizes", type=int, default=LARGEST.prefill, help="--real: fixed sizes to measure at most")
     given = parser.parse_args()
     if given.real:
-        return real(given.costs, given.span)
+        return real(given.costs, given.span, given.sizes)
     gc.disable()
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
     for number, load in enumerate(LOADS):

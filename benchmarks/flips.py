@@ -1,12 +1,12 @@
 """Goodput of a fixed number of workers on a mix that turns: each fixed split of the roles, and the autoscaler's flips.
 
-    python -m benchmarks.flips                          measured and predicted: 11 minutes on two idle cores, as root
-    python -m benchmarks.flips --calibration cpu.json   predicted only
+    python -m benchmarks.flips                            measured and predicted: 13 minutes on two idle cores, as root
+    python -m benchmarks.flips --calibration costs.json   predicted only
 
-A real cluster (built-in model, CPU, `--exact`) is calibrated, each of its workers then gets QUOTA of a core, and the
-same requests are sent to it once for each split and once beside `baton autoscale --flip`. The simulator predicts this
-with the calibrated processor times divided by the quota, and its own flips. Without quotas the two cores would be the
-limit and not the workers: one prefill worker would have as much of them as three.
+Workers with QUOTA of a core each (built-in model, CPU, `--exact`) are calibrated, and the same requests are sent to a
+cluster of them once for each split and once beside `baton autoscale --flip`. The simulator predicts this with these
+costs and its own flips. Without quotas the two cores would be the limit and not the workers: one prefill worker would
+have as much of them as three.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.core.commands import Role
 from benchmarks import kit
+from benchmarks.quota import FLAGS, QUOTA, calibrated, quotas, target_of
 from launch.autoscale.flip import FLIP_WINDOW_S
 from launch.autoscale.law import Policy, rows_within
 from launch.autoscale.simulate import dry_run
-from launch.bench.client import ServerTarget, base_url, first_model, run_load
+from launch.bench.client import run_load
 from launch.bench.load import TOKEN_IDS, Session, completion
-from launch.capacity.calibrate import calibrate
-from launch.capacity.loads import LoadClient
-from launch.cluster_api import Row, get_cluster
+from launch.cluster_api import get_cluster
 from launch.control_options import FLIP_S
 from launch.drain import drain
-from sim.scale.costs import Calibration, LinkCosts, PrefillCosts, parse_calibration
+from sim.scale.costs import Calibration, parse_calibration
 from sim.scale.planner import Size
 from sim.scale.replay import ClusterShape, Replay
 from sim.scale.workload import Lengths, poisson
@@ -54,35 +53,6 @@ is too much for 2:2, the second for 3:1."""
 DOWN_S = 10.0
 FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
 """From a worker's last sequence to its join in that role, where it is not measured here (flip.md)."""
-QUOTA, PERIOD_US = 0.25, 20_000
-"""Of a core, for each worker: together half of two cores, so that a worker and not the host is the limit, and the
-coordinator and the client have the other half."""
-
-
-def at_quota(costs: Calibration, quota: float) -> Calibration:
-    """Returns processor times (`--shared-host`) as the times of workers that have `quota` of a core each. What a
-    hand-over costs a prefill worker counts in its steps."""
-    link, prefill, decode = costs.link, costs.prefill, costs.decode
-    return replace(
-        costs,
-        prefill=PrefillCosts(
-            base_s=prefill.base_s / quota,
-            token_s=(prefill.token_s + link.send_token_s) / quota,
-            row_s=(prefill.row_s + link.send_s + link.offer_s) / quota,
-            pair_s=prefill.pair_s / quota,
-        ),
-        decode=replace(
-            decode,
-            **{name: getattr(decode, name) / quota for name in ("base_s", "row_s", "context_s", "token_s")},
-        ),
-        link=LinkCosts(
-            link.latency_s,
-            link.bytes_per_s,
-            receive_s=link.receive_s / quota,
-            receive_token_s=link.receive_token_s / quota,
-            accept_s=link.accept_s / quota,
-        ),
-    )
 
 
 def turning_mix(kind: Calibration, phase_s: float, load: float) -> tuple[TraceRow, ...]:
@@ -101,31 +71,6 @@ def turning_mix(kind: Calibration, phase_s: float, load: float) -> tuple[TraceRo
     return tuple(made)
 
 
-@contextlib.contextmanager
-def quotas(rows: Iterable[Row], quota: float) -> Iterator[None]:
-    """Gives each worker's process `quota` of a core, by a control group of its own (root; cgroup v1 or v2)."""
-    root = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
-    made: list[tuple[Path, int]] = []
-    try:
-        for pid in (pid for row in rows for pid in row["pids"]):
-            group, limit = root / f"baton-benchmark-{pid}", round(quota * PERIOD_US)
-            group.mkdir()
-            made.append((group, pid))
-            if (group / "cpu.max").exists():
-                (group / "cpu.max").write_text(f"{limit} {PERIOD_US}")
-            else:
-                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-                (group / "cpu.cfs_quota_us").write_text(str(limit))
-            (group / "cgroup.procs").write_text(str(pid))
-        yield
-    finally:
-        for group, pid in made:
-            with contextlib.suppress(OSError):
-                (root / "cgroup.procs").write_text(str(pid))
-            with contextlib.suppress(OSError):
-                group.rmdir()
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     goodput: float
@@ -137,8 +82,7 @@ class Measured:
 class RealCluster:
     def __init__(self, running: kit.Cluster) -> None:
         self.url, self.token = running.url, str(running.run_dir / "cluster.token")
-        base = base_url(self.url)
-        self.target = ServerTarget(base, first_model(base, ""), "", 300.0, {"return_token_ids": True})
+        self.target = target_of(self.url)
 
     def roles(self) -> dict[str, str]:
         return {row["id"]: row["role"] for row in get_cluster(self.url).workers}
@@ -202,23 +146,17 @@ def gain(of: Mapping[str, Measured]) -> float:
     return of["flips"].goodput / max(m.goodput for name, m in of.items() if name != "flips")
 
 
-def on_a_turning_mix(phase_s: float, load: float, quota: float, calibrated: Path | None, save: Path | None) -> str:
-    """Returns the table of all splits and of flips, simulated, and unless `calibrated` is given measured too."""
+def on_a_turning_mix(phase_s: float, load: float, quota: float, costs: Path | None, save: Path | None) -> str:
+    """Returns the table of all splits and of flips, simulated, and unless `costs` are given measured too."""
     real = dict[str, Measured]()
-    if calibrated:
-        kind, takes_s = at_quota(parse_calibration(json.loads(calibrated.read_text())), quota), FLIP_TAKES_S
-        rows = turning_mix(kind, phase_s, load)
-    else:
+    kind, takes_s = parse_calibration(json.loads(costs.read_text())) if costs else calibrated(quota), FLIP_TAKES_S
+    if save:
+        save.write_text(json.dumps(kind.as_json(), indent=1) + "\n")
+    rows = turning_mix(kind, phase_s, load)
+    if not costs:
         half = ("--prefill", str(WORKERS // 2), "--decode", str(WORKERS - WORKERS // 2))
-        flags = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--exact", "--threads", "1", *half)
-        with kit.cluster(*flags) as running:
+        with kit.cluster(*FLAGS, *half) as running:
             cluster = RealCluster(running)
-            loads = LoadClient(cluster.url, cluster.target, 1)
-            costs = calibrate(loads, "cpu", shared_host=True, progress=lambda line: print(line, file=sys.stderr))
-            if save:
-                save.write_text(json.dumps(costs.as_json(), indent=1) + "\n")
-            kind = at_quota(costs, quota)
-            rows = turning_mix(kind, phase_s, load)
             for name in ("prefill-0", "prefill-1"):  # a first flip to decode measures steps: not within a quota
                 cluster.flip(name, "decode")
                 cluster.flip(name, "prefill")
@@ -258,7 +196,7 @@ def main() -> None:
     parser.add_argument("--phase-s", type=float, default=30.0, help=f"of each of {PHASES} phases")
     parser.add_argument("--load", type=float, default=1.0, help="multiplies the rates")
     parser.add_argument("--quota", type=float, default=QUOTA, help="of a core, for each worker")
-    parser.add_argument("--calibration", type=Path, help="of `baton calibrate --shared-host`: simulate only")
+    parser.add_argument("--calibration", type=Path, help="costs within the quota (--save): simulate only")
     parser.add_argument("--save", type=Path, help="file for the calibration")
     given = parser.parse_args()
     gc.disable()  # as in `baton simulate`

@@ -73,7 +73,9 @@ def loads(limits: LoadLimits) -> list[ClosedLoop]:
     return chosen
 
 
-def calibrate(cluster: LoadClient, name: str, *, shared_host: bool, progress: Callable[[str], None]) -> Calibration:
+def calibrate(
+    cluster: LoadClient, name: str, *, shared_host: bool, progress: Callable[[str], None], repeats: int = REPEATS
+) -> Calibration:
     """Measures a cluster of one prefill and one decode worker, which serves nothing else meanwhile; on a shared host of
     any number of equal ones, whose costs depend on each other: they share caches.
 
@@ -91,8 +93,8 @@ def calibrate(cluster: LoadClient, name: str, *, shared_host: bool, progress: Ca
     samples = []
     for load in loads(limits):
         progress(f"{load.name}: {load.requests} requests of {load.input_len} + {load.output_len} tokens")
-        tried = [cluster.measure(load) for _ in range(REPEATS)]
-        samples.append(sorted(tried, key=lambda s: s.cpu_s if shared_host else s.elapsed_s)[REPEATS // 2])
+        tried = [cluster.measure(load) for _ in range(repeats)]
+        samples.append(sorted(tried, key=lambda s: s.cpu_s if shared_host else s.elapsed_s)[repeats // 2])
     if shared_host and not all(s.front_cpu_s and s.prefill.cpu_s for s in samples):
         raise StartupError("--shared-host: the processes of this cluster are not on this host")
     made = costs(samples, limits.step_tokens, shared_host=shared_host)
