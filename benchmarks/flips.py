@@ -17,7 +17,6 @@ import contextlib
 import gc
 import json
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -126,7 +125,7 @@ class RealCluster:
             try:
                 yield
             finally:
-                process.send_signal(signal.SIGINT)
+                process.terminate()  # not SIGINT: a shell ignores it for commands started with `&`
                 process.wait(60)
 
 
