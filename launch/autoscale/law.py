@@ -16,8 +16,8 @@ error only after a longer time.
 Costs come from `baton calibrate`, corrected by what the workers measure of themselves. TTFT and TPOT close the loop: as
 long as too many requests are late although all workers are ready and busy, one tenth more workers are added at a time;
 if that changes nothing, it is undone and said. Up acts at once. Down waits until every size of the last `down_s` was
-smaller, for HEADROOM more load or for the upper confidence bound of the load, and never acts while workers start. Both
-roles are zero, or neither is.
+smaller, for HEADROOM more load or for the upper confidence bound of the load, of decode by as much as these sizes vary,
+and never acts while workers start. Both roles are zero, or neither is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
-from statistics import NormalDist
+from statistics import NormalDist, pstdev
 from typing import Literal
 
 from baton.core.commands import Role
@@ -518,7 +518,11 @@ def _choose(policy: Policy, memory: Memory, role: Role, state: RoleState, need: 
     state = replace(state, down=down)
     if need > state.size:
         return replace(state, size=need, raised_at=now.at_s)
-    smaller = max(size for _, size in down)
+    sizes = [size for _, size in down]
+    # Of prefill's size the chance error is known, and `lower` is for its upper bound. That of decode goes with the
+    # squares of lengths, and what remains of outputs: it varies as it has varied.
+    spread = pstdev(sizes) if role == DECODE else 0.0
+    smaller = _bounded(policy, role, math.ceil(max(sizes) + spread))
     if smaller <= state.size / (1 + TOLERANCE) and not starting and now.at_s - down[0][0] >= COVERED * policy.down_s:
         return replace(state, size=smaller, lowered_at=now.at_s)
     return state

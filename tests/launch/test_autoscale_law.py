@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -434,3 +435,12 @@ def test_a_rate_counts_no_longer_than_a_start_takes() -> None:
     steady = Fluid()
     steady.rate = 30.0
     assert sizes[0] < sizes[1] == steady.step(40).prefill
+
+
+def test_decode_is_lowered_by_more_than_its_size_varies() -> None:
+    """The largest size of ten minutes is by chance less than that of the next ten, as often as not."""
+    source, f = random.Random(3), Fluid(replace(POLICY, down_s=600.0, limit=Size(200, 60)))
+    for _ in range(120):  # minutes, each with another load
+        f.rate = 20.0 / PROMPT_S * source.lognormvariate(0.0, 0.35)
+        f.step(12)
+    assert f.reversals("decode") <= 2 * 2, "more than two an hour"
