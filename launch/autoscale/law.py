@@ -1,9 +1,9 @@
 """How many workers of each role a cluster should have now. Pure: values in, values out; the caller has the clock.
 
 Demand counts, not the number of workers that happen to serve it, so a decision is right again after the workers have
-changed. Rates of requests and uncached prompt tokens are those of the last `rate_s`, or of the time that MIN_REQUESTS
+changed. Rates of requests and uncached prompt tokens are those of the last `window_s`, or of the time that MIN_REQUESTS
 took, or more of them if their lengths vary: the tokens of a few long prompts among short ones have the same standard
-error only after a longer time.
+error only after a longer time. Where workers start sooner, the rate of that time corrects it by more than chance.
 
     prefill   the fewest workers beside which the share of prompts that wait longer than TTFT allows, or than the queue
               has room, is small enough (M/G/n: Erlang C with the approximation of Allen and Cunneen), and that clear
@@ -64,7 +64,7 @@ IMPROVED = 0.8
 class Policy:
     """What an operator chooses. `least` and `limit` bound both roles; a role of which `limit` is 0 is not needed. With
     `least` 0 an idle cluster is scaled to zero after `idle_s`. `slo.share` of the requests should meet its limits.
-    A rate is that of `window_s` seconds, or of a start time if that is less."""
+    A rate is that of `window_s` seconds at least: shorter where a decision is soon undone."""
 
     slo: Slo
     prefill: Calibration
@@ -80,9 +80,8 @@ class Policy:
         return max(kind.start_s, MIN_START_S)
 
     @property
-    def rate_s(self) -> float:
-        """For how long a rate counts at least: as long as a start takes. Over a longer time the beginning of a burst is
-        averaged with the quiet before it, while workers could have started already."""
+    def recent_s(self) -> float:
+        """The time of the rate that `_within_chance` compares: what lies longer back could have started workers."""
         return min(self.window_s, max(self.start_s("prefill"), self.start_s("decode")))
 
 
@@ -296,7 +295,7 @@ def _variation(first: ClusterSample, last: ClusterSample) -> float:
 def _demand(policy: Policy, memory: Memory) -> Demand:
     now = memory.samples[-1]
     variation = _variation(memory.samples[0], now)  # of all samples: the last ones may lack the rare long prompt
-    window = _window(memory.samples, MIN_REQUESTS * (1 + variation), policy.rate_s)
+    window = _window(memory.samples, MIN_REQUESTS * (1 + variation), policy.window_s)
     if window is None or window[0].admitted == now.admitted:  # what waits was admitted before
         prompt = now.queued_tokens / now.queued if now.queued else 0.0
         return Demand(0.0, prompt, prompt, now.output_tokens, None, None)
@@ -305,8 +304,9 @@ def _demand(policy: Policy, memory: Memory) -> Demand:
     prompt = tokens / admitted
     computed, cached = _sum_of(first, last, "tokens"), _sum_of(first, last, "cached")
     share = computed / (computed + cached) if computed + cached >= prompt > 0 else 1.0
-    offered = admitted + min(admitted, last.refused - first.refused)  # at most twice: who is refused asks again
-    rate = offered / max(last.at_s - first.at_s, policy.rate_s)  # a burst of a second is no rate, but a backlog
+    offered = _offered(first, last)
+    rate = offered / max(last.at_s - first.at_s, policy.window_s)  # a burst of a second is no rate, but a backlog
+    rate = _within_chance(policy, memory, rate, variation)
     states = memory.prefill, memory.decode
     changed_at = max(max(state.raised_at, state.lowered_at, state.boosted_at) for state in states)
 
@@ -318,6 +318,26 @@ def _demand(policy: Policy, memory: Memory) -> Demand:
     late, slow = share_of("late", "first_tokens"), share_of("slow", "ended")
     error = math.sqrt((1 + variation) / admitted)
     return Demand(rate, prompt * share, prompt, now.output_tokens, late, slow, variation, error=error)
+
+
+def _offered(first: ClusterSample, last: ClusterSample) -> int:
+    """Returns the choices that arrived between two samples: the admitted ones, and at most as many that were refused,
+    since who is refused asks again."""
+    admitted = last.admitted - first.admitted
+    return admitted + min(admitted, last.refused - first.refused)
+
+
+def _within_chance(policy: Policy, memory: Memory, rate: float, variation: float) -> float:
+    """Returns the rate, or the nearest one within the standard error of the last `recent_s`: the beginning of a burst is
+    then not averaged with the quiet before it, nor what follows its end with the burst."""
+    window = _window(memory.samples, MIN_REQUESTS * (1 + variation), policy.recent_s)
+    if window is None:
+        return rate
+    first, last = window
+    count = last.admitted - first.admitted
+    recent = _offered(first, last) / max(last.at_s - first.at_s, policy.recent_s)
+    error = math.sqrt((1 + variation) / max(count, 1))
+    return min(max(rate, recent * (1 - error)), recent * (1 + error)) if count >= MIN_REQUESTS else rate
 
 
 def _sum_of(first: ClusterSample, last: ClusterSample, name: str) -> int:
@@ -436,7 +456,7 @@ def _decode(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:
     costs, context = kind.decode, demand.prompt + demand.output / 2
     step_s = state.slowness * (costs.plain_s(rows, rows * context) + costs.idle_s) * (1 - costs.accepted)
     workers = [worker for worker in now.workers if worker.role == DECODE]
-    recent = [s.wants_decode for s in memory.samples if now.at_s - s.at_s <= policy.rate_s]
+    recent = [s.wants_decode for s in memory.samples if now.at_s - s.at_s <= policy.window_s]
     running = sum(recent) / len(recent)  # the last one may be a wave that has ended before a worker could start
     together = max(demand.requests_per_s * demand.output * step_s, running * demand.factor)
     chance = _quantile(policy.slo.share) * math.sqrt(together)

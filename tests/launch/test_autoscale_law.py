@@ -421,7 +421,7 @@ def test_a_shorter_window_follows_a_change_of_the_load_sooner() -> None:
     assert usual == pytest.approx((12 * 20 + 18) / 30, rel=0.1)
 
 
-def test_a_rate_counts_no_longer_than_a_start_takes() -> None:
+def test_where_workers_start_sooner_a_burst_is_followed_sooner() -> None:
     """Where workers start in seconds, ten seconds of a burst are no third of a rate."""
     quick = replace(KIND, prefill_worker=replace(KIND.prefill_worker, start_s=2.0))
     quick = replace(quick, decode_worker=replace(KIND.decode_worker, start_s=2.0))
