@@ -328,8 +328,8 @@ def _offered(first: ClusterSample, last: ClusterSample) -> int:
 
 
 def _within_chance(policy: Policy, memory: Memory, rate: float, variation: float) -> float:
-    """Returns the rate, or the nearest one within the standard error of the last `recent_s`: the beginning of a burst is
-    then not averaged with the quiet before it, nor what follows its end with the burst."""
+    """Returns the rate, or the nearest one within the standard error of the last `recent_s`: the beginning of a burst
+    is then not averaged with the quiet before it, nor what follows its end with the burst."""
     window = _window(memory.samples, MIN_REQUESTS * (1 + variation), policy.recent_s)
     if window is None:
         return rate
