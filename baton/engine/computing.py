@@ -27,7 +27,7 @@ from baton.engine.model_native import NativeModel
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
 from baton.engine.runner import Computing
-from baton.engine.sampler_native import chooser, masker
+from baton.engine.sampler import chooser, masker
 from baton.engine.weights import WeightReader
 
 

@@ -26,7 +26,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.layers import RMSNorm, inverse_frequencies
 from baton.engine.model import Embedding, shard_config
 from baton.engine.parallel import TPGroup
-from baton.engine.sampler_native import pack_draws
+from baton.engine.sampler import pack_draws
 from baton.engine.weights import LayerWeights, Projection, WeightReader
 
 _FEW_TOKENS = 64  # steps of up to this many tokens reuse one buffer

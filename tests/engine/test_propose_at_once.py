@@ -16,7 +16,7 @@ from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.draw import Draw
 from baton.engine.runner import Runner
-from baton.engine.sampler_native import pack_draws
+from baton.engine.sampler import pack_draws
 from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass
 from tests.engine.single_kernels import Wanted
 from tests.support.device_choice import decide

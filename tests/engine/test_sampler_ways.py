@@ -14,8 +14,7 @@ from baton.core.request import SamplingParams
 from baton.engine.draw import Draw
 from baton.engine.kernels import native
 from baton.engine.processors import ApplyMasks, apply_masks
-from baton.engine.sampler import Choose
-from baton.engine.sampler_native import chooser, masker
+from baton.engine.sampler import Choose, chooser, masker
 from tests.support.engine_driver import float32_levels
 from tests.support.sampler_cases import PARAMS, plain, rows, sample
 

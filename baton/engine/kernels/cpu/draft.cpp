@@ -9,7 +9,7 @@
 
 namespace baton {
 
-// `count` tokens to draft for row `row` of the first pass; `draw` is the first token's. Packed by sampler_native.py.
+// `count` tokens to draft for row `row` of the first pass; `draw` is the first token's. Packed by sampler.py.
 struct Wanted {
   Draw draw;
   int64_t row, count;

@@ -5,7 +5,7 @@
 
 namespace baton {
 
-// Packed by sampler_native.py.
+// Packed by sampler.py.
 struct Draw {
   double temperature, top_p, min_p;
   int64_t top_k;
