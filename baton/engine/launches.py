@@ -32,9 +32,17 @@ from baton.core.step import GrammarFailure, StepOutcome, StepPlan, without_unsam
 from baton.engine.batch import Batch
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device, to_host
 from baton.engine.draft_tokens_device import Queued
-from baton.engine.logprobs import asked, most_listed, reported, reports, sampled_rows, scored_rows, token_logprob
+from baton.engine.outputs import (
+    asked,
+    most_listed,
+    pooled_arrays,
+    reported,
+    reports,
+    sampled_rows,
+    scored_rows,
+    token_logprob,
+)
 from baton.engine.parallel import TPGroup
-from baton.engine.pooling import pooled_arrays
 from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import Choose, Decide, choose_tokens
 
@@ -42,7 +50,7 @@ from baton.engine.sampler import Choose, Decide, choose_tokens
 @dataclass(slots=True, eq=False)
 class Launched:
     """`host_token_ids` [S + G] and `lines` [N, ...], if any, are in host memory once the device has reached `ready`:
-    the tokens (-1 - likeliest if undecided) followed by the draft tokens, and what logprobs.py reads log-probabilities
+    the tokens (-1 - likeliest if undecided) followed by the draft tokens, and what outputs.py reads log-probabilities
     of N scored and sampled tokens from: numbers of `reports`, or on CPU raw logits. `logits` [S, vocab], processed,
     `reported` [N, vocab], the raw ones, and `tokens` [S], which the next step may be fed, are on the device; the host
     has the tokens already if `tokens` is None. `pooled` are the vectors that rows pool, in host memory then, too."""

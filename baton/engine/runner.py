@@ -28,8 +28,8 @@ from baton.engine.grammars import Grammars
 from baton.engine.kv_pool import KVPool
 from baton.engine.launches import Launched, Launches
 from baton.engine.options import EngineOptions
+from baton.engine.outputs import pool_rows
 from baton.engine.parallel import TPGroup
-from baton.engine.pooling import pool_rows
 from baton.engine.processors import ApplyMasks, SeenTables, apply_masks
 from baton.engine.sampler import Choose, Decide
 

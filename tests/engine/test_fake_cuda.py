@@ -27,8 +27,8 @@ from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.device_stream import HostMark
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary
-from baton.engine.logprobs import reports
 from baton.engine.model import Model, shard_config
+from baton.engine.outputs import reports
 from baton.engine.parallel import TPGroup
 from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.weights import WeightReader

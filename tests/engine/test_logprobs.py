@@ -11,7 +11,7 @@ import torch
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias, TokenLogprob
 from baton.core.step import Row, StepPlan
-from baton.engine.logprobs import reported, reports, token_logprob
+from baton.engine.outputs import reported, reports, token_logprob
 from baton.engine.runner import Runner
 from tests.support.engine_driver import all_logits, block_ids, random_tokens, tiny_runner
 

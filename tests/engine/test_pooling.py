@@ -15,7 +15,7 @@ import torch
 
 from baton.core.request import GenerateRequest, Pooling, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine.pooling import pool_rows
+from baton.engine.outputs import pool_rows
 from baton.engine.runner import Runner
 from prefill.scheduler import PrefillScheduler
 from tests.support.checkpoints import make_checkpoint

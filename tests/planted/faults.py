@@ -613,7 +613,7 @@ FAULTS = (
         "1",
         "tests/prefill/test_scheduler.py",
     ),
-    Fault("baton/engine/pooling.py", ".mul_(SCALE).round_()", ".mul_(SCALE)", "tests/engine/test_pooling.py"),
+    Fault("baton/engine/outputs.py", ".mul_(SCALE).round_()", ".mul_(SCALE)", "tests/engine/test_pooling.py"),
     Fault(DISPATCH, "each.pools[: 1 + choice.needs_decode] if apart", "each.pools if apart", T_REQUESTS),
     Fault("coordinator/pipeline.py", "min(len(submissions), AT_ONCE))]", "len(submissions))]", T_POOLING),
 )
