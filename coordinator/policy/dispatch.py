@@ -9,7 +9,7 @@ priority, rescheduled choices before others, then the tenants in turns. The head
 not overtaken by a request that can use the same workers, so short requests cannot starve a long one. Only a request
 that no present worker can hold is skipped.
 
-A request goes to the workers of one class (`coordinator.policy.classes`): of those that may serve it, to the one whose
+A request goes to the workers of one class (`coordinator.policy.workers`): of those that may serve it, to the one whose
 smaller side has the most room, in requests of its size. A decode worker may compute a prompt itself (policy.split); it
 then needs the room of both, and its backlog of prompts is limited as that of a prefill worker.
 
@@ -31,13 +31,12 @@ from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, InvariantError, QuotaExceeded, Unavailable
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
-from coordinator.policy.classes import WorkerClass, continues
 from coordinator.policy.drain_rate import MAX_RETRY_S, DrainRate
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.pool import ANY_ROOM, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
 from coordinator.policy.split import Decision, HandOverCost, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
-from coordinator.policy.workers import WorkerTable
+from coordinator.policy.workers import WorkerClass, WorkerTable, continues
 
 PREFIX_SLACK = 4
 MAX_OVERTAKEN = 64  # choices that wait for room in one class while later ones use another

@@ -12,10 +12,9 @@ from baton.core.compatibility import PROTOCOL_VERSION
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
 from coordinator.policy.choice import Choice
-from coordinator.policy.classes import ClassKey, WorkerClass, continues
 from coordinator.policy.dispatch import MAX_OVERTAKEN
 from coordinator.policy.joining import OwnModel
-from coordinator.policy.workers import WorkerTable
+from coordinator.policy.workers import ClassKey, WorkerClass, WorkerTable, continues
 from tests.coordinator.test_policy_workers import OWN
 from tests.support.builders import make_facts, make_join
 from tests.support.placing import Placing, make_choice

@@ -179,7 +179,7 @@ def test_the_previous_version_reads_ours_as_its_own(before: Before, name: str) -
 @pytest.mark.parametrize("name", ["SequenceRequest", "SamplingParams"])
 def test_no_field_of_a_request_is_new(before: Before, name: str) -> None:
     """An older worker would ignore it and generate something else. If this fails, place requests with the new field
-    only in classes of this protocol version (coordinator/policy/classes.py), and test that here."""
+    only in classes of this protocol version (coordinator/policy/workers.py), and test that here."""
     known = {field.name for field in before.message(name).DESCRIPTOR.fields}
     assert {field.name for field in getattr(types_pb2, name).DESCRIPTOR.fields} == known
 
