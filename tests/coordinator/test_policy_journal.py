@@ -13,8 +13,7 @@ from baton.core.errors import InvariantError, ProtocolError
 from baton.core.events import TokenEvent
 from baton.core.request import GenerateRequest, SamplingParams, TokenLogprob
 from coordinator.policy.actions import Notify
-from coordinator.policy.choice import Choice
-from coordinator.policy.journal import MAX_HELD_TOKENS, Journal
+from coordinator.policy.choice import MAX_HELD_TOKENS, Choice, Journal
 from tests.coordinator.test_policy_requests import Drive
 from tests.support.builders import EOS, make_request
 

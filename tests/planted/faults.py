@@ -364,7 +364,7 @@ FAULTS = (
     ),
     Fault(POOL, "return 0 if load.preempted else", "return", T_DISPATCH),
     # Tokens.
-    Fault("coordinator/policy/journal.py", "if known is not None and known != token:", "if False:", T_JOURNAL),
+    Fault("coordinator/policy/choice.py", "if known is not None and known != token:", "if False:", T_JOURNAL),
     Fault(CHOICE, "        self.journal.drop_held()\n", "", T_JOURNAL),
     Fault(
         "baton/core/output_log.py",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LIMIT = 2000
-REQUESTS, DISPATCH, WORKERS, JOURNAL = (
-    f"coordinator/policy/{n}.py" for n in ("requests", "dispatch", "workers", "journal")
+REQUESTS, DISPATCH, WORKERS, CHOICE = (
+    f"coordinator/policy/{n}.py" for n in ("requests", "dispatch", "workers", "choice")
 )
 P_SCHEDULER, P_HANDOVER, D_SCHEDULER, D_HANDOVER = (
     "prefill/scheduler.py",
@@ -62,7 +62,7 @@ BUGS = (
     bug(
         "duplicate event applied",
         1,
-        JOURNAL,
+        CHOICE,
         "if first_index == start and not self._held and self.finish is None:",
         "if not self._held and self.finish is None:",
     ),
