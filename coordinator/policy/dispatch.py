@@ -31,9 +31,9 @@ from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, InvariantError, QuotaExceeded, Unavailable
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
-from coordinator.policy.drain_rate import MAX_RETRY_S, DrainRate
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.pool import ANY_ROOM, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
 from coordinator.policy.split import Decision, HandOverCost, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerClass, WorkerTable, continues

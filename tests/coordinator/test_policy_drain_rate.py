@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.policy.drain_rate import MAX_RETRY_S, WINDOW_S, DrainRate
+from coordinator.policy.quotas import MAX_RETRY_S, WINDOW_S, DrainRate
 
 
 def test_without_a_measurement_a_retry_is_due_in_a_second() -> None:
