@@ -11,7 +11,7 @@ Whether a choice ended its worker cannot be determined from outside. A choice th
 workers when they were lost may be the cause: from then on it is computed in steps of its own, announced by its worker
 (`StepEvents.alone`), so that a loss in such a step concerns no other choice, and a loss in another step not this one.
 It ends with an error when it was alone in its step at ALONE_DEATHS losses, or at `max_deaths` losses in all, or if it
-failed again without a new token when the budget for this is used up (policy.retry_budget).
+failed again without a new token when the budget for this is used up (policy.quotas).
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ from coordinator.policy.choice import (
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Prefix, Worker
 from coordinator.policy.prefilled import PrefilledTokens
-from coordinator.policy.quotas import ANONYMOUS, Client
-from coordinator.policy.retry_budget import RetryBudget
+from coordinator.policy.quotas import ANONYMOUS, Client, RetryBudget
 from coordinator.policy.split import Split
 from coordinator.policy.workers import WorkerTable
 

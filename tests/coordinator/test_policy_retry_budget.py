@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.core.errors import Unavailable
 from coordinator.policy.actions import StartPrefill
 from coordinator.policy.choice import Choice, Stage
-from coordinator.policy.retry_budget import MAX_TOKENS, TOKEN_RATIO, RetryBudget
+from coordinator.policy.quotas import MAX_TOKENS, TOKEN_RATIO, RetryBudget
 from tests.coordinator.test_policy_requests import Drive
 
 LOSSES = int(MAX_TOKENS)
