@@ -28,15 +28,14 @@ from prometheus_client.utils import floatToGoString
 
 from baton.core.codes import ErrorCode
 from baton.core.errors import BatonError
-from baton.core.latency_limits import TPOT_S as TPOT_LIMITS_S
-from baton.core.latency_limits import TTFT_S as TTFT_LIMITS_S
-from baton.core.latency_limits import upper_bound
 from baton.core.request import FinishReason
 from baton.runtime.ignored_fields import as_header
 from baton.runtime.status import http_status
 from coordinator.metrics_cluster import ClusterMetrics
 from coordinator.metrics_vllm import TOKENS, VllmNames, VllmRequests
-from coordinator.policy.timeline import Timeline
+from coordinator.policy.timeline import TPOT_S as TPOT_LIMITS_S
+from coordinator.policy.timeline import TTFT_S as TTFT_LIMITS_S
+from coordinator.policy.timeline import Timeline, upper_bound
 from coordinator.submission import Delta, Submission, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

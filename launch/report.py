@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.core.errors import StartupError
-from baton.core.latency_limits import TPOT_S, TTFT_S, counted_limit
+from coordinator.policy.timeline import TPOT_S, TTFT_S, counted_limit
 from launch.cluster_api import get_metrics
 from sim.stats import Slo
 
