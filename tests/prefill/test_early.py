@@ -11,10 +11,10 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.transfer.edge_endpoint import LocalEndpoints
 from tests.support.builders import make_layout, make_request
+from tests.support.edges import Sums, flipped, on_the_wire
 from tests.support.fake_runner import FakeRanks, FakeRunner, oracle
 from tests.support.link_gate import Gate
 from tests.support.nodes import DecodeNode, PrefillNode, kv_bytes, links, pair, serve, until
-from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
 LAYERS, FIRST = 3, 2

@@ -18,10 +18,10 @@ from baton.transfer.edge_endpoint import LocalEndpoint
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from tests.support.builders import make_request
+from tests.support.edges import Sums, flipped, on_the_wire
 from tests.support.fake_runner import oracle
 from tests.support.nodes import kv_bytes, until
 from tests.support.rank_pairs import hand_over, latest_generation, only_link, ranks
-from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
 SIZES = (1, 2, 4)

@@ -14,9 +14,9 @@ from baton.core.request import SequenceId
 from baton.transfer.gloo import GlooEdge
 from decode.handover import Peer
 from tests.support.builders import make_request
+from tests.support.edges import Sums, flipped, on_the_wire
 from tests.support.fake_runner import oracle
 from tests.support.nodes import DecodeNode, PrefillNode, pair, until
-from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
 

@@ -26,8 +26,8 @@ from decode.worker import DecodeWorker
 from prefill.link import Link
 from prefill.worker import PrefillWorker
 from tests.support.builders import make_facts, make_request
+from tests.support.edges import pack_tokens
 from tests.support.fake_runner import FakeRunner, oracle
-from tests.support.paged import pack_tokens
 
 KEY = b"k" * 32
 VOCAB_SIZE = 1 << 16

@@ -18,7 +18,7 @@ import torch
 from baton.transfer.edge import Edge, EdgeSpec, MakeEdge, edge_prefix
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore
-from tests.support.threads import in_threads
+from tests.support.edges import in_threads
 
 MakeSpec = Callable[..., EdgeSpec]
 

@@ -17,9 +17,8 @@ from baton.core.errors import HandoffError, StartupError
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore, delete_keys
-from tests.support.edge_store import num_keys
+from tests.support.edges import in_threads, num_keys
 from tests.support.processes import listening
-from tests.support.threads import in_threads
 
 MakeSpec = Callable[..., EdgeSpec]
 Connected = Callable[..., tuple[GlooEdge, GlooEdge]]

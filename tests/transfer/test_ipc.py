@@ -22,9 +22,9 @@ from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_endpoint import make_buffers
 from baton.transfer.ipc import IpcEdge
 from baton.transfer.shared_buffers import allocate_shared, export, map_exported
+from tests.support.edges import in_threads
 from tests.support.end_pair import LAYER_BYTES, LAYERS, Pair, equal
 from tests.support.limits import HANG_S
-from tests.support.threads import in_threads
 
 MakeSpec = Callable[..., EdgeSpec]
 Connected = Callable[..., tuple[IpcEdge, IpcEdge]]

@@ -15,7 +15,7 @@ from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.reshard import local_heads, reshard_layout
 from baton.transfer.edge_endpoint import edge_layers
 from baton.transfer.staging import Layers
-from tests.support.paged import pack_tokens, unpack_tokens
+from tests.support.edges import pack_tokens, unpack_tokens
 
 SIZES = (1, 2, 4, 8)
 DIMS = (2, 3)  # of K and of V

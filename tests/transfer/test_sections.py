@@ -19,10 +19,9 @@ from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing, checksum
 from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
+from tests.support.edges import Sums, flipped, on_the_wire, pack_tokens
 from tests.support.end_pair import BLOCK, LAYER_BYTES, LAYERS, PART, Pair, equal, pool
 from tests.support.limits import HANG_S
-from tests.support.paged import pack_tokens
-from tests.support.wire import Sums, flipped, on_the_wire
 
 MakeSpec = Callable[..., EdgeSpec]
 pytestmark = pytest.mark.usefixtures("no_thread_left")

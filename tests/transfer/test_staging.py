@@ -12,7 +12,7 @@ from baton.core.kv_layout import KV_DTYPE_BYTES, KVLayout, LayerKV
 from baton.transfer import staging
 from baton.transfer.sections import checksum, checksum_parts
 from baton.transfer.staging import Layers, PagedLayers, locate, pack, pack_layers
-from tests.support.paged import pack_tokens, unpack_tokens
+from tests.support.edges import pack_tokens, unpack_tokens
 
 DTYPES = {name: getattr(torch, name) for name in KV_DTYPE_BYTES}
 

@@ -17,7 +17,7 @@ from baton.core.errors import HandoffError
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.rendezvous import EdgeStore
-from tests.support.edge_store import num_keys
+from tests.support.edges import num_keys
 from tests.support.limits import HANG_S, Stall
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
