@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.cluster import start_cluster
+from tests.support.launchers import find_box
 from tests.support.limits import HANG_S, Stall
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]

@@ -21,9 +21,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.support import oracle
-from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
+from tests.support.launchers import find_box
 from tests.support.limits import HANG_S, Stall
 from tests.support.processes import has_exited, listening
 from tests.support.topologies import free_ports

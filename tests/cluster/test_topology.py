@@ -15,8 +15,8 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
+from tests.support.launchers import find_box
 from tests.support.topologies import free_ports, loopback_topology
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]

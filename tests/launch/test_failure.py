@@ -6,7 +6,7 @@ import pytest
 
 from baton.runtime.options import EXIT_STARTUP_ERROR
 from launch.failure import Failure, box, describe_exit
-from tests.support.boxes import find_box
+from tests.support.launchers import find_box
 
 
 def failure(code: int = 1, error: str = "it broke") -> Failure:

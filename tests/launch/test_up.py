@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from launch.local import example_curl, example_request
-from tests.support.boxes import find_box
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
+from tests.support.launchers import find_box
 from tests.support.processes import listening
 from tests.support.scale import CALIBRATION
 

@@ -1,4 +1,4 @@
-"""The launchers of a worker's ranks as processes that run a program written by a test."""
+"""The launchers of a worker's ranks as processes that run a program written by a test; the box of a failure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.boxes import find_box
+from launch.failure import _BOTTOM, _TOP
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,3 +60,10 @@ class Launcher:
     @property
     def box(self) -> str:
         return " ".join(" ".join(find_box(self.output.splitlines())).replace("│", " ").split())
+
+
+def find_box(lines: Sequence[str]) -> list[str]:
+    """Returns the last complete box in a log; empty if there is none."""
+    ends = [index for index, line in enumerate(lines) if line.startswith(_BOTTOM)]
+    starts = [index for index, line in enumerate(lines) if line.startswith(_TOP) and ends and index < ends[-1]]
+    return list(lines[starts[-1] : ends[-1] + 1]) if starts else []
