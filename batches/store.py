@@ -25,7 +25,6 @@ from typing import Any
 
 import orjson
 
-from batches.storage_share import room
 from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
 from baton.runtime.batches_access import Owner
 from baton.runtime.disk import create_private, reason_of
@@ -475,3 +474,11 @@ def _batch_object(row: sqlite3.Row) -> dict[str, Any]:
         "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
         "metadata": orjson.loads(row["metadata"]) or None,
     }
+
+
+def room(limit: int, own: int, of_others: int) -> int:
+    """Returns how many more bytes a tenant may store; `own` and `of_others` are the bytes that it and all others hold.
+
+    It may hold half of what the others leave. So there is room for another one, however many have filled their shares.
+    """
+    return max(0, limit - of_others) // 2 - own

@@ -32,7 +32,6 @@ PURE = (
     *PURE_DECODE,
     "coordinator/policy/*",
     "batches/expiry.py",
-    "batches/storage_share.py",
 )
 
 

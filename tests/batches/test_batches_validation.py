@@ -11,8 +11,7 @@ import openai
 import pytest
 
 from batches import validation
-from batches.storage_share import room
-from batches.store import BatchStore, Line, read_line
+from batches.store import BatchStore, Line, read_line, room
 from baton.core.errors import QuotaExceeded
 from baton.runtime.batches_access import Owner
 from coordinator.api_keys import read_api_keys
