@@ -41,6 +41,9 @@ _ABORT_GRACE_S = 0.2
 
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # errors are read from the work objects; nothing is torn down
+    "TORCH_NCCL_DESYNC_DEBUG": "0",  # it would switch error handling on
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # else `wait` polls the device: a thread would stop at each sum over ranks
+    "TORCH_NCCL_HIGH_PRIORITY": "0",  # groups take streams of the priority that stream_pool.py expects
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # no thread that kills the process when its watchdog seems stuck
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "86400",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -58,6 +61,9 @@ def configure_nccl(host: str) -> None:
     NCCL listens on the interface that has the address `host`, unless the environment names others: by itself it takes
     the first ones that are not loopback, whatever address this worker was given."""
     os.environ.update(NCCL_ENVIRONMENT)
+    of_torch: Any = torch.distributed
+    if of_torch.get_debug_level() == of_torch.DebugLevel.DETAIL:  # as TORCH_NCCL_DESYNC_DEBUG; read at the import
+        of_torch.set_debug_level(of_torch.DebugLevel.INFO)
     interface = interface_of(host)
     if interface and "NCCL_SOCKET_IFNAME" not in os.environ:
         os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # "=": this name, not every name that begins with it
@@ -146,17 +152,17 @@ class NcclEdge:
     def close(self) -> None:
         self._dead = True
         self._end()  # `shutdown` would wait for a peer that may have exited
+        self._group = None
         streams, self._streams = self._streams, []
         if streams:
             stream_pool(torch.device(self.spec.device), NCCL_PRIORITY).give_back(*streams)
 
     def _launch(self, name: str, buf: Tensor) -> Any:
         """Queues one operation after the work already on the thread's stream. Raises HandoffError."""
-        group = self._group  # another thread may end it
-        if self._dead or group is None or self._meeting.aborted:
-            raise self.spec.error(f"{name} on an edge that has ended")
+        if self._dead or self._group is None or self._meeting.aborted:
+            raise self._failed(name, buf.numel(), 0.0, "the edge has ended")
         try:
-            return getattr(group, name)([buf], self.spec.peer_rank, 0)
+            return getattr(self._group, name)([buf], self.spec.peer_rank, 0)
         except RuntimeError as e:
             raise self._failed(name, buf.numel(), 0.0, str(e)) from e
 
@@ -193,11 +199,12 @@ class NcclEdge:
 
     def _end(self) -> None:
         """Returns when the communicator has ended, whichever thread ends it: until then its operations may still read
-        and write their buffers."""
+        and write their buffers. The edge's thread calls it again after `edge-abort`: the first operation creates the
+        communicator, and an abort before that ends nothing."""
         with self._ending:
-            group, self._group = self._group, None
+            group = self._group
             if group is not None:
-                with contextlib.suppress(RuntimeError):  # it may have ended already
+                with contextlib.suppress(RuntimeError):
                     group.abort()
             self._ended.set()
 

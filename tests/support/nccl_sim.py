@@ -186,10 +186,11 @@ class Work:
 
 
 class Group:
-    """One end of a communicator. Complete state: its operations in order, and how it ended."""
+    """One end of a communicator. Complete state: whether it exists, its operations in order, and how it ended. As in
+    torch, the first operation creates it; an abort before that ends nothing."""
 
     def __init__(self, sim: Sim, process: Process, stream: int) -> None:
-        self._sim, self.process = sim, process
+        self._sim, self.process, self.created = sim, process, False
         self.queue = process.queues.setdefault(stream, deque())
         self.posted: deque[tuple[str, Work]] = deque()
         self.aborting = self.ended = self.failed = False
@@ -205,7 +206,7 @@ class Group:
         """Operations may still move until it returns."""
         self.aborting = True
         self._sim.sleep(self._sim.dice.choice((0.0, 0.001, 0.1)))
-        self.aborting, self.ended = False, True
+        self.aborting, self.ended = False, self.created
         for _, work in self.posted:
             if work in self.queue:
                 self.queue.remove(work)
@@ -227,6 +228,9 @@ class Group:
         return self._sim.now
 
     def _post(self, name: str, buf: Tensor) -> Work:
+        if not self.created and self._sim.dice.random() < 0.3:
+            self._sim.sleep(0.3)
+        self.created = True
         if self.ended:
             raise RuntimeError("NCCL communicator was aborted")
         work = Work(self, buf)
