@@ -35,6 +35,7 @@ from baton.runtime.options import error_line
 from baton.runtime.process import EXIT_RANK_LOST, FORWARD_VARIABLE, drain_signals, record_error, under_torchrun
 from baton.transfer.edge_endpoint import LocalEndpoints, MakeEndpoint, make_buffers
 from baton.transfer.nccl import configure_nccl, local_gpus
+from baton.transfer.shared_buffers import keep_memory_exportable
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.stream_pool import know_streams
 
@@ -66,7 +67,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
     """Runs the block as the leader; when it ends, all ranks end: normally, or with the block's error."""
     configure_nccl(options.host)
     if ranks.size == 1:
-        _know_streams(options, ranks)
+        _prepare_device(options, ranks)
         runner = load_runner(options, on_stage)
         local = _local_endpoints(runner, options, ranks)
         yield RankGroup(runner, (os.getpid(),), local, RankAdapters(runner.adapters))
@@ -75,7 +76,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Ra
     limit_s = CONNECT_TIMEOUT_S if _start_together(ranks) else MEET_TIMEOUT_S
     channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error), limit_s)
     with _reporting_errors(channel):
-        _know_streams(options, ranks)
+        _prepare_device(options, ranks)
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
         runner.lead(channel.send)
@@ -98,7 +99,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     configure_nccl(options.host)
     store, channel = _join(ranks)
     with _reporting_errors(channel):
-        _know_streams(options, ranks)
+        _prepare_device(options, ranks)
         runner = load_runner(options, ranks=ranks, store=store)
         endpoints = FollowerEndpoints(
             _local_endpoints(runner, options, ranks), channel.report, partial(_end_by_bug, channel)
@@ -171,8 +172,12 @@ def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
         time.sleep(RETRY_S)
 
 
-def _know_streams(options: EngineOptions, ranks: Ranks) -> None:
-    know_streams(choose_device(options.device, ranks.local_rank))
+def _prepare_device(options: EngineOptions, ranks: Ranks) -> None:
+    """Before anything is allocated or queued there."""
+    device = choose_device(options.device, ranks.local_rank)
+    if device.type == "cuda" and options.edge_kind == "ipc":
+        keep_memory_exportable()
+    know_streams(device)
 
 
 def _local_endpoints(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEndpoints:

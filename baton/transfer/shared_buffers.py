@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import mmap
 import os
+import re
 import socket
 import weakref
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor
 from baton.core.errors import HandoffError
 from baton.transfer.streams import empty_on_staging_stream
 
+log = logging.getLogger("baton.edges")
 _NAME = "baton-kv"
 _FILES: dict[int, tuple[int, int, int]] = {}  # by address of a host buffer: serial number, descriptor, size
 _SERIAL = itertools.count(1)  # in every handle: descriptors and addresses are reused while receivers keep mappings
@@ -38,6 +41,19 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
     _FILES[address] = (next(_SERIAL), descriptor, num_bytes)
     weakref.finalize(buffer, _forget, address)
     return buffer
+
+
+def keep_memory_exportable() -> None:
+    """Switches torch's expandable segments off for what this process allocates on a GPU from now on, if the environment
+    asks for them. Another process takes over their file descriptors with ptrace rights, which containers do not have;
+    their handles do not fit into a record of ipc.py; and a receiver may take them for handles of another kind (torch
+    2.11; issues 165685 and 179220 of pytorch)."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        settings = os.environ.get(name, "")
+        plain = re.sub(r"(expandable_segments\s*:\s*)true", r"\1False", settings, flags=re.IGNORECASE)
+        if plain != settings:
+            torch.cuda.memory._set_allocator_settings(plain)
+            log.warning("%s: no expandable_segments, since memory is shared with other processes (edge-kind ipc)", name)
 
 
 def export(buf: Tensor) -> bytes:

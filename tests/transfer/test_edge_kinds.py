@@ -109,6 +109,13 @@ def test_the_watchdog_cannot_end_the_process(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "unchanged")
     for name in nccl.NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "changed")
-    nccl.configure_nccl("127.0.0.1")
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    level = torch.distributed.get_debug_level()
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    try:
+        nccl.configure_nccl("127.0.0.1")
+        assert torch.distributed.get_debug_level() == torch.distributed.DebugLevel.INFO
+    finally:
+        torch.distributed.set_debug_level(level)
+    for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DESYNC_DEBUG", "BLOCKING_WAIT", "HIGH_PRIORITY"):
+        assert os.environ[f"TORCH_NCCL_{name}"] == "0"
     assert "TORCH_NCCL_USE_COMM_NONBLOCKING" not in nccl.NCCL_ENVIRONMENT, "it would speak for tensor parallelism, too"

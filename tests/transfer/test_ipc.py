@@ -17,6 +17,9 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
+from baton.core.ranks import Ranks
+from baton.engine.options import EngineOptions
+from baton.runtime import worker_ranks
 from baton.transfer import ipc, shared_buffers, streams
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_endpoint import make_buffers
@@ -252,3 +255,26 @@ def test_gpu_memory_is_exported_once_and_its_ipc_counter_is_released(monkeypatch
     size, offset, serial, *handle = shared_buffers._decoded(second)
     assert [size, offset, *handle] == [20, 256, b"handle", 64, 0, b"counter", 5, b"event", True] and serial > 0
     assert shared_buffers._decoded(first)[1:] == shared_buffers._decoded(second)[1:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("max_split_size_mb:64,expandable_segments:True", ["max_split_size_mb:64,expandable_segments:False"]),
+        ("expandable_segments : true", ["expandable_segments : False"]),
+        ("expandable_segments:False", []),
+        ("", []),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_for_other_processes_is_not_in_expandable_segments(
+    name: str, settings: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", chosen.append)
+    monkeypatch.setattr(worker_ranks, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(worker_ranks, "know_streams", lambda device: None)
+    monkeypatch.setenv(name, settings)
+    for kind in ("nccl", "ipc"):
+        worker_ranks._prepare_device(EngineOptions(model_dir=Path("model"), device="cuda", edge_kind=kind), Ranks())
+        assert chosen == (expected if kind == "ipc" else [])
