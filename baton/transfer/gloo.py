@@ -11,6 +11,8 @@ Measured facts on which this file relies (torch 2.13):
   is not detected; so every payload is announced by a header of fixed size, and received only if it fits;
 - its listener accepts every connection, which holds a descriptor until the edge ends, and an error of accepting ends
   the *process* (std::terminate): so it is neither closed nor shut down, but drops packets once the pair is connected;
+- if a pair does not connect in time, Gloo frees it, but not the callback for its connection (pair.cc, listener.cc): a
+  peer that dials later ends the process (SIGSEGV), as long as the device has its thread; so the device goes at once;
 - messages with one tag arrive in the order in which they were sent. So a payload may be sent in sections, each followed
   by a small message of its own, and the receiver posts receives for all of them as soon as the header fits.
 """
@@ -72,7 +74,11 @@ class GlooEdge:
             options._devices = [gloo.create_device(hostname=self.spec.bind_host)]
             options._threads = 1
             options._timeout = left
-            self._group = gloo(store, self.spec.rank, 2, options)
+            try:
+                self._group = gloo(store, self.spec.rank, 2, options)
+            except RuntimeError:
+                options._devices = []  # ends Gloo's thread, before anything else takes time
+                raise
             self._mine = listener_address(store.get(f"0/{self.spec.rank}"))
             self._theirs = listener_address(store.get(f"0/{self.spec.peer_rank}"))
             # One header each way tests both directions; after it neither end needs the store's keys.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError, StartupError
+from baton.transfer import rendezvous
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore, delete_keys
@@ -193,6 +194,20 @@ def test_connect_fails_without_a_peer_or_without_a_store(spec: MakeSpec) -> None
 
 def listeners() -> set[tuple[str, int]]:
     return listening(os.getpid())
+
+
+def test_a_connect_that_fails_in_gloo_stops_listening_before_it_takes_the_keys_away(
+    spec: MakeSpec, store: EdgeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that dialled the freed pair later would end this process. Here the peer never publishes its address."""
+    before, closed = listeners(), list[bool]()
+    here = spec("decode", connect_timeout_s=0.3)
+    assert store._store is not None
+    store._store.set(f"{here.prefix}/here/{here.peer_rank}", "1")
+    monkeypatch.setattr(rendezvous, "delete_keys", lambda *_: closed.append(listeners() <= before))
+    with pytest.raises(HandoffError, match="connecting failed"):
+        GlooEdge(here).connect()
+    assert closed == [True]
 
 
 def test_edges_and_store_listen_only_on_the_configured_address(connected: Connected, store: EdgeStore) -> None:
