@@ -27,6 +27,7 @@ from torch import Tensor
 from baton.core.errors import StartupError
 from baton.core.model_config import AnyConfig, GeneralConfig, ModelConfig
 from baton.engine.batch import RowSpan, packed_tokens
+from baton.engine.device import LEAST_CAPABILITY
 from baton.engine.device_stream import Mark, NewMark, marks_of, pinned
 from baton.engine.options import EngineOptions
 
@@ -35,7 +36,6 @@ HEAD_DIMS = (64, 128, 256)
 """For which both of FlashInfer's kernels are instantiated, fa2 and, on Hopper, fa3."""
 WORKSPACE_BYTES = 128 << 20
 """For results of split rows; what FlashInfer recommends. 256 of D = 128 take 34 MB on an H100."""
-_LEAST_CAPABILITY = (8, 0)
 _TURNS = 2
 
 
@@ -141,8 +141,8 @@ def _against(options: EngineOptions, config: ModelConfig, dtype: str, kv_dtype: 
     if config.head_dim not in HEAD_DIMS:
         return f"it has heads of {', '.join(map(str, HEAD_DIMS))}, not of {config.head_dim}"
     capability = torch.cuda.get_device_capability(device)
-    if capability < _LEAST_CAPABILITY:
-        return f"it needs compute capability {_LEAST_CAPABILITY[0]}.0, this GPU has {capability[0]}.{capability[1]}"
+    if capability < LEAST_CAPABILITY:
+        return f"it needs compute capability {LEAST_CAPABILITY[0]}.0, this GPU has {capability[0]}.{capability[1]}"
     if find_spec("flashinfer") is None:
         return "it is not installed (pip install 'baton-serve[gpu]')"
     try:

@@ -24,6 +24,7 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.attention_flashinfer import FlashInferRows, PagedRows
 from baton.engine.batch import RowSpan, packed_tokens
+from baton.engine.device import LEAST_CAPABILITY
 from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MAX_SPLITS, MIN_ROWS, Tiles, paged_attention, rows_of
 from baton.engine.kv_pool import load
@@ -40,7 +41,6 @@ _LEAST_SPLIT, _MOST_SPLIT = 128, 4096
 _STORED_BYTES = 256 << 20
 """In exact mode long rows are split, too: the most memory that the results of one launch's splits may take."""
 UNSPLIT = 1 << 30
-_LEAST_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 256
 _flash_forward = torch.ops.aten._flash_attention_forward
 """The operation below torch's public `varlen_attn`, whose arguments changed from 2.11 to 2.13; these did not."""
@@ -253,6 +253,6 @@ def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> b
     """Whether torch supports FlashAttention for such heads on this device."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
-    if head_dim % 8 or head_dim > _MOST_HEAD_DIM or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if head_dim % 8 or head_dim > _MOST_HEAD_DIM or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return False
     return bool(torch.backends.cuda.is_flash_attention_available())

@@ -11,6 +11,8 @@ from baton.core.errors import StartupError
 from baton.engine.kernels.build import can_compile, fastest_level
 
 ComputeDType = Literal["float32", "bfloat16"]
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: from A100 on."""
 
 
 def choose_device(device_option: str, local_rank: int = 0) -> torch.device:
@@ -41,6 +43,15 @@ def check_triton() -> None:
         f"device cuda: Triton cannot launch kernels: {reason:.300}; it needs a C compiler (gcc, or CC), the headers of"
         " this Python, libcuda.so.1 as ldconfig lists it, and a cache directory that can be written (TRITON_CACHE_DIR)"
     )
+
+
+def check_capability(device: torch.device) -> None:
+    """Raises StartupError for a GPU whose shared memory is too small for the attention kernel: a tile takes 80 KiB
+    where copies are not asynchronous, and one that old has 64."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        needed, has = (".".join(map(str, numbers)) for numbers in (LEAST_CAPABILITY, capability))
+        raise StartupError(f"{device}: attention needs compute capability {needed}, this GPU has {has}; use device cpu")
 
 
 def gpu_uuids(device_option: str, local_size: int) -> list[str]:

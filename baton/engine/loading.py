@@ -35,7 +35,7 @@ from baton.engine.adapters import Adapters
 from baton.engine.attention_flashinfer import use_flashinfer
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.computing import build_model, how_to_compute
-from baton.engine.device import check_triton, choose_device, choose_dtype
+from baton.engine.device import check_capability, check_triton, choose_device, choose_dtype
 from baton.engine.grammars import Grammars
 from baton.engine.kernels.native import Kernels, choose_kernels
 from baton.engine.kv_error import TOKENS as KV_ERROR_TOKENS
@@ -99,6 +99,8 @@ def load_runner(
             in_dtype = KVLayout(options.block_size, ())  # known when the model is loaded
             kernels_name = f"transformers {module.VERSION}, {kernels_name}"
         else:
+            if is_gpu(device):
+                check_capability(device)
             if options.expert_parallel:
                 raise StartupError(f"--expert-parallel: the architecture of {options.model_dir.name} has no experts")
             weights = _open_weights(options, config, ranks, device, dtype, tensors, kernels, kernels_name)

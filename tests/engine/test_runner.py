@@ -18,7 +18,7 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine import device as device_module
 from baton.engine.batch import RowSpan
-from baton.engine.device import choose_dtype
+from baton.engine.device import check_capability, choose_dtype
 from baton.engine.draw import Draw
 from baton.engine.kernels import build
 from baton.engine.loading import largest_step, load_kernels
@@ -176,6 +176,18 @@ def test_a_gpu_on_which_triton_cannot_launch_kernels_is_refused_before_anything_
         tiny_runner(checkpoint("llama"), device="cuda", exact=False)
 
 
+@pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_with_too_little_shared_memory_is_refused(
+    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if served:
+        check_capability(torch.device("cuda", 1))
+        return
+    with pytest.raises(StartupError, match=r"^cuda:1: attention needs compute capability 8\.0, this GPU has 7\.5"):
+        check_capability(torch.device("cuda", 1))
+
+
 def test_dtype_depends_on_the_option_the_device_and_exact_mode() -> None:
     assert choose_dtype("auto", torch.device("cuda"), exact=False) == "bfloat16"
     assert choose_dtype("auto", torch.device("cpu"), exact=True) == "float32"
@@ -307,6 +319,7 @@ def test_on_a_gpu_the_largest_step_is_measured_before_the_pool_is_sized_and_warm
 
     monkeypatch.setattr(loading, "is_gpu", lambda _: True)
     monkeypatch.setattr(loading, "check_triton", lambda: None)
+    monkeypatch.setattr(loading, "check_capability", lambda _: None)
     monkeypatch.setattr(loading, "peak_bytes", peak_bytes)
     monkeypatch.setattr(loading, "kv_budget", budget)
     monkeypatch.setattr(loading, "how_to_compute", how_to_compute)
