@@ -20,7 +20,7 @@ receives for it on other edges have ended: a chunk that was posted is still sent
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -557,8 +557,7 @@ class HandOvers:
     @property
     def writing(self) -> Counter[SequenceId]:
         """The number of chunks being received into the blocks of each sequence."""
-        overs = (sequence.hand_over for sequence in self.scheduler.sequences.values())
-        return Counter({over.sequence_id: len(over.writing) for over in overs if over is not None and over.writing})
+        return Counter({over.sequence_id: len(over.writing) for over in self._all() if over.writing})
 
     def on_offer(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> list[Action]:
         """Handles an offer: a second one of a sequence that is here is refused, as the scheduler has it already."""
@@ -605,7 +604,7 @@ class HandOvers:
         """Handles an event of one sequence; returns what is to be executed outside."""
         sequence_id = event.sequence_id
         sequence = self.scheduler.sequences.get(sequence_id)
-        over = None if sequence is None else sequence.hand_over
+        over = None if sequence is None else _hand_over(sequence)
         if over is None and sequence is not None and isinstance(event, EndedByCoordinator):
             self.deadlines.forget(sequence_id)
             self.scheduler.abort(sequence_id)  # its prompt is computed here: there is no hand-over to end
@@ -637,6 +636,13 @@ class HandOvers:
 
     def on_link_ended(self, peer: Peer, reason: str, now: float) -> list[Action]:
         """Ends every sequence of the link whose KV has not arrived completely."""
-        overs = [sequence.hand_over for sequence in self.scheduler.sequences.values()]
-        lost = [over.sequence_id for over in overs if over is not None and over.peer is peer]
+        lost = [over.sequence_id for over in self._all() if over.peer is peer]
         return [action for sequence_id in lost for action in self.on(LinkEnded(sequence_id, reason), now)]
+
+    def _all(self) -> Iterator[HandOver]:
+        return (over for sequence in self.scheduler.sequences.values() if (over := _hand_over(sequence)) is not None)
+
+
+def _hand_over(sequence: Sequence) -> HandOver | None:
+    """None for a sequence whose prompt is computed here."""
+    return sequence.hand_over if isinstance(sequence.hand_over, HandOver) else None

@@ -26,6 +26,7 @@ from baton.runtime.token_file import read_token
 from baton.runtime.worker_loop import WorkerLoop
 from baton.transfer.edge_endpoint import MakeEndpoint
 from baton.transfer.staging_buffers import StagingRoom, kept_limit
+from prefill.handover import HandOver
 from prefill.scheduler import PrefillScheduler
 from prefill.sender import Sender
 
@@ -166,7 +167,7 @@ class PrefillWorker:
             sequence = self.scheduler.sequences.get(p.sequence_id)
             stamps = None  # if it has ended, its SequenceEnded has them
             if sequence is not None and sequence.id not in ended:
-                reserve_s = 0.0 if sequence.hand_over is None else sequence.hand_over.reserve_s
+                reserve_s = sequence.hand_over.reserve_s if isinstance(sequence.hand_over, HandOver) else 0.0
                 stamps = replace(sequence.prefill_stamps(), reserve_s=reserve_s)
             event = p.event(stamps)
             self.events.write("chunk_computed", sequence=p.sequence_id, end=p.computed, last=event is not None)

@@ -16,7 +16,6 @@ from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import add
-from typing import Any
 
 from baton.core.blocks import KeyChain
 from baton.core.errors import InvariantError
@@ -102,8 +101,8 @@ class Sequence:
     # Blocks, from the first on, that have been offered to the cache.
     num_offered: int = 0
 
-    # The worker's end of its hand-over: prefill.handover.HandOver or decode.handover.HandOver.
-    hand_over: Any = None
+    # The worker's end of its hand-over: prefill.handover.HandOver or decode.handover.HandOver, known to the tier alone.
+    hand_over: object = None
 
     # On a prefill worker. Whether its blocks are pinned for a hand-over.
     send_pinned: bool = False
@@ -136,7 +135,7 @@ class Sequence:
     end_reported: bool = False
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
     # What the source of its draft tokens keeps of it: decode.speculation.drafts.NgramIndex or DraftKV.
-    draft: Any = None
+    draft: object = None
     # Decayed numbers of its draft tokens that were accepted, and that were verified (decode.speculation.acceptance).
     accepted_weight: float = 0.0
     verified_weight: float = 0.0

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder
+from baton.core.errors import InvariantError
 from baton.core.kv_layout import KVLayout
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow
@@ -84,7 +85,9 @@ class NgramDrafts:
         pass
 
     def _index(self, sequence: Sequence) -> NgramIndex:
-        index: NgramIndex = sequence.draft
+        index = sequence.draft
+        if not isinstance(index, NgramIndex):
+            raise InvariantError(f"{sequence.id} has no index of its tokens")
         index.extend(sequence.tokens(len(index), sequence.num_tokens))
         return index
 
@@ -167,8 +170,9 @@ class ModelDrafts:
 
 
 def _draft_kv(sequence: Sequence) -> DraftKV:
-    draft: DraftKV = sequence.draft
-    return draft
+    if not isinstance(sequence.draft, DraftKV):
+        raise InvariantError(f"{sequence.id} has no KV of the draft model")
+    return sequence.draft
 
 
 Drafts = NgramDrafts | ModelDrafts

@@ -228,7 +228,8 @@ def in_stage(stage: ReceiveStage) -> tuple[Kit, HandOver]:
     if stage is ReceiveStage.ABSENT:
         return kit, HandOver(R, kit.machine.destination, kit.machine.counters)
     kit.offer()
-    over: HandOver = kit.scheduler.sequences[R].hand_over
+    over = kit.scheduler.sequences[R].hand_over
+    assert isinstance(over, HandOver)
     if stage in (ReceiveStage.RECEIVING, ReceiveStage.CLOSING):
         kit.announce(kit.chunk(FIRST))
     if stage is ReceiveStage.RECEIVED:
