@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.options import EngineOptions
 from baton.runtime.process import children
 from benchmarks import gpu
 from benchmarks.gpu import FAULT, PARTS, Part, commit
@@ -35,6 +36,22 @@ def rehearse(out: Path, *arguments: str, seconds: float = 1200, **environment: s
 TESTED_ELSEWHERE = ("kernels", "graphs", "engine", "kill", "tp2")
 """The first three run for half a minute each in Triton's interpreter, on kernels that have tests of their own; a killed
 worker and two decode ranks are in tests/cluster (test_faults.py, test_any_to_any.py)."""
+
+
+def test_no_early_part_waits_until_flashinfer_has_compiled_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.engine import loading
+    from benchmarks.gpu_parts import eight_b
+
+    attention: list[str] = []
+
+    def load(options: EngineOptions, *_: object, **__: object) -> None:
+        attention.append(options.attention)
+        raise InterruptedError
+
+    monkeypatch.setattr(loading, "load_runner", load)
+    with pytest.raises(InterruptedError):
+        eight_b.make_runner()
+    assert attention == ["triton"]
 
 
 @pytest.mark.timeout(1200)
