@@ -24,6 +24,7 @@ from typing import Any
 
 from baton.core.errors import RankLost
 from baton.core.liveness import LOADING_SILENCE_S, MAX_READ_GAP_S, RANK_HEARTBEAT_S, RANK_SILENCE_S, ListeningClock
+from baton.core.plan_tables import PlanTables, ShortPlan
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, RankPeer, Store, dial_leader, gather_followers
 from baton.runtime.frames import DropAdapter, Failed, Hello, Lost, RankHeartbeat, RankLeave, RankStop, encode
@@ -164,6 +165,7 @@ class LeaderChannel(Channel):
         self.on_report: Callable[[int, Any], None] | None = None
         self._on_leave: Callable[[int], object] | None = None
         self._leaving: int | None = None
+        self._tables = PlanTables()
         self._thread.start()
 
     @classmethod
@@ -175,8 +177,8 @@ class LeaderChannel(Channel):
         return cls(peers, pids, on_lost)
 
     def send(self, frame: object) -> None:
-        """Sends a frame to every follower, in the order of calls. Raises RankLost."""
-        self._send(self._peers, frame)
+        """Sends a frame to every follower, in the order of calls; plans are sent by one thread. Raises RankLost."""
+        self._send(self._peers, self._tables.shorten(frame) if isinstance(frame, StepPlan) else frame)
 
     def send_to(self, rank: int, frame: object) -> None:
         """Sends a frame to one follower, after all frames sent before. Raises RankLost."""
@@ -201,7 +203,7 @@ class LeaderChannel(Channel):
             peer.send_last(data)
 
     def handle(self, peer: RankPeer, frame: Any) -> None:
-        if isinstance(frame, Hello | RankStop | StepPlan):
+        if isinstance(frame, Hello | RankStop | ShortPlan):
             raise RankLost(f"{peer.name} sent an unexpected {type(frame).__name__} to the leader")
         if isinstance(frame, RankLeave):
             self._leaving = peer.rank
@@ -221,6 +223,7 @@ class FollowerChannel(Channel):
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._computed = _NO_STEP
         self._later: list[Any] = []
+        self._tables = PlanTables()
         self._computing = threading.Lock()  # guards _computed, _later and _early
         self._thread.start()
 
@@ -272,8 +275,8 @@ class FollowerChannel(Channel):
     def handle(self, peer: RankPeer, frame: Any) -> None:
         if isinstance(frame, RankStop):
             self._ended.set()
-        if isinstance(frame, RankStop | StepPlan | DropAdapter):
-            self._work.put(frame)
+        if isinstance(frame, RankStop | ShortPlan | DropAdapter):
+            self._work.put(self._tables.lengthen(frame) if isinstance(frame, ShortPlan) else frame)
             return
         with self._computing:
             if getattr(frame, "after_step", _NO_STEP) > self._computed:

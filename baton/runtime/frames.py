@@ -30,9 +30,9 @@ from baton.core.edge_orders import (
     TakeEdge,
 )
 from baton.core.errors import BatonError
-from baton.core.step import StepPlan
+from baton.core.plan_tables import ShortPlan
 
-VERSION = 7
+VERSION = 8
 MAX_FRAME_BYTES = 32 << 20
 _HEAD = struct.Struct(">IBB")
 _BODY_OFFSET = 2  # version and kind count as part of the length
@@ -143,8 +143,7 @@ KINDS: dict[int, type[Any]] = {
     1: Hello,
     2: RankHeartbeat,
     3: RankStop,
-    4: Failed,
-    5: StepPlan,
+    4: Failed,  # 5 was used and must not be reused
     6: OpenEdge,
     7: FillEdge,
     8: SendEdge,
@@ -161,6 +160,7 @@ KINDS: dict[int, type[Any]] = {
     20: LoadAdapter,
     21: AdapterLoaded,
     22: DropAdapter,
+    23: ShortPlan,
 }
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import RankLost, StartupError
-from baton.core.step import StepOutcome, StepPlan
+from baton.core.errors import InvariantError, RankLost, StartupError
+from baton.core.plan_tables import PlanTables, ShortPlan
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine import lockstep, rank_peer
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.runtime import frames
@@ -111,6 +113,55 @@ def test_followers_receive_every_plan_in_order_and_stop_cleanly(connect: Callabl
         thread.join(HANG_S)
     assert logs == [[*range(200), "drained"]] * 3
     assert not any(made.lost.values())
+
+
+def test_a_plan_carries_only_the_blocks_that_the_plan_before_did_not_have(
+    connect: Callable[..., Channels], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin, end, pause, grow, lose their first blocks, change their tables; and two of one sequence."""
+
+    def row(name: str, *blocks: int) -> Row:
+        return Row(SequenceId(name), 0, (1,), blocks, SamplingParams(), 1, pooling="mean", adapter="x")
+
+    made, received, bytes_sent = connect(3), list[StepPlan](), list[int]()
+    context = tuple(range(30_000, 32_000))
+    tables = [
+        (row("a", *context), row("b", 1)),
+        (row("a", *context), row("b", 1, 2)),
+        (row("a", *context, 5), row("b", 1, 2), row("c", 7), row("c", 7, 8)),
+        (row("b", 0, 2), row("c", 7, 8, 9)),
+        (row("a", *context, 5), row("b", 0)),
+        (),
+        (row("b", 0),),
+    ]
+    plans = [StepPlan(number, rows, token_sources=(-1,) * len(rows)) for number, rows in enumerate(tables)]
+
+    def counted(frame: object) -> bytes:
+        if isinstance(frame, ShortPlan):
+            bytes_sent.append(len(encode(frame)))
+        return encode(frame)
+
+    def step(plan: StepPlan) -> StepOutcome:
+        received.append(plan)
+        return StepOutcome(plan.step_id, ())
+
+    monkeypatch.setattr(lockstep, "encode", counted)
+    thread = threading.Thread(target=made.followers[0].follow, args=(step,))
+    thread.start()
+    for each in plans:
+        made.leader.send(each)
+    made.leader.stop("drained")
+    thread.join(HANG_S)
+    assert received == plans
+    assert received[1].rows[0].block_ids is received[0].rows[0].block_ids
+    assert bytes_sent[0] > 2 * len(context) > 4 * max(bytes_sent[1:4]) and bytes_sent[4] > 2 * len(context)
+
+
+def test_a_plan_that_keeps_more_blocks_than_there_were_is_refused() -> None:
+    row = Row(SequenceId("a"), 0, (1,), (1, 2), SamplingParams())
+    for kept in ((1,), (-1,), (), (0, 0)):
+        with pytest.raises(InvariantError):
+            PlanTables().lengthen(ShortPlan(StepPlan(1, (row,)), kept))
 
 
 def test_order_is_handled_immediately_or_after_its_step(connect: Callable[..., Channels]) -> None:
@@ -281,7 +332,7 @@ def test_failing_order_ends_the_rank(connect: Callable[..., Channels]) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\0" * 64, encode(Hello("", 1, 1)), encode(StepPlan(1, ())), b"GET / HTTP/1.1\r\n\r\n"]
+    "sent", [b"\0" * 64, encode(Hello("", 1, 1)), encode(ShortPlan(StepPlan(1, ()), ())), b"GET / HTTP/1.1\r\n\r\n"]
 )
 def test_bad_frame_ends_the_channel_and_names_its_sender(connect: Callable[..., Channels], sent: bytes) -> None:
     made = connect()
@@ -353,10 +404,10 @@ def test_message_sent_directly_after_the_first_reply_is_not_lost() -> None:
         there, _ = listener.accept()
     with here, there:
         peer = rank_peer.RankPeer(here, 0)
-        there.sendall(rank_peer.ACCEPTED + encode(plan(7)))
+        there.sendall(rank_peer.ACCEPTED + encode(ShortPlan(plan(7), ())))
         peer.await_accepted()
-        assert peer.receive(time.monotonic()) == [plan(7)]
-        there.sendall(encode(plan(8)))
+        assert peer.receive(time.monotonic()) == [ShortPlan(plan(7), ())]
+        there.sendall(encode(ShortPlan(plan(8), ())))
         with pytest.raises(RankLost, match="sent an unexpected reply"):
             peer.await_accepted()
         there.close()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.plan_tables import ShortPlan
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History, Row, StepPlan
 from baton.runtime.frames import VERSION, Failed, FrameError, FrameReader, Hello, RankHeartbeat, RankStop, encode
@@ -41,20 +42,25 @@ ROWS = st.builds(
 )
 FRAMES = st.one_of(
     st.builds(
-        StepPlan,
-        step_id=IDS,
-        rows=st.lists(ROWS, max_size=4).map(tuple),
-        token_sources=st.lists(st.integers(-1, 9), max_size=4).map(tuple),
-        drafted=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+        ShortPlan,
+        plan=st.builds(
+            StepPlan,
+            step_id=IDS,
+            rows=st.lists(ROWS, max_size=4).map(tuple),
+            token_sources=st.lists(st.integers(-1, 9), max_size=4).map(tuple),
+            drafted=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+        ),
+        kept=st.lists(IDS, max_size=4).map(tuple),
     ),
     st.builds(Hello, token=st.text(max_size=40), rank=IDS, pid=IDS),
     st.builds(RankHeartbeat, number=IDS),
     st.builds(RankStop, reason=st.text(max_size=40)),
     st.builds(Failed, message=st.text(max_size=40)),
 )
-PLAN = StepPlan(3, (Row(SequenceId("r"), 0, (1, 2), (5,), SamplingParams(temperature=0.5, seed=2**64 - 1), 1),))
+ROW = Row(SequenceId("r"), 0, (1, 2), (5,), SamplingParams(temperature=0.5, seed=2**64 - 1), 1)
+PLAN = ShortPlan(StepPlan(3, (ROW,)), (0,))
 GOOD = encode(PLAN)
-KIND_PLAN, KIND_HEARTBEAT = 5, 2
+KIND_PLAN, KIND_HEARTBEAT = 23, 2
 
 
 def raw(kind: int, body: bytes, version: int = VERSION, length: int | None = None) -> bytes:
@@ -70,8 +76,8 @@ def test_frames_are_decoded_unchanged_however_the_stream_is_split(frames: list[A
         start += cuts[turn % len(cuts)]
         turn += 1
     assert found == frames
-    assert [type(row.sequence_id) for f in found if isinstance(f, StepPlan) for row in f.rows] == [
-        SequenceId for f in frames if isinstance(f, StepPlan) for _ in f.rows
+    assert [type(row.sequence_id) for f in found if isinstance(f, ShortPlan) for row in f.plan.rows] == [
+        SequenceId for f in frames if isinstance(f, ShortPlan) for _ in f.plan.rows
     ]
 
 
@@ -105,7 +111,7 @@ def test_a_truncated_frame_is_refused(cut: int) -> None:
         (raw(KIND_HEARTBEAT, msgpack.packb([msgpack.ExtType(5, b"x")])), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\x91" * 5000), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\xdd\xff\xff\xff\xff"), "not msgpack"),
-        (raw(KIND_PLAN, msgpack.packb([1, [1], [], [], []])), "int where Row is expected"),
+        (raw(KIND_PLAN, msgpack.packb([[1, [1], [], [], []], []])), "int where Row is expected"),
         (raw(4, msgpack.packb([b"text"])), "bytes where str is expected"),
         (raw(4, b"\x91\xa1\xff"), "not msgpack"),
     ],
