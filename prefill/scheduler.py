@@ -1,7 +1,11 @@
 """Which prompt tokens a prefill worker computes next: pure, values in and values out.
 
-Prompts are computed in chunks under the step's token budget, several prompts per step, by turn (`long_rows.turn`). At
-its first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and
+Prompts are computed in chunks under the step's token budget: by priority, then the tenants in turns by the tokens that
+were computed for them (`virtual_counters`), the prompts of one tenant by turn (`long_rows.turn`). All rows of a step
+are done at its end, so a prompt joins others only where that pays (`step_fit`). A step is full while the prompts here
+are more than one holds, and if it is planned ahead.
+
+At its first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and
 free blocks for the rest. If too few are free it waits, and no other prompt starts before it. The first token is sampled
 with the last chunk, so the last token is always computed, in a block that is not shared.
 
@@ -27,7 +31,7 @@ needs none, so of prompts that all wait for a block one can always continue. Onl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder, HolderKind
@@ -40,6 +44,8 @@ from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Finished, Prefilled, Sequence, Started, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
+from baton.core.step_fit import StepFit
+from baton.core.virtual_counters import VirtualCounters
 from baton.core.window import STEPS_AHEAD, Window
 
 _DECAY = 0.9
@@ -110,8 +116,9 @@ class PrefillScheduler:
         self.plan_ahead = plan_ahead
         # Steps that were planned while another was outstanding.
         self.steps_ahead = 0
-        # Outstanding plans and the sequence of each row, oldest first: one, or with `plan_ahead` up to two.
-        self._outstanding: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        # Outstanding plans, the sequence of each row, and when it was planned, the oldest first: one, or with
+        # `plan_ahead` up to two.
+        self._outstanding: deque[tuple[StepPlan, list[Sequence], float]] = deque()
         self._next_step = kept.next_step if kept else 1
         self._done_step = self._next_step - 1
         self._submitted = 0
@@ -120,6 +127,8 @@ class PrefillScheduler:
         self.tokens_generated = 0
         # Seconds and tokens of the last steps: an older step weighs _DECAY times the next one.
         self._recent_s = self._recent_tokens = 0.0
+        self._fit, self._done_at = StepFit(), 0.0  # when the last step was done
+        self._counters = VirtualCounters()  # of tenants, in tokens
 
     def __repr__(self) -> str:
         prefilled = len(self.sequences) - len(self._waiting) - len(self._running)
@@ -173,6 +182,9 @@ class PrefillScheduler:
                 code=ErrorCode.PROMPT_EXCEEDS_POOL,
             )
         self._submitted += 1
+        here = {s.request.tenant for s in (*self._waiting, *self._running)}
+        if request.tenant not in here:
+            self._counters.enter(request.tenant, here)
         sequence = Sequence(request, State.WAITING, now, self._submitted, send_pinned=hand_over)
         sequence.reuses_prefix = not request.reads_all_positions
         self.sequences[sequence.id] = sequence
@@ -183,7 +195,7 @@ class PrefillScheduler:
         """Returns the next step, or None if there is nothing to compute, or nothing before an outstanding step is
         done."""
         starts = {
-            s: row.end for plan, sequences in self._outstanding for row, s in zip(plan.rows, sequences, strict=True)
+            s: row.end for plan, sequences, _ in self._outstanding for row, s in zip(plan.rows, sequences, strict=True)
         }
         short = [s for s in self._running if not self._extend(s)] if self.window.size else []
         candidates = [
@@ -196,13 +208,18 @@ class PrefillScheduler:
             if not self.plan_ahead or len(self._outstanding) > 1 or any(sequence.request.alone for sequence in here):
                 return None
             candidates = self._ahead(candidates, starts)
-        candidates.sort(key=lambda sequence: self._order(sequence, starts))
         rows: list[Row] = []
         sequences: list[Sequence] = []
         budget, room = TokenBudget(self.step_tokens), not short
-        for sequence in candidates:
+        tokens_here = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting))
+        full = bool(self._outstanding) or tokens_here > self.step_tokens
+        for sequence in self._by_turn(candidates, starts):
             if budget.tokens == 0:
                 break
+            if sequences and not full:
+                tokens = min(self._uncached(sequence, starts), budget.tokens)
+                if not self._fit.pays(tokens, len(sequences), len(candidates) - len(sequences)):
+                    break
             if sequences and (sequence.request.alone or sequences[0].request.alone):
                 continue
             if budget.scored == 0 and sequence.request.sampling.prompt_logprobs is not None:
@@ -216,6 +233,8 @@ class PrefillScheduler:
             if reach <= start:  # it waits for blocks
                 continue
             end = start + budget.take(sequence, reach - start)
+            self._counters.charge(sequence.request.tenant, end - start, takes_turn=True)
+            self._counters.leave(sequence.request.tenant)
             rows.append(sequence.next_row(start, end))
             sequences.append(sequence)
             sequence.step_id = self._next_step
@@ -223,7 +242,7 @@ class PrefillScheduler:
             return None
         plan = StepPlan(self._next_step, tuple(rows))
         self.steps_ahead += bool(self._outstanding)
-        self._outstanding.append((plan, sequences))
+        self._outstanding.append((plan, sequences, now))
         self._next_step += 1
         return plan
 
@@ -231,7 +250,7 @@ class PrefillScheduler:
         """Returns the rows of an outstanding step with their sequences; none if the step is not outstanding."""
         return [
             (row, sequence)
-            for plan, sequences in self._outstanding
+            for plan, sequences, _ in self._outstanding
             if plan.step_id == step_id
             for row, sequence in zip(plan.rows, sequences, strict=True)
         ]
@@ -288,12 +307,26 @@ class PrefillScheduler:
         request = sequence.request
         return request.cache_salt, request.adapter, sequence.tokens(0, self.layout.block_size)
 
+    def _by_turn(self, candidates: list[Sequence], starts: Mapping[Sequence, int]) -> Iterator[Sequence]:
+        """Yields sequences in the order in which they are computed. The caller charges the tokens of each to its tenant
+        before it asks for the next one."""
+        lanes: dict[str, deque[tuple[int, tuple[float, int], Sequence]]] = {}
+        for priority, order, sequence in sorted((s.request.priority, self._order(s, starts), s) for s in candidates):
+            lanes.setdefault(sequence.request.tenant, deque()).append((priority, order, sequence))
+        while lanes:
+            tenant = min(lanes, key=lambda t: (lanes[t][0][0], self._counters.turn(t), lanes[t][0][1]))
+            yield lanes[tenant].popleft()[-1]
+            if not lanes[tenant]:
+                del lanes[tenant]
+
     def _order(self, sequence: Sequence, starts: Mapping[Sequence, int]) -> tuple[float, int]:
-        """Sort key: the sequence with the lowest one is computed first."""
-        remainder = self._remainder(sequence, starts)
-        if sequence.state is State.WAITING:
-            remainder -= self.cache.num_matching_tokens(sequence)
-        return turn(sequence, remainder)
+        """Sort key: of a tenant's sequences of one priority, the one with the lowest is computed first."""
+        return turn(sequence, self._uncached(sequence, starts))
+
+    def _uncached(self, sequence: Sequence, starts: Mapping[Sequence, int]) -> int:
+        """Returns how many tokens of a sequence are in no row and not cached."""
+        cached = self.cache.num_matching_tokens(sequence) if sequence.state is State.WAITING else 0
+        return self._remainder(sequence, starts) - cached
 
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free."""
@@ -317,10 +350,13 @@ class PrefillScheduler:
             InvariantError: the outcome is not that of the oldest outstanding step.
         """
         plan = check_outcome(self._outstanding[0][0] if self._outstanding else None, outcome)
-        _, sequences = self._outstanding.popleft()
+        _, sequences, begun_at = self._outstanding.popleft()
         self._done_step = plan.step_id
         self._recent_s = _DECAY * self._recent_s + outcome.elapsed_s
         self._recent_tokens = _DECAY * self._recent_tokens + plan.num_tokens
+        wall_s, self._done_at = now - max(begun_at, self._done_at), now
+        if wall_s > 0.0 and all(row.end <= self.step_tokens for row in plan.rows):
+            self._fit.observe(plan.num_tokens, wall_s)
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []
         for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):

@@ -18,10 +18,10 @@ _COSTS = replace(CALIBRATION, prefill_worker=replace(CALIBRATION.prefill_worker,
 CLUSTER = ClusterShape(_COSTS, 1, _COSTS, 3, max_queued_requests=1 << 20, max_queued_tokens=1 << 30)
 
 
-def paced(tenant: str, seed: int) -> list[TraceRow]:
-    """One request per second, which is less than a seventh of what the cluster can do."""
-    lengths, phase = poisson(3.0, SECONDS, PROMPTS, OUTPUTS, seed), random.Random(seed).random()
-    return [replace(row, at_s=second + phase, tenant=tenant) for second, row in enumerate(lengths[:SECONDS])]
+def paced(tenant: str, seed: int, prompts: Lengths = PROMPTS, per_s: float = 1.0) -> list[TraceRow]:
+    """So many requests per second, each of which is less than a seventh of what the cluster can do."""
+    lengths, phase = poisson(3.0 * per_s, SECONDS, prompts, OUTPUTS, seed), random.Random(seed).random()
+    return [replace(row, at_s=(n + phase) / per_s, tenant=tenant) for n, row in enumerate(lengths[:SECONDS])]
 
 
 def ttft_p99_s(rows: Sequence[TraceRow]) -> dict[bool, float]:
@@ -46,3 +46,10 @@ def test_others_notice_little_of_a_tenant_at_ten_times_its_load() -> None:
     assert both[True] > 20 * alone, "more arrives than the cluster can do"
     as_one = ttft_p99_s([replace(row, tenant="") for row in others + heavy])[True]
     assert as_one > 20 * alone, "first come, first served, all wait for the heavy tenant"
+
+
+def test_others_notice_little_where_several_prompts_fit_into_a_step() -> None:
+    prompts = Lengths(50, 400)
+    others = [row for number in range(OTHERS) for row in paced(f"t{number}", number + 1, prompts, per_s=2.0)]
+    heavy = [replace(row, tenant=HEAVY) for row in poisson(20.0, SECONDS / 2, prompts, OUTPUTS, 99)]
+    assert ttft_p99_s(others + heavy)[False] <= 1.65 * ttft_p99_s(others)[False]

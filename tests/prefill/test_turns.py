@@ -1,0 +1,101 @@
+"""Whose prompts a prefill worker computes next, and with how many others in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prefill.scheduler import PrefillScheduler
+from tests.support.builders import make_outcome, make_prefill, make_request
+
+STEP_S, TOKEN_S = 0.001, 0.001
+
+
+def scheduler(step_tokens: int) -> PrefillScheduler:
+    return make_prefill(num_blocks=64, step_tokens=step_tokens, prefix_cache=False)
+
+
+def submit(worker: PrefillScheduler, *prompts: tuple[str, int], priority: int = 0) -> None:
+    """Submits requests by name, the first letter of which is their tenant, and number of tokens."""
+    for name, tokens in prompts:
+        request = replace(make_request(name, tokens), tenant=name[0], priority=priority)
+        worker.submit(request, 0.0, hand_over=True)
+
+
+def step(worker: PrefillScheduler, now: float = 0.0, seconds: float = 0.0) -> str:
+    """Computes a step; returns the names of its rows."""
+    plan = worker.begin_step(now)
+    assert plan is not None
+    worker.finish_step(make_outcome(plan), now + seconds)
+    return " ".join(row.sequence_id.request_id for row in plan.rows)
+
+
+def measured(step_s: float = STEP_S, step_tokens: int = 16) -> PrefillScheduler:
+    """A worker that knows what its steps cost."""
+    worker, now = scheduler(step_tokens), 0.0
+    for number in range(20):
+        tokens = 2 + number % 3
+        submit(worker, (f"z{number}", tokens))
+        step(worker, now, step_s + TOKEN_S * tokens)
+        now += 1.0
+    return worker
+
+
+def test_another_tenant_does_not_wait_for_the_prompts_of_one() -> None:
+    worker = scheduler(4)
+    submit(worker, ("a1", 4), ("a2", 4), ("a3", 4))
+    assert step(worker) == "a1"
+    submit(worker, ("b1", 4))
+    assert [step(worker) for _ in range(3)] == ["b1", "a2", "a3"]
+
+
+def test_tenants_take_turns_by_tokens() -> None:
+    worker = scheduler(4)
+    submit(worker, ("a1", 8), ("a2", 4), ("b1", 4), ("b2", 4), ("b3", 4))
+    assert [step(worker) for _ in range(6)] == ["a2", "b1", "a1", "b2", "a1", "b3"]
+
+
+def test_time_without_requests_earns_no_credit() -> None:
+    worker = scheduler(4)
+    for number in range(8):
+        submit(worker, (f"a{number}", 4))
+        step(worker)
+    submit(worker, ("a8", 4), ("a9", 4), ("b1", 4), ("b2", 4))
+    assert [step(worker) for _ in range(4)] == ["b1", "a8", "b2", "a9"]
+
+
+def test_priority_goes_before_tenants() -> None:
+    worker = scheduler(4)
+    submit(worker, ("a1", 4), ("b1", 4), priority=1)
+    submit(worker, ("a2", 4), ("a3", 4))
+    assert [step(worker) for _ in range(4)] == ["a2", "a3", "b1", "a1"]
+
+
+def test_a_prompt_is_computed_alone_where_joining_costs_more_than_a_step() -> None:
+    worker = measured()
+    submit(worker, ("a1", 4), ("b1", 4))
+    assert [step(worker, 100.0) for _ in range(2)] == ["a1", "b1"]
+
+
+def test_prompts_join_where_a_step_costs_more() -> None:
+    worker = measured(step_s=0.1)
+    submit(worker, ("a1", 4), ("b1", 4))
+    assert step(worker, 100.0) == "a1 b1"
+
+
+def test_steps_are_full_while_more_waits_than_one_holds() -> None:
+    worker = measured()
+    submit(worker, *((f"a{number}", 4) for number in range(6)))
+    assert step(worker, 100.0) == "a0 a1 a2 a3"
+    assert step(worker, 100.0) == "a4"
+
+
+@pytest.mark.parametrize("seconds", [0.5, 5.0])
+def test_steps_with_long_contexts_are_not_measured(seconds: float) -> None:
+    worker = measured()
+    submit(worker, ("a1", 64))
+    for number in range(4):
+        step(worker, 100.0 + 10 * number, seconds=0.017 if number == 0 else seconds)
+    submit(worker, ("a2", 4), ("a3", 4))
+    assert [step(worker, 200.0) for _ in range(2)] == ["a2", "a3"]
