@@ -1,8 +1,9 @@
 """`baton up --dry-run`: what would be started, where, with how much memory, and the exact commands.
 
 Memory of a rank is that of parameters, KV, edge buffers, and a draft model. Parameters follow from the checkpoint's
-config alone. What a topology leaves to the machine (device, dtype, KV memory) is resolved as on this machine. A plan
-that says `cuda` is trusted to have GPUs: the dry run may be made on a machine without any.
+config, and where they stay quantised also from a few rows of each matrix. What a topology leaves to a machine (device,
+dtype, KV memory) is resolved as on this machine. A plan that says `cuda` is trusted to have GPUs: the dry run may be
+made on a machine without any.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from baton.core.reshard import local_layout, reshard_layout
 from baton.core.window import STEPS_AHEAD, Window
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype
+from baton.engine.kernels.build import level_of
 from baton.engine.memory import default_budget, draft_share, unread_sizes
 from baton.engine.quantize import check_quantize
+from baton.runtime.config import WorkerConfig
 from baton.runtime.model_source import resolve_draft, resolve_model
 from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import check_staging, kept_limit
@@ -176,6 +179,7 @@ def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path
         rank,
         kv_dtype=options.kv_dtype,
         quantize=options.quantize,
+        level=_level(options, device),
     )
     mine = local_layout(layout, size, rank)
     longest = config.longest(options.max_model_len)
@@ -201,11 +205,17 @@ def rank_memory(plan: Plan, part: WorkerPart, config: AnyConfig, model_dir: Path
         edges,
         edges * channel_bytes,
         staging // size + kept_limit(staging, size),
-        _draft_bytes(part, model_dir, longest, blocks, dtype),
+        _draft_bytes(part, model_dir, longest, blocks, dtype, _level(options, device)),
     )
 
 
-def _draft_bytes(part: WorkerPart, model_dir: Path, longest: int, blocks: int, dtype: DType) -> int | None:
+def _level(options: WorkerConfig, device: torch.device) -> str | None:
+    return level_of(options.kernels) if device.type == "cpu" else None
+
+
+def _draft_bytes(
+    part: WorkerPart, model_dir: Path, longest: int, blocks: int, dtype: DType, level: str | None
+) -> int | None:
     """Returns the memory of a draft model, which only the leader of a decode worker can have. None if it is not on this
     host."""
     if part.role != "decode" or part.node_rank > 0:
@@ -219,7 +229,9 @@ def _draft_bytes(part: WorkerPart, model_dir: Path, longest: int, blocks: int, d
     except StartupError:
         return None
     usable = min(longest, blocks * options.block_size) if blocks else longest
-    share = draft_share(draft_dir, draft, usable, options.block_size, dtype, options.max_running, options.kv_dtype)
+    share = draft_share(
+        draft_dir, draft, usable, options.block_size, dtype, options.max_running, options.kv_dtype, level
+    )
     return share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
 
 

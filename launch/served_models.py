@@ -52,15 +52,23 @@ def print_models(*, served_only: bool) -> None:
 def describe(model: str, model_impl: str) -> str:
     """Returns one line on how a checkpoint would be served. Raises StartupError with the reason if it would not."""
     from baton.engine.checkpoint import read_model_config  # torch
+    from baton.engine.kernels.build import level_of
+    from baton.engine.memory import unread_sizes
 
     directory = resolve_model(model)
     config = read_model_config(directory, model_impl)
     name = directory.name
+    stored = "" if config.quantization is None else f", published in {config.quantization.method}"
+    level = level_of("auto")
     if not isinstance(config, GeneralConfig):
-        return f"{name}: served by Baton's own path, up to {config.max_position_embeddings} tokens"
+        layout, size = unread_sizes(directory, config, 16, "bfloat16", level=level)
+        return (
+            f"{name}: served by Baton's own path, up to {config.max_position_embeddings} tokens,"
+            f" {size / 2**30:.2f} GiB of weights{stored}, {layout.bytes_per_token} bytes of KV a token in bfloat16"
+        )
     from baton.engine.transformers_path import transformers_model
 
-    recorded, size = transformers_model().probe(directory, config.max_position_embeddings, "bfloat16")
+    recorded, size = transformers_model().probe(directory, config.max_position_embeddings, "bfloat16", level=level)
     fields = parse_config_json((directory / "config.json").read_bytes())
     why = why_not_own(fields)
     reason = "" if why is None else f" ({why.removeprefix('config.json: ')})"
@@ -68,5 +76,5 @@ def describe(model: str, model_impl: str) -> str:
     known = {row[0]: row[3] for row in rows()}.get(str(fields.get("model_type")), "not tried")
     return (
         f"{name}: served by transformers{reason}, up to {config.max_position_embeddings} tokens,"
-        f" {size / 2**30:.2f} GiB of weights{per_token} in bfloat16; {known}"
+        f" {size / 2**30:.2f} GiB of weights{stored}{per_token} in bfloat16; {known}"
     )

@@ -15,7 +15,11 @@ from typing import Any, Literal
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES, DType, KVDType, KVLayout, LayerKV
-from baton.core.quantization_config import QuantizationConfig, parse_quantization_config
+from baton.core.quantization_config import (
+    QuantizationConfig,
+    parse_experts_quantization,
+    parse_quantization_config,
+)
 
 Architecture = Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 
@@ -110,7 +114,7 @@ class GeneralConfig:
     eos_token_ids: tuple[int, ...]
     has_lm_head: bool = True
     num_labels: int = 0
-    quantization: None = None
+    quantization: QuantizationConfig | None = None
 
     def longest(self, max_model_len: int | None) -> int:
         """As `longest_of`."""
@@ -147,8 +151,6 @@ def parse_config(config: Mapping[str, Any], model_impl: str = "auto") -> AnyConf
     if model_impl == "baton" or (model_impl == "auto" and why_not_own(config) is None):
         return parse_model_config(config)
     _check_plain(config)
-    if config.get("quantization_config") is not None:
-        raise StartupError("config.json: quantization_config is only supported for Baton's own architectures")
     _architecture(config)  # refuses names that are none
     for name in (config.get("architectures") or ())[:1]:
         if not any(head in name for head in _GENERATES):
@@ -164,11 +166,13 @@ def parse_config(config: Mapping[str, Any], model_impl: str = "auto") -> AnyConf
         for fields in (_POSITIONS, _WIDTHS)
     )
     _dtype(config)
+    quantization = config.get("quantization_config")
     return GeneralConfig(
         vocab_size=vocab_size,
         hidden_size=_int(config, width, high=1 << 17),
         max_position_embeddings=_int(config, positions, high=1 << 27, default=_NO_LIMIT),
         eos_token_ids=_eos(config, vocab_size),
+        quantization=None if quantization is None else parse_experts_quantization(quantization),
     )
 
 

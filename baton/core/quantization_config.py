@@ -1,8 +1,9 @@
 """Reads `quantization_config` of a config.json: how the weights of linear layers are stored.
 
 Formats: GPTQ (as AutoGPTQ and GPTQModel write it), AWQ (AutoAWQ's "gemm" order), FP8 with a scale for each tensor or
-block (DeepSeek, Qwen3-FP8, AutoFP8), and compressed-tensors (packed integers, int8, FP8). Activations are never
-quantised: settings and scales for them have no effect. Anything else is a StartupError of one line with the field.
+block (DeepSeek, Qwen3-FP8, AutoFP8), and compressed-tensors (packed integers, int8, FP8); of experts MXFP4 (gpt-oss).
+Activations are never quantised: settings and scales for them have no effect. Anything else is a StartupError of one
+line with the field.
 """
 
 from __future__ import annotations
@@ -78,6 +79,20 @@ def parse_quantization_config(config: object) -> QuantizationConfig:
         case "compressed-tensors":
             return _compressed(config)
     raise _unsupported("quant_method", method, _METHODS)
+
+
+def parse_experts_quantization(config: object) -> QuantizationConfig:
+    """Parses the object of a model that transformers computes, whose experts alone are quantised: gpt-oss in MXFP4.
+    Raises StartupError as `parse_quantization_config` does."""
+    if not isinstance(config, Mapping):
+        raise StartupError(f"{_FIELD} must be an object")
+    if config.get("quant_method") != "mxfp4":
+        raise StartupError(
+            f"{_FIELD}.quant_method {config.get('quant_method')!r:.60} is not supported for a model that transformers"
+            " computes (only mxfp4)"
+        )
+    ignored = (re.escape(name).replace(r"\*", "[^.]*") for name in _names(config, "modules_to_not_convert"))
+    return QuantizationConfig("mxfp4", (), _checked("modules_to_not_convert", [f"re:{name}" for name in ignored]))
 
 
 def _gptq(config: Mapping[str, Any]) -> QuantizationConfig:

@@ -8,7 +8,7 @@ from typing import Literal, cast
 import torch
 
 from baton.core.errors import StartupError
-from baton.engine.kernels.build import can_compile, fastest_level
+from baton.engine.kernels.build import level_of
 
 ComputeDType = Literal["float32", "bfloat16"]
 LEAST_CAPABILITY = (8, 0)
@@ -83,5 +83,4 @@ def cpu_multiplies_bfloat16() -> bool:
 def kernels_widen_bfloat16(kernels: str) -> bool:
     """Whether the kernels will be compiled ones that read bfloat16, half the bytes of float32, and multiply in float32
     at the same speed (decision 0014). On such processors torch's bfloat16 is slower than its float32."""
-    level = fastest_level() if kernels == "auto" else kernels
-    return level in ("avx2", "avx512") and can_compile(level)
+    return level_of(kernels) in ("avx2", "avx512")

@@ -19,7 +19,8 @@ from baton.core.kv_layout import DTYPE_BYTES, DType, KVLayout, stored_dtype, sto
 from baton.core.model_config import AnyConfig, GeneralConfig
 from baton.core.ranks import Ranks
 from baton.core.window import Window
-from baton.engine.checkpoint import read_model_config
+from baton.engine.checkpoint import Checkpoint, read_model_config
+from baton.engine.kernels.build import BLOCK_LEVELS
 from baton.engine.options import EngineOptions
 from baton.engine.transformers_path import transformers_model
 from baton.engine.weights import parameter_bytes
@@ -66,14 +67,18 @@ def unread_sizes(
     *,
     kv_dtype: str = "auto",
     quantize: str = "none",
+    level: str | None = None,
 ) -> tuple[KVLayout, int]:
     """Returns the KV layout of the whole model and the bytes of the weights of `rank` of `size`, before they are read.
+    `level` is that of the compiled kernels (None: torch's), which decides what stays quantised as it is published.
     Raises StartupError for a model that transformers cannot serve."""
     if not isinstance(config, GeneralConfig):
-        parameters = parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize)
+        in_blocks = level in BLOCK_LEVELS and dtype == "bfloat16" and quantize != "int8"
+        checkpoint = Checkpoint(model_dir) if in_blocks else None
+        parameters = parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize, checkpoint)
         return config.kv_layout(block_size, stored_dtype(kv_dtype, dtype)), parameters
     longest = config.max_position_embeddings
-    recorded, parameters = transformers_model().probe(model_dir, longest, dtype, size, rank)
+    recorded, parameters = transformers_model().probe(model_dir, longest, dtype, size, rank, level=level)
     if recorded is None:
         raise StartupError(f"{model_dir.name}: its KV layout is only known when it is loaded")
     return KVLayout(block_size, stored_layers(recorded.storages, kv_dtype)), parameters
@@ -87,11 +92,12 @@ def draft_share(
     dtype: DType,
     max_running: int,
     kv_dtype: str = "auto",
+    level: str | None = None,
 ) -> DraftShare:
     """`config` is the draft's, `target_longest` the most positions of the target's sequences; both have the same
-    `kv_dtype`."""
+    `kv_dtype`, and `level` of compiled kernels."""
     longest = min(config.max_position_embeddings, target_longest)
-    layout, parameters = unread_sizes(model_dir, config, block_size, dtype, kv_dtype=kv_dtype)
+    layout, parameters = unread_sizes(model_dir, config, block_size, dtype, kv_dtype=kv_dtype, level=level)
     return DraftShare(parameters, layout, max_running * layout.blocks_for(longest), longest)
 
 

@@ -21,7 +21,9 @@ from baton.core.errors import StartupError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+_QUANTIZED = {
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8,
+}  # fmt: skip
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old exports carry the rotary frequencies, which follow from the config
 
 

@@ -7,6 +7,7 @@ the weights of the experts that its tokens chose, once; a token's result does no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from baton.engine.kernels.native import Arena, Kernels
+from baton.engine.transformers_mxfp4 import Mxfp4Matrix, Mxfp4Weight
 from baton.engine.transformers_packed import DTYPES, PackedWeight, release
 
 NAME = "baton_packed"
@@ -29,10 +31,9 @@ class PackedExperts:
         self._weights: dict[str, list[PackedWeight]] = {}
         for name in weight_names(module):
             biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * module.num_experts
-            matrices = getattr(module, name).data
             self._weights[name] = [
-                PackedWeight(kernels, arena, matrix.T if self._is_transposed else matrix, bias, threads)
-                for matrix, bias in zip(matrices, biases, strict=True)
+                PackedWeight(kernels, arena, matrix, bias, threads, getattr(module, name).dtype)
+                for matrix, bias in zip(_matrices(module, name), biases, strict=True)
             ]
         self._up, self._down = self._weights.values()
         self.calls, self.unpacked = 0, False
@@ -63,6 +64,17 @@ class PackedExperts:
         return torch.stack([matrix.T if self._is_transposed else matrix for matrix in matrices])
 
 
+def _matrices(module: Any, name: str) -> Iterator[Tensor | Mxfp4Matrix]:
+    """Yields the weight [n, k] of each expert."""
+    weight: Mxfp4Weight | None = module.__dict__.get("baton_mxfp4", {}).get(name)
+    for expert in range(module.num_experts):
+        if weight is not None:
+            yield Mxfp4Matrix(weight, expert)
+        else:
+            matrix = getattr(module, name).data[expert]
+            yield matrix.T if module.is_transposed else matrix
+
+
 def weight_names(module: Any) -> tuple[str, str]:
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
@@ -85,6 +97,8 @@ def pack_experts(module: Any, kernels: Kernels, arena: Arena, threads: int) -> P
     """Packs the weights of a module of experts in place, if each expert's result then equals that of transformers."""
     packed = PackedExperts(module, kernels, arena, threads)
     count, (name, _) = module.num_experts, weight_names(module)
+    for each in module.__dict__.get("baton_mxfp4", ()):
+        getattr(module, each).data = packed.unpack(each)
     weight = getattr(module, name)
     x = torch.randn((count, weight.shape[1 if module.is_transposed else 2]), generator=torch.Generator().manual_seed(0))
     call = (module, x.to(weight.dtype), torch.arange(count)[:, None], torch.ones((count, 1), dtype=weight.dtype))
@@ -99,6 +113,8 @@ def pack_experts(module: Any, kernels: Kernels, arena: Arena, threads: int) -> P
 
 def _forward(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     packed: PackedExperts | None = module.__dict__.get("baton_packed")
+    if packed is None and "baton_mxfp4" in module.__dict__:
+        return torch.zeros_like(hidden)  # not packed yet: what the model asks for is recorded
     if packed is None or packed.unpacked:
         result: Tensor = grouped_mm_experts_forward(module, hidden, index, weights)
         return result

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from baton.core.errors import StartupError
 from baton.engine.kernels.native import Arena, Kernels
 from baton.engine.transformers_experts import PackedExperts, are_experts, pack_experts, weight_names
 from baton.engine.transformers_packed import DTYPES, PackedWeight, linear, release
@@ -80,6 +81,9 @@ class KernelModules:
             if (of_all := pack_experts(module, kernels, arena, threads)) is not None:
                 module.baton_packed = of_all
                 self.experts.append(of_all)
+        for name, module in model.named_modules():
+            if "baton_mxfp4" in module.__dict__ and "baton_packed" not in module.__dict__:
+                raise StartupError(f"{name}: its experts in MXFP4 are not computed as experts: use --kernels torch")
         for module in model.modules():
             if (parameters := rms_norm_of(module)) is not None:
                 norm = KernelNorm(kernels, *parameters, module.forward, threads)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,13 +30,21 @@ from baton.engine.attention import FastAttention, Reach, Scores
 from baton.engine.attention_calls import AttentionCall, MaskFunction, Recorded, Recorder
 from baton.engine.attention_native import NativeAttention
 from baton.engine.batch import Batch
-from baton.engine.checkpoint import Checkpoint
+from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.gguf_files import read_index
 from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool, store
 from baton.engine.parallel import TPGroup
 from baton.engine.transformers_experts import NAME as EXPERTS
 from baton.engine.transformers_kernels import KernelModules
+from baton.engine.transformers_mxfp4 import (
+    Mxfp4Weight,
+    attach,
+    form_for,
+    mxfp4_weights,
+    parameter_bytes,
+    reading_mxfp4,
+)
 from baton.engine.transformers_packed import weight_of
 from baton.engine.transformers_parallel import divide, mark_kv_heads, reading_parts
 
@@ -195,9 +204,11 @@ class TransformersModel:
         group: TPGroup,
         kernels: Kernels | None = None,
         threads: int = 1,
+        mxfp4: Mapping[str, Mxfp4Weight] = MappingProxyType({}),
     ) -> None:
-        """`kernels` compute the modules that they can; None means torch's."""
+        """`kernels` compute the modules that they can; None means torch's. `mxfp4`: what the checkpoint stores so."""
         self._model, self._vocab_size, self._group = model, vocab_size, group
+        self.bytes_read = parameter_bytes(model, mxfp4)
         self.recorded = record(model, longest)
         self.windows: Iterable[Reach] = dict.fromkeys(c.reach for c in self.recorded.calls if c.reach is not None)
         self.steps = 0  # computed over pages
@@ -205,10 +216,6 @@ class TransformersModel:
         if kernels is not None:
             self.by_kernels = KernelModules(model, lambda: _observe(model, longest), kernels, threads)
         self._is_float32 = False
-
-    @property
-    def bytes_read(self) -> int:
-        return parameter_bytes(self._model)
 
     def forward(self, batch: Batch, kv: KVPool, attention: AnyAttention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
@@ -299,25 +306,34 @@ def _observe(model: Any, longest: int) -> Recorder:
     return recorder
 
 
-def probe(model_dir: Path, longest: int, dtype: DType, size: int = 1, rank: int = 0) -> tuple[Recorded | None, int]:
-    """Returns what a model asks for, without reading its weights, and the bytes of the parameters of `rank` of `size`.
-    None, and 0, for what only real data shows. Raises StartupError for a model that is not served."""
+def probe(
+    model_dir: Path, longest: int, dtype: DType, size: int = 1, rank: int = 0, *, level: str | None = None
+) -> tuple[Recorded | None, int]:
+    """Returns what a model asks for, without reading its weights, and the bytes of the parameters of `rank` of `size`,
+    computed by kernels of `level` (None: torch's). None, and 0, for what only real data shows. Raises StartupError for
+    a model that is not served."""
     config = _read_config(model_dir, longest)
+    mxfp4 = _mxfp4_weights(model_dir, level, dtype)
     with _plainly(model_dir):
         with FakeTensorMode():
             # In bfloat16: the kernel of experts has no other dtype on fake tensors.
             model, num_bytes, recorder = None, 0, None
+            to_dtype = DTYPE_BYTES[dtype] / DTYPE_BYTES["bfloat16"]
             try:
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
-                num_bytes = parameter_bytes(model)
+                num_bytes = parameter_bytes(model, mxfp4, to_dtype)
                 recorder = _observe(_prepare(model), longest)
             except RuntimeError:  # an operation needs data
                 pass
             if size > 1 and model is not None:
-                divide(model, TPGroup(rank, size))
+                group = TPGroup(rank, size)
+                cuts = divide(model, group)
                 model.tie_weights()
-                num_bytes = parameter_bytes(model)
-        num_bytes = num_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES["bfloat16"]
+                for name, weight in mxfp4.items():
+                    if (cut := cuts.get(name)) is not None:
+                        part, *_ = cut.local(weight.get_shape()[cut.dim], group, name)[0]
+                        weight.choose((*[slice(None)] * (3 + cut.dim), part))
+                num_bytes = parameter_bytes(model, mxfp4, to_dtype)
         if recorder is None:
             return None, num_bytes
         recorded = recorder.finish(config.get_text_config().num_hidden_layers)
@@ -343,14 +359,17 @@ def load(
         raise StartupError(f"{model_dir.name}: transformers' path reads safetensors, not GGUF")
     checkpoint = Checkpoint(model_dir)  # refuses pickles, damaged files, and other dtypes than float
     probe(model_dir, longest, dtype, group.size, group.rank)
+    level = None if kernels is None else kernels.level
+    mxfp4, torch_dtype = _mxfp4_weights(model_dir, level, dtype), getattr(torch, dtype)
     with (
         _plainly(model_dir),
         reading_parts(group, expert_parallel=expert_parallel) if group.size > 1 else nullcontext(),
+        reading_mxfp4(mxfp4) if mxfp4 else nullcontext(),
     ):
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             config=_read_config(model_dir, longest),
-            dtype=getattr(torch, dtype),
+            dtype=torch_dtype,
             attn_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,
@@ -361,10 +380,13 @@ def load(
             for name in sorted(map(str, info.get(problem) or ())):
                 raise StartupError(f"tensor {name}: {problem.replace('_', ' ')}")
         del checkpoint
+        attach(model, mxfp4, torch_dtype)
         for name, parameter in model.named_parameters():
+            if name in mxfp4 and mxfp4[name].form:
+                continue
             if parameter.numel() and not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
                 raise StartupError(f"tensor {name} holds NaN or infinite values")
-        return TransformersModel(_prepare(model.to(device)), vocab_size, longest, group, kernels, threads)
+        return TransformersModel(_prepare(model.to(device)), vocab_size, longest, group, kernels, threads, mxfp4)
 
 
 def _units(model: Any) -> list[list[Any]]:
@@ -422,8 +444,12 @@ def _convert_while_called(unit: list[Any], convert: Callable[[Tensor], Tensor]) 
     yield unit[0].register_forward_hook(restore, always_call=True)
 
 
-def parameter_bytes(model: Any) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+def _mxfp4_weights(model_dir: Path, level: str | None, dtype: DType) -> dict[str, Mxfp4Weight]:
+    quantization = read_model_config(model_dir, "transformers").quantization
+    if quantization is None:
+        return {}
+    computed = getattr(torch, dtype)
+    return mxfp4_weights(Checkpoint(model_dir), quantization, form_for(level, computed), computed)
 
 
 def _prepare(model: Any) -> Any:
@@ -443,6 +469,7 @@ def _read_config(model_dir: Path, longest: int) -> Any:
     """Raises StartupError for rotary frequencies that depend on the longest row of a step."""
     with _plainly(model_dir):
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        config.__dict__.pop("quantization_config", None)  # read by transformers_mxfp4.py
         text = config.get_text_config()
         rope = getattr(text, "rope_parameters", None) or {}
         for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

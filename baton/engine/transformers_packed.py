@@ -1,7 +1,7 @@
 """Packed weights in modules of a model of transformers: their products by the compiled kernels, and the way back.
 
 A packed weight replaces the original: its parameter keeps the shape, but all elements are one NaN, which no result
-survives. For a comparison with torch's own products it is unpacked again, for a while.
+survives. For a comparison with torch's own products it is unpacked again, for a while; one in MXFP4 is read again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels.native import Arena, Kernels, Linear, pack_weight, padded, unpack_weight
+from baton.engine.transformers_mxfp4 import Mxfp4Matrix
 
 DTYPES = (torch.bfloat16, torch.float32)
 _STORE = 0  # of `Into` (gemm.h)
@@ -23,13 +24,28 @@ class PackedWeight:
     """A weight [n, k] and bias, packed. `calls` counts products; `unpacked` is set while the module's parameter holds
     the weight itself, and is to be used; `placeholders` are the names of parameters that do not hold it now."""
 
-    def __init__(self, kernels: Kernels, arena: Arena, weight: Tensor, bias: Tensor | None, threads: int) -> None:
-        self.dtype, (self._n, self._k) = weight.dtype, weight.shape
-        self._struct, self._kept = pack_weight(kernels, arena, weight, bias, dtype=weight.dtype)
+    def __init__(
+        self,
+        kernels: Kernels,
+        arena: Arena,
+        weight: Tensor | Mxfp4Matrix,
+        bias: Tensor | None,
+        threads: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype` is that of rows; None: that of the weight."""
+        self._n, self._k = weight.shape
+        self._in_file: Mxfp4Matrix | None = None
+        if isinstance(weight, Tensor):
+            self.dtype = dtype or weight.dtype
+            self._struct, self._kept = pack_weight(kernels, arena, weight, bias, dtype=self.dtype)
+        else:
+            self.dtype, self._in_file = dtype or torch.bfloat16, weight
+            self._struct, self._kept = weight.pack(kernels, arena, bias)
         plain = Linear(self._struct.weight, None, None, self._n, self._k, self._struct.kind)
         self._layers = (ctypes.byref(plain), ctypes.byref(self._struct))
         self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
-        self._is_bf16, self._width = weight.dtype == torch.bfloat16, padded(self._k, weight.dtype)
+        self._is_bf16, self._width = self.dtype == torch.bfloat16, padded(self._k, self.dtype)
         self.calls, self.unpacked = 0, False
         self.placeholders: tuple[str, ...] = ()
 
@@ -49,6 +65,8 @@ class PackedWeight:
         return y
 
     def unpack(self, name: str = "weight") -> Tensor:
+        if self._in_file is not None:
+            return self._in_file.dequantized().to(self.dtype)
         return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
 
 

@@ -112,14 +112,22 @@ def stored_bytes(name: str, shape: tuple[int, ...], item_bytes: int, quantized: 
     return elements * item_bytes
 
 
-def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, quantized: str = "none") -> int:
+def parameter_bytes(
+    config: ModelConfig,
+    size: int,
+    rank: int,
+    item_bytes: int,
+    quantized: str = "none",
+    checkpoint: Checkpoint | None = None,
+) -> int:
     """The bytes of weights that `rank` of `size` will hold, sharded like `WeightReader`, before any is read; tied
-    embeddings count twice. Heads and columns must be divisible over the ranks."""
+    embeddings count twice. Heads and columns must be divisible over the ranks. With a `checkpoint`, matrices that it
+    stores in blocks stay so: a few rows of each are read, which show how their scales are kept."""
     kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
     shapes = expected_tensors(config)
     if config.tie_word_embeddings:
         shapes[HEAD] = shapes[EMBEDDING]
-    total = 0
+    sizes, stacks = dict[str, int](), dict[str, list[_Sample]]()
     for name, (rows, *columns) in shapes.items():
         layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if name in (EMBEDDING, HEAD):
@@ -133,8 +141,35 @@ def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, 
                 rows = 0
         elif layer.endswith("_proj"):
             rows //= size
-        total += stored_bytes(name, (rows, *columns), item_bytes, quantized)
-    return total
+        sizes[name] = stored_bytes(name, (rows, *columns), item_bytes, quantized)
+        if checkpoint is not None and (name == HEAD or name.endswith("_proj.weight")):
+            begin = rank * columns[0] if layer in ("o_proj", "down_proj") else 0
+            stored = EMBEDDING if name == HEAD and config.tie_word_embeddings else name
+            few = checkpoint.blocks(stored, slice(0, _FEW), slice(begin, begin + columns[0]))
+            stack = name.replace(layer, _STACKS.get(layer, layer))
+            stacks.setdefault(stack, []).append(_Sample(name, rows, few))
+    for parts in stacks.values():
+        few_of_each = [part.few for part in parts if part.few is not None]
+        if len(few_of_each) < len(parts) or (joined := stacked(few_of_each)) is None:
+            continue
+        if quantized == "int4" and joined.minima is None:
+            continue
+        for part in parts:
+            sizes[part.name] = part.rows * joined.nbytes // len(joined.codes)
+    return sum(sizes.values())
+
+
+class _Sample(NamedTuple):
+    """A few rows, in blocks, of a matrix of which a rank has so many `rows`."""
+
+    name: str
+    rows: int
+    few: Blocks | None
+
+
+_FEW = 8
+_STACKS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Which layers are read as one."""
 
 
 class WeightReader:

@@ -13,7 +13,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
 from tests.support.cluster import cluster
 from tests.support.oracle import greedy
-from tests.support.transformers_models import SERVED, make_transformers_checkpoint
+from tests.support.transformers_models import SERVED, make_mxfp4_checkpoint, make_transformers_checkpoint
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -75,6 +75,13 @@ async def test_tokens_over_workers_that_divide_experts_among_ranks_equal_transfo
     model = make_transformers_checkpoint(tmp_path / "m", "qwen3_moe")
     worked = await same_tokens(model, tmp_path, model_impl="transformers", decode_tp=2, expert_parallel=True)
     assert len(worked["decode-0"]["pids"]) == 2 and worked["decode-0"]["prompt_tokens_computed"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"decode_tp": 2}, {"decode_tp": 2, "expert_parallel": True}], ids=str)
+async def test_tokens_of_experts_in_mxfp4_equal_transformers(options: dict[str, Any], tmp_path: Path) -> None:
+    worked = await same_tokens(make_mxfp4_checkpoint(tmp_path / "m"), tmp_path, **options)
+    assert worked["decode-0"]["prompt_tokens_computed"] == 0
 
 
 @pytest.mark.parametrize(

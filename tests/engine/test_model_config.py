@@ -150,7 +150,7 @@ def test_auto_is_the_own_path_where_it_supports_the_model() -> None:
         ({"architectures": ["XForCausalLM"], "auto_map": {}}, "auto_map requires code"),
         (
             {"architectures": ["XForCausalLM"], "quantization_config": {"bits": 4}},
-            "quantization_config is only supported for",
+            "quant_method None is not supported for a model that transformers",
         ),
         ({"architectures": ["XForCausalLM"], "text_config": {}}, "text_config: a multimodal model is not supported"),
         ({"architectures": ["XForConditionalGeneration"]}, "'XForConditionalGeneration' does not generate text, or is"),

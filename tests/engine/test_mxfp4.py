@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from baton.engine.mxfp4 import dequantize
+from baton.engine.blocks import Blocks
+from baton.engine.mxfp4 import dequantize, in_steps
 
 
 def test_values_are_those_of_transformers_bit_for_bit() -> None:
@@ -27,3 +28,11 @@ def test_damaged_blocks_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             dequantize(*given)
+
+
+def test_steps_and_scales_are_the_same_weights() -> None:
+    made = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (8, 5, 16), generator=made, dtype=torch.uint8)
+    scales = torch.randint(100, 150, (8, 5), generator=made, dtype=torch.uint8)
+    weight = Blocks(*in_steps(blocks, scales)).dequantized()
+    assert torch.equal(weight, dequantize(blocks, scales).float())

@@ -18,6 +18,7 @@ from baton.core.errors import StartupError
 from baton.core.kv_layout import LayerKV
 from baton.engine import transformers_parallel
 from baton.engine.checkpoint import read_model_config
+from baton.engine.kernels.build import level_of
 from baton.engine.loading import load_runner
 from baton.engine.memory import unread_sizes
 from baton.engine.options import EngineOptions
@@ -27,7 +28,7 @@ from baton.runtime.model_source import builtin_directory
 from launch import served_models
 from tests.support.engine_driver import Job, random_tokens, run
 from tests.support.rank_pool import RankPool
-from tests.support.transformers_models import generated, make_transformers_checkpoint
+from tests.support.transformers_models import generated, make_mxfp4_checkpoint, make_transformers_checkpoint
 
 PROMPTS, NEW_TOKENS = (37, 11, 24), 24
 QUICK = ("deepseek_v3", "gpt_oss", "olmo2")  # latents and experts; a supplement; KV whole on every rank
@@ -70,16 +71,40 @@ def test_tokens_with_whole_experts_on_each_rank_equal_those_that_transformers_ge
     check_tokens(kind, ranks, pool, tmp_path, expert_parallel=True)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("inner", "part", "options"),
+    [
+        (96, 0.83, {}),  # in float32, in part
+        (128, 0.66, {}),
+        (96, 0.66, {"expert_parallel": True}),
+        (128, 0.66, {"kernels": "torch"}),
+    ],
+    ids=["blocks that are cut", "whole blocks", "whole experts", "dequantised"],
+)
+def test_tokens_of_experts_in_mxfp4_on_two_ranks_equal_those_that_transformers_generates(
+    inner: int, part: float, options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    path = make_mxfp4_checkpoint(tmp_path / "m", intermediate_size=inner)
+    check_tokens_of(path, 2, pool, part, **options)
+
+
 def check_tokens(kind: str, ranks: int, pool: RankPool, tmp_path: Path, **options: bool) -> None:
     path = make_transformers_checkpoint(tmp_path / kind, kind)
+    check_tokens_of(path, ranks, pool, PART.get(kind, 0.66), **options)
+
+
+def check_tokens_of(path: Path, ranks: int, pool: RankPool, part: float, **options: Any) -> None:
+    """`part`: of the whole model, at most, on one rank."""
     prompts = [random_tokens(length, seed) for seed, length in enumerate(PROMPTS)]
     jobs = [Job(prompt, NEW_TOKENS, chunk=7) for prompt in prompts]
-    _, whole = unread_sizes(path, read_model_config(path, "transformers"), 4, "float32")
+    level = level_of(options.get("kernels", "auto"))
+    _, whole = unread_sizes(path, read_model_config(path, "transformers"), 4, "float32", level=level)
     with pool.load(path, ranks, model_impl="transformers", block_size=4, **options) as runner:
         run(runner, jobs, seed=1)
         layer, local = runner.layout.layers[0], runner.facts[0].local_layout.layers[0]
         assert local.num_kv_heads == max(layer.num_kv_heads // ranks, 1)
-        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * PART.get(kind, 0.66)
+        assert max(facts.parameter_bytes for facts in runner.facts) <= whole * part
     assert [job.output for job in jobs] == generated(path, prompts, NEW_TOKENS)
 
 

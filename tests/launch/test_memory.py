@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from baton.core.errors import StartupError
@@ -16,6 +17,7 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader, parameter_bytes
+from baton.gguf.files import checkpoint_directory
 from baton.runtime.config import WorkerConfig
 from baton.transfer import nccl
 from decode.speculation.draft_model import load_draft
@@ -25,6 +27,10 @@ from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
 from tests.support.engine_driver import kv_bytes
+from tests.support.gguf_writer import write_gguf
+from tests.support.quantized import awq, gptq, packed, plain, write_quantized
+
+LAYERS = {"gptq": gptq(), "awq": awq(), "packed, 8 bits": packed(bits=8), "fp8": plain("float", (128, 128), "fp8")}
 
 
 def plan(model: Path, **options: object) -> Plan:
@@ -42,8 +48,6 @@ def first_memory(of: Plan, model: Path) -> RankMemory:
 def test_parameter_bytes_equal_the_bytes_that_each_rank_reads(
     arch: Arch, size: int, quantized: str, tmp_path: Path
 ) -> None:
-    import torch
-
     model = make_checkpoint(tmp_path / "m", arch, hidden_size=128, intermediate_size=256, head_dim=32)
     config = read_model_config(model)
     for rank in range(size):
@@ -53,6 +57,30 @@ def test_parameter_bytes_equal_the_bytes_that_each_rank_reads(
         for layer in range(config.num_layers):
             reader.layer(layer)
         assert parameter_bytes(config, size, rank, 4, quantized) == reader.bytes_read
+
+
+@pytest.mark.parametrize(("size", "quantized"), [(1, "none"), (1, "int4"), (2, "none")])
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_1", "gptq", "awq", "packed, 8 bits", "fp8"])
+def test_bytes_of_matrices_that_stay_in_blocks_are_known_before_they_are_read(
+    stored: str, size: int, quantized: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPTQ and AWQ have minima that take float32; with two ranks the inputs of `down` cut blocks."""
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
+    made = make_checkpoint(tmp_path / "m", "llama", hidden_size=256, intermediate_size=96, head_dim=64)
+    if stored[0] == "Q":
+        model = checkpoint_directory(write_gguf(made, tmp_path / "m.gguf", stored))
+    else:
+        model = tmp_path / "q"
+        write_quantized(made, model, LAYERS[stored])
+    config = read_model_config(model)
+    for rank in range(size):
+        share, cpu = TPGroup(rank, size), torch.device("cpu")
+        reader = WeightReader(Checkpoint(model), config, share, torch.bfloat16, cpu, quantized=quantized)
+        reader.in_blocks = True
+        reader.embedding(), reader.head(), reader.final_norm()
+        for layer in range(config.num_layers):
+            reader.layer(layer)
+        assert parameter_bytes(config, size, rank, 2, quantized, Checkpoint(model)) == reader.bytes_read
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])

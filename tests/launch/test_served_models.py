@@ -30,7 +30,10 @@ def test_the_command_lists_what_is_served_and_with_all_the_others() -> None:
 
 def test_a_checkpoint_is_described_by_its_path(tmp_path: Path) -> None:
     own = make_checkpoint(tmp_path / "own", "qwen3")
-    assert describe(str(own), "auto") == "own: served by Baton's own path, up to 4096 tokens"
+    text = (
+        "own: served by Baton's own path, up to 4096 tokens, 0.00 GiB of weights, 384 bytes of KV a token in bfloat16"
+    )
+    assert describe(str(own), "auto") == text
     other = make_transformers_checkpoint(tmp_path / "other", "deepseek_v3")
     text = describe(str(other), "auto")
     assert text.startswith(

@@ -9,11 +9,13 @@ enough that each of these parts changes the logits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import BOS_ID, EOS_ID, write_tokenizer
 
@@ -156,3 +158,27 @@ def generated(path: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> 
         for prompt in prompts
     )
     return [output[0, len(prompt) :].tolist() for output, prompt in zip(outputs, prompts, strict=True)]
+
+
+def make_mxfp4_checkpoint(path: Path, **changes: Any) -> Path:
+    """Writes a gpt-oss as it is published: its experts in MXFP4, each block of 32 inputs with its own scale."""
+    make_transformers_checkpoint(path, "gpt_oss", **changes)
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = _to_mxfp4(tensors.pop(name).transpose(1, 2))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., n, k] -> blocks [..., n, k / 32, 16] and scales [..., n, k / 32] of the nearest values."""
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    grouped = weight.unflatten(-1, (-1, 32))
+    exponents = torch.ceil(torch.log2(grouped.abs().amax(-1, keepdim=True) / values[-1]))
+    codes = (torch.ldexp(grouped, -exponents).abs()[..., None] - values).abs().argmin(-1) + 8 * (grouped < 0)
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    return blocks, (exponents[..., 0] + 127).to(torch.uint8)

@@ -24,6 +24,9 @@ from pathlib import Path
 LEVELS = ("avx2", "avx512", "avx512_bf16", "amx")
 """The instruction-set levels that kernels are compiled for, in rising order; the index is BATON_LEVEL in C++."""
 
+BLOCK_LEVELS = ("avx512_bf16", "amx")
+"""Those that compute from weights in blocks, in bf16."""
+
 CACHE_VARIABLE = "BATON_CACHE_DIR"
 COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 330.0
@@ -81,6 +84,12 @@ def can_compile(level: str) -> bool:
     except CannotBuild:
         return False
     return level in processor_levels() and shutil.which(_compiler()) is not None
+
+
+def level_of(kernels: str) -> str | None:
+    """Returns the level that `--kernels` selects on this machine's CPU, without compiling anything; None: torch's."""
+    level = fastest_level() if kernels == "auto" else kernels
+    return level if level in LEVELS and can_compile(level) else None
 
 
 def library(level: str) -> Path:

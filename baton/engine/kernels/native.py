@@ -21,7 +21,7 @@ from baton.engine.blocks import BLOCK, Blocks
 from baton.engine.kernels.build import LEVELS, CannotBuild, fastest_level, library, processor_levels
 
 GROUP = 32  # outputs of a linear layer that are packed together
-_FLOAT32, _BFLOAT16, _INT8, _BLOCKS4, _BLOCKS4_WIDE, _BLOCKS8 = range(6)
+_FLOAT32, _BFLOAT16, _INT8, _BLOCKS4, _BLOCKS4_WIDE, _BLOCKS8, _MXFP4 = range(7)
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
 
@@ -109,6 +109,7 @@ class AttentionShape(ctypes.Structure):
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "baton_pack_blocks": (c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    "baton_pack_mxfp4": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
     "baton_forward": (POINTER(ModelStruct), POINTER(Step), c_int64, c_int64),
     "baton_attention": (POINTER(ModelStruct), c_int64, POINTER(Step), c_void_p),
     "baton_mlp": (POINTER(ModelStruct), c_int64, POINTER(Step), c_void_p),
@@ -297,3 +298,17 @@ def pack_blocks(kernels: Kernels, arena: Arena, blocks: Blocks, bias: Tensor | N
     kernels.pack_blocks(kind, *(tensor.data_ptr() for tensor in given), n, k, packed.data_ptr())
     tensors = [packed] if floats is None else [packed, floats]
     return Linear(packed.data_ptr(), None if floats is None else floats.data_ptr(), None, n, k, kind), tensors
+
+
+def pack_mxfp4(
+    kernels: Kernels, arena: Arena, blocks: Tensor, scales: Tensor, bias: Tensor | None
+) -> tuple[Linear, list[Tensor]]:
+    """Packs weights in MXFP4, blocks [n, k / 32, 16] and scales [n, k / 32] (mxfp4.py), and bias [n], for levels below
+    avx512_bf16. Returns the packed weight, and the tensors that it points to."""
+    n, k = len(scales), scales.shape[1] * BLOCK
+    packed = arena.take(kernels.block_bytes(_MXFP4, n, k))
+    floats = None if bias is None else bias.float().contiguous()
+    blocks, scales = blocks.contiguous(), scales.contiguous()
+    kernels.pack_mxfp4(blocks.data_ptr(), scales.data_ptr(), n, k, packed.data_ptr())
+    tensors = [packed] if floats is None else [packed, floats]
+    return Linear(packed.data_ptr(), None if floats is None else floats.data_ptr(), None, n, k, _MXFP4), tensors

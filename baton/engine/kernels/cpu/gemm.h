@@ -8,6 +8,10 @@
 // bf16(code * scale + minimum), rounded once to float32 and once to bf16. A tile is then 16 outputs' scales, minima and
 // codes for one block. The products are those of the same weights in bf16, bit for bit.
 //
+// Weights in MXFP4 (AVX2 and AVX-512): for each 32 of k a group has the exponents of 32 scales, one for each output, then
+// for each k 16 bytes with the codes of outputs 0 to 15 in their lower halves and 16 to 31 in the upper ones. They are
+// widened to float32, exactly, a few KiB at a time.
+//
 // Every output is summed over k in one order, for any number of rows: the bits of a row do not depend on the others.
 #pragma once
 
@@ -22,6 +26,7 @@ enum class Kind : int32_t {
   BLOCKS4 = 3,        // codes 0 to 15, scales and minima in float16
   BLOCKS4_WIDE = 4,   // the same with both in float32
   BLOCKS8 = 5,        // codes -128 to 127, scales in float16
+  MXFP4 = 6,
 };
 constexpr int64_t BLOCK_WEIGHTS = 32;
 
@@ -50,7 +55,13 @@ void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y,
 template <class E, class W>
 void pack(const W* weight, int64_t n, int64_t k, W* packed);
 
-#if BATON_LEVEL >= 2
+// The bytes of one group's weights in MXFP4 for 32 of k.
+constexpr int64_t MXFP4_BYTES = GROUP + BLOCK_WEIGHTS * GROUP / 2;
+
+#if BATON_LEVEL <= 1
+// Packs blocks [n, k / 32, 16], two codes a byte, the lower half first, and exponents of scales [n, k / 32].
+void pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, int64_t n, int64_t k, uint8_t* packed);
+#else
 // The bytes of packed weights in blocks; k is a whole number of blocks.
 int64_t block_bytes(Kind kind, int64_t n, int64_t k);
 

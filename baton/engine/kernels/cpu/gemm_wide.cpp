@@ -6,6 +6,8 @@
 // floats and a mask the upper half. bf16 rows of x are widened once for all groups; so bf16 costs no more instructions
 // than float32, and half the memory.
 //
+// MXFP4 is widened in pieces of k, whose products are added to the sums like those of the piece before.
+//
 // Many rows are processed in blocks, and their k in pieces, so that reused data stays in L2: the piece of the rows, the
 // weights of a group for it, and the sums of a few groups, to which the next piece adds (Goto and van de Geijn, Anatomy
 // of high-performance matrix multiplication, 2008, section 4). Every output is still one chain of additions over k,
@@ -13,6 +15,7 @@
 #if BATON_LEVEL <= 1
 
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "gemm.h"
@@ -28,10 +31,12 @@ constexpr int MOST_ROWS = BATON_LEVEL == 0 ? 6 : 12;  // of a product: all regis
 constexpr int64_t FEW = 24;      // rows up to which k is not cut
 constexpr int64_t BLOCK = 96;    // rows
 constexpr int64_t PIECE = 640;   // of k, at most
+constexpr int64_t MXFP4_PIECE = 128;  // of k, widened: 16 KiB, which stay in L1
 constexpr int64_t SUMS = 2 * MOST_ROWS * 16;  // of a product's rows and one group
 
 thread_local Scratch wide_rows;  // of the calling thread; its worker threads read them
 thread_local Scratch kept_sums;  // of a block of rows and one unit's groups
+thread_local Scratch widened;    // of a piece of a group in MXFP4
 
 // Index of output i of a group in the packed weights of one k.
 template <class W>
@@ -66,6 +71,45 @@ BATON_LANES Floats weights(const int8_t* from, int h) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(from + 16 * h))));
 }
 #endif
+
+struct Mxfp4 {};  // what a weight is stored as (gemm.h)
+
+// 2^(i - 128): codes count in halves.
+constexpr std::array<float, 256> powers() {
+  std::array<float, 256> all{};
+  float power = 0x1p-128f;
+  for (int i = 0; i < 255; ++i, power *= 2) all[i] = power;
+  return all;
+}
+constexpr std::array<float, 256> POWERS = powers();
+
+// 16 integers of 8 bits as floats.
+BATON_LANES Floats floats_of(__m128i bytes) {
+#if BATON_LEVEL == 0
+  const __m256i low = _mm256_cvtepi8_epi32(bytes), high = _mm256_cvtepi8_epi32(_mm_unpackhi_epi64(bytes, bytes));
+  return {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+#else
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#endif
+}
+
+// Widens a group's weights of `k` inputs to [k, 32], and prefetches what follows.
+void widen(const uint8_t* packed, int64_t k, float* to) {
+  const __m128i halves = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  const __m128i four = _mm_set1_epi8(15);
+  for (int64_t block = 0; block < k; block += BLOCK_WEIGHTS, packed += MXFP4_BYTES) {
+    alignas(64) float scales[GROUP];
+    for (int64_t i = 0; i < GROUP; ++i) scales[i] = POWERS[packed[i]];
+    const Floats left = load_aligned(scales), right = load_aligned(scales + 16);
+    for (int64_t line = 0; line < MXFP4_BYTES; line += 64) _mm_prefetch(packed + AHEAD + line, _MM_HINT_T0);
+    for (int64_t i = 0; i < BLOCK_WEIGHTS; ++i, to += GROUP) {
+      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed + GROUP + 16 * i));
+      const __m128i upper = _mm_and_si128(_mm_srli_epi16(codes, 4), four);
+      store_aligned(to, floats_of(_mm_shuffle_epi8(halves, _mm_and_si128(codes, four))) * left);
+      store_aligned(to + 16, floats_of(_mm_shuffle_epi8(halves, upper)) * right);
+    }
+  }
+}
 
 // What a product prefetches: from `next` on, `step` bytes for each k.
 struct Fetch {
@@ -175,22 +219,43 @@ template <class E, class W>
 void compute(
     const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t first,
     int64_t end) {
+  constexpr bool IS_MXFP4 = std::is_same_v<W, Mxfp4>;
   const int64_t of_a_group = (std::min(rows, BLOCK) + MOST_ROWS - 1) / MOST_ROWS * SUMS;
   const int64_t pieces = rows <= FEW ? 1 : (layer.k + PIECE - 1) / PIECE;
-  const int64_t piece = round_up((layer.k + pieces - 1) / pieces, 16);
+  const int64_t piece = IS_MXFP4 ? MXFP4_PIECE : round_up((layer.k + pieces - 1) / pieces, 16);
   float* kept = reinterpret_cast<float*>(kept_sums.get((end - first) * of_a_group * sizeof(float)));
   for (int64_t block = 0; block < rows; block += BLOCK) {
     const int64_t count = std::min(BLOCK, rows - block);
     for (int64_t from = 0; from < layer.k; from += piece) {
       const int64_t k = std::min(piece, layer.k - from);
       for (int64_t group = first; group < end; ++group) {
-        const W* weight = weights_of<E, W>(layer, group) + from * GROUP;
-        const W* next = weights_of<E, W>(layer, group + 1) + from * GROUP;
+        const float* inputs = x + block * stride + from;
         float* sums = kept + (group - first) * of_a_group;
-        all_rows(weight, next, x + block * stride + from, stride, count, k, sums, from > 0);
+        if constexpr (IS_MXFP4) {
+          const int64_t at = (group * layer.k + from) / BLOCK_WEIGHTS * MXFP4_BYTES;
+          float* wide = reinterpret_cast<float*>(widened.get(MXFP4_PIECE * GROUP * sizeof(float)));
+          widen(static_cast<const uint8_t*>(layer.weight) + at, k, wide);
+          all_rows(wide, wide, inputs, stride, count, k, sums, from > 0);
+        } else {
+          const W* weight = weights_of<E, W>(layer, group) + from * GROUP;
+          const W* next = weights_of<E, W>(layer, group + 1) + from * GROUP;
+          all_rows(weight, next, inputs, stride, count, k, sums, from > 0);
+        }
         if (from + k == layer.k) put_rows<E>(into, layer, sums, count, y, ldy, block, group);
       }
     }
+  }
+}
+
+template <class E>
+auto compute_of(Kind kind) {
+  switch (kind) {
+    case Kind::INT8:
+      return compute<E, int8_t>;
+    case Kind::MXFP4:
+      return compute<E, Mxfp4>;
+    default:
+      return compute<E, E>;
   }
 }
 
@@ -216,9 +281,8 @@ void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y,
   int64_t stride;
   const float* wide = widen(x, ldx, rows, layer.k, threads, &stride);
   const auto some = [](const Product& of, const void* x, void* y, int64_t ldy, Into into, int64_t first, int64_t last) {
-    const bool steps = Kind(of.layer.kind) == Kind::INT8;
-    const auto of_kind = steps ? compute<E, int8_t> : compute<E, E>;
-    of_kind(of.layer, static_cast<const float*>(x), of.ldx, of.rows, y, ldy, into, first, last);
+    compute_of<E>(Kind(of.layer.kind))(
+        of.layer, static_cast<const float*>(x), of.ldx, of.rows, y, ldy, into, first, last);
   };
   in_units<E>(layer, wide, stride, rows, y, ldy, into, threads, GROUPS_PER_UNIT, some);
 }
@@ -232,6 +296,20 @@ void pack(const W* weight, int64_t n, int64_t k, W* packed) {
         const int64_t row = group * GROUP + i;
         packed[place<W>(i)] = row < n && at < k ? weight[row * k + at] : W(0);
       }
+}
+
+void pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, int64_t n, int64_t k, uint8_t* packed) {
+  const int64_t each = k / BLOCK_WEIGHTS;
+  const auto code = [&](int64_t output, int64_t block, int64_t i) {
+    return output < n ? blocks[(output * each + block) * 16 + i / 2] >> 4 * (i % 2) & 15 : 0;
+  };
+  for (int64_t group = 0; group < round_up(n, GROUP); group += GROUP)
+    for (int64_t block = 0; block < each; ++block, packed += MXFP4_BYTES) {
+      for (int64_t i = 0; i < GROUP; ++i) packed[i] = group + i < n ? scales[(group + i) * each + block] : 0;
+      for (int64_t i = 0; i < BLOCK_WEIGHTS; ++i)
+        for (int64_t o = 0; o < 16; ++o)
+          packed[GROUP + 16 * i + o] = uint8_t(code(group + o, block, i) | code(group + 16 + o, block, i) << 4);
+    }
 }
 
 #define BATON_INSTANTIATE(E) \

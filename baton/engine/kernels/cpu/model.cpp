@@ -254,9 +254,15 @@ void baton_pack(int is_bf16, int is_int8, const void* weight, int64_t n, int64_t
 // Returns the bytes of weights in blocks (gemm.h), or -1 if this level does not compute them.
 int64_t baton_block_bytes(int kind, int64_t n, int64_t k) {
 #if BATON_LEVEL >= 2
-  return block_bytes(Kind(kind), n, k);
+  return Kind(kind) == Kind::MXFP4 ? -1 : block_bytes(Kind(kind), n, k);
 #else
-  return -1;
+  return Kind(kind) == Kind::MXFP4 ? round_up(n, GROUP) / GROUP * (k / BLOCK_WEIGHTS) * MXFP4_BYTES : -1;
+#endif
+}
+
+void baton_pack_mxfp4(const uint8_t* blocks, const uint8_t* scales, int64_t n, int64_t k, void* packed) {
+#if BATON_LEVEL <= 1
+  pack_mxfp4(blocks, scales, n, k, static_cast<uint8_t*>(packed));
 #endif
 }
 
