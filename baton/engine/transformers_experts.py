@@ -1,20 +1,24 @@
 """Mixtures of experts of a model of transformers, by the compiled kernels: products of each expert from packed weights.
 
 An implementation in transformers' own interface for them, which classes of experts ask for what they differ in: names
-and order of weights, biases, the gate. Where weights are not packed, it is transformers' grouped product. A step reads
-the weights of the experts that its tokens chose, once; a token's result does not depend on the other tokens.
+and order of weights, biases, the gate. Where weights are not packed, it is transformers' grouped product. A step sorts
+its tokens by expert and computes each of the two products of all experts in one call, which reads the weights of the
+experts that tokens chose, once; a token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from ctypes import c_int64
+from itertools import chain, groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from baton.engine.kernels.native import Arena, Kernels
+from baton.engine.kernels.native import Arena, Kernels, Linear, padded
 from baton.engine.transformers_mxfp4 import Mxfp4Matrix, Mxfp4Weight
 from baton.engine.transformers_packed import DTYPES, PackedWeight, release
 
@@ -35,33 +39,53 @@ class PackedExperts:
                 PackedWeight(kernels, arena, matrix, bias, threads, getattr(module, name).dtype)
                 for matrix, bias in zip(_matrices(module, name), biases, strict=True)
             ]
-        self._up, self._down = self._weights.values()
+        self._up, self._down = (_Linears(each, kernels, threads) for each in self._weights.values())
         self.calls, self.unpacked = 0, False
         self.placeholders: tuple[str, ...] = ()
 
     def __call__(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, n] and the experts of each token, index [T, k], with their weights [T, k] -> [T, n]."""
         tokens, chosen = index.shape
-        places: dict[int, list[int]] = {}
-        for place, expert in enumerate(index.reshape(-1).tolist()):
-            places.setdefault(expert, []).append(place)
-        inputs = hidden.to(self._up[0].dtype)
-        results = inputs.new_zeros((tokens * chosen, hidden.shape[1]))
-        for expert, own in places.items():
-            if expert >= module.num_experts:  # on another rank
-                continue
-            self.calls += 1
-            at = torch.tensor(own)
-            x = self._up[expert](inputs.index_select(0, at // chosen), biased=module.has_bias)
-            x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-            x = self._down[expert](x, biased=module.has_bias)
-            results.index_copy_(0, at, module.post_expert_norm(x) if module.has_post_expert_norm else x)
+        expert_of = index.reshape(-1).tolist()
+        own = [place for place, expert in enumerate(expert_of) if expert < module.num_experts]  # not on another rank
+        own.sort(key=expert_of.__getitem__)
+        runs = [(expert, len(list(run))) for expert, run in groupby(map(expert_of.__getitem__, own))]
+        self.calls += len(runs)
+        at = torch.tensor(own, dtype=torch.int64)
+        x = self._up(hidden.to(self._up.dtype).index_select(0, at // chosen), runs)
+        x = self._down(module._apply_gate(x) if module.has_gate else module.act_fn(x), runs)
+        if module.has_post_expert_norm:
+            x = module.post_expert_norm(x)
+        results = x.new_zeros((tokens * chosen, hidden.shape[1])).index_copy_(0, at, x)
         weighted = results * weights.reshape(-1, 1)
         return weighted.view(tokens, chosen, -1).sum(dim=1).to(hidden.dtype)
 
     def unpack(self, name: str) -> Tensor:
         matrices = [each.unpack() for each in self._weights[name]]
         return torch.stack([matrix.T if self._is_transposed else matrix for matrix in matrices])
+
+
+class _Linears:
+    """One of the products of all experts."""
+
+    def __init__(self, weights: list[PackedWeight], kernels: Kernels, threads: int) -> None:
+        self.dtype, (self._n, self._k) = weights[0].dtype, weights[0].shape
+        self._layers = (Linear * len(weights))(*(each.struct for each in weights))
+        self._linears, self._threads = kernels.linears, threads
+        self._is_bf16, self._width = self.dtype == torch.bfloat16, padded(self._k, self.dtype)
+
+    def __call__(self, x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """x [r, k] -> [r, n]: `runs` are experts, each with a number of consecutive rows."""
+        y = torch.empty((len(x), self._n), dtype=self.dtype)
+        if self._width != self._k:
+            x = F.pad(x, (0, self._width - self._k))
+        x = x.contiguous()
+        flat = (c_int64 * (2 * len(runs)))(*chain.from_iterable(runs))
+        self._linears(
+            self._is_bf16, self._layers, flat, len(runs), x.data_ptr(), self._width, y.data_ptr(), self._n,
+            self._threads,
+        )  # fmt: skip
+        return y
 
 
 def _matrices(module: Any, name: str) -> Iterator[Tensor | Mxfp4Matrix]:

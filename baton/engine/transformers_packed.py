@@ -21,8 +21,9 @@ _STORE = 0  # of `Into` (gemm.h)
 
 
 class PackedWeight:
-    """A weight [n, k] and bias, packed. `calls` counts products; `unpacked` is set while the module's parameter holds
-    the weight itself, and is to be used; `placeholders` are the names of parameters that do not hold it now."""
+    """A weight [n, k] and bias, packed: `struct`. `calls` counts products; `unpacked` is set while the module's
+    parameter holds the weight itself, and is to be used; `placeholders` are the names of parameters that do not hold it
+    now."""
 
     def __init__(
         self,
@@ -34,16 +35,16 @@ class PackedWeight:
         dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype` is that of rows; None: that of the weight."""
-        self._n, self._k = weight.shape
+        self.shape = self._n, self._k = weight.shape
         self._in_file: Mxfp4Matrix | None = None
         if isinstance(weight, Tensor):
             self.dtype = dtype or weight.dtype
-            self._struct, self._kept = pack_weight(kernels, arena, weight, bias, dtype=self.dtype)
+            self.struct, self._kept = pack_weight(kernels, arena, weight, bias, dtype=self.dtype)
         else:
             self.dtype, self._in_file = dtype or torch.bfloat16, weight
-            self._struct, self._kept = weight.pack(kernels, arena, bias)
-        plain = Linear(self._struct.weight, None, None, self._n, self._k, self._struct.kind)
-        self._layers = (ctypes.byref(plain), ctypes.byref(self._struct))
+            self.struct, self._kept = weight.pack(kernels, arena, bias)
+        plain = Linear(self.struct.weight, None, None, self._n, self._k, self.struct.kind)
+        self._layers = (ctypes.byref(plain), ctypes.byref(self.struct))
         self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
         self._is_bf16, self._width = self.dtype == torch.bfloat16, padded(self._k, self.dtype)
         self.calls, self.unpacked = 0, False

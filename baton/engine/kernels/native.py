@@ -117,6 +117,7 @@ _FUNCTIONS = {
     "baton_choose": (c_void_p, c_int64, c_int64, c_char_p, c_int64, c_int, c_void_p),
     "baton_mask": (c_void_p, c_void_p, c_int64),
     "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
+    "baton_linears": (*(c_int, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),),
     "baton_rms_norm": (c_int, c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int),
     "baton_attend": (
         *(c_int, c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),

@@ -324,4 +324,17 @@ void baton_linear(
   BATON_BY_TYPE(is_bf16, linear<E>(*layer, static_cast<const E*>(x), width, rows, y, y_width, Into(into), threads));
 }
 
+// Products of one of several layers of the same sizes each, from packed rows of x: `runs` are pairs of a layer and a
+// number of rows. A run is read once; the threads share the units of each.
+void baton_linears(
+    int is_bf16, const Linear* layers, const int64_t* runs, int64_t num_runs, const void* x, int64_t width, void* y,
+    int64_t y_width, int threads) {
+  const Borrowing borrowing;
+  BATON_BY_TYPE(is_bf16, for (int64_t run = 0, row = 0; run < num_runs; row += runs[2 * run + 1], ++run) {
+    const E* from = static_cast<const E*>(x) + row * width;
+    E* to = static_cast<E*>(y) + row * y_width;
+    linear<E>(layers[runs[2 * run]], from, width, runs[2 * run + 1], to, y_width, Into::STORE, threads);
+  });
+}
+
 }  // extern "C"
