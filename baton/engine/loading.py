@@ -83,7 +83,10 @@ def load_runner(
         longest = config.longest(options.max_model_len)
         kernels, kernels_name = choose_kernels(options.kernels, device)
         if isinstance(config, GeneralConfig):
-            check_options(options)
+            check_options(options, kernels)
+            if options.exact:
+                check_exact(options.block_size, dtype, kernels, kernels_name)
+                torch.set_num_threads(1)  # torch computes the last elements of each thread's share in another way
             module = transformers_model()
             load = partial(
                 module.load,
@@ -95,6 +98,7 @@ def load_runner(
                 expert_parallel=options.expert_parallel,
                 kernels=kernels,
                 threads=options.threads,
+                exact=options.exact,
             )
             in_dtype = KVLayout(options.block_size, ())  # known when the model is loaded
             kernels_name = f"transformers {module.VERSION}, {kernels_name}"

@@ -35,6 +35,7 @@ from baton.engine.gguf_files import read_index
 from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool, store
 from baton.engine.parallel import TPGroup
+from baton.engine.transformers_exact import ExactProducts
 from baton.engine.transformers_experts import NAME as EXPERTS
 from baton.engine.transformers_kernels import KernelModules
 from baton.engine.transformers_mxfp4 import (
@@ -205,8 +206,11 @@ class TransformersModel:
         kernels: Kernels | None = None,
         threads: int = 1,
         mxfp4: Mapping[str, Mxfp4Weight] = MappingProxyType({}),
+        *,
+        exact: bool = False,
     ) -> None:
-        """`kernels` compute the modules that they can; None means torch's. `mxfp4`: what the checkpoint stores so."""
+        """`kernels` compute the modules that they can; None means torch's. `mxfp4`: what the checkpoint stores so. With
+        `exact` they compute every product; raises StartupError for one that they do not know."""
         self._model, self._vocab_size, self._group = model, vocab_size, group
         self.bytes_read = parameter_bytes(model, mxfp4)
         self.recorded = record(model, longest)
@@ -215,6 +219,11 @@ class TransformersModel:
         self.by_kernels: KernelModules | None = None
         if kernels is not None:
             self.by_kernels = KernelModules(model, lambda: _observe(model, longest), kernels, threads)
+        self._products: ExactProducts | None = None
+        if exact and kernels is not None:
+            self._products = ExactProducts(kernels, threads)
+            with self._products:
+                _observe(model, longest)
         self._is_float32 = False
 
     def forward(self, batch: Batch, kv: KVPool, attention: AnyAttention) -> Tensor:
@@ -223,7 +232,8 @@ class TransformersModel:
         prepared = {reach: attention.prepare(batch.spans, reach.window, reach.chunk) for reach in self.windows}
         step = _Step(self.recorded, batch.slots, kv, attention, prepared)
         before = batch.positions - torch.arange(len(batch.token_ids), device=kv.device)
-        logits = _run(self._model, step, before, batch.tokens, batch.positions, batch.sampled)
+        with (not self._is_float32 and self._products) or nullcontext():
+            logits = _run(self._model, step, before, batch.tokens, batch.positions, batch.sampled)
         step.finish()
         self.steps += 1
         return self._whole(logits)
@@ -352,6 +362,7 @@ def load(
     expert_parallel: bool = False,
     kernels: Kernels | None = None,
     threads: int = 1,
+    exact: bool = False,
 ) -> TransformersModel:
     """Loads this rank's part of a checkpoint; all ranks of the group call it. `kernels` None means torch's. Raises
     StartupError, with one line, for one that is damaged or not served."""
@@ -386,7 +397,9 @@ def load(
                 continue
             if parameter.numel() and not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
                 raise StartupError(f"tensor {name} holds NaN or infinite values")
-        return TransformersModel(_prepare(model.to(device)), vocab_size, longest, group, kernels, threads, mxfp4)
+        return TransformersModel(
+            _prepare(model.to(device)), vocab_size, longest, group, kernels, threads, mxfp4, exact=exact
+        )
 
 
 def _units(model: Any) -> list[list[Any]]:

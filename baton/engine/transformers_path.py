@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 from baton.core.errors import StartupError
+from baton.engine.kernels.native import Kernels
 from baton.engine.options import EngineOptions
 
 
@@ -24,11 +25,12 @@ def transformers_model() -> ModuleType:
     return transformers_model
 
 
-def check_options(options: EngineOptions) -> None:
-    """Raises StartupError for an option that this path does not serve, with the one that would work."""
+def check_options(options: EngineOptions, kernels: Kernels | None) -> None:
+    """Raises StartupError for an option that this path does not serve, with the one that would work. `kernels` None
+    means torch's."""
     refused = None
-    if options.exact:
-        refused = "--exact: the sums of torch's own modules are not row-invariant"
+    if options.exact and kernels is None:
+        refused = "--exact without compiled kernels: torch's own sums are not row-invariant"
     elif options.quantize != "none":
         refused = f"--quantize {options.quantize}: use none"
     if refused is not None:

@@ -72,6 +72,12 @@ def test_tokens_with_whole_experts_on_each_rank_equal_those_that_transformers_ge
 
 
 @pytest.mark.long
+@pytest.mark.skipif(level_of("auto") is None, reason="no compiled kernels on this machine")
+def test_two_ranks_pass_the_self_test_of_exact_mode(pool: RankPool, tmp_path: Path) -> None:
+    check_tokens("mixtral", 2, pool, tmp_path, exact=True)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("inner", "part", "options"),
     [

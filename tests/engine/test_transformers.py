@@ -18,6 +18,7 @@ from baton.engine import loading, transformers_path
 from baton.engine.attention import Reach, Scores
 from baton.engine.attention_calls import reach_of
 from baton.engine.checkpoint import read_model_config
+from baton.engine.kernels.build import processor_levels
 from baton.engine.memory import unread_sizes
 from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.transformers_models import SERVED, generated, make_transformers_checkpoint
@@ -157,7 +158,10 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"exact": True}, "--exact: the sums of torch's own modules are not row-invariant"),
+        (
+            {"exact": True, "kernels": "torch"},
+            "--exact without compiled kernels: torch's own sums are not row-invariant",
+        ),
         ({"quantize": "int8"}, "--quantize int8: use none"),
         ({"model_impl": "baton"}, "architectures 'Gemma2ForCausalLM' is not supported"),
     ],
@@ -165,6 +169,29 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 def test_options_that_the_path_does_not_serve_are_refused(options: dict[str, Any], reason: str, gemma2: Path) -> None:
     with pytest.raises(StartupError, match=re.escape(reason)):
         tiny_runner(gemma2, **options)
+
+
+@pytest.mark.skipif(not processor_levels(), reason="no compiled kernels on this machine")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", ["mixtral", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gemma3_text", "glm4", "qwen3_moe"))]
+)
+def test_in_exact_mode_a_row_has_the_same_bits_in_any_chunks(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Mixtral's router multiplies a parameter, not a linear layer."""
+    path = make_transformers_checkpoint(tmp_path / kind, kind, getattr(torch, dtype))
+    runner, tokens = tiny_runner(path, dtype=dtype, exact=True, threads=2), random_tokens(90)
+    expected = all_logits(runner, tokens, [90])
+    for chunks in ([1] * 90, [7, 33, 1, 2, 47]):
+        assert torch.equal(all_logits(runner, tokens, chunks), expected)
+
+
+@pytest.mark.skipif(not processor_levels(), reason="no compiled kernels on this machine")
+@pytest.mark.parametrize(("kind", "product"), [("gemma2", "matmul"), ("gpt_oss", "matmul"), ("deepseek_v3", "einsum")])
+def test_exact_mode_refuses_products_that_torch_computes(kind: str, product: str, tmp_path: Path) -> None:
+    """Attention with a softcap, with sinks, and to latents."""
+    path = make_transformers_checkpoint(tmp_path / kind, kind)
+    with pytest.raises(StartupError, match=rf"--exact: torch computes a product \({product}\)"):
+        tiny_runner(path, exact=True)
 
 
 def test_a_missing_extra_is_named(gemma2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
