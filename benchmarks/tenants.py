@@ -5,27 +5,30 @@
 
 In turns on one cluster: the peak, by a closed loop of one tenant; two small tenants alone, each with a twentieth of the
 peak; the same two beside a third one that sends ten times as much as each; and beside one that sends so much that three
-times the peak arrives. A refused request is not sent again. Times are those of a client on the same cores, which
-computes too; beside them are the coordinator's own: to the first token from its log, to a refusal (from the head of the
-request to the response) from `baton_http_refusal_seconds`. The first windows are a third as long as the last, so a run
-takes 2.2 times `--seconds` and half a minute. Writes `benchmarks/results/tenants.md`.
+times the peak arrives. A refused request is not sent again. Times are those of a client on the same cores,
+which does as little as it can: it reads of an answer no more than where it ends. Beside them are the coordinator's own:
+to the first token from its log, to a refusal (from the head of the request to the response) from
+`baton_http_refusal_seconds`; and the processor time of each process. A run takes 3.5 times `--seconds` and half a
+minute. Writes `benchmarks/results/tenants.md`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import aiohttp
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,6 +40,8 @@ SMALL, HEAVY = ("small-1", "small-2"), "heavy"
 PROMPT_TOKENS, OUTPUT_TOKENS, CLIENTS, QUEUE = 96, 16, 24, 64
 OVERLOAD, TENFOLD, SHARE = 3.0, 10.0, 0.05
 REFUSAL_LIMIT_S = 0.05
+LAST_CHUNK = b"\r\n0\r\n\r\n"
+PROCESSES = ("client", "coordinator", "prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -49,21 +54,80 @@ class Answer:
     ended_at: float
 
 
+class Connection(asyncio.Protocol):
+    """A connection with one request at a time. It reads no more of an answer than its status, when its body began, and
+    where it ends: after its last chunk, or after `content-length` bytes."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[tuple[int, float]] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.transport = transport
+
+    def send(self, request: bytes) -> asyncio.Future[tuple[int, float]]:
+        """Returns the status and the seconds until the first byte of the body; 0 for both if the connection is lost."""
+        self.answer = asyncio.get_running_loop().create_future()
+        self._received, self._body, self._left, self._status = b"", False, 0, 0
+        self._sent, self._first_s = time.monotonic(), 0.0
+        self.transport.write(request)
+        return self.answer
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received + data
+        if not self._body:
+            head, _, received = received.partition(b"\r\n\r\n")
+            if not received:
+                self._received += data
+                return
+            self._body, self._status, self._first_s = True, int(head[9:12]), time.monotonic() - self._sent
+            length = re.search(rb"content-length: (\d+)", head)
+            self._left = int(length[1]) if length else 0
+            data = received
+        self._received = received[-len(LAST_CHUNK) :]
+        if self._left:
+            self._left -= len(data)
+            ended = not self._left
+        else:
+            ended = self._received == LAST_CHUNK
+        if ended and self.answer is not None:
+            self.answer.set_result((self._status, self._first_s))
+            self.answer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.answer is not None:
+            self.answer.set_result((0, 0.0))
+
+
 class Load:
-    def __init__(self, client: aiohttp.ClientSession, name: str) -> None:
-        self._client, self._name, self._random, self.answers = client, name, random.Random(1), list[Answer]()
-        self._sent = 0
+    """Requests of one window, over connections that are kept. Their bytes are made before, except a number in the id
+    and in the first two tokens, so that no two prompts begin alike."""
+
+    def __init__(self, url: str, name: str) -> None:
+        parts, self.name, self._random = urlsplit(url), name, random.Random(1)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self.answers, self.sent, self._idle = list[Answer](), 0, list[Connection]()
+        tokens = ",".join(str(300 + self._random.randrange(3600)) for _ in range(PROMPT_TOKENS - 2))
+        options = {"model": "builtin", "max_tokens": OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
+        self._tail = f",{tokens}],{json.dumps(options)[1:]}"
+        self._head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
 
     async def send(self, tenant: str) -> None:
-        prompt = [300 + self._random.randrange(3600) for _ in range(PROMPT_TOKENS)]
-        body = {"model": "builtin", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
-        self._sent += 1
-        headers = {"authorization": f"Bearer {key(tenant)}", "x-request-id": f"{self._name}-{self._sent}"}
-        sent, first = time.monotonic(), 0.0
-        async with self._client.post("/v1/completions", json=body, headers=headers) as answer:
-            async for _ in answer.content.iter_any():
-                first = first or time.monotonic() - sent
-        self.answers.append(Answer(tenant, answer.status, first, time.monotonic()))
+        self.sent += 1
+        body = f'{{"prompt":[{300 + self.sent % 3600},{300 + self.sent // 3600}{self._tail}'
+        of = f"authorization: Bearer {key(tenant)}\r\nx-request-id: {self.name}-{self.sent}\r\n"
+        request = f"{self._head}{of}content-length: {len(body)}\r\n\r\n{body}".encode()
+        connection = await self._connection()
+        status, first_s = await connection.send(request)
+        self._idle.append(connection)
+        self.answers.append(Answer(tenant, status, first_s, time.monotonic()))
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            if not (connection := self._idle.pop()).transport.is_closing():
+                return connection
+        _, connection = await asyncio.get_running_loop().create_connection(Connection, self._host, self._port)
+        return connection
 
     async def closed(self, tenant: str, clients: int, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -106,14 +170,68 @@ def at_the_coordinator(log: str, name: str) -> str:
     return f"{percentile(times, 50):.0f} / {percentile(times, 99):.0f} ms of {len(times)}"
 
 
-async def scrape(client: aiohttp.ClientSession, operators: str) -> tuple[dict[float, float], float]:
+def scrape(operators: str) -> tuple[dict[float, float], float]:
     """The coordinator's refusals so far, by the upper bounds of their times in seconds, cumulated; and how often its
     event loop was blocked for more than 50 ms."""
-    async with client.get(f"{operators}/metrics") as answer:
-        families = {family.name: family for family in text_string_to_metric_families(await answer.text())}
+    metrics = httpx.get(f"{operators}/metrics", timeout=30.0).text
+    families = {family.name: family for family in text_string_to_metric_families(metrics)}
     refusals = families["baton_http_refusal_seconds"].samples
     buckets = {float(s.labels["le"]): s.value for s in refusals if s.name.endswith("_bucket")}
     return buckets, families["baton_loop_stalls"].samples[0].value
+
+
+def processes(operators: str, up: int) -> dict[str, list[int]]:
+    """The pids of the client, the coordinator, which is a child of `baton up`, and the workers."""
+    children = Path(f"/proc/{up}/task/{up}/children").read_text().split()
+    coordinators = [int(pid) for pid in children if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    pids = {"client": [os.getpid()], "coordinator": coordinators}
+    for row in httpx.get(f"{operators}/workers", timeout=30.0).json()["workers"]:
+        pids.setdefault(row["role"], []).extend(row["pids"])
+    return pids
+
+
+def processor_s(pids: Sequence[int]) -> float:
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Window:
+    """The answers of a window of `seconds`, and the processor time that each kind of process used until the last."""
+
+    load: Load
+    seconds: float
+    begun: float
+    used_s: dict[str, float]
+
+    @property
+    def served_per_s(self) -> float:
+        return served(self.load.answers, self.begun, self.seconds)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Answers that were served, and refused."""
+        good = sum(a.status == 200 for a in self.load.answers)
+        return good, len(self.load.answers) - good
+
+    def cost_row(self) -> list[str]:
+        good, refused = self.counts
+        return [self.load.name, f"{good} / {refused}", *(f"{self.used_s[name]:.2f} s" for name in PROCESSES)]
+
+
+def cost_table(windows: Mapping[str, Window]) -> str:
+    """Processor time by process, and per request: of one that is served at the peak, and of a refusal what is left of
+    the overloaded window without those that were served there."""
+    peak, both = windows["peak"], windows["both"]
+    (good, _), (good_both, refused) = peak.counts, both.counts
+    each_s = {name: peak.used_s[name] / max(good, 1) for name in PROCESSES}
+    refusal_s = {name: (both.used_s[name] - good_both * each_s[name]) / max(refused, 1) for name in PROCESSES}
+    per_request = [
+        ["one served, peak", "", *(f"{each_s[name] * 1e3:.2f} ms" for name in PROCESSES)],
+        ["one refused, both", "", *(f"{refusal_s[name] * 1e3:.2f} ms" for name in PROCESSES)],
+    ]
+    rows = [*(window.cost_row() for window in windows.values()), *per_request]
+    return table(["processor time", "served / refused", *PROCESSES], rows)
 
 
 def within(before: dict[float, float], after: dict[float, float]) -> str:
@@ -125,48 +243,50 @@ def within(before: dict[float, float], after: dict[float, float]) -> str:
     return f"at most {p50 * 1e3:g} / {p99 * 1e3:g} ms of {total:.0f}; {share:.2%} within {REFUSAL_LIMIT_S * 1e3:g} ms"
 
 
-async def measure(url: str, operators: str, log: Path, seconds: float) -> list[list[str]]:
-    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120.0)
-    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as client:
+async def measure(url: str, operators: str, up: int, log: Path, seconds: float) -> tuple[list[list[str]], str]:
+    pids, windows = processes(operators, up), dict[str, Window]()
 
-        async def window(
-            name: str, window_s: float, *loads: tuple[str, float], closed: int = 0
-        ) -> tuple[list[Answer], float]:
-            load, begun = Load(client, name), time.monotonic()
-            if closed:
-                await load.closed(HEAVY, closed, window_s)
-            await asyncio.gather(*(load.open(tenant, per_s, window_s) for tenant, per_s in loads))
-            await asyncio.sleep(1.0)
-            return load.answers, served(load.answers, begun, window_s)
+    async def window(name: str, window_s: float, *loads: tuple[str, float], closed: int = 0) -> None:
+        before = {kind: processor_s(of_kind) for kind, of_kind in pids.items()}
+        load, begun = Load(url, name), time.monotonic()
+        if closed:
+            await load.closed(HEAVY, closed, window_s)
+        await asyncio.gather(*(load.open(tenant, per_s, window_s) for tenant, per_s in loads))
+        used_s = {kind: processor_s(of_kind) - before[kind] for kind, of_kind in pids.items()}
+        windows[name] = Window(load, window_s, begun, used_s)
+        await asyncio.sleep(1.0)
 
-        await window("warm", seconds / 6, closed=4)
-        answers, peak = await window("peak", seconds / 3, closed=CLIENTS)
-        if not peak:
-            raise SystemExit(f"no request was served: {Counter(a.status for a in answers)}")
-        smalls = [(tenant, SHARE * peak) for tenant in SMALL]
-        alone, _ = await window("alone", seconds / 3, *smalls)
-        tenfold, _ = await window("tenfold", seconds / 3, *smalls, (HEAVY, TENFOLD * SHARE * peak))
-        refused, stalls = await scrape(client, operators)
-        both, goodput = await window("both", seconds, *smalls, (HEAVY, (OVERLOAD - 2 * SHARE) * peak))
-        refused_after, stalls_after = await scrape(client, operators)
+    await window("warm", seconds / 6, closed=4)
+    await window("peak", seconds / 3, closed=CLIENTS)
+    peak = windows["peak"].served_per_s
+    if not peak:
+        raise SystemExit(f"no request was served: {Counter(a.status for a in windows['peak'].load.answers)}")
+    smalls = [(tenant, SHARE * peak) for tenant in SMALL]
+    await window("alone", seconds, *smalls)
+    await window("tenfold", seconds, *smalls, (HEAVY, TENFOLD * SHARE * peak))
+    refused, stalls = scrape(operators)
+    await window("both", seconds, *smalls, (HEAVY, (OVERLOAD - 2 * SHARE) * peak))
+    refused_after, stalls_after = scrape(operators)
+    goodput, both = windows["both"].served_per_s, windows["both"].load.answers
     logged = log.read_text(errors="replace")
     statuses = Counter((a.tenant in SMALL, a.status) for a in both)
-    windows = {"alone": alone, "tenfold": tenfold, "both": both}
-    times = {name: shown(of_window, small=True, refused=False) for name, of_window in windows.items()}
-    beside = {name: f"p99 {times[name][1] / max(times['alone'][1], 1e-9):.2f} times" for name in windows}
-    return [
+    beside = ("alone", "tenfold", "both")
+    times = {name: shown(windows[name].load.answers, small=True, refused=False) for name in beside}
+    ratios = {name: f"p99 {times[name][1] / max(times['alone'][1], 1e-9):.2f} times" for name in beside}
+    rows = [
         ["peak, closed loop", f"{peak:.1f} requests/s", ""],
         [f"served at {OVERLOAD:g} times the peak", f"{goodput:.1f} requests/s", f"{goodput / peak:.0%} of the peak"],
         ["time to a refusal at the coordinator, p50 / p99", within(refused, refused_after), "bar: 50 ms"],
         ["its event loop blocked for over 50 ms", f"{stalls_after - stalls:.0f} times", ""],
         ["the same at the client", shown(both, small=False, refused=True)[0], ""],
         ["small tenants alone: TTFT p50 / p99", times["alone"][0], ""],
-        [f"beside one at {TENFOLD:g} times the load of each", times["tenfold"][0], beside["tenfold"]],
-        [f"beside one with which {OVERLOAD:g} times the peak arrives", times["both"][0], beside["both"]],
-        *([f"at the coordinator: {name}", at_the_coordinator(logged, name), ""] for name in windows),
+        [f"beside one at {TENFOLD:g} times the load of each", times["tenfold"][0], ratios["tenfold"]],
+        [f"beside one with which {OVERLOAD:g} times the peak arrives", times["both"][0], ratios["both"]],
+        *([f"at the coordinator: {name}", at_the_coordinator(logged, name), ""] for name in beside),
         ["answers by status, small", str({s: n for (small, s), n in sorted(statuses.items()) if small}), ""],
         ["answers by status, heavy", str({s: n for (small, s), n in sorted(statuses.items()) if not small}), ""],
     ]
+    return rows, cost_table(windows)
 
 
 def main() -> None:
@@ -192,8 +312,8 @@ def main() -> None:
         )
         with cluster(*flags, "--max-queued-requests", str(QUEUE), "--admin-port", "0") as running:
             log = next(running.run_dir.rglob("coordinator.log"))
-            operators = json.loads((running.run_dir / "cluster.json").read_text())["admin"]
-            rows = asyncio.run(measure(running.url, operators, log, given.seconds))
+            known = json.loads((running.run_dir / "cluster.json").read_text())
+            rows, costs = asyncio.run(measure(running.url, known["admin"], known["pid"], log, given.seconds))
     what = (
         f"One prefill and one decode worker, built-in model without a draft; prompts of {PROMPT_TOKENS} random tokens,"
         f" {OUTPUT_TOKENS} tokens out; a queue of {QUEUE} requests, {given.seconds:g} s of overload."
@@ -203,6 +323,7 @@ def main() -> None:
         "Tenants: overload by one of three",
         what,
         table(["what", "measured", "beside"], rows),
+        costs,
         about=given.note,
     )
 
