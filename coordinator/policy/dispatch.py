@@ -237,6 +237,8 @@ class Dispatcher:
 
     def _check_deadline(self, choice: Choice, choices: int) -> None:
         """Raises Unavailable if the requests that go before a choice take longer, at the measured rate, than it has."""
+        if not self.drain_rate.measured:
+            return
         wait_s, limit_s = self.drain_rate.seconds(self._queue.ahead(choice)), choice.deadline_at - choice.started_at
         if wait_s is not None and wait_s > limit_s:
             self.refused += choices
@@ -303,10 +305,9 @@ class Dispatcher:
         """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed`;
         else closes those that could ever hold it."""
         candidates = [each for each in self._candidates(choice) if each not in closed]
-        needs = self._needs(choice) if candidates else None
         for each in self._by_room(choice, candidates):
             blocked = self._blocked.get(each)
-            if blocked is not None and blocked[0] == needs and not any(pool.grown for pool in blocked[1]):
+            if blocked is not None and not any(pool.grown for pool in blocked[1]) and blocked[0] == self._needs(choice):
                 closed[each] = blocked  # neither its needs nor the room have changed since
                 continue
             pick = self._pick(choice, each)
@@ -319,7 +320,7 @@ class Dispatcher:
             if self._too_small(choice, each) is None:
                 for pool in pick:
                     pool.grown = False
-                closed[each] = needs, pick
+                closed[each] = self._needs(choice), pick
         return False
 
     def _candidates(self, choice: Choice) -> Collection[WorkerClass]:
@@ -386,12 +387,13 @@ class Dispatcher:
         if (worker := choice.decode) is None:
             choice.grows_at = NEVER
         else:
-            request, size = choice.request, worker.block_size
-            prompt, tokens = len(request.prompt), request.num_prefill_tokens
-            choice.grows_at = _blocks(tokens + choice.produced, size) * size - prompt
-            growth = self.expectation.growth(tokens, request.max_kv_tokens, choice.produced, size)
-            room = worker.max_blocks - _blocks(tokens + choice.produced, size)
-            held = held._replace(growth=max(1, min(growth, room)))
+            request, size, produced = choice.request, worker.block_size, choice.produced
+            tokens = request.num_prefill_tokens
+            blocks = _blocks(tokens + produced, size)
+            choice.grows_at = blocks * size - len(request.prompt)
+            growth = self.expectation.growth(tokens, request.max_kv_tokens, produced, size)
+            backlog, reserved, running, _ = held
+            held = Held(backlog, reserved, running, max(1, min(growth, worker.max_blocks - blocks)))
         self._count(choice, held)
 
     def handed_over(self, choice: Choice, now: float) -> None:
@@ -422,6 +424,8 @@ class Dispatcher:
         self._count(choice, NOTHING)
 
     def _count(self, choice: Choice, held: Held) -> None:
+        if held == choice.held:
+            return
         backlog, reserved, running, growth = map(sub, held, choice.held)
         choice.held = held
         if backlog and choice.prefill is not None:
@@ -432,14 +436,14 @@ class Dispatcher:
     def _occupied(self, choice: Choice) -> Held:
         """Returns what a choice occupies, without its expected growth. Until decode has all KV, its worker's report may
         not include the blocks."""
-        stage, tokens = choice.stage, choice.request.num_prefill_tokens
+        stage, decode = choice.stage, choice.decode
         if stage is Stage.ENDED or choice.prefill is None:
             return NOTHING
-        backlog = choice.to_compute if stage in (Stage.QUEUED, Stage.PREFILL) else 0
-        if choice.decode is None:
+        backlog = choice.to_compute if stage is Stage.QUEUED or stage is Stage.PREFILL else 0
+        if decode is None:
             return Held(backlog)
-        blocks = min(_blocks(tokens, choice.decode.block_size), choice.decode.max_blocks)
-        return Held(backlog, 0 if stage is Stage.DECODE else blocks, running=1)
+        blocks = min(_blocks(choice.request.num_prefill_tokens, decode.block_size), decode.max_blocks)
+        return Held(backlog, 0 if stage is Stage.DECODE else blocks, 1)
 
     def check(self, choices: Iterable[Choice]) -> None:
         """Raises InvariantError if the queue or the counters of workers do not match these choices, which are all."""

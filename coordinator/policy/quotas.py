@@ -49,9 +49,13 @@ class DrainRate:
             self._at = now
         self._waited = waits
 
+    @property
+    def measured(self) -> bool:
+        return self._tokens > 0
+
     def seconds(self, tokens: float) -> float | None:
         """Returns how long so many tokens take to leave the queue; None if nothing has been measured."""
-        return tokens * self._seconds / self._tokens if self._tokens else None
+        return tokens * self._seconds / self._tokens if self.measured else None
 
     def retry_after_s(self, tokens: float) -> float:
         """Returns after how many seconds a refused client should try again, if so many tokens have to leave first."""
