@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field, replace
-from operator import add
+from dataclasses import dataclass, field, fields, replace
+from operator import add, attrgetter
 from typing import NamedTuple
 
 from baton.core.codes import ErrorCode
@@ -27,11 +27,15 @@ class StageStamps:
     decode_s: float = 0.0
 
     def __add__(self, other: StageStamps) -> StageStamps:
-        return StageStamps(*map(add, astuple(self), astuple(other)))
+        return StageStamps(*map(add, _stages(self), _stages(other)))
 
     def largest(self, other: StageStamps) -> StageStamps:
         """Returns the larger value of each stage."""
-        return StageStamps(*map(max, astuple(self), astuple(other)))
+        return StageStamps(*map(max, _stages(self), _stages(other)))
+
+
+_stages = attrgetter(*(f.name for f in fields(StageStamps)))
+NO_STAMPS = StageStamps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,9 @@ class SpeculationCounters:
             self.accepted_tokens + other.accepted_tokens,
             self.forced or other.forced,
         )
+
+
+NO_SPECULATION = SpeculationCounters()
 
 
 class TokenEvent(NamedTuple):

@@ -19,7 +19,7 @@ from operator import add
 
 from baton.core.blocks import KeyChain
 from baton.core.errors import InvariantError
-from baton.core.events import SpeculationCounters, StageStamps, TokenEvent
+from baton.core.events import NO_SPECULATION, NO_STAMPS, SpeculationCounters, StageStamps, TokenEvent
 from baton.core.machine import Table, handle, to
 from baton.core.request import FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
 from baton.core.step import History, Row
@@ -133,7 +133,7 @@ class Sequence:
     discard_result: bool = False
     # Its end is reported, but an outstanding step still writes into its blocks.
     end_reported: bool = False
-    speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+    speculation: SpeculationCounters = NO_SPECULATION
     # What the source of its draft tokens keeps of it: decode.speculation.drafts.NgramIndex or DraftKV.
     draft: object = None
     # Decayed numbers of its draft tokens that were accepted, and that were verified (decode.speculation.acceptance).
@@ -272,7 +272,7 @@ class Sequence:
 
     def prefill_stamps(self) -> StageStamps:
         if self.started_at is None:
-            return StageStamps()
+            return NO_STAMPS
         prefill_s = 0.0 if self.computed_at is None else self.computed_at - self.started_at
         return StageStamps(queue_s=self.started_at - self.arrived_at, prefill_s=prefill_s)
 

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 from baton.core.compatibility import Compatibility
 from baton.core.errors import BatonError, DeadlineExceeded, InvariantError, ProtocolError
 from baton.core.events import (
+    NO_STAMPS,
     HandedOver,
     Parked,
     SequenceEnded,
@@ -251,7 +252,7 @@ class Choice:
     # For the timeline and usage.
     first_token_at: float = 0.0
     cached_tokens: int = 0
-    stamps: StageStamps = field(default_factory=StageStamps)  # as workers measured since it was last queued
+    stamps: StageStamps = NO_STAMPS  # as workers measured since it was last queued
     earlier_stamps: list[StageStamps] = field(default_factory=list)  # of each earlier run
     history: list[Entered] = field(default_factory=list)
     speculation: SpeculationCounters | None = None
@@ -390,7 +391,7 @@ class Choice:
         self.targets, self.times_parked, self.queued_at = (), 0, now
         self.earlier_speculation = self.speculation
         self.earlier_stamps.append(self.stamps)
-        self.stamps = StageStamps()
+        self.stamps = NO_STAMPS
 
     def enter(self, stage: Stage, now: float) -> None:
         self.stage, self.unservable = stage, None
