@@ -69,6 +69,16 @@ class Loop:
                 return True
         return False
 
+    def run_all(self) -> None:
+        """Executes events until there is none."""
+        queue, pop = self._queue, heapq.heappop
+        while queue:
+            when, _, act, args = pop(queue)
+            if act is not None:
+                self.now = when
+                self.executed += 1
+                act(*args)
+
     def run(self, until_s: float, done: Callable[[], bool] | None = None) -> None:
         """Executes events up to time `until_s`, or until `done()`, which is called after each event."""
         queue = self._queue

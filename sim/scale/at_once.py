@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.core.blocks import Holder
 from baton.core.request import SequenceId
-from baton.core.sequence import Admitted, State
+from baton.core.sequence import Admitted, Sequence, State
 from decode.scheduler import DecodeScheduler
 
 MOST_STEPS = 1 << 20
@@ -25,22 +25,28 @@ def plain_steps(scheduler: DecodeScheduler, leave: int = 0) -> int:
     """Returns how many of the next steps of a scheduler without an outstanding one are certain to be alike, if nothing
     else happens: one token for each running sequence, none ends, none starts, and `leave` blocks stay free. `advance`
     does as many at once. 0 with draft tokens, whose number differs from step to step."""
-    running = [s for s in scheduler.sequences.values() if s.state is State.RUNNING]
-    free = scheduler.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
-    states = [s.state for s in scheduler.sequences.values()]
-    starts = len(running) < scheduler.max_running and State.READY in states  # see `admit`
-    if not running or starts or State.PREEMPTED in states or State.WAITING in states:
-        return 0
     if scheduler.speculation.drafts is not None:
         return 0
-    steps = MOST_STEPS
-    for s in running:
-        if s.num_uncomputed != 1 or s.ending is not None or s.boosted or s.request.alone:
+    running, ready, steps = list[Sequence](), False, MOST_STEPS
+    for s in scheduler.sequences.values():
+        if s.state is State.RUNNING:
+            if s.num_uncomputed != 1 or s.ending is not None or s.boosted or s.request.alone:
+                return 0
+            steps = min(steps, s.request.max_tokens - len(s.output) - 1)
+            running.append(s)
+        elif s.state is State.READY:
+            ready = True
+        elif s.state is not State.RECEIVING:
             return 0
-        steps = min(steps, s.request.max_tokens - len(s.output) - 1)
-    blocks_for, size = scheduler.layout.blocks_for, scheduler.layout.block_size
+    if not running or (ready and len(running) < scheduler.max_running):  # it starts: see `admit`
+        return 0
+    free = scheduler.blocks.num_free - max(leave, (len(running) + 1) // 2)  # with fewer, sequences may be throttled
+    size = scheduler.layout.block_size
     while steps > 0:
-        if sum(max(0, blocks_for(s.num_tokens + steps - 1) - len(s.block_ids)) for s in running) <= free:
+        more = 0
+        for s in running:
+            more += max(0, -(-(s.num_tokens + steps - 1) // size) - len(s.block_ids))
+        if more <= free:
             return steps
         steps = min(steps - 1, (free // len(running)) * size)
     return 0

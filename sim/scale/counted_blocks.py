@@ -23,7 +23,7 @@ class CountedBlocks:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.num_free = num_blocks
         self.on_evict: Callable[[int], None] = lambda block: None
-        self._held: dict[SequenceId, list[int]] = {}  # by _KINDS
+        self._held: dict[SequenceId, list[int]] = {}  # by _KINDS, and the blocks of all three
 
     def __repr__(self) -> str:
         return f"<CountedBlocks {self.num_free} free of {self.num_blocks}>"
@@ -66,18 +66,19 @@ class CountedBlocks:
 
     def _size(self, sequence: SequenceId) -> int:
         held = self._held.get(sequence)
-        return 0 if held is None else held[0] + max(held[1], held[2])  # both hold the same blocks
+        return 0 if held is None else held[3]
 
     def _add(self, change: int, holder: Holder) -> None:
-        sequence = holder.sequence
+        kind, sequence = holder
         held = self._held.get(sequence)
         if held is None:
-            held = self._held[sequence] = [0, 0, 0]
-        receiving, own, pinned = held
-        held[_KINDS[holder.kind]] += change
-        if min(held) < 0:
+            held = self._held[sequence] = [0, 0, 0, 0]
+        index = _KINDS[kind]
+        held[index] += change
+        if held[index] < 0:
             raise InvariantError(f"{holder} releases more blocks than it holds")
-        size = held[0] + max(held[1], held[2])
+        receiving, own, pinned, before = held
+        held[3] = size = receiving + (own if own > pinned else pinned)  # both hold the same blocks
         if not size:
             del self._held[sequence]
-        self.num_free += receiving + max(own, pinned) - size
+        self.num_free += before - size

@@ -20,7 +20,7 @@ from baton.core.errors import BatonError, InvariantError, Unavailable
 from baton.core.events import KVCacheEvents, Load, SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.prefix_cache import KeptBlocks
-from baton.core.request import ChoiceId, GenerateRequest, SamplingParams, SequenceId
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from coordinator.policy.choice import Choice, Stage
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Worker
@@ -103,7 +103,7 @@ class Replay:
         self._threads = host is not None
         self.table = WorkerTable(_FOREVER_S)
         self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens, shape.split)
-        self._jobs: dict[ChoiceId, _Job] = {}
+        self._jobs: dict[tuple[str, int], _Job] = {}  # by ChoiceId
         self._parked: list[_Job] = []
         self._links: dict[tuple[str, str], float] = {}
         cores = list(shape.cores) or [()] * (shape.num_prefill + shape.num_decode)
@@ -145,8 +145,7 @@ class Replay:
                 self._send_next(client)
         else:
             self._arm()
-        while self.loop.next():
-            pass
+        self.loop.run_all()
 
     def check(self) -> None:
         self.dispatcher.check(job.choice for job in self._jobs.values())
@@ -373,7 +372,7 @@ class Replay:
         while self.dispatcher.num_queued:
             for choice in self.dispatcher.place():
                 job = self._jobs[choice.name]
-                self._move(job, Stage.PREFILL)
+                choice.enter(Stage.PREFILL, self.loop.now)  # `place` has counted it
                 job.times.placed_at = self.loop.now
                 if choice.on_decode:
                     job.decode = self._decode[choice.decode_worker]
@@ -399,7 +398,7 @@ class Replay:
         self.dispatcher.hold(job.choice)
 
     def _job(self, sequence: SequenceId) -> _Job:
-        return self._jobs[sequence.choice_id]
+        return self._jobs[sequence[:2]]
 
     # Prefill workers report.
 
@@ -543,12 +542,11 @@ class Replay:
         self._place()
 
     def _report_load(self, worker: DecodeWorker) -> None:
-        scheduler = worker.scheduler
-        _present(self.table.get(worker.name)).load = Load(
-            blocks_free=scheduler.blocks.num_free,
-            preempted=scheduler.num_preempted,
-            prompt_cost=scheduler.prompt_cost if self._reports_costs else None,
-        )
+        scheduler, known = worker.scheduler, _present(self.table.get(worker.name))
+        cost = scheduler.prompt_cost if self._reports_costs else None
+        free, preempted, last = scheduler.blocks.num_free, scheduler.num_preempted, known.load
+        if last is None or free != last.blocks_free or preempted != last.preempted or cost != last.prompt_cost:
+            known.load = Load(blocks_free=free, preempted=preempted, prompt_cost=cost)
 
     def _produced(self, job: _Job, tokens: int) -> None:
         known = job.choice.journal.tokens

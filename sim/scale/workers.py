@@ -162,7 +162,7 @@ class PrefillWorker:
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         self._busy = False
         self._measured.steps += 1
-        sampled = tuple((TOKEN,) * row.num_sampled for row in plan.rows)
+        sampled = tuple([(TOKEN,) * row.num_sampled for row in plan.rows])
         result = self.scheduler.finish_step(StepOutcome(plan.step_id, sampled, seconds), self._loop.now)
         if self.scheduler.cache.enabled and (events := self.scheduler.cache.take_events()) is not None:
             self._owner.cached(self.name, events)
@@ -377,16 +377,15 @@ class DecodeWorker:
     def _stepped(self, plan: StepPlan, seconds: float) -> None:
         self._busy = False
         self._measured.steps += 1
-        drafted = [0] * len(plan.rows)
-        for draft in plan.drafts:
-            if draft.num_draft_tokens:
-                drafted[draft.row] = draft.num_draft_tokens
-        sampled = tuple(
-            (TOKEN,) * (r.num_sampled + d) if r.num_sampled else () for r, d in zip(plan.rows, drafted, strict=True)
-        )
-        drafts = tuple((TOKEN,) * count for count in drafted) if any(drafted) else ()
-        draft_s = self.costs.draft_s * sum(drafted) / 2
-        outcome = StepOutcome(plan.step_id, sampled, seconds, draft_tokens=drafts, draft_s=draft_s)
+        drafted = {draft.row: draft.num_draft_tokens for draft in plan.drafts if draft.num_draft_tokens}
+        sampled = tuple([(TOKEN,) * row.num_sampled for row in plan.rows])
+        if drafted:
+            counts = [drafted.get(index, 0) for index in range(len(plan.rows))]
+            sampled = tuple([(*s, *(TOKEN,) * n) if s else () for s, n in zip(sampled, counts, strict=True)])
+            drafts, draft_s = tuple([(TOKEN,) * n for n in counts]), self.costs.draft_s * sum(counts) / 2
+            outcome = StepOutcome(plan.step_id, sampled, seconds, draft_tokens=drafts, draft_s=draft_s)
+        else:
+            outcome = StepOutcome(plan.step_id, sampled, seconds)
         result = self.scheduler.finish_step(outcome, self._loop.now)
         if self.scheduler.cache.enabled and (events := self.scheduler.cache.take_events()) is not None:
             self._owner.cached(self.name, events)
