@@ -17,19 +17,20 @@ def main(arguments: list[str] | None = None) -> int:
     which.add_argument("--seeds", type=int, help="run seeds 1 to SEEDS, or from --first on")
     parser.add_argument("--first", type=int, default=1, help="the first of --seeds (default 1)")
     parser.add_argument("--mode", choices=MODES, help="default: both")
+    parser.add_argument("--window", type=int, default=0, help="positions that each layer attends to (default: all)")
     parser.add_argument("--stop", action="store_true", help="stop --seeds at the first failure")
     parser.add_argument("--trace", action="store_true", help="print every event of --seed")
     options = parser.parse_args(arguments)
     modes: tuple[Mode, ...] = (options.mode,) if options.mode else MODES
     if options.seed is not None:
-        return _one(options.seed, modes, trace=options.trace)
-    return _many(range(options.first, options.first + options.seeds), modes, stop=options.stop)
+        return _one(options.seed, modes, options.window, trace=options.trace)
+    return _many(range(options.first, options.first + options.seeds), modes, options.window, stop=options.stop)
 
 
-def _one(seed: int, modes: tuple[Mode, ...], *, trace: bool) -> int:
+def _one(seed: int, modes: tuple[Mode, ...], window: int, *, trace: bool) -> int:
     failed = False
     for mode in modes:
-        result = run_seed(seed, mode, keep_trace=trace)
+        result = run_seed(seed, mode, window=window, keep_trace=trace)
         for line in result.lines:
             print(line)
         print(_summary(result))
@@ -46,20 +47,21 @@ def _summary(result: Result) -> str:
     )
 
 
-def _many(seeds: range, modes: tuple[Mode, ...], *, stop: bool) -> int:
+def _many(seeds: range, modes: tuple[Mode, ...], window: int, *, stop: bool) -> int:
     began, failed = time.process_time(), 0
     ended: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     events = 0
     for seed in seeds:
         for mode in modes:
-            result = run_seed(seed, mode)
+            result = run_seed(seed, mode, window=window)
             ended.update(result.ended)
             counts.update(result.counts)
             events += result.events
             if result.error:
                 failed += 1
-                print(f"{_summary(result)}\n    python -m sim --seed {seed} --mode {mode} --trace", flush=True)
+                again = f"python -m sim --seed {seed} --mode {mode}{f' --window {window}' * bool(window)} --trace"
+                print(f"{_summary(result)}\n    {again}", flush=True)
                 if stop:
                     return 1
     took_s, runs = time.process_time() - began, len(seeds) * len(modes)

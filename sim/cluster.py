@@ -80,7 +80,8 @@ MakeClock = Callable[[Loop], Clock]
 
 
 def hash_model(cluster: Cluster, role: Role, layout: KVLayout, pool: PoolOptions) -> Engine:
-    return HashModel(layout, pool.blocks, cluster.requests.__getitem__, tensor_parallel=pool.tensor_parallel)
+    request_of, tensor_parallel = cluster.requests.__getitem__, pool.tensor_parallel
+    return HashModel(layout, pool.blocks, request_of, cluster.predecessors, tensor_parallel=tensor_parallel)
 
 
 class Cluster:
@@ -112,6 +113,8 @@ class Cluster:
         self.running = 0
         """Clients that have not ended, and those still to begin."""
         self.requests: dict[str, GenerateRequest] = {}
+        self.predecessors: dict[int, int] = {}
+        """Of the hashes that the models of all workers have computed (`HashModel`)."""
         self.poison: set[str] = set()
         """Ids of requests that end any worker in whose step they run."""
         self.kills = self.restarts = self.exits = self.flips = 0

@@ -3,7 +3,8 @@
 The KV of a position is the hash of the tokens up to it, computed from the KV of the position before, one value for each
 layer and head. A sequence continues correctly only if its blocks hold its own KV: a block that was freed too early,
 shared with another tenant, or received incompletely leads to other tokens. A token depends on everything that sampling
-may depend on: hash, seed, output index, the output before it (penalties), and the tokens that may not end it yet.
+may depend on: hash, seed, output index, the output before it (penalties), and the tokens that may not end it yet. With
+a window, all positions in it are read.
 
 Stands for baton/engine, and `pack` and `store` for baton/transfer.
 """
@@ -113,13 +114,15 @@ def expected_prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob, ..
 class HashModel:
     """Complete state: the KV of every slot (block x position in it) as one value per layer and head, and the tokens
     sampled by the last step, which a step that was planned ahead of them continues. `request_of` returns the request of
-    an id; the share `draft_accuracy` of draft tokens is right."""
+    an id; `predecessors` has the hash before each hash that any model of the cluster computed, if layers have a window;
+    the share `draft_accuracy` of draft tokens is right."""
 
     def __init__(
         self,
         layout: KVLayout,
         num_blocks: int,
         request_of: Callable[[str], GenerateRequest],
+        predecessors: dict[int, int],
         *,
         tensor_parallel: int = 1,
         draft_accuracy: float = 0.7,
@@ -128,7 +131,8 @@ class HashModel:
         self._heads = layout.layers[0].num_kv_heads
         self._width = self._heads * len(layout.layers)
         self._slots: list[list[int]] = [[0] * self._width for _ in range(num_blocks * layout.block_size)]
-        self._request_of = request_of
+        self._request_of, self._predecessors = request_of, predecessors
+        self._window = layout.layers[0].window
         self._tensor_parallel = tensor_parallel
         self._draft_accuracy = draft_accuracy
         self._sampled: tuple[tuple[int, ...], ...] = ()
@@ -169,7 +173,15 @@ class HashModel:
     def _before(self, row: Row) -> int:
         """Returns the hash of the tokens before a row."""
         request = self._request_of(row.sequence_id.request_id)
-        return root(request) if row.start == 0 else self._read(row.block_ids, row.start - 1)
+        if row.start == 0:
+            return root(request)
+        state = written = self._read(row.block_ids, row.start - 1)
+        oldest = max(row.start - self._window + 1, 0) if self._window else row.start - 1
+        for position in range(row.start - 2, oldest - 1, -1):
+            written = self._predecessors.get(written, 0)
+            if self._read(row.block_ids, position) != written:
+                return _mix(state, position)  # a wrong state
+        return state
 
     def first_layers(self, plan: StepPlan, layers: int) -> None:
         for row in plan.rows:
@@ -185,7 +197,9 @@ class HashModel:
         output = list(history.output) if history is not None and sampling.depends_on_history else None
         ends = history.end_token_ids if history is not None else ()
         for position, token in enumerate(row.tokens, row.start):
-            state = _mix(state, token)
+            before, state = state, _mix(state, token)
+            if self._window:
+                self._predecessors[state] = before
             slots[blocks[position // size] * size + position % size][:width] = [state] * width
             if position - row.start < len(row.scored):
                 scored.append(logprob(state, row.scored[position - row.start]))

@@ -20,7 +20,7 @@ from baton.core.errors import InvariantError
 from baton.core.request import POOLINGS, GenerateRequest, Pooling, SamplingParams
 from coordinator.policy.split import Split
 from sim.client import RETRY_S, Behaviour
-from sim.cluster import Cluster, ClusterOptions, PoolOptions
+from sim.cluster import LAYERS, Cluster, ClusterOptions, PoolOptions
 from sim.coordinator import CoordinatorOptions
 from sim.costs import RandomCosts
 from sim.engine import EOS, VOCABULARY
@@ -69,13 +69,14 @@ class Result:
     lines: list[str] = field(default_factory=list)
 
 
-def run_seed(seed: int, mode: Mode, *, keep_trace: bool = False) -> Result:
-    """Runs one seed. Never raises for a violated invariant, nor for an error in the code under test."""
+def run_seed(seed: int, mode: Mode, *, window: int = 0, keep_trace: bool = False) -> Result:
+    """Runs one seed, with a model whose layers all have this `window` (0: none). Never raises for a violated invariant,
+    nor for an error in the code under test."""
     draw = random.Random(seed * 2 + (mode == "liveness"))
     trace = Trace(keep=keep_trace)
     result = Result(seed, mode)
     crowded = draw.random() < 0.25
-    cluster = make_cluster(draw, trace, crowded)
+    cluster = make_cluster(draw, trace, crowded, window)
     sends = make_requests(draw, mode, crowded)
     for request, at_s, behaviour in sends:
         cluster.send(request, at_s, behaviour)
@@ -181,7 +182,7 @@ def _check_bounds(cluster: Cluster) -> None:
 LONGEST_DEADLINE_S, LONGEST_ARRIVAL_S, LONGEST_FAULT_S, NO_DEADLINE_S = 20.0, 3.0, 6.0, 1e6
 
 
-def make_cluster(draw: random.Random, trace: Trace, crowded: bool) -> Cluster:
+def make_cluster(draw: random.Random, trace: Trace, crowded: bool, window: int) -> Cluster:
     """`crowded`: one small decode worker, whose sequences run out of blocks."""
     prefill = PoolOptions(
         workers=draw.choice((1, 2, 2, 3)),
@@ -215,8 +216,9 @@ def make_cluster(draw: random.Random, trace: Trace, crowded: bool) -> Cluster:
     )
     seed = draw.getrandbits(48)
     coordinator = replace(coordinator, split=random.Random(seed).choice(_SPLITS))
+    layers = tuple(replace(layer, window=window) for layer in LAYERS)
     cluster = Cluster(
-        ClusterOptions(prefill, decode, coordinator, expected_output_tokens=1.0 if crowded else None),
+        ClusterOptions(prefill, decode, coordinator, layers, expected_output_tokens=1.0 if crowded else None),
         seed,
         clock=clock,
         timeouts=Timeouts(edge_s=draw.choice((1.0, 5.0)), connect_s=draw.choice((2.0, 10.0))),
@@ -324,5 +326,6 @@ def _count(result: Result, cluster: Cluster, injector: Injector) -> None:
             "reassigned": policy.reassigned,
             "stale events": policy.stale_events,
             "preemptions": cluster.preempted(),
+            "blocks given back": sum(w.tier.scheduler.kept.cache.blocks_given_back for w in cluster.workers.values()),
         }
     )
