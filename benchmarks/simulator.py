@@ -15,7 +15,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -23,17 +23,28 @@ from statistics import median
 from benchmarks import kit
 from launch.bench.client import ServerTarget, base_url, first_model, run_load
 from launch.bench.load import TOKEN_IDS, Session, completion
-from launch.bench.stats import RequestRecord, statistics
+from launch.bench.stats import RequestRecord, RunStatistics, statistics
 from launch.capacity.calibrate import calibrate
 from launch.capacity.loads import LoadClient
 from launch.cores import place
 from sim.scale.costs import Calibration
 from sim.scale.replay import ClusterShape, Replay
+from sim.scale.results import Outcome
 from sim.scale.workload import Lengths, poisson
 from sim.trace import TraceRow
 
 BARS = {"throughput": 0.05, "p50": 0.10, "p99": 0.20}
 NUMBERS = ("output tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
+STAGES = {
+    "queue": ("queue",),
+    "prefill queue": ("prefill_queue",),
+    "prefill": ("prefill",),
+    "hand-over": ("reserve", "transfer", "parked", "hand_over"),
+    "decode queue": ("decode_queue",),
+    "decode": ("decode", "detokenise"),
+}
+"""Stages of a request, each with its names in the coordinator's timeline and in the simulator."""
+OUTSIDE = "outside"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,15 @@ def real(case: Case, target: ServerTarget, seed: int) -> dict[str, float]:
         prompt = source.choices(range(TOKEN_IDS.low, TOKEN_IDS.high), k=row.input_len)
         sessions.append(Session((completion(prompt, row.output_len),), row.at_s))
     found = statistics(good(asyncio.run(run_load(target, sessions, case.clients, lambda _: None))))
+    return numbers(found, {name: stage.mean for name, stage in found.stages.items()})
+
+
+def numbers(found: RunStatistics | Outcome, spent_s: Mapping[str, float]) -> dict[str, float]:
+    """Returns NUMBERS, and the mean seconds of a request in each of STAGES, of `spent_s`, and OUTSIDE of them."""
     times = (found.ttft.p50, found.ttft.p99, found.tpot.p50, found.tpot.p99)
-    return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True))
+    stages = {stage: sum(spent_s.get(name, 0.0) for name in names) for stage, names in STAGES.items()}
+    outside = {OUTSIDE: found.e2e.mean - sum(stages.values())}
+    return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True)) | stages | outside
 
 
 def good(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
@@ -86,8 +104,7 @@ def simulated(case: Case, calibration: Calibration) -> dict[str, float]:
     own = tuple(tuple(position[core] for core in worker) for worker in placed)
     shape = ClusterShape(calibration, case.workers, calibration, case.workers, own, len(host))
     found = Replay(shape, case.rows, clients=case.clients).run()
-    times = (found.ttft.p50, found.ttft.p99, found.tpot.p50, found.tpot.p99)
-    return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True))
+    return numbers(found, found.waits_s)
 
 
 def connected(url: str) -> ServerTarget:
@@ -97,8 +114,8 @@ def connected(url: str) -> ServerTarget:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Calibrations by the workers of each role; by the name of a case its numbers on the real cluster, and which share
-    of the host's processor time other processes used meanwhile."""
+    """Calibrations by the workers of each role; by the name of a case its `numbers` on the real cluster, and which
+    share of the host's processor time other processes used meanwhile."""
 
     calibrations: dict[int, Calibration]
     numbers: dict[str, dict[str, float]]
@@ -145,14 +162,17 @@ def main() -> None:
     options = parser.parse_args()
     todo = cases(options.seconds)
     rounds = [one_round(todo, number) for number in range(options.rounds)]
-    rows, errors = [], dict[str, list[float]]()
+    rows, spent, errors = [], [], dict[str, list[float]]()
     for case in todo:
         measured = [done.numbers[case.name] for done in rounds]
         modelled = [simulated(case, done.calibrations[case.workers]) for done in rounds]
         others = f"{max(done.others[case.name] for done in rounds):.0%}"
+        for stage in (*STAGES, OUTSIDE):
+            a, b = (1e3 * median(each[stage] for each in many) for many in (measured, modelled))
+            spent.append([case.name, stage, f"{a:.1f} ms", f"{b:.1f} ms", f"{b - a:+.1f} ms"])
         for name in NUMBERS:
-            a, b = (median(numbers[name] for numbers in many) for many in (measured, modelled))
-            spread = (max(numbers[name] for numbers in measured) - min(numbers[name] for numbers in measured)) / a
+            a, b = (median(each[name] for each in many) for many in (measured, modelled))
+            spread = (max(each[name] for each in measured) - min(each[name] for each in measured)) / a
             error = b / a - 1
             errors.setdefault(name, []).append(abs(error))
             unit, scale = ("", 1.0) if name == NUMBERS[0] else (" ms", 1e3)
@@ -189,6 +209,9 @@ def main() -> None:
         " repeats so far apart cannot be predicted more closely. The last column is the share of the host's"
         " processor time that other processes used meanwhile, at most.",
         kit.table(headings, rows),
+        "Where a request's time goes, means: what the model lacks is in the stage that is too short. The coordinator's"
+        " timeline on the left; the simulated decode includes the way of the last token to the client.",
+        kit.table(("load", "stage", "real", "simulated", "difference"), spent),
         "Errors of the last calibrations' fits:",
         kit.table(("cluster", "fit", "median", "largest", "loads"), fits),
         about=f"The coordinator, all workers and the client share {len(cores_here())} cores. {options.about}".rstrip(),
