@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import pytest
 
 from tests.support.agent_model import ANSWER, COMMAND, THOUGHT, agent_model
@@ -25,6 +24,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_a_tool_is_called_and_its_result_answered(running: Cluster) -> None:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
     first = client.messages.create(**ASKED, messages=CALL)
     thinking, call = first.content

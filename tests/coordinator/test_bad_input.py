@@ -9,7 +9,12 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
+from baton.runtime.process import start_child
+from coordinator.http import body
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.text.model import TextModel
 from tests.support.bad_inputs import TABLE
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD, Bad
@@ -39,6 +44,27 @@ def complaints(row: Bad, response: httpx.Response) -> list[str]:
         "numbers": error["code"] != "context_length_exceeded" or "128" in error["message"],
     }
     return [name for name, good in checks.items() if not good]
+
+
+@pytest.fixture(scope="module")
+def served(text_model: TextModel) -> Iterator[tuple[FakeGenerator, Starlette]]:
+    """One app for all rows: its process that parses large bodies takes longer to start than all of them. Beside other
+    tests it is not to wait for them."""
+    generator = FakeGenerator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "start_child", lambda: start_child(nice=0))
+        yield generator, create_app(generator, text_model, HttpSettings("tiny", max_body_bytes=1 << 20))
+
+
+@pytest.fixture
+def generator(served: tuple[FakeGenerator, Starlette]) -> FakeGenerator:
+    served[0].submissions.clear()
+    return served[0]
+
+
+@pytest.fixture
+def app(served: tuple[FakeGenerator, Starlette], generator: FakeGenerator) -> Starlette:
+    return served[1]
 
 
 @pytest.fixture

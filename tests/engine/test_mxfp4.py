@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.blocks import Blocks
 from baton.engine.mxfp4 import dequantize, in_steps
@@ -16,6 +15,8 @@ def test_values_are_those_of_transformers_bit_for_bit() -> None:
     scales = torch.randint(100, 150, (3, 8, 5), generator=made, dtype=torch.uint8)
     weights = dequantize(blocks, scales)
     assert weights.shape == (3, 8, 160) and len(blocks.unique()) == 256
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     assert torch.equal(weights, convert_moe_packed_tensors(blocks, scales).transpose(1, 2))
 
 
