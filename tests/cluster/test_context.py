@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 BLOCK_BYTES = 16 * 28 * 2 * 8 * 128 * 4
 
 
-@pytest.mark.parametrize("context", [40_960, 131_072])
+@pytest.mark.parametrize("context", [pytest.param(40_960, marks=pytest.mark.long), 131_072])
 def test_requests_without_options_are_served_within_the_pools(context: int, tmp_path: Path) -> None:
     """28 layers of 8 KV heads of 128. The pools hold 11 blocks of 16 tokens; the last token needs no KV."""
     shape = {"num_layers": 28, "num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 64}

