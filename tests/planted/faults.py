@@ -305,7 +305,7 @@ FAULTS = (
     Fault(REQUESTS, "Fail(choice.late()), now)", "Placed(), now) if False else []", T_REQUESTS),
     # Placement.
     Fault(
-        "coordinator/policy/fair_queue.py", "return max(self.of(tenant), floor)", "return self.of(tenant)", T_FAIR_QUEUE
+        "baton/core/virtual_counters.py", "return max(self.of(tenant), floor)", "return self.of(tenant)", T_FAIR_QUEUE
     ),
     Fault(DISPATCH, "        if many or long:\n", "        if False:\n", T_FAIR_QUEUE),
     Fault(DISPATCH, "        self._check_deadline(choice, choices)\n", "", T_FAIR_QUEUE),
