@@ -10,8 +10,7 @@ from sim.faults import KINDS
 from sim.seeds import Mode, run_seed
 
 CHUNK = 100
-SHORT, LONG = 300, 10_000
-"""Each planted bug fails one of the first 85 seeds (benchmarks/results/simulator-seeds.md)."""
+SHORT, LONG = 1000, 10_000
 CHUNKS = [
     pytest.param(first, marks=[] if first <= SHORT else [pytest.mark.long]) for first in range(1, LONG + 1, CHUNK)
 ]
