@@ -48,6 +48,7 @@ from baton.core.request import SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sequence import Sequence
+from baton.core.window import Window
 from decode.scheduler import DecodeScheduler
 
 
@@ -313,7 +314,7 @@ class HandOver:
         except HandoffError as e:
             return self._give_up(e.message) + self._refuse(peer, e.message)
         self.writing.add(key)
-        part = part_of(chunk, peer.plans[key], self._sequence.block_ids)
+        part = part_of(chunk, peer.plans[key], self._sequence.block_ids, self._window_start)
         return [Receive(part, Posted(chunk.sequence, chunk.index, chunk.edge_generation, *key))]
 
     def _announced_in_vain(self, event: ChunkAnnounced, now: float) -> list[OwnAction | Action]:
@@ -447,7 +448,8 @@ class HandOver:
                 f"layers [{chunk.start_layer}, {chunk.end_layer}) of tokens up to {chunk.end_token} cannot follow"
                 f" {layers} of {total} layers up to {end}"
             )
-        size = plan.of_layers(chunk.start_layer, chunk.end_layer).bytes_per_token(layout) * tokens
+        carried = plan.of_layers(chunk.start_layer, chunk.end_layer)
+        size = carried.num_bytes(layout, chunk.start_token, chunk.end_token, self._window_start)
         if chunk.num_bytes != size or not size:
             raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
         ends = chunk.end_token == num_tokens and chunk.end_layer == total
@@ -479,6 +481,11 @@ class HandOver:
         if self.peer is None:
             raise InvariantError(f"{self!r} has no peer")
         return self.peer
+
+    @property
+    def _window_start(self) -> int:
+        """The first position that is received of layers with a window."""
+        return Window.of(self.destination.layout).first_position(self._num_tokens)
 
     @property
     def _num_tokens(self) -> int:

@@ -5,8 +5,8 @@ cached blocks: it shares these, and only the rest is sent. While that arrives it
 exclusively, until they are full; with the last chunk it is READY and joins the batch at the next step, starting at
 token 2. Blocks are allocated as tokens come. When none is free, the lowest-ranked sequence is preempted (PREEMPTED) and
 frees its blocks; later, what is no longer cached is recomputed, as long rows in chunks that fit the step's time. Full
-blocks stay cached after use, with generated tokens too: the next turn of a conversation starts with them. If all layers
-have a window, blocks behind it are given back after each step (`baton.core.window`), and only the others are received.
+blocks stay cached after use, with generated tokens too: the next turn of a conversation starts with them. In layers
+with a window, blocks behind it are given back after each step (`baton.core.window`), and only the others are received.
 
 A sequence may also come without KV: its prompt is computed here, as the same long rows. It is WAITING until blocks for
 all of it are free; what others would need for a block each stays free, and hand-overs do not take what it waits for.
@@ -70,7 +70,7 @@ class DecodeScheduler:
         role; `give_back` false: blocks behind the window are kept, as a reference for tests."""
         self.layout = layout
         blocks = blocks or BlockTable(num_blocks)
-        self.window = Window.of(layout) if give_back else Window(0, layout.block_size)
+        self.window = Window.of(layout, give_back=give_back)
         named = layout.block_size, model_digest
         self.cache = kept.cache if kept else PrefixCache(blocks, *named, enabled=prefix_cache, window=self.window)
         self.blocks = self.cache.blocks
@@ -169,16 +169,17 @@ class DecodeScheduler:
         sequence_id = request.sequence_id
         waiting, here = self.num_preempted, len(self.sequences)
         sequence = Sequence(request, State.RECEIVING, now, self._next_number)
-        blocks, start = self.layout.blocks_for(sequence.num_tokens), self.window.first_position(sequence.num_tokens)
-        needed = blocks - start // self.layout.block_size
+        window, start = self.window, self.window.first_position(sequence.num_tokens)
+        needed = self.layout.blocks_for(sequence.num_tokens) - window.sliding * (start // self.layout.block_size)
         due = sum(self._max_blocks(s.num_tokens) for s in self._in(State.WAITING))
+        leave = here * window.groups + due
         holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
-        if waiting or not self.cache.allocate(sequence, blocks, *holders, leave=here + due, start=start):
+        if waiting or not self.cache.allocate(sequence, *holders, leave=leave, start=start):
             counts = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
             counts += f", {due} for prompts that wait" if due else ""
             raise Unavailable(f"{needed} KV blocks needed, {counts}", code=ErrorCode.NO_FREE_BLOCKS)
         self._add(sequence)
-        self.tokens_reused += sequence.prefix_tokens - start
+        self.tokens_reused += sequence.prefix_tokens - (0 if window.full else start)
         return sequence
 
     def submit(self, request: GenerateRequest, now: float) -> Sequence:
@@ -209,7 +210,16 @@ class DecodeScheduler:
 
     def _max_blocks(self, num_tokens: int) -> int:
         """Returns how many blocks a sequence of so many tokens holds at once, at most."""
-        return self.window.max_blocks(num_tokens, max(self.speculation.model.step_tokens, LEAST_LONG_TOKENS))
+        return self.window.max_blocks(num_tokens, self._most_tokens)
+
+    @property
+    def _most_tokens(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.speculation.model.step_tokens, LEAST_LONG_TOKENS)
+
+    @property
+    def _columns_at_once(self) -> int:
+        return self.window.columns_at_once(self._most_tokens)
 
     def _add(self, sequence: Sequence) -> None:
         self.sequences[sequence.id] = sequence
@@ -424,7 +434,7 @@ class DecodeScheduler:
 
     def _throttled(self, running: list[Sequence], now: float) -> set[SequenceId]:
         """Returns which of the running sequences, given by rank, are throttled now: none unless blocks are short."""
-        if 2 * self.blocks.num_free >= len(running):
+        if 2 * self.blocks.num_free >= self.window.groups * len(running):
             return set()
         here = self._in(State.PREEMPTED, *_HOLDING)
         return throttled(running, num_unthrottled(here, self.speculation.model.recompute_token_s()), now)
@@ -456,10 +466,10 @@ class DecodeScheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free: what the sequences that have
         blocks need for one more each stays free."""
-        holder, needed = Holder("sequence", sequence.id), self.layout.blocks_for(sequence.num_tokens)
+        holder, groups = Holder("sequence", sequence.id), self.window.groups
         here = self._number(State.RUNNING) + self._number(State.READY) + self._number(State.RECEIVING)
-        max_blocks = self._max_blocks(sequence.num_tokens)
-        if not self.cache.allocate(sequence, needed, holder, holder, leave=here, max_blocks=max_blocks):
+        limit = self._columns_at_once if self.window.size else None
+        if not self.cache.allocate(sequence, holder, holder, leave=here * groups, max_columns=limit):
             return False
         self.prompt_tokens_cached += sequence.prefix_tokens
         return True
@@ -483,8 +493,8 @@ class DecodeScheduler:
     def _resume(self, sequence: Sequence, end: int) -> bool:
         """Allocates blocks for [0, end) of a preempted sequence, cached ones where possible. False if it cannot."""
         self.cache.reuse(sequence, Holder("sequence", sequence.id))
-        new = self._max_blocks(end) - len(sequence.held_blocks)
-        if not self._grow(sequence, min(end, sequence.num_computed + new * self.layout.block_size)):
+        columns = sequence.num_dropped + self._columns_at_once
+        if not self._grow(sequence, min(end, columns * self.layout.block_size)):
             self._release_blocks(sequence)
             return False
         return True
@@ -498,7 +508,7 @@ class DecodeScheduler:
             before = sequence.rank if whole else (sequence.rank[0] + 1, False, 0)
             behind = [s for s in self._ranked(*_HOLDING) if s.rank > before and s.step_id is None]
             holders = {Holder("sequence", s.id) for s in behind}
-            theirs = (block for s in behind for block in s.held_blocks)
+            theirs = (block for s in behind for block in self.cache.held(s))
             if needed > self.blocks.num_free_without(holders, theirs):
                 return False
             while needed > self.blocks.num_free:
@@ -509,8 +519,8 @@ class DecodeScheduler:
     def _extend_for_drafts(self, sequence: Sequence, count: int) -> int:
         """Allocates free blocks for `count` positions after the last token; returns how many of them have blocks."""
         needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
-        self._extend(sequence, min(needed, self.blocks.num_free))
-        return min(count, len(sequence.block_ids) * self.layout.block_size - sequence.num_tokens)
+        self._extend(sequence, min(needed, self.blocks.num_free // self.window.groups * self.window.groups))
+        return min(count, self.layout.positions_in(len(sequence.block_ids)) - sequence.num_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release_blocks(sequence)
@@ -531,11 +541,9 @@ class DecodeScheduler:
     def _kv_arrived(self, sequence: Sequence, num_tokens: int) -> None:
         """Records that KV of the first `num_tokens` positions has arrived. Full blocks are not written any more: they
         become shared and are cached. Doing this only at the end of a long sequence would delay its first step."""
-        size, own = self.layout.block_size, self._incoming_blocks(sequence)
         if num_tokens < sequence.num_tokens:
-            num_tokens -= num_tokens % size
-            own = own[: max(num_tokens // size - sequence.num_computed // size, 0)]
-        if own:
+            num_tokens -= num_tokens % self.layout.block_size
+        if own := self._incoming_blocks(sequence, self.window.columns(num_tokens)):
             self.blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
             sequence.num_computed = num_tokens
             self.cache.store_full_blocks(sequence)
@@ -549,17 +557,19 @@ class DecodeScheduler:
         if sequence.state is State.RECEIVING:
             own = self._incoming_blocks(sequence)
             self.blocks.release(own, Holder("receiving", sequence.id))
-            shared = sequence.block_ids[sequence.num_dropped : len(sequence.block_ids) - len(own)]
+            held = self.cache.held(sequence)
+            shared = held[: len(held) - len(own)]
         else:
             self.cache.store_full_blocks(sequence)
-            shared = sequence.held_blocks + sequence.retired
+            shared = self.cache.held(sequence) + sequence.retired
         self.blocks.release(shared, Holder("sequence", sequence.id))
         sequence.block_ids, sequence.num_computed = (), 0
         sequence.num_dropped, sequence.retired = 0, ()
 
-    def _incoming_blocks(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the blocks of a receiving sequence into which KV is still to be written."""
-        return sequence.block_ids[sequence.num_computed // self.layout.block_size :]
+    def _incoming_blocks(self, sequence: Sequence, columns: int | None = None) -> tuple[int, ...]:
+        """Returns the blocks of a receiving sequence into which KV is still to be written, in the first `columns`."""
+        first, groups = sequence.num_computed // self.layout.block_size, self.window.groups
+        return self.cache.without_null(sequence.block_ids[first * groups : columns and columns * groups])
 
     def check_idle(self) -> None:
         """Checks, in constant time, a scheduler without sequences; does nothing while any is left.
@@ -588,11 +598,12 @@ class DecodeScheduler:
         held: set[tuple[int, Holder]] = set()
         for sequence in self.sequences.values():
             own = self._incoming_blocks(sequence) if sequence.state is State.RECEIVING else ()
-            blocks = sequence.held_blocks + sequence.retired
+            blocks = self.cache.held(sequence) + sequence.retired
             held |= {(b, Holder("receiving" if b in own else "sequence", sequence.id)) for b in blocks}
-            if set(sequence.block_ids[: sequence.num_dropped]) - {self.cache.null_block}:
+            behind = self.window.of_sliding(sequence.block_ids[: sequence.num_dropped * self.window.groups])
+            if set(behind) - {self.cache.null_block}:
                 raise InvariantError(f"{sequence.id} has blocks in its table that it has given back")
-            if sequence.finished or sequence.num_computed > len(sequence.block_ids) * self.layout.block_size:
+            if sequence.finished or sequence.num_computed > self.layout.positions_in(len(sequence.block_ids)):
                 raise InvariantError(f"{sequence.id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
         self.blocks.check_held(held)
         self.speculation.check(self.sequences)

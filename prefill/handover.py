@@ -199,24 +199,25 @@ class SendCounters:
 
 
 class Wire:
-    """The bytes per token that each edge of one link carries."""
+    """The bytes that each edge of one link carries."""
 
     def __init__(self, plans: Iterable[EdgePlan], layout: KVLayout, peer_staging_bytes: int) -> None:
         """`plans` are all edges of the link, `layout` is that of the whole model, `peer_staging_bytes` limits what the
         decode worker can stage for one edge."""
         self.plans = tuple(plans)
         self._peer_staging_bytes = peer_staging_bytes
-        # Per edge: cumulative bytes per token by layer. Every chunk needs them.
+        # Per edge: cumulative bytes per token by layer, of all and of those with a window. Every chunk needs them.
         self._up_to = {plan.key: _bytes_up_to(plan, layout) for plan in self.plans}
 
-    def bytes_on(self, edge: EdgeKey, span: ChunkSpan) -> int:
-        up_to = self._up_to[edge]
-        return (up_to[span.end_layer] - up_to[span.start_layer]) * (span.end - span.start)
+    def bytes_on(self, edge: EdgeKey, span: ChunkSpan, window_start: int = 0) -> int:
+        """Layers with a window carry only the tokens from `window_start` on."""
+        every, sliding = (each[span.end_layer] - each[span.start_layer] for each in self._up_to[edge])
+        return every * (span.end - span.start) - sliding * max(0, min(span.end, window_start) - span.start)
 
     def max_tokens(self, staging_bytes: int) -> int:
         """Returns the longest chunk, in tokens, that fits into staging memory: all edges together into `staging_bytes`
         here, each edge alone into the decode worker's."""
-        sizes = [up_to[-1] for up_to in self._up_to.values()]
+        sizes = [every[-1] for every, _ in self._up_to.values()]
         return min(staging_bytes // sum(sizes), self._peer_staging_bytes // max(sizes))
 
 
@@ -247,6 +248,8 @@ class HandOver:
     # Tokens that are acknowledged on all edges, and the first layers of the tokens after them that are.
     acked_tokens: int = 0
     acked_layers: LayersComputed | None = None
+    # The first position that is sent of layers with a window.
+    window_start: int = 0
     num_chunks: int = 0
     bytes_sent: int = 0
     # The chunk being sent, the edges that still have to send it, and how often it has been sent.
@@ -295,7 +298,9 @@ class HandOver:
         if not 0 <= event.prefix_tokens < total:
             message = f"{worker} accepted {total} tokens and reports {event.prefix_tokens} of them as cached"
             return self._target_failed(TargetFailed(HandoffError(message)), now)
-        first = Window.of(self.limits.layout).num_behind(total) * self.limits.layout.block_size
+        window, layout = Window.of(self.limits.layout), self.limits.layout
+        self.window_start = window.first_position(total)
+        first = 0 if window.full else window.num_behind(total) * layout.block_size
         if event.prefix_tokens < first:
             message = f"{worker} requests KV from position {event.prefix_tokens}; this worker keeps it from {first}"
             return self._target_failed(TargetFailed(HandoffError(message)), now)
@@ -349,13 +354,17 @@ class HandOver:
             return ChunkSpan(self.num_chunks, start, min(computed, start + self._max_tokens()), 0, num_layers)
         if first is None or not 0 < first.end - start <= self._max_tokens():
             return None
-        sizes = [layer.bytes_per_token * (first.end - start) for layer in self.limits.layout.layers]
+        sizes = [
+            layer.bytes_per_token * max(0, first.end - (max(start, self.window_start) if layer.window else start))
+            for layer in self.limits.layout.layers
+        ]
         if not early_layers(sizes, self.limits.section_bytes):  # few bytes: one more message would cost as much
             return None
         early = ChunkSpan(self.num_chunks, start, first.end, 0, first.layers)
         remainder = ChunkSpan(self.num_chunks + 1, start, first.end, first.layers, num_layers)
         wire = self._wire
-        return early if all(wire.bytes_on(plan.key, s) for s in (early, remainder) for plan in wire.plans) else None
+        each = (wire.bytes_on(plan.key, s, self.window_start) for s in (early, remainder) for plan in wire.plans)
+        return early if all(each) else None
 
     def _announced(self, event: SpanAnnounced, now: float) -> list[Action]:
         if self.span is None:
@@ -374,7 +383,7 @@ class HandOver:
             end_token=span.end,
             start_layer=span.start_layer,
             end_layer=span.end_layer,
-            num_bytes=self._wire.bytes_on(edge.key, span),
+            num_bytes=self._wire.bytes_on(edge.key, span, self.window_start),
             edge_generation=edge_generation,
             prefill_rank=edge.prefill_rank,
             decode_rank=edge.decode_rank,
@@ -476,6 +485,7 @@ TABLE: Table = {
 }
 
 
-def _bytes_up_to(plan: EdgePlan, layout: KVLayout) -> tuple[int, ...]:
+def _bytes_up_to(plan: EdgePlan, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     sizes = [plan.of_layers(layer, layer + 1).bytes_per_token(layout) for layer in range(len(layout.layers))]
-    return tuple(itertools.accumulate(sizes, initial=0))
+    sliding = [size if layer.window else 0 for size, layer in zip(sizes, layout.layers, strict=True)]
+    return tuple(itertools.accumulate(sizes, initial=0)), tuple(itertools.accumulate(sliding, initial=0))

@@ -22,10 +22,11 @@ With `plan_ahead` a step may be planned while the one before it computes, so tha
 prompt are known. A sequence then continues where its outstanding row ends, and keeps its blocks until its last row is
 done. A step that neither continues a prompt nor is full is not planned ahead: what arrives meanwhile would miss it.
 
-If all layers have a window, a prompt is given the blocks for its window and the steps under way. It gives back those
-that fall behind the window after each step and is given as many for the next tokens, before any other prompt starts.
-Blocks that nobody else uses when it starts are its share: while it computes on blocks that it shares beyond them, it
-needs none, so of prompts that all wait for a block one can always continue. Only what is sent is pinned.
+In layers with a window, a prompt is given the blocks for its window and the steps under way. It gives back those that
+fall behind the window after each step and is given as many for the next tokens, before any other prompt starts. Blocks
+that nobody else uses when it starts are its share: while it computes on blocks that it shares beyond them, it needs
+none, so of prompts that all wait for a block one can always continue. What it will need in layers without a window
+stays free for it. Only what is sent is pinned.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class PrefillScheduler:
         role; `give_back` false: blocks behind the window are kept, as a reference for tests."""
         self.layout = layout
         blocks = blocks or BlockTable(num_blocks)
-        self.window = Window.of(layout) if give_back else Window(0, layout.block_size)
+        self.window = Window.of(layout, give_back=give_back)
         named = layout.block_size, model_digest
         self.cache = kept.cache if kept else PrefixCache(blocks, *named, enabled=prefix_cache, window=self.window)
         self.blocks = self.cache.blocks
@@ -114,6 +115,7 @@ class PrefillScheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self.plan_ahead = plan_ahead
+        self._columns_at_once = self.window.columns_at_once(self._tokens_under_way)
         # Steps that were planned while another was outstanding.
         self.steps_ahead = 0
         # Outstanding plans, the sequence of each row, and when it was planned, the oldest first: one, or with
@@ -174,7 +176,7 @@ class PrefillScheduler:
             raise DuplicateRequest(f"sequence {request.sequence_id} is already on this worker")
         if not request.num_prefill_tokens:
             raise InvalidRequest("prompt must have at least one token", param="prompt")
-        needed = self._max_blocks(request.num_prefill_tokens)
+        needed = self.window.max_blocks(request.num_prefill_tokens, self._tokens_under_way)
         if needed > self.blocks.num_blocks:
             raise Unavailable(
                 f"a prompt of {request.num_prefill_tokens} tokens needs {needed} KV blocks;"
@@ -197,7 +199,9 @@ class PrefillScheduler:
         starts = {
             s: row.end for plan, sequences, _ in self._outstanding for row, s in zip(plan.rows, sequences, strict=True)
         }
-        short = [s for s in self._running if not self._extend(s)] if self.window.size else []
+        if self.window.size:
+            for sequence in self._running:
+                self._extend(sequence)
         candidates = [
             sequence
             for sequence in (*self._running, *self._waiting)
@@ -210,7 +214,7 @@ class PrefillScheduler:
             candidates = self._ahead(candidates, starts)
         rows: list[Row] = []
         sequences: list[Sequence] = []
-        budget, room = TokenBudget(self.step_tokens), not short
+        budget, room = TokenBudget(self.step_tokens), True
         tokens_here = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting))
         full = bool(self._outstanding) or tokens_here > self.step_tokens
         for sequence in self._by_turn(candidates, starts):
@@ -229,7 +233,7 @@ class PrefillScheduler:
                 if not room:
                     continue
             start = starts.get(sequence, sequence.num_computed)
-            reach = min(sequence.num_tokens, len(sequence.block_ids) * self.layout.block_size)
+            reach = min(sequence.num_tokens, self.layout.positions_in(len(sequence.block_ids)))
             if reach <= start:  # it waits for blocks
                 continue
             end = start + budget.take(sequence, reach - start)
@@ -264,27 +268,34 @@ class PrefillScheduler:
         """Returns how many tokens of a sequence are in no row yet; `starts`: where outstanding rows end."""
         return sequence.num_tokens - starts.get(sequence, sequence.num_computed)
 
-    def _max_blocks(self, num_tokens: int) -> int:
-        """Returns how many blocks a prompt of so many tokens holds at once, at most."""
-        return self.window.max_blocks(num_tokens, self.step_tokens * (STEPS_AHEAD if self.plan_ahead else 1))
+    @property
+    def _tokens_under_way(self) -> int:
+        return self.step_tokens * (STEPS_AHEAD if self.plan_ahead else 1)
 
-    def _extend(self, sequence: Sequence) -> bool:
-        """Allocates as many free blocks as a running sequence has given back and still needs; False if too few are
-        free."""
-        limit, held = self._max_blocks(sequence.num_tokens), len(sequence.held_blocks) + len(sequence.retired)
-        needed = min(self.layout.blocks_for(sequence.num_tokens) - len(sequence.block_ids), limit - held)
+    def _extend(self, sequence: Sequence) -> None:
+        """Allocates as many columns as a running sequence has given back and still needs, or as many as there are free
+        blocks for: then none are left for a prompt to start."""
+        window, has = self.window, len(sequence.block_ids) // self.window.groups
+        limit = sequence.num_dropped - len(sequence.retired) // window.sliding + self._columns_at_once
+        needed = min(window.columns(sequence.num_tokens), limit) - has
         if needed <= 0 or sequence.ending is not None:
-            return True
-        new = self.blocks.allocate(min(needed, self.blocks.num_free), Holder("sequence", sequence.id)) or ()
-        pinned = len(self._to_send(sequence))
-        sequence.block_ids += new
+            return
+        count = min(needed, self.blocks.num_free // window.groups)
+        sequence.block_ids += self.blocks.allocate(count * window.groups, Holder("sequence", sequence.id)) or ()
         if sequence.send_pinned:
-            self.blocks.hold(self._to_send(sequence)[pinned:], Holder("send", sequence.id))
-        return len(new) == needed
+            self.blocks.hold(self._to_send(sequence, has), Holder("send", sequence.id))
 
-    def _to_send(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the blocks of a sequence whose KV a hand-over may send."""
-        return sequence.block_ids[self.window.num_behind(sequence.request.num_prefill_tokens) :]
+    def _promised(self) -> int:
+        """Returns how many free blocks the running sequences will need besides as many as they give back."""
+        window = self.window
+        if not window.full:
+            return 0
+        columns = (window.columns(s.num_tokens) - len(s.block_ids) // window.groups for s in self._running)
+        return window.full * sum(columns)
+
+    def _to_send(self, sequence: Sequence, first_column: int = 0) -> tuple[int, ...]:
+        """Returns the blocks of a sequence whose KV a hand-over may send, in the columns from `first_column` on."""
+        return self.window.needed_from(sequence.request.num_prefill_tokens, sequence.block_ids, first_column)
 
     def _ahead(self, candidates: list[Sequence], starts: Mapping[Sequence, int]) -> list[Sequence]:
         """Returns which candidates to compute after the outstanding step: none unless it continues a prompt or is full.
@@ -331,8 +342,8 @@ class PrefillScheduler:
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free."""
         holder = Holder("sequence", sequence.id)
-        needed, limit = self.layout.blocks_for(sequence.num_tokens), self._max_blocks(sequence.num_tokens)
-        if not self.cache.allocate(sequence, needed, holder, holder, max_blocks=limit):
+        limit = self._columns_at_once if self.window.size else None
+        if not self.cache.allocate(sequence, holder, holder, leave=self._promised(), max_columns=limit):
             return False
         if sequence.send_pinned:
             self.blocks.hold(self._to_send(sequence), Holder("send", sequence.id))
@@ -480,7 +491,7 @@ class PrefillScheduler:
         self._forget(sequence)
 
     def _release_own(self, sequence: Sequence) -> None:
-        self.blocks.release(sequence.held_blocks + sequence.retired, Holder("sequence", sequence.id))
+        self.blocks.release(self.cache.held(sequence) + sequence.retired, Holder("sequence", sequence.id))
         sequence.retired = ()
 
     def _forget(self, sequence: Sequence) -> None:
@@ -491,7 +502,7 @@ class PrefillScheduler:
         """Returns as what a sequence holds which blocks."""
         holds: list[tuple[HolderKind, tuple[int, ...]]] = []
         if sequence.state is State.PREFILLING:
-            holds.append(("sequence", sequence.held_blocks + sequence.retired))
+            holds.append(("sequence", self.cache.held(sequence) + sequence.retired))
         if sequence.send_pinned:
             holds.append(("send", self._to_send(sequence)))
         return holds

@@ -333,7 +333,7 @@ class Sender:
             span = over.next_span()
             if span is None:
                 raise InvariantError(f"the computed KV of {over.sequence.id} is missing")
-            needed = sum(link.wire.bytes_on(plan.key, span) for plan in edges)
+            needed = sum(link.wire.bytes_on(plan.key, span, over.window_start) for plan in edges)
             run.holds_edges = False
             async with self.staging.hold(needed, STAGING_WAIT_S):
                 run.holds_edges = True  # to the end, even if the sequence is aborted
@@ -374,7 +374,7 @@ class Sender:
             # Announced before packing begins, which occupies the core: the peer's reply takes longest.
             posted = await link.announce(chunk, self._edge_timeout_s)
             sending = asyncio.create_task(send(posted), name=f"send {chunk.index}")
-            part = part_of(chunk, plan, over.sequence.block_ids)
+            part = part_of(chunk, plan, over.sequence.block_ids, over.window_start)
             fill = endpoint.fill(part, over.sequence.computed_step, packing_began.set)
             packing = asyncio.create_task(fill, name=f"pack {chunk.index}")
             await asyncio.wait({packing, sending}, return_when=asyncio.FIRST_EXCEPTION)

@@ -256,6 +256,7 @@ def _only_cached(holders: set[Holder]) -> bool:
     return bool(holders)
 
 
+KEY_BYTES = 32
 HINT_BYTES = 8  # as much of a key as routing needs: a collision there only costs a recomputation
 
 
@@ -281,5 +282,5 @@ class KeyChain:
         for first in range(0, len(new), size):
             before = self.keys[-1] if self.keys else b""
             packed = struct.pack(f"<{size}I", *new[first : first + size])
-            self.keys.append(hashlib.blake2b(before + packed, digest_size=32, key=self._root).digest())
+            self.keys.append(hashlib.blake2b(before + packed, digest_size=KEY_BYTES, key=self._root).digest())
         return self.keys[:num_blocks]

@@ -41,15 +41,15 @@ def early_layers(layer_bytes: Sequence[int], section_bytes: int) -> int:
 
 
 def cut_sections(layer_bytes: Sequence[int], section_bytes: int) -> tuple[Section, ...]:
-    """Splits layers of `layer_bytes` each (all positive), whole and in order, into sections of about equal size: at
-    most as many as sections of `section_bytes` each would need."""
+    """Splits layers of `layer_bytes` each, whole and in order, into sections of about equal size, none of them empty:
+    at most as many as sections of `section_bytes` each would need."""
     ends = list(accumulate(layer_bytes))
     total = ends[-1] if ends else 0
     max_sections = -(-total // section_bytes)
     sections: list[Section] = []
     first = start = 0
     for index, end in enumerate(ends):
-        if end * max_sections >= total * (len(sections) + 1):
+        if end > start and end * max_sections >= total * (len(sections) + 1):
             sections.append(Section(first, index + 1, start, end))
             first, start = index + 1, end
     return tuple(sections)
@@ -57,9 +57,10 @@ def cut_sections(layer_bytes: Sequence[int], section_bytes: int) -> tuple[Sectio
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one edge carries of tokens [start_token, end_token) of a sequence whose KV is in `block_ids`: `num_bytes`,
-    in sections, each with a checksum over `identity`, its layers and its bytes. The part has layers [first_layer,
-    last_layer) of those that the edge carries, counted from 0; without `last_layer`, all from `first_layer` on."""
+    """What one edge carries of tokens [start_token, end_token) of a sequence whose block table is `block_ids`:
+    `num_bytes`, in sections, each with a checksum over `identity`, its layers and its bytes. The part has layers
+    [first_layer, last_layer) of those that the edge carries, counted from 0; without `last_layer`, all from
+    `first_layer` on; those with a window only from token `window_start` on."""
 
     block_ids: tuple[int, ...]
     start_token: int
@@ -68,12 +69,14 @@ class Part:
     identity: bytes
     first_layer: int = 0
     last_layer: int | None = None
+    window_start: int = 0
 
 
-def part_of(chunk: Chunk, plan: EdgePlan, block_ids: tuple[int, ...]) -> Part:
+def part_of(chunk: Chunk, plan: EdgePlan, block_ids: tuple[int, ...], window_start: int = 0) -> Part:
     """Returns the part of a chunk that the edge of `plan` carries, from or into `block_ids`."""
     slices = plan.slices_of(chunk.start_layer, chunk.end_layer)
-    return Part(block_ids, chunk.start_token, chunk.end_token, chunk.num_bytes, chunk_identity(chunk), *slices)
+    identity = chunk_identity(chunk)
+    return Part(block_ids, chunk.start_token, chunk.end_token, chunk.num_bytes, identity, *slices, window_start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -48,12 +49,35 @@ def stored_layers(layers: Iterable[LayerKV], kv_dtype: str) -> tuple[LayerKV, ..
     return tuple(replace(layer, dtype=stored_dtype(kv_dtype, layer.dtype)) for layer in layers)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
-    """`layers` are the storages, in the order in which a step writes them."""
+    """`layers` are the storages, in the order in which a step writes them.
+
+    They form groups, so that a layer with a window does not keep blocks as long as one without. A block holds
+    `block_size` positions of one group. A sequence's block table has a column for each `block_size` positions, with one
+    block for each group; as a tuple it is column by column. Groups have equally many places for layers, so that any
+    block can serve any group. There is more than one if some layers, at most half, have no window, and all are alike
+    otherwise: then the first group is that of the layers without a window.
+    """
 
     block_size: int
     layers: tuple[LayerKV, ...]
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each layer: its group, and its place among the layers of the group."""
+        full = [index for index, layer in enumerate(self.layers) if not layer.window]
+        sliding = [index for index, layer in enumerate(self.layers) if layer.window]
+        alike = len({replace(layer, window=0) for layer in self.layers}) == 1
+        if not full or not alike or len(full) > len(sliding):
+            return tuple((0, index) for index in range(len(self.layers)))
+        places = {index: (0, place) for place, index in enumerate(full)}
+        places |= {index: (1 + n // len(full), n % len(full)) for n, index in enumerate(sliding)}
+        return tuple(places[index] for index in range(len(self.layers)))
+
+    @cached_property
+    def groups(self) -> int:
+        return 1 + max((group for group, _ in self.places), default=0)
 
     @property
     def bytes_per_token(self) -> int:
@@ -61,8 +85,15 @@ class KVLayout:
 
     @property
     def bytes_per_block(self) -> int:
-        return self.bytes_per_token * self.block_size
+        """The bytes of a block, with places of its group that no layer has."""
+        if self.groups == 1:
+            return self.bytes_per_token * self.block_size
+        return self.layers[0].bytes_per_token * (1 + max(place for _, place in self.places)) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Returns how many blocks hold `num_tokens` positions; the last may be partly filled."""
-        return -(-num_tokens // self.block_size)
+        """Returns how many blocks a table for `num_tokens` positions has; the last column may be partly filled."""
+        return -(-num_tokens // self.block_size) * self.groups
+
+    def positions_in(self, num_blocks: int) -> int:
+        """Returns how many positions the whole columns of a table of `num_blocks` blocks have."""
+        return num_blocks // self.groups * self.block_size

@@ -97,10 +97,12 @@ class ModelConfig:
         }
 
     def kv_layout(self, block_size: int, dtype: KVDType) -> KVLayout:
-        """Returns the KV cache layout of this model: one attention entry per layer, all KV heads, stored in `dtype`."""
+        """Returns the KV cache layout of this model: one attention entry per layer, all KV heads, stored in `dtype`.
+        Its windows are 0 if only some layers have one: this path computes all layers from one block table."""
+        windows = self.windows if all(self.windows) else (0,) * self.num_layers
         return KVLayout(
             block_size,
-            tuple(LayerKV(self.num_kv_heads, self.head_dim, dtype, window=window) for window in self.windows),
+            tuple(LayerKV(self.num_kv_heads, self.head_dim, dtype, window=window) for window in windows),
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from baton.core.blocks import HINT_BYTES, BlockTable, Holder, KeyChain
+from baton.core.blocks import HINT_BYTES, KEY_BYTES, BlockTable, Holder, KeyChain
 from baton.core.errors import InvariantError
 from baton.core.events import KVCacheEvents
 from baton.core.request import SequenceId
@@ -32,7 +32,8 @@ class KeptBlocks(NamedTuple):
 
 class PrefixCache:
     """With `enabled` false, sequences neither reuse nor store blocks. With a `window`, what is reused of a prefix is
-    what its next token attends to: the null block takes the place of blocks before that."""
+    what its next token attends to: the null block takes the place of blocks before that. A key of a column identifies
+    its block of the first group; those of other groups have the group's number in theirs."""
 
     def __init__(
         self,
@@ -65,34 +66,60 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def match(self, keys: list[bytes], first: int = 0) -> tuple[int, ...]:
-        """Returns the blocks of `keys` from the one at `first` on, in order, as far as they are stored. Hold them
-        before any allocation."""
-        blocks: list[int] = []
-        for index in range(first, len(keys)):
-            block = self._block_of.get(keys[index])
-            if block is None:
-                break
-            blocks.append(block)
-        return tuple(blocks)
+    def match(self, keys: list[bytes]) -> tuple[int, ...]:
+        """Returns the columns of `keys`, in order, as far as all their blocks are stored. Hold them before any
+        allocation."""
+        return self._table(keys, self._run(keys, 0, range(self.window.groups)), 0)
 
-    def _match_window(self, keys: list[bytes]) -> tuple[int, ...]:
-        """Returns the table of the longest prefix of which the blocks within the window of its end are stored."""
-        end = len(keys) if self._block_of else 0
+    def _run(self, keys: list[bytes], first: int, groups: Iterable[int]) -> int:
+        """Returns the first column from `first` on of which a block of `groups` is not stored."""
+        end = max(first, len(keys))
+        for group in groups:
+            for index in range(first, end):
+                if _key_in(group, keys[index]) not in self._block_of:
+                    end = index
+                    break
+        return end
+
+    def _match(self, sequence: Sequence, start: int) -> tuple[int, int]:
+        """Returns how many columns `matching` has, and in how many the null block is in place of blocks of groups with
+        a window."""
+        window, dropped = self.window, start // self.block_size
+        reuses = self.enabled and sequence.reuses_prefix
+        keys = self._keys(sequence, sequence.num_tokens - 1) if reuses else []
+        with_full = self._run(keys, 0, range(window.full)) if window.full else len(keys)
+        sliding = range(window.full, window.groups)
+        if start:
+            columns = self._run(keys, dropped, sliding)
+            return min(columns, with_full) if window.full else columns, dropped
+        if not window.size:
+            return min(with_full, self._run(keys, 0, sliding)), 0
+        # The longest prefix of which the blocks within the window of its end are stored.
+        end = with_full if self._block_of else 0
         for index in range(end - 1, -1, -1):
-            if keys[index] not in self._block_of:
+            if any(_key_in(group, keys[index]) not in self._block_of for group in sliding):
                 end = index
-            elif index <= (first := self.window.num_behind(end * self.block_size)):
-                return (self.null_block,) * first + self.match(keys[:end], first)
-        return ()
+            elif index <= (dropped := window.num_behind(end * self.block_size)):
+                return end, dropped
+        return 0, 0
 
-    def store(self, keys: list[bytes], block_ids: tuple[int, ...]) -> None:
-        """Stores blocks whose KV is complete: `block_ids[i]` holds the tokens that `keys[i]` identifies. A key that is
-        stored already keeps its present block."""
+    def _table(self, keys: list[bytes], columns: int, dropped: int) -> tuple[int, ...]:
+        groups, full = self.window.groups, self.window.full
+        return tuple(
+            self.null_block if index < dropped and group >= full else self._block_of[_key_in(group, keys[index])]
+            for index in range(columns)
+            for group in range(groups)
+        )
+
+    def store(self, keys: list[bytes], block_ids: tuple[int, ...], first_whole: int = 0) -> None:
+        """Stores blocks whose KV is complete: column i of `block_ids` holds the tokens that `keys[i]` identifies, and
+        only from `first_whole` on in groups with a window. A key that is stored already keeps its present block."""
         new: dict[bytes, int] = {}
-        for key, block in zip(keys, block_ids, strict=True):
-            if key not in self._block_of:
-                new.setdefault(key, block)
+        columns = (block_ids[at : at + self.window.groups] for at in range(0, len(block_ids), self.window.groups))
+        for index, (column_key, column) in enumerate(zip(keys, columns, strict=True)):
+            for group, block in enumerate(column if index >= first_whole else column[: self.window.full]):
+                if (key := _key_in(group, column_key)) not in self._block_of and block != self.null_block:
+                    new.setdefault(key, block)
         self.blocks.hold(new.values(), CACHE)
         for key, block in new.items():
             self._block_of[key] = block
@@ -108,10 +135,11 @@ class PrefixCache:
 
     def drop_blocks_of(self, sequence: Sequence) -> None:
         """Removes the blocks of a sequence from the cache, also those that it has given back."""
-        self.drop(sequence.held_blocks)
+        self.drop(self.held(sequence))
         if sequence.num_dropped:
             keys = self._keys(sequence, sequence.num_dropped * self.block_size)
-            self.drop([block for key in keys if (block := self._block_of.get(key)) is not None])
+            all_keys = [_key_in(group, key) for key in keys for group in range(self.window.groups)]
+            self.drop([block for key in all_keys if (block := self._block_of.get(key)) is not None])
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block)
@@ -120,6 +148,8 @@ class PrefixCache:
         self._count(key, -1)
 
     def _count(self, key: bytes, change: int) -> None:
+        if len(key) > KEY_BYTES:  # of a further group
+            return
         hint = key[:HINT_BYTES]
         self._hints[hint] = self._hints.get(hint, 0) + change
         if not self._hints[hint]:
@@ -152,57 +182,72 @@ class PrefixCache:
     # What sequences reuse and store.
 
     def matching(self, sequence: Sequence, start: int = 0) -> tuple[int, ...]:
-        """Returns the cached blocks that hold the first tokens of a sequence; with `start` those from that position
-        on, behind the null block. Its last token is never included: that token is computed (or sent) again in any
-        case, and needs a block that is not shared."""
-        dropped = start // self.block_size
-        if not self.enabled or not sequence.reuses_prefix:
-            return (self.null_block,) * dropped
-        keys = self._keys(sequence, sequence.num_tokens - 1)
-        if self.window.size and not start:
-            return self._match_window(keys)
-        return (self.null_block,) * dropped + self.match(keys, dropped)
+        """Returns the cached columns that hold the first tokens of a sequence; with `start`, in groups with a window,
+        those from that position on, behind the null block. Its last token is never included: that token is computed (or
+        sent) again in any case, and needs a block that is not shared."""
+        return self._matching(sequence, *self._match(sequence, start))
+
+    def _matching(self, sequence: Sequence, columns: int, dropped: int) -> tuple[int, ...]:
+        return self._table(self._keys(sequence, columns * self.block_size), columns, dropped)
 
     def num_matching_tokens(self, sequence: Sequence) -> int:
         """Returns how many positions `matching` covers now."""
-        return len(self.matching(sequence)) * self.block_size
+        return self._match(sequence, 0)[0] * self.block_size
+
+    def held(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the blocks of a sequence's table, without the null block."""
+        return self.without_null(sequence.block_ids) if sequence.num_dropped else sequence.block_ids
+
+    def without_null(self, table: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(block for block in table if block != self.null_block)
 
     def reuse(self, sequence: Sequence, shared: Holder, start: int = 0) -> None:
         """Assigns the blocks of `matching` to the sequence, which has none, with `shared` as a further holder. Their
-        positions, and those before `start`, count as computed."""
-        sequence.block_ids = blocks = self.matching(sequence, start)
-        sequence.num_dropped = blocks.count(self.null_block)
-        self.blocks.hold(sequence.held_blocks, shared)
-        sequence.num_computed = sequence.prefix_tokens = max(start, len(blocks) * self.block_size)
-        sequence.num_offered = -(-sequence.num_computed // self.block_size)
+        positions, and those before `start` if no group needs them, count as computed."""
+        columns, dropped = self._match(sequence, start)
+        self._assign(sequence, self._matching(sequence, columns, dropped), dropped, shared, start)
+
+    def _assign(self, sequence: Sequence, table: tuple[int, ...], dropped: int, shared: Holder, start: int) -> None:
+        sequence.block_ids, sequence.num_dropped = table, dropped
+        self.blocks.hold(self.held(sequence), shared)
+        covered = len(table) // self.window.groups * self.block_size
+        sequence.num_computed = sequence.prefix_tokens = covered if self.window.full else max(start, covered)
+        sequence.num_offered = self.window.columns(sequence.num_computed)
+        sequence.first_whole = self.window.columns(start)
 
     def allocate(
         self,
         sequence: Sequence,
-        num_blocks: int,
         shared: Holder,
         own: Holder,
         *,
         leave: int = 0,
         start: int = 0,
-        max_blocks: int | None = None,
+        max_columns: int | None = None,
     ) -> bool:
-        """Assigns a table of `num_blocks` blocks to the sequence: those of `matching`, as `reuse` does, and free ones
-        held by `own`. With `max_blocks` the table is shorter: it has at most so many blocks that no other sequence uses
-        now. Assigns none and returns False if fewer than `leave` blocks would stay free."""
-        cached = self.matching(sequence, start)
-        needed, free = num_blocks - len(cached), self.blocks.num_free_besides(cached)
-        if max_blocks is not None:
-            idle = self.blocks.num_free - free
-            unshared = idle + cached.count(self.null_block) == len(cached)
-            needed = min(needed, max_blocks - idle if unshared else max_blocks)
-        if needed + leave > free:
+        """Assigns a table for all its tokens to the sequence: the columns of `matching`, as `reuse` does, and free
+        blocks held by `own`. With `max_columns` the table is shorter: it has at most so many columns whose blocks, in
+        groups with a window, no other sequence uses now. Assigns none and returns False if fewer than `leave` blocks
+        would stay free, besides those that groups without a window need for columns that it lacks."""
+        window, (matched, dropped) = self.window, self._match(sequence, start)
+        cached, columns = self._matching(sequence, matched, dropped), window.columns(sequence.num_tokens)
+        new = columns - matched
+        if max_columns is not None:
+            sliding = self.without_null(window.of_sliding(cached))
+            idle = self.blocks.num_free - self.blocks.num_free_besides(sliding) == len(sliding)
+            new = min(new, max_columns - max(matched - dropped, 0) if idle else max_columns)
+        in_window = min(new, max(matched + new - dropped, 0))
+        needed = window.full * new + window.sliding * in_window
+        later = window.full * (columns - matched - new)
+        if needed + later + leave > self.blocks.num_free_besides(self.without_null(cached)):
             return False
-        self.reuse(sequence, shared, start)
-        new = self.blocks.allocate(needed, own)
-        if new is None:
+        self._assign(sequence, cached, dropped, shared, start)
+        allocated = self.blocks.allocate(needed, own)
+        if allocated is None:
             raise InvariantError(f"{needed} blocks for {sequence.id} could not be allocated: {self.blocks!r}")
-        sequence.block_ids += new
+        behind, nulls = new - in_window, (self.null_block,) * window.sliding  # then `full` is 1
+        first = tuple(entry for block in allocated[:behind] for entry in (block, *nulls))
+        sequence.block_ids += first + allocated[behind:]
         return True
 
     def store_full_blocks(self, sequence: Sequence) -> None:
@@ -211,7 +256,8 @@ class PrefixCache:
             return
         # Draft tokens after the token that ended the sequence may count as computed.
         keys = self._keys(sequence, min(sequence.num_computed, sequence.num_tokens))
-        self.store(keys[sequence.num_offered :], sequence.block_ids[sequence.num_offered : len(keys)])
+        first, groups = sequence.num_offered, self.window.groups
+        self.store(keys[first:], sequence.block_ids[first * groups : len(keys) * groups], sequence.first_whole - first)
         sequence.num_offered = len(keys)
 
     def give_back(self, sequence: Sequence, holder: Holder) -> None:
@@ -224,10 +270,13 @@ class PrefixCache:
             return
         if not sequence.kv_suspect:
             self.store_full_blocks(sequence)
-        sequence.retired = sequence.block_ids[dropped:behind]
-        sequence.block_ids = (self.null_block,) * behind + sequence.block_ids[behind:]
+        groups, table = self.window.groups, sequence.block_ids
+        columns = table[dropped * groups : behind * groups]
+        sequence.retired = self.window.of_sliding(columns)
+        kept = (b if index % groups < self.window.full else self.null_block for index, b in enumerate(columns))
+        sequence.block_ids = (*table[: dropped * groups], *kept, *table[behind * groups :])
         sequence.num_dropped = behind
-        self.blocks_given_back += behind - dropped
+        self.blocks_given_back += len(sequence.retired)
         if sequence.step_id is None:
             self.blocks.release(sequence.retired, holder)
             sequence.retired = ()
@@ -263,6 +312,11 @@ class PrefixCache:
             raise InvariantError(
                 f"prefix cache: holds {self.blocks.held_by(CACHE)}, but has keys for {sorted(self._key_of)}"
             )
-        hints = [key[:HINT_BYTES] for key in self._block_of]
+        hints = [key[:HINT_BYTES] for key in self._block_of if len(key) == KEY_BYTES]
         if sum(self._hints.values()) != len(hints) or set(hints) != set(self._hints):
             raise InvariantError("prefix cache: hints do not match its keys")
+
+
+def _key_in(group: int, column_key: bytes) -> bytes:
+    """Returns the key of a column's block of one group."""
+    return column_key + group.to_bytes(2, "little") if group else column_key

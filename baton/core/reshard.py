@@ -61,7 +61,21 @@ class EdgePlan:
 
     def bytes_per_token(self, layout: KVLayout) -> int:
         """Returns how many bytes the edge carries per token of a whole model's `layout`."""
-        return sum(replace(layout.layers[s.layer], num_kv_heads=s.count).bytes_per_token for s in self.slices)
+        return sum(self._bytes_by_window(layout))
+
+    def num_bytes(self, layout: KVLayout, start: int, end: int, window_start: int) -> int:
+        """Returns how many bytes the edge carries of tokens [start, end), in layers with a window only from
+        `window_start` on."""
+        full, sliding = self._bytes_by_window(layout)
+        return full * (end - start) + sliding * max(0, end - max(start, window_start))
+
+    def _bytes_by_window(self, layout: KVLayout) -> tuple[int, int]:
+        """Returns how many bytes per token it carries of layers without a window, and of those with one."""
+        totals = [0, 0]
+        for s in self.slices:
+            layer = layout.layers[s.layer]
+            totals[layer.window > 0] += replace(layer, num_kv_heads=s.count).bytes_per_token
+        return totals[0], totals[1]
 
 
 def even_share(total: int, tp: int, counted: str) -> int:

@@ -81,7 +81,8 @@ class Sequence:
     # Positions whose KV is in the blocks.
     num_computed: int = 0
     block_ids: tuple[int, ...] = ()
-    # Blocks, from the first on, that are behind the window (baton.core.window): the null block is in their place.
+    # Columns of the table, from the first on, that are behind the window (baton.core.window): the null block is in the
+    # place of their blocks of groups with a window.
     num_dropped: int = 0
     # Dropped blocks that an outstanding step still has in its table.
     retired: tuple[int, ...] = ()
@@ -98,8 +99,10 @@ class Sequence:
     reuses_prefix: bool = True
     # Positions that were in the cache when it last got blocks.
     prefix_tokens: int = 0
-    # Blocks, from the first on, that have been offered to the cache.
+    # Columns, from the first on, that have been offered to the cache.
     num_offered: int = 0
+    # Columns before this one may begin before what was received in groups with a window.
+    first_whole: int = 0
 
     # The worker's end of its hand-over: prefill.handover.HandOver or decode.handover.HandOver, known to the tier alone.
     hand_over: object = None
@@ -151,11 +154,6 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.request.prompt) + len(self.output)
-
-    @property
-    def held_blocks(self) -> tuple[int, ...]:
-        """The blocks of its table, without the null block."""
-        return self.block_ids[self.num_dropped :] if self.num_dropped else self.block_ids
 
     @property
     def num_uncomputed(self) -> int:

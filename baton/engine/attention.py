@@ -154,7 +154,7 @@ class FastAttention:
         firsts: list[int] = []
         for span in spans:
             first = self._first_block(span, reach)
-            own = span.block_ids[first : -(-span.end // size)]
+            own = span.blocks(first, -(-span.end // size))
             blocks += [*own, *[self._zero_block] * (width - len(own))]
             firsts.append(first * size)
         one = len(spans) == 1

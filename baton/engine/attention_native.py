@@ -18,19 +18,22 @@ from baton.engine.batch import RowSpan
 from baton.engine.kernels.native import AttentionShape, Kernels
 
 _LARGEST_HEAD = 1024
+KEYS = 64  # of a block in attention.h
 
 
 class _Prepared:
-    """The rows of a step as a kernel reads them, and, if needed, as FastAttention does."""
+    """The rows of a step as a kernel reads them, and, if needed, as FastAttention does. A kernel reads keys from a
+    multiple of KEYS on, so blocks before that are left out."""
 
-    def __init__(self, fast: FastAttention, spans: Sequence[RowSpan], window: int, chunk: int) -> None:
+    def __init__(self, fast: FastAttention, spans: Sequence[RowSpan], window: int, chunk: int, block_size: int) -> None:
         self._fast, self._spans, self.window, self.chunk = fast, spans, window, chunk
         self.count = len(spans)
         blocks = array("q")
         places = []
         for span in spans:
-            places.append(len(blocks))
-            blocks.extend(span.block_ids)
+            first = max(0, span.start - window + 1) // KEYS * KEYS // block_size if window else 0
+            places.append(len(blocks) - first)
+            blocks.extend(span.blocks(first, -(-span.end // block_size)))
         self._blocks = blocks
         at = blocks.buffer_info()[0]
         self.rows = array("q")
@@ -50,7 +53,7 @@ class NativeAttention:
         self.calls = 0
 
     def prepare(self, spans: Sequence[RowSpan], window: int, chunk: int = 0) -> _Prepared:
-        return _Prepared(self._fast, spans, window, chunk)
+        return _Prepared(self._fast, spans, window, chunk, self._block_size)
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, prepared: _Prepared, scores: Scores = PLAIN_SCORES

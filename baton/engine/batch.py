@@ -30,16 +30,23 @@ _FEW = 100  # numbers that Python compares as fast as numpy
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """One row in the packed batch: packed index `first`, absolute positions [start, end), the sequence's blocks."""
+    """One row in the packed batch: packed index `first`, absolute positions [start, end), the sequence's table. Of its
+    columns, of `groups` blocks, layers of one `group` read their own."""
 
     first: int
     start: int
     end: int
     block_ids: tuple[int, ...]
+    group: int = 0
+    groups: int = 1
 
     @property
     def length(self) -> int:
         return self.end - self.start
+
+    def blocks(self, first: int, last: int) -> tuple[int, ...]:
+        """Returns the group's blocks in columns [first, last)."""
+        return self.block_ids[first * self.groups + self.group : last * self.groups : self.groups]
 
 
 def packed_tokens(spans: Sequence[RowSpan], device: torch.device) -> slice | Tensor:
@@ -76,6 +83,7 @@ class Batch:
     block_ids: Ints
     block_size: int
     device: torch.device
+    groups: int = 1
     num_scored: int = 0
     device_tokens: Tensor | None = None
 
@@ -113,9 +121,13 @@ class Batch:
 
     @cached_property
     def spans(self) -> tuple[RowSpan, ...]:
-        firsts = self.firsts.tolist()
+        return self.spans_of(0)
+
+    def spans_of(self, group: int) -> tuple[RowSpan, ...]:
+        """The rows as layers of one group of the KV read them."""
         return tuple(
-            RowSpan(first, row.start, row.end, row.block_ids) for first, row in zip(firsts, self.rows, strict=True)
+            RowSpan(first, row.start, row.end, row.block_ids, group, self.groups)
+            for first, row in zip(self.firsts.tolist(), self.rows, strict=True)
         )
 
     @cached_property
@@ -129,8 +141,13 @@ class Batch:
     @cached_property
     def slots(self) -> Tensor:
         """[T] the slot for the KV of each token: block id * block_size + offset."""
+        return self.slots_of(0)
+
+    def slots_of(self, group: int) -> Tensor:
+        """[T] the slots of one group of layers."""
         positions = self._positions
-        indexes = np.repeat(self._column(3), self.lengths) + positions // self.block_size
+        columns = positions // self.block_size
+        indexes = np.repeat(self._column(3), self.lengths) + columns * self.groups + group
         slots = self.block_ids[indexes] * self.block_size + positions % self.block_size
         return to_device(torch.from_numpy(slots), self.device)
 
@@ -156,15 +173,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """The limits that each row must respect."""
+    """The limits that each row must respect. A column of a table has `groups` blocks."""
 
     block_size: int
     num_blocks: int
     vocab_size: int
     max_model_len: int
+    groups: int = 1
 
     def new_tables(self, lines: int = LINES) -> BlockTables:
-        return BlockTables(-(-self.max_model_len // self.block_size), self.num_blocks, lines)
+        return BlockTables(-(-self.max_model_len // self.block_size) * self.groups, self.num_blocks, lines)
 
 
 def make_batch(
@@ -206,6 +224,7 @@ def make_batch(
         block_ids=tables.array.reshape(-1),
         block_size=limits.block_size,
         device=device,
+        groups=limits.groups,
         num_scored=len(scored),
     )
 
@@ -259,7 +278,8 @@ def _check_row(row: Row, limits: RowLimits) -> None:
         raise InvariantError(f"{row.sequence_id}: {row.num_sampled} samples of {length} tokens")
     if row.scored and (len(row.scored) > length or max(row.scored) >= limits.vocab_size):
         raise InvariantError(f"{row.sequence_id}: invalid tokens to score: {len(row.scored)} in a row of {length}")
-    if len(row.block_ids) * limits.block_size < end:
+    groups, column = limits.groups, row.start // limits.block_size
+    if len(row.block_ids) // groups * limits.block_size < end:
         raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {end} positions")
-    if row.block_ids[row.start // limits.block_size] == limits.num_blocks:
+    if limits.num_blocks in row.block_ids[column * groups : (column + 1) * groups]:
         raise InvariantError(f"{row.sequence_id}: its block at position {row.start} was given back")

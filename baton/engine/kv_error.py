@@ -55,8 +55,8 @@ def measure_kv_error(runner: Runner, wide: Runner) -> KVError | None:
     """Compares the logits of random tokens of a runner whose KV is in FP8 with those of one that computes the same
     model with KV in the dtype of its computation. Writes KV into blocks that no sequence owns yet; a small pool
     shortens the sequence. Every rank calls it; only the leader gets a result."""
-    size = runner.layout.block_size
-    length = min(TOKENS, runner.max_model_len, runner.max_num_tokens, *(r.num_blocks * size for r in (runner, wide)))
+    positions = (runner.layout.positions_in(r.num_blocks) for r in (runner, wide))
+    length = min(TOKENS, runner.max_model_len, runner.max_num_tokens, *positions)
     vocabulary, generator = runner.model_config.vocab_size, random.Random(0)
     tokens = tuple(generator.randrange(vocabulary) for _ in range(length))
     blocks = tuple(range(runner.layout.blocks_for(length)))
@@ -64,6 +64,11 @@ def measure_kv_error(runner: Runner, wide: Runner) -> KVError | None:
     logits, expected = (each.step_logits(StepPlan(0, (row,)))[0] for each in (runner, wide))
     if not runner.group.leads:
         return None
-    stored = [cache[: len(blocks)].flatten(0, 1)[:length] for pair in wide.kv.layers for cache in pair]
+    groups, places = wide.layout.groups, wide.layout.places
+    stored = [
+        cache[list(blocks[group::groups])].flatten(0, 1)[:length]
+        for (group, _), pair in zip(places, wide.kv.layers, strict=True)
+        for cache in pair
+    ]
     beyond = sum(int((cache.abs() > FP8_MAX).sum()) for cache in stored)
     return KVError(median_error(logits, expected), beyond / sum(cache.numel() for cache in stored))

@@ -51,7 +51,7 @@ def load(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 class KVPool:
     """K and V of every layer, in blocks: `layers[i]` is (K, V), [num_blocks, block_size, kv_heads, head_dim] and
-    [..., value_dim].
+    [..., value_dim]. Layers with the same place in their groups have the same tensors, and different blocks of these.
 
     Blocks 0..num_blocks-1 belong to the scheduler. One more block, initially zeros, follows them in the same storage;
     padded block tables point to it (`zero_block`), as do those of sequences for blocks that they have given back, and
@@ -66,8 +66,10 @@ class KVPool:
         self.device = device
         self.num_blocks = num_blocks
         self.zero_block = num_blocks
-        self.storage: list[tuple[Tensor, Tensor]] = []
-        for layer in layout.layers:
+        at_places: dict[int, tuple[Tensor, Tensor]] = {}
+        for (_, place), layer in zip(layout.places, layout.layers, strict=True):
+            if place in at_places:
+                continue
             shape, dtype = (num_blocks + 1, layout.block_size, layer.num_kv_heads), getattr(torch, layer.dtype)
             try:
                 keys, values = (
@@ -78,9 +80,10 @@ class KVPool:
                 gib = num_blocks * layout.bytes_per_block / (1 << 30)
                 raise StartupError(f"{device}: cannot allocate {gib:.4g} GiB for KV; lower --kv-memory-gib") from None
             keys[self.zero_block], values[self.zero_block] = 0, 0
-            self.storage.append((keys, values))
+            at_places[place] = keys, values
+        self.storage = [at_places[place] for _, place in layout.places]
         self.layers = [(keys[:num_blocks], values[:num_blocks]) for keys, values in self.storage]
-        tensors = [tensor for pair in self.storage for tensor in pair]
+        tensors = [tensor for pair in at_places.values() for tensor in pair]
         self.pages = PagePrefaulter(tensors, num_blocks) if device.type == "cpu" else None
 
     def expect(self, block_ids: Sequence[int], *, ahead: bool = True) -> None:

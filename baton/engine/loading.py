@@ -183,8 +183,8 @@ def load_runner(
     grammars = None
     if group.leads and tensors is None:
         grammars = Grammars.load(options.model_dir, config.vocab_size)
-    slides = Window.of(facts.layout).size > 0  # then a sequence may be longer than the pool
-    runner, computing = make_runner(kv, longest if slides else kv.num_blocks * options.block_size, grammars)
+    held = Window.of(facts.layout).max_tokens(kv.num_blocks, 1)  # more than the pool has if all layers have a window
+    runner, computing = make_runner(kv, held, grammars)
     if computing.prepare is not None:
         with _stage("capture", on_stage):
             computing.prepare()
@@ -198,14 +198,14 @@ def load_runner(
     if kv_dtype != dtype:
         unrounded = local_layout(in_dtype, ranks.size, ranks.rank)
         few = max(num_blocks(unrounded), unrounded.blocks_for(KV_ERROR_TOKENS))
-        wide, _ = make_runner(KVPool(unrounded, few, device), few * options.block_size)
+        wide, _ = make_runner(KVPool(unrounded, few, device), unrounded.positions_in(few))
     if isinstance(config, GeneralConfig):
         with _stage("self-check", on_stage), torch.no_grad():
             check_against_reference(wide, model.reference)
             if dtype != "float32":
                 layers = tuple(replace(layer, dtype="float32") for layer in local.layers)
                 pool = KVPool(KVLayout(options.block_size, layers), num_blocks(local), device)
-                checked, _ = make_runner(pool, pool.num_blocks * options.block_size, computed="float32")
+                checked, _ = make_runner(pool, pool.layout.positions_in(pool.num_blocks), computed="float32")
                 check_in_float32(checked, model.reference, model.in_float32())
     if wide is not runner:
         with _stage("kv error", on_stage), torch.no_grad():

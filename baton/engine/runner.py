@@ -109,7 +109,9 @@ class Runner:
         self._propose = computing.propose
         self._compute_in_two = computing.compute_in_two
         self._first_layers: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
-        self._limits = RowLimits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
+        self._limits = RowLimits(
+            kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len, kv.layout.groups
+        )
         self._tables = computing.tables or self._limits.new_tables()
         self.max_num_tokens = options.max_num_tokens
         self._min_tokens = computing.min_tokens
@@ -195,7 +197,7 @@ class Runner:
             raise InvariantError(f"step {plan.step_id}: {self.kernels} do not support drafting in one call")
         batch = self._batch(plan)
         for row, count in zip(plan.rows, counts, strict=True):
-            reach = min(len(row.block_ids) * self.layout.block_size, self.max_model_len)
+            reach = min(self.layout.positions_in(len(row.block_ids)), self.max_model_len)
             if row.num_sampled != (count > 0) or row.end + count - 1 > reach:
                 raise InvariantError(
                     f"{row.sequence_id}: cannot draft {count} tokens after {row.end} of {reach} positions"
@@ -222,8 +224,8 @@ class Runner:
         self.launches.check(plan, draft_tokens)  # before followers receive a plan and would wait for its tokens
         if self._announce is not None:
             self._announce(plan.to_compute())
-        # The last block of a row is its newest, so it may have the highest id so far.
-        self.kv.expect([row.block_ids[-1] for row in plan.rows])
+        # The last column of a row is its newest, so it may have the highest id so far.
+        self.kv.expect([block for row in plan.rows for block in row.block_ids[-self.layout.groups :]])
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size)), None
         if any(row.pooling for row in batch.rows):

@@ -59,14 +59,12 @@ def check_against_reference(
     """Raises StartupError, on the leader, if logits over pages differ from those of `reference`, of tokens [T] ->
     [T, vocab]. Every rank calls it. Writes KV into blocks that no sequence owns yet; a small pool shortens the
     sequences."""
-    generator, size, tolerance = (
-        random.Random(0),
-        runner.layout.block_size,
-        _TOLERANCE[runner.kv.layout.layers[0].dtype],
-    )
-    length = min(_LENGTH, runner.max_model_len, runner.max_num_tokens // 2, runner.num_blocks // _SEQUENCES * size)
+    generator, tolerance = random.Random(0), _TOLERANCE[runner.kv.layout.layers[0].dtype]
+    positions = runner.layout.positions_in(runner.num_blocks // _SEQUENCES)
+    length = min(_LENGTH, runner.max_model_len, runner.max_num_tokens // 2, positions)
     if length < 4:
-        raise StartupError(f"the self-check needs 16 KV blocks, not {runner.num_blocks}: raise --kv-memory-gib")
+        needed = 16 * runner.layout.groups
+        raise StartupError(f"the self-check needs {needed} KV blocks, not {runner.num_blocks}: raise --kv-memory-gib")
     tokens, mate = (
         [generator.randrange(runner.model_config.vocab_size) for _ in range(n)]
         for n in (length, min(_MATE_LENGTH, length))

@@ -42,8 +42,8 @@ def check_exact(block_size: int, dtype: str, kernels: Kernels | None, kernels_na
 def prove_row_invariance(step_logits: StepLogits, kv: KVPool, vocab_size: int, max_len: int, max_tokens: int) -> None:
     """Raises StartupError if a row's bits depend on what it is computed with. Writes KV into blocks that no sequence
     owns yet; a small pool or step budget shortens the sequences."""
-    size = kv.layout.block_size
-    length = min(_LENGTH, max_len, max_tokens // 3, max(1, (kv.num_blocks - 4 * len(_MATE_LENGTHS)) // 3) * size)
+    size, columns = kv.layout.block_size, kv.num_blocks // kv.layout.groups
+    length = min(_LENGTH, max_len, max_tokens // 3, max(1, (columns - 4 * len(_MATE_LENGTHS)) // 3) * size)
     if length <= _LAST:
         raise StartupError("exact mode: the KV pool is too small for its self-test")
     generator = random.Random(0)
@@ -67,8 +67,10 @@ def prove_row_invariance(step_logits: StepLogits, kv: KVPool, vocab_size: int, m
         parts += step_logits(StepPlan(len(parts) + 1, (_row(tokens, start, count, alone, sampled),)))
         start += count
     for layer, tensors in enumerate(kv.layers):
+        own = slice(kv.layout.places[layer][0], None, kv.layout.groups)  # of each column
         for name, cache in zip(("keys", "values"), tensors, strict=True):
-            _compare(f"{name} of layer {layer}", _piece(cache, batched, length), _piece(cache, alone, length))
+            pieces = (_piece(cache, blocks[own], length) for blocks in (batched, alone))
+            _compare(f"{name} of layer {layer}", *pieces)
     _compare("logits", together, torch.cat(parts))
 
 

@@ -10,7 +10,7 @@ This module imports transformers, which takes seconds: only a worker that comput
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -144,21 +144,23 @@ class _Step:
     def __init__(
         self,
         recorded: Recorded,
-        slots: Tensor,
+        slots: Sequence[Tensor],
         kv: KVPool,
         attention: AnyAttention,
-        prepared: Mapping[Reach, Any],
+        prepared: Mapping[tuple[int, Reach], Any],
     ) -> None:
+        """`slots` [T] by group of the KV, `prepared` by group and reach."""
         self._recorded, self._slots, self._kv = recorded, slots, kv
+        self._groups = [group for group, _ in kv.layout.places]
         self._attention, self._prepared = attention, prepared
         self._updates = self._calls = 0
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
-        storage = self._kv.storage[self._updates]
+        storage, slots = self._kv.storage[self._updates], self._slots[self._groups[self._updates]]
         self._updates += 1
         for tensor, new in zip(storage, (keys, values), strict=True):
-            stored = new[0].transpose(0, 1)[: len(self._slots)]
-            store(tensor, self._slots, stored.reshape(-1, *tensor.shape[2:]))
+            stored = new[0].transpose(0, 1)[: len(slots)]
+            store(tensor, slots, stored.reshape(-1, *tensor.shape[2:]))
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
@@ -167,7 +169,7 @@ class _Step:
         self._calls += 1
         if call.reach is None:
             raise InvariantError("a mask was not evaluated")
-        prepared = self._prepared[call.reach]
+        prepared = self._prepared[self._groups[call.source], call.reach]
         keys, values = (each.view(*each.shape[:2], call.kv_heads, -1) for each in self._kv.storage[call.source])
         scores = Scores(call.scale, call.softcap, options.get("s_aux"))
         queries = query[0].transpose(0, 1)
@@ -214,7 +216,6 @@ class TransformersModel:
         self._model, self._vocab_size, self._group = model, vocab_size, group
         self.bytes_read = parameter_bytes(model, mxfp4)
         self.recorded = record(model, longest)
-        self.windows: Iterable[Reach] = dict.fromkeys(c.reach for c in self.recorded.calls if c.reach is not None)
         self.steps = 0  # computed over pages
         self.by_kernels: KernelModules | None = None
         if kernels is not None:
@@ -229,8 +230,13 @@ class TransformersModel:
     def forward(self, batch: Batch, kv: KVPool, attention: AnyAttention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]."""
-        prepared = {reach: attention.prepare(batch.spans, reach.window, reach.chunk) for reach in self.windows}
-        step = _Step(self.recorded, batch.slots, kv, attention, prepared)
+        reads = [(kv.layout.places[c.source][0], c.reach) for c in self.recorded.calls if c.reach is not None]
+        prepared = {
+            (group, reach): attention.prepare(batch.spans_of(group), reach.window, reach.chunk)
+            for group, reach in dict.fromkeys(reads)
+        }
+        slots = [batch.slots_of(group) for group in range(kv.layout.groups)]
+        step = _Step(self.recorded, slots, kv, attention, prepared)
         before = batch.positions - torch.arange(len(batch.token_ids), device=kv.device)
         with (not self._is_float32 and self._products) or nullcontext():
             logits = _run(self._model, step, before, batch.tokens, batch.positions, batch.sampled)

@@ -187,8 +187,9 @@ def _local_endpoints(runner: Runner, options: EngineOptions, ranks: Ranks) -> Lo
     expect = partial(runner.kv.expect, ahead=False)
     behind = runner.marks.order_behind
     gpus = local_gpus(ranks.local_size) if kind == "nccl" else ()
+    layout = runner.layout
     return LocalEndpoints(
-        layers, runner.layout.block_size, options.host, kind, expect, buffers, order_behind=behind, gpus=gpus
+        layers, layout.block_size, options.host, kind, expect, buffers, order_behind=behind, gpus=gpus, layout=layout
     )
 
 

@@ -17,11 +17,12 @@ import torch
 
 from baton.core.edge_orders import SECTION_BYTES, Part
 from baton.core.errors import HandoffError
+from baton.core.kv_layout import KVLayout
 from baton.core.reshard import EdgePlan
 from baton.transfer.edge import EdgeSpec, Side, allocator, buffer_device, make_edge
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.sections import Packing, Storing, device_checksum
-from baton.transfer.staging import Layers, PagedLayers, locate, pack, unpack
+from baton.transfer.staging import Kind, Layers, PagedLayers, locate, pack, unpack
 from baton.transfer.staging_buffers import StagingBuffers, pinned_buffer
 from baton.transfer.streams import finish, own_stream
 
@@ -77,6 +78,11 @@ class MakeEndpoint(Protocol):
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEndpoint: ...
 
 
+def kinds_of(layout: KVLayout) -> tuple[Kind, ...]:
+    """Returns the kind of each layer."""
+    return tuple(Kind(group, layer.window > 0) for (group, _), layer in zip(layout.places, layout.layers, strict=True))
+
+
 def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
     """Returns the parts of one rank's (K, V) caches that an edge carries, in wire order."""
     views = []
@@ -89,10 +95,11 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
 
 class LocalEndpoints:
     """Makes endpoints in this process: over its rank's `layers` in blocks of `block_size`, bound to its own address
-    `host`. `expect` is called with the blocks of a sequence that is being received. All endpoints share `buffers`; with
-    None no buffer is kept between transfers. Both sides of an edge must have the same `section_bytes`, or the first
-    transfer fails. `order_behind(step)` is called on an edge's thread before it reads KV and orders the thread's later
-    work after that step. `gpus`: see `MakeEndpoint`."""
+    `host`. Without a `layout` all layers are of one group, without a window. `expect` is called with the blocks of a
+    sequence that is being received. All endpoints share `buffers`; with None no buffer is kept between transfers. Both
+    sides of an edge must have the same `section_bytes`, or the first transfer fails. `order_behind(step)` is called on
+    an edge's thread before it reads KV and orders the thread's later work after that step. `gpus`: see `MakeEndpoint`.
+    """
 
     def __init__(
         self,
@@ -105,8 +112,12 @@ class LocalEndpoints:
         section_bytes: int = SECTION_BYTES,
         order_behind: OrderBehind | None = None,
         gpus: tuple[str, ...] = (),
+        layout: KVLayout | None = None,
     ) -> None:
         self.gpus = gpus
+        self.kinds, self.groups = (Kind(),) * len(layers), 1
+        if layout is not None:
+            self.kinds, self.groups = kinds_of(layout), layout.groups
         self._layers, self.block_size, self._host = layers, block_size, host
         self.expect, self.section_bytes, self.order_behind = expect, section_bytes, order_behind
         device = layers[0][0].device if layers else torch.device("cpu")
@@ -120,7 +131,7 @@ class LocalEndpoints:
         with its own bytes."""
         layers = PagedLayers.of(self._layers)
         with own_stream(device):
-            slots = locate(layers, (0,), self.block_size, 0, 1)
+            slots = locate(layers, (0,), self.block_size, 0, 1)  # as layers of one group
             buf = pack(layers, slots)
             device_checksum(b"", buf, torch.empty(1, dtype=torch.int64, device=device))
             unpack(buf, layers, slots)
@@ -129,7 +140,9 @@ class LocalEndpoints:
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEndpoint:
         device = buffer_device(self.kind, self._layers[0][0].device)
         mine = replace(spec, bind_host=self._host, device=str(device))
-        return LocalEndpoint(mine, edge_layers(self._layers, plan, spec.side), self)
+        kinds = [self.kinds[s.layer] for s in plan.slices]
+        paged = PagedLayers.of(edge_layers(self._layers, plan, spec.side), kinds, self.groups)
+        return LocalEndpoint(mine, paged, self)
 
 
 def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBuffers:
@@ -145,13 +158,13 @@ class LocalEndpoint:
     """A rank's own endpoint of an edge. A buffer is reused only when its transfer has ended in order; otherwise a late
     byte may still be written."""
 
-    def __init__(self, spec: EdgeSpec, layers: Layers, rank: LocalEndpoints) -> None:
+    def __init__(self, spec: EdgeSpec, layers: PagedLayers, rank: LocalEndpoints) -> None:
         """`layers` are those that the edge carries; `rank` has the settings and buffers of this rank."""
         self.generation = spec.generation
         self.packed_while_sending = 0  # sections
-        self.worker = EdgeWorker(spec, make_edge(rank.kind), kv_device=layers[0][0].device)
+        self.worker = EdgeWorker(spec, make_edge(rank.kind), kv_device=layers.device)
         self._rank, self._buffers = rank, rank.buffers
-        self._layers = PagedLayers.of(layers)
+        self._layers = layers
         self._packing: Packing | None = None  # being packed, or packed but not sent yet
 
     @property

@@ -27,7 +27,7 @@ from torch import Tensor
 from baton.core.edge_orders import Part, Section, cut_sections
 from baton.core.errors import HandoffError, InvariantError
 from baton.transfer.edge import Word
-from baton.transfer.staging import PagedLayers, TokenSlots, locate, pack, pack_layers, unpack
+from baton.transfer.staging import PagedLayers, Slots, locate, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer
 from baton.transfer.streams import finish
 
@@ -48,10 +48,10 @@ class _Sections:
     def __init__(
         self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
     ) -> None:
-        tokens = part.end_token - part.start_token
         self.part, self.buffer = part, buffer
         self._layers = layers[part.first_layer : part.last_layer]
-        self.sections = cut_sections(self._layers.layer_bytes(tokens), section_bytes)
+        sizes = self._layers.layer_bytes(part.start_token, part.end_token, part.window_start)
+        self.sections = cut_sections(sizes, section_bytes)
         total = self.ends[-1] if self.sections else 0
         if total != part.num_bytes:
             raise HandoffError(f"expected a part of {part.num_bytes} bytes, the layers have {total}")
@@ -59,10 +59,11 @@ class _Sections:
         self.on_device = buffer.view.device.type == "cuda"
 
     @cached_property
-    def _slots(self) -> TokenSlots:
+    def _slots(self) -> Slots:
         """Raises HandoffError."""
         part = self.part
-        return locate(self._layers, part.block_ids, self._block_size, part.start_token, part.end_token)
+        tokens = part.start_token, part.end_token, part.window_start
+        return locate(self._layers, part.block_ids, self._block_size, *tokens)
 
     def _device_checksum(self, section: Section) -> Tensor:
         """Queues the computation of a section's checksum; returns it as int64 [1] on the device."""

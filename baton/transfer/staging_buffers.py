@@ -27,10 +27,10 @@ from baton.transfer.streams import HELD, current_stream, empty_on_staging_stream
 
 def check_staging(limit_bytes: int, layout: KVLayout) -> None:
     """Raises StartupError when not even one block of `layout`, over all ranks, fits."""
-    if limit_bytes < layout.bytes_per_block:
+    needed = layout.bytes_per_token * layout.block_size
+    if limit_bytes < needed:
         raise StartupError(
-            f"staging memory of {limit_bytes} bytes is too small: one KV block needs {layout.bytes_per_block};"
-            " increase --staging-mib"
+            f"staging memory of {limit_bytes} bytes is too small: one KV block needs {needed}; increase --staging-mib"
         )
 
 

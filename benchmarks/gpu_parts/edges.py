@@ -28,6 +28,7 @@ from baton.transfer.edge import EdgeSpec, allocator, buffer_device, edge_prefix,
 from baton.transfer.edge_endpoint import LocalEndpoint, LocalEndpoints, make_buffers
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.rendezvous import EdgeStore
+from baton.transfer.staging import PagedLayers
 from benchmarks.gpu_parts.setting import DEVICE, QUICK, REHEARSAL, Checks, Failed, bar, check, synchronize
 
 SIZES = (1, 4096, 1 << 20) if REHEARSAL else (1, 4 << 20, 64 << 20)
@@ -199,7 +200,7 @@ async def piece(pair: Started, kind: str) -> None:
     torch.manual_seed(1)
     source, whole = layers(), part()
     kept = make_buffers(kind, source[0][0].device, 4 * whole.num_bytes)
-    end = LocalEndpoint(spec, source, LocalEndpoints(source, BLOCK, spec.bind_host, kind, buffers=kept))
+    end = LocalEndpoint(spec, PagedLayers.of(source), LocalEndpoints(source, BLOCK, spec.bind_host, kind, buffers=kept))
     peer.tell(op="connect")
     await end.connect()
     peer.answer()
@@ -287,7 +288,7 @@ async def _peer(answers: int, kind: str, host: str, port: int, prefix: str) -> i
     synchronize()
     generation = int(prefix.rpartition("/g")[2])
     spec = EdgeSpec(host, port, prefix, generation, "decode", connect_timeout_s=LIMIT_S, device=str(device))
-    end = LocalEndpoint(spec, target, LocalEndpoints(target, BLOCK, spec.bind_host, kind, buffers=kept))  # type: ignore[arg-type]
+    end = LocalEndpoint(spec, PagedLayers.of(target), LocalEndpoints(target, BLOCK, spec.bind_host, kind, buffers=kept))  # type: ignore[arg-type]
     say()
     for line in iter(sys.stdin.readline, ""):
         command = json.loads(line)

@@ -47,7 +47,7 @@ _COMPARED = 8  # decode workers with room that are compared for a prompt
 
 
 class OutputExpectation:
-    """Estimates how many blocks a sequence will need: those of its prompt and of an output of recent average length.
+    """Estimates for how many tokens a sequence will need blocks: its prompt and an output of recent average length.
 
     `max_tokens` is a bad estimate: most outputs end long before it, so reserving for it leaves most of the memory idle.
     The prompt alone is a bad estimate too: sequences admitted without room to grow preempt each other, and preempted
@@ -62,15 +62,15 @@ class OutputExpectation:
         if produced > 0:
             self.mean_tokens += _WEIGHT * (produced - self.mean_tokens)
 
-    def blocks(self, prefill_tokens: int, kv_tokens: int, block_size: int) -> int:
-        """Returns all blocks that a sequence is expected to need, at most those of `kv_tokens`."""
-        return _blocks(min(kv_tokens, prefill_tokens + round(self.mean_tokens)), block_size)
+    def tokens(self, prefill_tokens: int, kv_tokens: int) -> int:
+        """Returns how many tokens a sequence is expected to have, at most `kv_tokens`."""
+        return min(kv_tokens, prefill_tokens + round(self.mean_tokens))
 
-    def growth(self, prefill_tokens: int, kv_tokens: int, produced: int, block_size: int) -> int:
-        """Returns the further blocks that a placed sequence is expected to need, at least the one that decode keeps
-        free."""
-        expected = self.blocks(prefill_tokens, kv_tokens, block_size)
-        return max(1, expected - _blocks(prefill_tokens + produced, block_size))
+    def growth(self, prefill_tokens: int, kv_tokens: int, produced: int, worker: Worker) -> int:
+        """Returns the further blocks that a sequence is expected to need at its decode worker, at least the column that
+        decode keeps free."""
+        expected = worker.blocks_for(self.tokens(prefill_tokens, kv_tokens))
+        return max(worker.blocks_of_column, expected - worker.blocks_for(prefill_tokens + produced))
 
 
 class Pick(NamedTuple):
@@ -389,11 +389,10 @@ class Dispatcher:
         else:
             request, size, produced = choice.request, worker.block_size, choice.produced
             tokens = request.num_prefill_tokens
-            blocks = _blocks(tokens + produced, size)
-            choice.grows_at = blocks * size - len(request.prompt)
-            growth = self.expectation.growth(tokens, request.max_kv_tokens, produced, size)
+            choice.grows_at = -(-(tokens + produced) // size) * size - len(request.prompt)
             backlog, reserved, running, _ = held
-            held = Held(backlog, reserved, running, max(1, min(growth, worker.max_blocks - blocks)))
+            growth = self.expectation.growth(tokens, request.max_kv_tokens, produced, worker)
+            held = Held(backlog, reserved, running, growth)
         self._count(choice, held)
 
     def handed_over(self, choice: Choice, now: float) -> None:
@@ -442,7 +441,7 @@ class Dispatcher:
         backlog = choice.to_compute if stage is Stage.QUEUED or stage is Stage.PREFILL else 0
         if decode is None:
             return Held(backlog)
-        blocks = min(_blocks(choice.request.num_prefill_tokens, decode.block_size), decode.max_blocks)
+        blocks = decode.blocks_for(choice.request.num_prefill_tokens)
         return Held(backlog, 0 if stage is Stage.DECODE else blocks, 1)
 
     def check(self, choices: Iterable[Choice]) -> None:
@@ -550,8 +549,8 @@ class Dispatcher:
 
     def _room(self, choice: Choice, pool: Pool) -> dict[int, int]:
         """Returns how many blocks a choice is expected to need at a decode worker, by block size."""
-        tokens, total = choice.request.num_prefill_tokens, choice.request.max_kv_tokens
-        return {s: min(self.expectation.blocks(tokens, total, s), limit) for s, limit in pool.max_blocks.items()}
+        tokens = self.expectation.tokens(choice.request.num_prefill_tokens, choice.request.max_kv_tokens)
+        return {size: worker.blocks_for(tokens) for size, worker in pool.most_blocks.items()}
 
     def _pick_alone(self, choice: Choice, pool: Pool) -> Worker | None:
         """Returns the decode worker with room for prompt and output that would compute the prompt first."""
@@ -618,7 +617,3 @@ class Dispatcher:
             if rank not in chosen:
                 chosen.append(rank)
         return tuple(map(pool.ranked, chosen))
-
-
-def _blocks(tokens: int, block_size: int) -> int:
-    return -(-tokens // block_size)

@@ -156,11 +156,10 @@ class Worker:
         self.computes_prompts = join.computes_prompts
         self.step_tokens = max(join.step_tokens, 1)
         window, longest = Window.of(join.facts.layout), join.facts.max_model_len
-        max_blocks = window.max_blocks(longest, STEPS_AHEAD * self.step_tokens)
-        slides = window.size > 0 and max_blocks <= join.blocks_total
-        self.max_blocks = max_blocks if slides else _NO_LIMIT
-        """Blocks that a sequence holds at once, at most: it gives back those behind the window."""
-        held = longest if slides else join.blocks_total * self.block_size
+        held = window.max_tokens(join.blocks_total, STEPS_AHEAD * self.step_tokens)
+        self._full, self._sliding = window.full, window.sliding
+        self._columns_at_once = window.columns_at_once(STEPS_AHEAD * self.step_tokens)
+        self.blocks_of_column = window.groups
         self.max_tokens = min(longest, held)
         """Tokens whose KV an idle worker can hold for one sequence."""
         self.max_model_len = min(longest, held + 1)
@@ -169,9 +168,7 @@ class Worker:
         self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
         """Sequences that may be placed here: those that run at once, and some whose prompts are computed meanwhile, so
         that no slot stays empty. Further ones wait in the queue, from which any worker can take them."""
-        self.pool.block_sizes.add(self.block_size)
-        known = self.pool.max_blocks
-        known[self.block_size] = max(known.get(self.block_size, 0), self.max_blocks)
+        self.pool.add_block_size(self)
         self.pool.changed()
         self._recount()
 
@@ -260,6 +257,12 @@ class Worker:
             self.pool.grown = True
         self.room = room
 
+    def blocks_for(self, tokens: int) -> int:
+        """Returns how many blocks a sequence of so many tokens holds at once, at most: it gives back those behind the
+        window (`Window.max_blocks`, of which this is the fast form)."""
+        columns = -(-tokens // self.block_size)
+        return self._full * columns + self._sliding * min(columns, self._columns_at_once)
+
     def _blocks_left(self) -> int:
         """Returns the blocks for one more sequence; 0 while preempted sequences wait for blocks."""
         if self.running == 0:
@@ -328,7 +331,7 @@ class Pool:
         self.index = CachedIndex()
         self.grown = True  # a worker gained room or blocks, joined, left or changed state since `place` had no room
         self.block_sizes: set[int] = set()
-        self.max_blocks: dict[int, int] = {}  # the greatest `Worker.max_blocks` by block size
+        self.most_blocks: dict[int, Worker] = {}  # by block size, one whose `blocks_for` are the most
         # The least and greatest `max_model_len` of the workers that do not drain, or of the last ones that did not.
         self.lengths: tuple[int, int] | None = None
         self._slots: list[Worker | None] = []  # by bit in the index
@@ -352,11 +355,16 @@ class Pool:
             worker.cached.clear()
             self._slots[worker.slot] = None
             self.sort()
-            self.block_sizes = {w.block_size for w in self.workers}
-            self.max_blocks = {
-                s: max(w.max_blocks for w in self.workers if w.block_size == s) for s in self.block_sizes
-            }
+            self.block_sizes, self.most_blocks = set(), {}
+            for present in self.workers:
+                self.add_block_size(present)
             self.changed()
+
+    def add_block_size(self, worker: Worker) -> None:
+        self.block_sizes.add(worker.block_size)
+        known = self.most_blocks.get(worker.block_size)
+        if known is None or known.step_tokens < worker.step_tokens:
+            self.most_blocks[worker.block_size] = worker
 
     def totals(self) -> dict[str, float]:
         """Returns TOTALS and `worker_s`, over the present workers and those that have left: they never fall."""

@@ -161,12 +161,13 @@ class ModelDrafts:
 
     def _reach(self, sequence: Sequence, end: int) -> int:
         """Allocates blocks for positions [0, end) while any are free; returns how many are covered, at most `end`."""
-        draft, size = _draft_kv(sequence), self.layout.block_size
+        draft, groups = _draft_kv(sequence), self.layout.groups
         end = min(end, self.max_positions)
-        needed = min(self.layout.blocks_for(end) - len(draft.block_ids), self.blocks.num_free)
+        free = self.blocks.num_free // groups * groups
+        needed = min(self.layout.blocks_for(end) - len(draft.block_ids), free)
         if needed > 0:
             draft.block_ids += self.blocks.allocate(needed, Holder("sequence", sequence.id)) or ()
-        return min(end, len(draft.block_ids) * size)
+        return min(end, self.layout.positions_in(len(draft.block_ids)))
 
 
 def _draft_kv(sequence: Sequence) -> DraftKV:

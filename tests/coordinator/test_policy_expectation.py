@@ -28,15 +28,15 @@ from tests.support.placing import Placing, make_choice
 class PromptsAlone(OutputExpectation):
     """Admits a request if there is room for its prompt."""
 
-    def blocks(self, prefill_tokens: int, kv_tokens: int, block_size: int) -> int:
-        return -(-prefill_tokens // block_size)
+    def tokens(self, prefill_tokens: int, kv_tokens: int) -> int:
+        return prefill_tokens
 
 
 class EveryToken(OutputExpectation):
     """Admits a request if there is room for its prompt and its longest possible output."""
 
-    def blocks(self, prefill_tokens: int, kv_tokens: int, block_size: int) -> int:
-        return -(-kv_tokens // block_size)
+    def tokens(self, prefill_tokens: int, kv_tokens: int) -> int:
+        return kv_tokens
 
 
 def busy_placing(blocks: int) -> tuple[Placing, Worker]:
@@ -56,12 +56,13 @@ def test_mean_output_follows_finished_requests_and_ignores_empty_ones() -> None:
 
 
 def test_expected_blocks_are_capped_by_max_tokens_and_growth_is_at_least_one_block() -> None:
-    expectation = OutputExpectation()
-    assert expectation.blocks(32, 40, 16) == 3
-    assert expectation.blocks(32, 4096, 16) == 2 + START_TOKENS / 16
-    assert expectation.growth(32, 4096, 0, 16) == START_TOKENS / 16
-    assert expectation.growth(32, 4096, 100, 16) == 10 - 9
-    assert expectation.growth(32, 4096, 3000, 16) == 1
+    expectation, (_, worker) = OutputExpectation(), busy_placing(28)
+    assert expectation.tokens(32, 40) == 40
+    assert worker.blocks_for(40) == 3
+    assert expectation.tokens(32, 4096) == 32 + START_TOKENS
+    assert expectation.growth(32, 4096, 0, worker) == START_TOKENS / 16
+    assert expectation.growth(32, 4096, 100, worker) == 10 - 9
+    assert expectation.growth(32, 4096, 3000, worker) == 1
 
 
 def test_output_of_a_rescheduled_request_does_not_count_as_ended() -> None:

@@ -43,8 +43,8 @@ def plain_decode(dispatcher: Dispatcher, table: WorkerTable, choice: Choice) -> 
     """The reference for Dispatcher._pick_decode, as a linear scan."""
     fits = []
     for worker in table.present():
-        size = worker.block_size
-        blocks = dispatcher.expectation.blocks(choice.request.num_prefill_tokens, choice.request.max_kv_tokens, size)
+        tokens = dispatcher.expectation.tokens(choice.request.num_prefill_tokens, choice.request.max_kv_tokens)
+        blocks = -(-tokens // worker.block_size)
         left = worker.load.blocks_free if worker.load else worker.join.blocks_total
         left = left - worker.reserved_blocks - worker.growth
         if worker.load and worker.load.preempted:

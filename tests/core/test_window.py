@@ -15,7 +15,7 @@ from tests.support.builders import make_layout, make_request
 
 
 @pytest.mark.parametrize(
-    ("windows", "size"), [((), 0), ((0, 0), 0), ((8, 0), 0), ((8, 8), 8), ((8, 24), 24), ((1, 1), 2)]
+    ("windows", "size"), [((), 0), ((0, 0), 0), ((0, 8, 0), 0), ((8, 8), 8), ((8, 24), 24), ((1, 1), 2)]
 )
 def test_a_model_has_a_window_if_all_its_layers_have_one(windows: tuple[int, ...], size: int) -> None:
     layout = KVLayout(4, tuple(LayerKV(1, 8, "float32", window=window) for window in windows))
@@ -79,5 +79,94 @@ def test_blocks_in_the_table_of_an_outstanding_step_are_held_until_it_is_done() 
     assert blocks.num_free == 0 and sequence.retired == table[:3]
     sequence.num_computed, sequence.step_id = 20, None
     cache.give_back(sequence, holder)
-    assert blocks.num_free == 4 and sequence.held_blocks == table[4:] and not sequence.retired
+    assert blocks.num_free == 4 and cache.held(sequence) == table[4:] and not sequence.retired
     assert cache.blocks_given_back == 4
+
+
+def layout_of(*windows: int, heads: int = 1, odd: int = 0) -> KVLayout:
+    return KVLayout(4, tuple(LayerKV(heads + (odd and not w), 8, "float32", window=w) for w in windows))
+
+
+@pytest.mark.parametrize(
+    ("layout", "places"),
+    [
+        (layout_of(8, 0, 8, 0), ((1, 0), (0, 0), (1, 1), (0, 1))),
+        (layout_of(8, 8, 8, 0), ((1, 0), (2, 0), (3, 0), (0, 0))),
+        (layout_of(8, 0, 8, 8, 0), ((1, 0), (0, 0), (1, 1), (2, 0), (0, 1))),
+        (layout_of(8, 0, 0), ((0, 0), (0, 1), (0, 2))),
+        (layout_of(8, 0, 8, odd=1), ((0, 0), (0, 1), (0, 2))),
+        (layout_of(8, 8), ((0, 0), (0, 1))),
+        (layout_of(0, 0), ((0, 0), (0, 1))),
+    ],
+)
+def test_layers_of_a_group_are_alike_and_as_many_as_have_no_window(layout: KVLayout, places: object) -> None:
+    assert layout.places == places
+    slots = layout.groups * layout.bytes_per_block
+    assert slots >= layout.bytes_per_token * layout.block_size
+    assert layout.positions_in(layout.blocks_for(17)) == 20
+
+
+@given(st.integers(1, 3), st.integers(2, 20), st.integers(1, 8), st.integers(1, 300), st.integers(1, 20))
+def test_max_tokens_are_the_most_whose_blocks_fit(
+    sliding: int, size: int, block_size: int, num_blocks: int, step_tokens: int
+) -> None:
+    window = Window(size, block_size, 1 + sliding, 1)
+    longest = window.max_tokens(num_blocks, step_tokens)
+    assert window.max_blocks(longest, step_tokens) <= num_blocks < window.max_blocks(longest + 1, step_tokens)
+
+
+def test_a_window_needs_no_more_blocks_for_longer_sequences() -> None:
+    window = Window.of(layout_of(8, 8))
+    assert window.max_tokens(window.columns_at_once(4), 4) > 1 << 40
+    assert window.max_tokens(window.columns_at_once(4) - 1, 4) == 4 * (window.columns_at_once(4) - 1)
+
+
+def test_a_prefix_needs_all_blocks_without_a_window_and_of_others_those_of_its_end() -> None:
+    blocks = BlockTable(40)
+    cache = PrefixCache(blocks, 4, window=Window.of(layout_of(8, 8, 0)))
+    first = Sequence(make_request("a", 32), State.PREFILLING, 0.0)
+    holder = Holder("sequence", first.id)
+    assert cache.allocate(first, holder, holder) and len(first.block_ids) == 24
+    first.num_computed, table = 32, first.block_ids
+    cache.give_back(first, holder)
+    assert first.num_dropped == 6 and first.retired == () and cache.blocks_given_back == 12
+    assert first.block_ids == tuple(
+        40 if column < 6 and group else block
+        for column in range(8)
+        for group, block in enumerate(table[3 * column :][:3])
+    )
+    second = Sequence(make_request("b", (*range(1000, 1032), 7)), State.WAITING, 0.0)
+    assert cache.matching(second) == first.block_ids
+    cache.drop(table[18:19])  # of the layers without a window, behind the windows
+    kept = [
+        block
+        for column in range(6)
+        for block in (table[3 * column], *((40,) * 2 if column < 4 else table[3 * column + 1 :][:2]))
+    ]
+    assert cache.matching(second) == tuple(kept), "what was given back is still stored"
+    cache.drop(table[1::3])
+    assert cache.num_matching_tokens(second) == 0, "no window is whole"
+
+
+def test_a_prefix_that_ends_before_the_window_is_received_from_there_on() -> None:
+    """Decode has the first 8 positions in layers without a window; of those with one it receives the window only."""
+    blocks = BlockTable(40)
+    cache = PrefixCache(blocks, 4, window=Window.of(layout_of(8, 8, 0)))
+    cached = Sequence(make_request("a", 8), State.RUNNING, 0.0)
+    holder = Holder("sequence", cached.id)
+    assert cache.allocate(cached, holder, holder)
+    cached.num_computed = 8
+    cache.store_full_blocks(cached)
+    sequence = Sequence(make_request("b", 30), State.RECEIVING, 0.0)
+    own = Holder("receiving", sequence.id)
+    assert cache.allocate(sequence, Holder("sequence", sequence.id), own, start=23)
+    assert sequence.prefix_tokens == 8 and sequence.num_dropped == 5 and sequence.first_whole == 6
+    table = [sequence.block_ids[at : at + 3] for at in range(0, 24, 3)]
+    assert [column.count(40) for column in table] == [2, 2, 2, 2, 2, 0, 0, 0]
+    assert [column[0] for column in table[:2]] == list(cached.block_ids[::3])
+    assert len(blocks.held_by(own)) == 6 + 2 * 3
+    stored = len(cache)
+    blocks.convert(blocks.held_by(own), own, Holder("sequence", sequence.id))
+    sequence.num_computed = 30
+    cache.store_full_blocks(sequence)
+    assert len(cache) - stored == 5 + 2 * 1, "not the blocks of positions 20 to 22, which were not received"

@@ -39,6 +39,7 @@ class DecodeMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, False]),
         step_tokens=st.sampled_from([3, 512]),
         window=st.sampled_from([0, 0, 1, 3, 6]),
+        full=st.integers(0, 1),
     )
     def start(
         self,
@@ -51,6 +52,7 @@ class DecodeMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         step_tokens: int,
         window: int,
+        full: int,
     ) -> None:
         drafts: Drafts | None = NgramDrafts() if kind == "ngram" else None
         if kind == "model":
@@ -64,12 +66,13 @@ class DecodeMachine(RuleBasedStateMachine):
             speculation=speculation,
             prefix_cache=prefix_cache,
             window=window,
+            full=full,
         )
         self.window = Window.of(self.scheduler.layout)
         self.most_tokens = max(step_tokens, 16)
         self.ever: list[tuple[int, ...]] = [tuple(range(1000, 1012))]
         self.sequences: dict[SequenceId, Tracked] = {}
-        self.kv, self.draft_kv = WrittenKV(block_size), WrittenKV(block_size)
+        self.kv, self.draft_kv = WrittenKV(block_size, self.window), WrittenKV(block_size)
         self.plan: StepPlan | None = None
         self.now = 0.0
         self.reserved = self.generated = 0
@@ -140,7 +143,8 @@ class DecodeMachine(RuleBasedStateMachine):
         assert len(blocks) == needed and limit <= pool.num_blocks
         tracked = self.sequences[request.sequence_id] = Tracked(request, list(request.output), len(request.output))
         cached = self.scheduler.sequences[request.sequence_id].prefix_tokens
-        assert cached == start or (cached % self.size == 0 and start < cached < len(tracked.tokens))
+        least = 0 if self.window.full else start
+        assert cached == least or (cached % self.size == 0 and least < cached < len(tracked.tokens))
         self.kv.check(tracked, blocks, cached, start)
 
     @precondition(lambda self: self.sequences)
@@ -172,7 +176,7 @@ class DecodeMachine(RuleBasedStateMachine):
         tracked = self.sequences[sequence]
         start = max(tracked.received, self.scheduler.sequences[sequence].prefix_tokens)
         end = data.draw(st.integers(start, len(tracked.tokens) - 1))
-        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:end])
+        self.write_received(sequence, start, end)
         self.scheduler.tokens_received(sequence, end)
         tracked.received = end
 
@@ -184,7 +188,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def arrive(self, sequence: SequenceId, token: int) -> None:
         tracked = self.sequences[sequence]
         start = max(tracked.received, self.scheduler.sequences[sequence].prefix_tokens)
-        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:])
+        self.write_received(sequence, start, len(tracked.tokens))
         ended = self.scheduler.received(sequence, token, self.now)
         tracked.output.append(token)
         reason = "aborted" if tracked.aborted else finish_reason(tracked.request, len(tracked.output), token)
@@ -193,12 +197,24 @@ class DecodeMachine(RuleBasedStateMachine):
         if reason:
             del self.sequences[sequence]
 
+    def write_received(self, sequence: SequenceId, start: int, end: int) -> None:
+        tracked, blocks = self.sequences[sequence], self.scheduler.block_ids(sequence)
+        window_start = self.window.first_position(len(tracked.tokens))
+        self.write(self.kv, sequence, blocks, start, tracked.tokens[start:end], window_start)
+
     def write(
-        self, kv: WrittenKV, sequence: SequenceId, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]
+        self,
+        kv: WrittenKV,
+        sequence: SequenceId,
+        blocks: tuple[int, ...],
+        start: int,
+        tokens: tuple[int, ...],
+        window_start: int = 0,
     ) -> None:
-        end = kv.write(self.sequences[sequence], blocks, start, tokens)
+        end = kv.write(self.sequences[sequence], blocks, start, tokens, window_start)
         if kv is self.kv:
-            for block in set(blocks[start // self.size : -(-end // self.size)]):
+            columns = blocks[start // self.size * self.window.groups : -(-end // self.size) * self.window.groups]
+            for block in set(columns) - {self.scheduler.cache.null_block}:
                 others = [o for o in self.sequences if o != sequence and block in self.scheduler.block_ids(o)]
                 assert not others, "written into a shared block"
 
@@ -218,7 +234,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert len({row.sequence_id for row in rows}) == len(rows) <= self.scheduler.max_running
         for row in rows:
             self.sequences[row.sequence_id].check_row(row)
-            assert row.end <= len(row.block_ids) * self.size
+            assert row.end <= self.scheduler.layout.positions_in(len(row.block_ids))
             self.check_context(self.kv, row)
             self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
         for draft in plan.drafts if plan else ():
@@ -330,13 +346,18 @@ class DecodeMachine(RuleBasedStateMachine):
             first = (
                 max(tracked.received, self.scheduler.sequences[sequence].prefix_tokens) // self.size if receiving else 0
             )
-            dropped = self.scheduler.sequences[sequence].num_dropped
-            blocks, first = blocks[dropped:], first - dropped
+            null, groups = self.scheduler.cache.null_block, self.window.groups
             for index, block in enumerate(blocks):
+                if block == null:
+                    assert index // groups < self.scheduler.sequences[sequence].num_dropped
+                    assert index % groups >= self.window.full
+                    continue
                 holders = self.scheduler.blocks.holders(block)
-                assert Holder("receiving" if receiving and index >= first else "sequence", sequence) in holders
+                assert (
+                    Holder("receiving" if receiving and index // groups >= first else "sequence", sequence) in holders
+                )
                 assert len(holders) == 1 or CACHE in holders
-            used += [block for block in blocks if CACHE not in self.scheduler.blocks.holders(block)]
+            used += [b for b in blocks if b != null and CACHE not in self.scheduler.blocks.holders(b)]
         assert len(used) == len(set(used)), "two sequences share a block"
 
     def teardown(self) -> None:

@@ -41,7 +41,7 @@ def test_an_output_of_many_windows_stays_within_few_blocks(plan_ahead: bool) -> 
     while sequence.id in scheduler.sequences:
         while (plan := scheduler.begin_step(0.0)) is not None:
             plans.append(plan)
-        peak = max(peak, len(sequence.held_blocks) + len(sequence.retired))
+        peak = max(peak, len(scheduler.cache.held(sequence)) + len(sequence.retired))
         scheduler.finish_step(make_outcome(plans.pop(0)), 0.0)
         scheduler.check()
     assert peak == 5 + plan_ahead

@@ -432,9 +432,15 @@ FAULTS = (
         "tests/prefill/test_scheduler.py tests/prefill/test_scheduler_machine.py",
     ),
     Fault(
+        "prefill/scheduler.py",
+        "leave=self._promised(), max_columns=limit",
+        "leave=0, max_columns=limit",
+        "tests/prefill/test_window_machine.py",
+    ),
+    Fault(
         "baton/core/prefix_cache.py",
-        "max_blocks - idle if unshared else max_blocks)",
-        "max_blocks - len(cached) + cached.count(self.null_block))",
+        "max_columns - max(matched - dropped, 0) if idle else max_columns)",
+        "max_columns - max(matched - dropped, 0))",
         "tests/prefill/test_window_machine.py",
     ),
     Fault(
@@ -445,8 +451,8 @@ FAULTS = (
     ),
     Fault(
         "decode/scheduler.py",
-        "if waiting or not self.cache.allocate(sequence, blocks, *holders, leave=here + due, start=start):",
-        "if not self.cache.allocate(sequence, blocks, *holders, leave=here + due, start=start):",
+        "if waiting or not self.cache.allocate(sequence, *holders, leave=leave, start=start):",
+        "if not self.cache.allocate(sequence, *holders, leave=leave, start=start):",
         "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
     ),
     Fault(

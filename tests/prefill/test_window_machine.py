@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core.step import Row, StepPlan
 from baton.core.window import STEPS_AHEAD, Window
-from tests.support.builders import make_outcome, make_prefill, make_request
+from tests.support.builders import make_layout, make_outcome, make_prefill, make_request
 from tests.support.decode_contract import Tracked, WrittenKV
 
 
@@ -27,11 +27,20 @@ class WindowMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, False]),
         plan_ahead=st.booleans(),
         window=st.integers(1, 7),
+        full=st.integers(0, 1),
     )
     def start(
-        self, spare: int, block_size: int, step_tokens: int, prefix_cache: bool, plan_ahead: bool, window: int
+        self,
+        spare: int,
+        block_size: int,
+        step_tokens: int,
+        prefix_cache: bool,
+        plan_ahead: bool,
+        window: int,
+        full: int,
     ) -> None:
-        limit = Window(max(window, 2), block_size).max_blocks(40, step_tokens * (STEPS_AHEAD if plan_ahead else 1))
+        layout = make_layout(block_size, window=window, full=full)
+        limit = Window.of(layout).max_blocks(40, step_tokens * (STEPS_AHEAD if plan_ahead else 1))
         self.scheduler = make_prefill(
             limit + spare,
             block_size=block_size,
@@ -39,9 +48,10 @@ class WindowMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             plan_ahead=plan_ahead,
             window=window,
+            full=full,
         )
         self.window, self.size = Window.of(self.scheduler.layout), block_size
-        self.kv = WrittenKV(block_size)
+        self.kv = WrittenKV(block_size, self.window)
         self.tracked: dict[str, Tracked] = {}
         self.plans: list[StepPlan] = []
         self.submitted = 0
@@ -64,7 +74,7 @@ class WindowMachine(RuleBasedStateMachine):
         if plan is None:
             return
         for row in plan.rows:
-            assert row.end <= len(row.block_ids) * self.size
+            assert row.end <= self.scheduler.layout.positions_in(len(row.block_ids))
             self.kv.check(self.of(row), row.block_ids, row.start, self.window.first_position(row.start))
             self.kv.write(self.of(row), row.block_ids, row.start, row.tokens)
         self.plans.append(plan)
@@ -74,7 +84,7 @@ class WindowMachine(RuleBasedStateMachine):
     def finish(self) -> None:
         plan = self.plans.pop(0)
         for row in plan.rows:  # also what masks hide, as kernels may load it
-            dropped = row.block_ids.count(self.scheduler.cache.null_block)
+            dropped = row.block_ids.count(self.scheduler.cache.null_block) // self.window.sliding
             self.kv.check(self.of(row), row.block_ids, row.end, dropped * self.size)
         self.scheduler.finish_step(make_outcome(plan), 1.0)
 
@@ -145,7 +155,7 @@ def test_a_prompt_of_20_windows_holds_a_window_and_a_step() -> None:
     while sequence.computed_at is None:
         plan = scheduler.begin_step(0.0)
         assert plan is not None
-        peak = max(peak, len(sequence.held_blocks))
+        peak = max(peak, len(scheduler.cache.held(sequence)))
         scheduler.finish_step(make_outcome(plan), 0.0)
     assert peak == 7  # ceil((16 - 1 + 8) / 4) + 1; the prompt has 80
     assert scheduler.blocks.counts().pinned == 4, "positions 305 to 319"
@@ -158,10 +168,11 @@ def test_prompts_that_share_blocks_never_all_wait_for_one(seed: int) -> None:
     """In pools that hold the blocks of one or two prompts; most begin with the same tokens."""
     random = Random(seed)
     size, step, ahead = random.choice([1, 2]), random.randint(1, 3), random.random() < 0.3
-    window = random.randint(4, 16)
-    limit = Window(window, size).max_blocks(60, step * (STEPS_AHEAD if ahead else 1))
+    window, full = random.randint(4, 16), seed % 2
+    layout = make_layout(size, window=window, full=full)
+    limit = Window.of(layout).max_blocks(60, step * (STEPS_AHEAD if ahead else 1))
     pool = limit + random.randint(0, limit)
-    scheduler = make_prefill(pool, block_size=size, step_tokens=step, window=window, plan_ahead=ahead)
+    scheduler = make_prefill(pool, block_size=size, step_tokens=step, window=window, full=full, plan_ahead=ahead)
     plans, submitted = list[StepPlan](), 0
     while submitted < 6 or scheduler.num_sequences:
         if submitted < 6 and (random.random() < 0.1 or not scheduler.num_sequences):

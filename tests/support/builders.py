@@ -55,9 +55,11 @@ def make_request(
 
 
 def make_layout(
-    block_size: int = 4, *, layers: int = 2, heads: int = 2, head_dim: int = 8, window: int = 0
+    block_size: int = 4, *, layers: int = 2, heads: int = 2, head_dim: int = 8, window: int = 0, full: int = 0
 ) -> KVLayout:
-    return KVLayout(block_size, tuple(LayerKV(heads, head_dim, "float32", window=window) for _ in range(layers)))
+    """`layers` layers with `window` and then `full` layers without one."""
+    windows = (window,) * layers + (0,) * full
+    return KVLayout(block_size, tuple(LayerKV(heads, head_dim, "float32", window=each) for each in windows))
 
 
 def make_prefill(
@@ -68,8 +70,9 @@ def make_prefill(
     prefix_cache: bool = True,
     plan_ahead: bool = False,
     window: int = 0,
+    full: int = 0,
 ) -> PrefillScheduler:
-    layout = make_layout(block_size, window=window)
+    layout = make_layout(block_size, window=window, full=full)
     return PrefillScheduler(layout, num_blocks, step_tokens, prefix_cache=prefix_cache, plan_ahead=plan_ahead)
 
 
@@ -82,8 +85,9 @@ def make_decode(
     prefix_cache: bool = True,
     plan_ahead: bool = False,
     window: int = 0,
+    full: int = 0,
 ) -> DecodeScheduler:
-    layout = make_layout(block_size, window=window)
+    layout = make_layout(block_size, window=window, full=full)
     return DecodeScheduler(
         layout, num_blocks, max_running, speculation, prefix_cache=prefix_cache, plan_ahead=plan_ahead
     )

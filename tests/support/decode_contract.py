@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from baton.core.request import GenerateRequest
 from baton.core.step import Row
+from baton.core.window import Window
 
 
 @dataclass
@@ -37,29 +38,38 @@ class Tracked:
 
 
 class WrittenKV:
-    """The KV of one pool: for each slot, the salt and all tokens up to the one that was last written there.
+    """The KV of one pool: for each slot, the salt and all tokens up to the one that was last written there, and the
+    group of layers that wrote it.
 
     Complete state: the slots by block and position within it.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._size = block_size
-        self._slots: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
+    def __init__(self, block_size: int, window: Window | None = None) -> None:
+        self._size, self._window = block_size, window or Window(0, block_size)
+        self._slots: dict[tuple[int, int], tuple[int, str, tuple[int, ...]]] = {}
 
-    def write(self, tracked: Tracked, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]) -> int:
-        """Writes the KV of `tokens` after the first `start` of a sequence. Returns the position at which it ends."""
+    def write(
+        self, tracked: Tracked, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...], window_start: int = 0
+    ) -> int:
+        """Writes the KV of `tokens` after the first `start` of a sequence, in groups with a window only from
+        `window_start` on. Returns the position at which it ends."""
         context = tracked.tokens[:start] + tokens
-        for position in range(start, len(context)):
-            self._slots[self._slot(blocks, position)] = tracked.request.cache_salt, context[: position + 1]
+        for group in range(self._window.groups):
+            for position in range(max(start, window_start if group >= self._window.full else 0), len(context)):
+                written = group, tracked.request.cache_salt, context[: position + 1]
+                self._slots[self._slot(blocks, position, group)] = written
         return len(context)
 
     def check(self, tracked: Tracked, blocks: tuple[int, ...], end: int, start: int = 0) -> None:
-        """Checks that the KV of positions [start, end) of a sequence is present and belongs to the sequence."""
-        for position in range(start, end):
-            assert self._slots[self._slot(blocks, position)] == (
-                tracked.request.cache_salt,
-                tracked.tokens[: position + 1],
-            )
+        """Checks that the KV of positions [start, end) of a sequence is present and belongs to the sequence; in groups
+        without a window that of [0, end)."""
+        for group in range(self._window.groups):
+            for position in range(start if group >= self._window.full else 0, end):
+                assert self._slots[self._slot(blocks, position, group)] == (
+                    group,
+                    tracked.request.cache_salt,
+                    tracked.tokens[: position + 1],
+                )
 
-    def _slot(self, blocks: tuple[int, ...], position: int) -> tuple[int, int]:
-        return blocks[position // self._size], position % self._size
+    def _slot(self, blocks: tuple[int, ...], position: int, group: int) -> tuple[int, int]:
+        return blocks[position // self._size * self._window.groups + group], position % self._size

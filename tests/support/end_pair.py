@@ -11,6 +11,7 @@ import torch
 from baton.core.edge_orders import Part
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_endpoint import LocalEndpoint, LocalEndpoints
+from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.limits import HANG_S
 
@@ -45,7 +46,7 @@ class Pair:
         self.prefill, self.decode = (
             LocalEndpoint(
                 spec(side, generation),
-                layers,
+                PagedLayers.of(layers),
                 LocalEndpoints(layers, BLOCK, "127.0.0.1", kind, buffers=buffers, section_bytes=LAYER_BYTES),
             )
             for side, layers, buffers in zip(("prefill", "decode"), (self.source, self.target), self.kept, strict=True)

@@ -11,7 +11,7 @@ from baton.core.errors import HandoffError
 from baton.core.kv_layout import KV_DTYPE_BYTES, KVLayout, LayerKV
 from baton.transfer import staging
 from baton.transfer.sections import checksum, checksum_parts
-from baton.transfer.staging import Layers, PagedLayers, locate, pack, pack_layers
+from baton.transfer.staging import Kind, Layers, PagedLayers, locate, pack, pack_layers, unpack
 from tests.support.edges import pack_tokens, unpack_tokens
 
 DTYPES = {name: getattr(torch, name) for name in KV_DTYPE_BYTES}
@@ -150,7 +150,7 @@ def test_a_slice_of_the_paged_layers_packs_only_these_layers() -> None:
     for block_ids in ([1, 2], [2, 0]):
         some = pack(paged[1:3], locate(paged, block_ids, 4, 1, 8))
         assert torch.equal(some, pack_tokens(layers[1:3], block_ids, 4, 1, 8))
-    assert paged[1:3].layer_bytes(7) == [7 * 2 * 3 * 2, 7 * 2 * 2 * 8 * 4]
+    assert paged[1:3].layer_bytes(3, 10) == [7 * 2 * 3 * 2, 7 * 2 * 2 * 8 * 4]
 
 
 @pytest.mark.parametrize(
@@ -181,3 +181,32 @@ def test_checksum_detects_a_flipped_bit_and_a_different_identity() -> None:
         flipped = buf.clone()
         flipped[bit // 8] ^= 1 << (bit % 8)
         assert checksum(mine, flipped) != good
+
+
+def test_layers_with_a_window_carry_only_its_tokens_between_tables_of_groups() -> None:
+    """Two groups on both ends, whose blocks have different sizes; of the second only tokens from 5 on are sent."""
+    kinds = [Kind(0), Kind(1, has_window=True)]
+
+    def pool(blocks: int, size: int) -> Layers:
+        shared = torch.zeros(blocks, size, 1, 2), torch.zeros(blocks, size, 1, 2)
+        return [shared, shared]  # of two layers, one of each group
+
+    source, target = PagedLayers.of(pool(8, 4), kinds, 2), PagedLayers.of(pool(14, 2), kinds, 2)
+    null, sent = 8, (3, 8, 1, 0, 6, 5)  # three columns; the first block of the group with a window was given back
+    received = (9, 14, 2, 14, 4, 0, 7, 1, 3, 5)
+    for group, first in ((0, 0), (1, 4)):
+        for position in range(first, 10):
+            for rows in source.rows[group]:
+                slot = sent[position // 4 * 2 + group] * 4 + position % 4
+                rows.view(torch.float32)[slot] = 100 * group + position
+    slots = locate(source, sent, 4, 1, 10, window_start=5)
+    assert source.layer_bytes(1, 10, 5) == [9 * 16, 5 * 16] and null not in (sent[0], sent[2])
+    unpack(pack(source, slots), target, locate(target, received, 2, 1, 10, window_start=5))
+    for group, first in ((0, 1), (1, 5)):
+        for rows in target.rows[group]:
+            at = [received[position // 2 * 2 + group] * 2 + position % 2 for position in range(first, 10)]
+            assert rows.view(torch.float32)[at].eq(torch.arange(first, 10)[:, None] + 100 * group).all()
+    before = locate(target, received, 2, 1, 4, window_start=5)
+    assert pack(target, before).numel() == 3 * 16
+    with pytest.raises(HandoffError, match="are not in a pool"):
+        locate(source, sent, 4, 1, 10)
