@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from baton.core.errors import InvariantError, RankLost, StartupError
 from baton.core.plan_tables import PlanTables, ShortPlan
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepOutcome, StepPlan
+from baton.core.step import DraftRow, History, Row, StepOutcome, StepPlan
 from baton.engine import lockstep, rank_peer
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.runtime import frames
@@ -121,7 +121,9 @@ def test_a_plan_carries_only_the_blocks_that_the_plan_before_did_not_have(
     """Rows that begin, end, pause, grow, lose their first blocks, change their tables; and two of one sequence."""
 
     def row(name: str, *blocks: int) -> Row:
-        return Row(SequenceId(name), 0, (1,), blocks, SamplingParams(), 1, pooling="mean", adapter="x")
+        made = Row(SequenceId(name), 3, (1,), blocks, SamplingParams(), 1, 2, History((1,), ()), (4,), "mean", "x")
+        assert not any(getattr(made, field.name) == field.default for field in fields(Row))
+        return made
 
     made, received, bytes_sent = connect(3), list[StepPlan](), list[int]()
     context = tuple(range(30_000, 32_000))
@@ -134,7 +136,9 @@ def test_a_plan_carries_only_the_blocks_that_the_plan_before_did_not_have(
         (),
         (row("b", 0),),
     ]
-    plans = [StepPlan(number, rows, token_sources=(-1,) * len(rows)) for number, rows in enumerate(tables)]
+    drafts = (DraftRow(SequenceId("a"), 0, (1,), (6,), 1, 0),)
+    plans = [StepPlan(number, rows, drafts, (-1,) * 4, (1,) * 4) for number, rows in enumerate(tables)]
+    assert not any(getattr(plans[1], field.name) == field.default for field in fields(StepPlan))
 
     def counted(frame: object) -> bytes:
         if isinstance(frame, ShortPlan):
