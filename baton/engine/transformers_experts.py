@@ -14,13 +14,12 @@ from itertools import chain, groupby
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from baton.engine.kernels.native import Arena, Kernels, Linear, padded
+from baton.engine.kernels.native import Arena, Kernels, Linear
 from baton.engine.transformers_mxfp4 import Mxfp4Matrix, Mxfp4Weight
-from baton.engine.transformers_packed import DTYPES, PackedWeight, release
+from baton.engine.transformers_packed import DTYPES, PackedWeight, kernel_rows, release
 
 NAME = "baton_packed"
 _TOLERANCE = {torch.bfloat16: 2**-5, torch.float32: 1e-4}
@@ -69,20 +68,17 @@ class _Linears:
     """One of the products of all experts."""
 
     def __init__(self, weights: list[PackedWeight], kernels: Kernels, threads: int) -> None:
-        self.dtype, (self._n, self._k) = weights[0].dtype, weights[0].shape
+        self.dtype, self._shape = weights[0].dtype, weights[0].shape
         self._layers = (Linear * len(weights))(*(each.struct for each in weights))
         self._linears, self._threads = kernels.linears, threads
-        self._is_bf16, self._width = self.dtype == torch.bfloat16, padded(self._k, self.dtype)
 
     def __call__(self, x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
         """x [r, k] -> [r, n]: `runs` are experts, each with a number of consecutive rows."""
-        y = torch.empty((len(x), self._n), dtype=self.dtype)
-        if self._width != self._k:
-            x = F.pad(x, (0, self._width - self._k))
-        x = x.contiguous()
+        n, _ = self._shape
+        x, y = kernel_rows(x, self._shape, self.dtype), torch.empty((len(x), n), dtype=self.dtype)
         flat = (c_int64 * (2 * len(runs)))(*chain.from_iterable(runs))
         self._linears(
-            self._is_bf16, self._layers, flat, len(runs), x.data_ptr(), self._width, y.data_ptr(), self._n,
+            self.dtype == torch.bfloat16, self._layers, flat, len(runs), x.data_ptr(), x.shape[1], y.data_ptr(), n,
             self._threads,
         )  # fmt: skip
         return y

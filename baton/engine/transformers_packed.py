@@ -35,7 +35,8 @@ class PackedWeight:
         dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype` is that of rows; None: that of the weight."""
-        self.shape = self._n, self._k = weight.shape
+        self._n, self._k = weight.shape
+        self.shape = self._n, self._k
         self._in_file: Mxfp4Matrix | None = None
         if isinstance(weight, Tensor):
             self.dtype = dtype or weight.dtype
@@ -46,22 +47,17 @@ class PackedWeight:
         plain = Linear(self.struct.weight, None, None, self._n, self._k, self.struct.kind)
         self._layers = (ctypes.byref(plain), ctypes.byref(self.struct))
         self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
-        self._is_bf16, self._width = self.dtype == torch.bfloat16, padded(self._k, self.dtype)
         self.calls, self.unpacked = 0, False
         self.placeholders: tuple[str, ...] = ()
 
     def __call__(self, x: Tensor, *, biased: bool) -> Tensor:
         """x [..., k] -> [..., n]; a row's bits do not depend on the others (gemm.h)."""
-        if x.dtype != self.dtype or x.shape[-1] != self._k:
-            raise RuntimeError(f"{list(x.shape)} in {x.dtype} times a weight [{self._n}, {self._k}] in {self.dtype}")
         self.calls += 1
         y = torch.empty((*x.shape[:-1], self._n), dtype=x.dtype)
-        if self._width != self._k:
-            x = F.pad(x, (0, self._width - self._k))
-        x = x.contiguous()
+        x = kernel_rows(x, self.shape, self.dtype)
         self._linear(
-            self._is_bf16, self._layers[biased], x.data_ptr(), self._width, x.numel() // self._width, y.data_ptr(),
-            self._n, _STORE, self._threads,
+            self.dtype == torch.bfloat16, self._layers[biased], x.data_ptr(), x.shape[-1], x.numel() // x.shape[-1],
+            y.data_ptr(), self._n, _STORE, self._threads,
         )  # fmt: skip
         return y
 
@@ -69,6 +65,16 @@ class PackedWeight:
         if self._in_file is not None:
             return self._in_file.dequantized().to(self.dtype)
         return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
+
+
+def kernel_rows(x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Returns rows x [..., k] as kernels read them, padded; `shape` [n, k] and `dtype` are those of the weight. Raises
+    RuntimeError for others: kernels get addresses alone."""
+    n, k = shape
+    if x.dtype != dtype or x.shape[-1] != k:
+        raise RuntimeError(f"{list(x.shape)} in {x.dtype} times a weight [{n}, {k}] in {dtype}")
+    width = padded(k, dtype)
+    return (F.pad(x, (0, width - k)) if width != k else x).contiguous()
 
 
 def product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -211,6 +211,9 @@ def test_a_token_of_experts_has_the_same_bits_alone(tmp_path: Path) -> None:
     together, alone = experts(x, index, weights), experts(x[7:8], index[7:8], weights[7:8])
     assert torch.equal(together[7:8], alone)
     assert experts.gate_up_proj.untyped_storage().nbytes() == 4  # a single NaN
+    for rows in (torch.randn(3, 32), torch.randn(3, 64).bfloat16()):
+        with pytest.raises(RuntimeError, match=r"times a weight \[\d+, 64\] in torch.float32"):
+            experts.baton_packed._up(rows, [(0, 3)])
 
 
 def test_experts_that_differ_from_torch_are_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
