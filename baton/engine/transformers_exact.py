@@ -21,6 +21,7 @@ from baton.engine.transformers_packed import DTYPES, PackedWeight
 _PRODUCTS = {
     torch.matmul, torch.mm, torch.bmm, torch.baddbmm, torch.addmm, torch.einsum, torch.tensordot, torch.mv, torch.dot,
     torch.inner, torch.conv1d, F.conv1d, F.scaled_dot_product_attention, F.bilinear, Tensor.matmul, Tensor.__matmul__,
+    torch._grouped_mm, torch.ops.transformers.grouped_mm_fallback,  # of experts that are not packed
     Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.baddbmm, Tensor.addmm, Tensor.mv, Tensor.dot, Tensor.inner,
 }  # fmt: skip
 

@@ -194,6 +194,18 @@ def test_exact_mode_refuses_products_that_torch_computes(kind: str, product: str
         tiny_runner(path, exact=True)
 
 
+@pytest.mark.skipif(not processor_levels(), reason="no compiled kernels on this machine")
+@pytest.mark.parametrize(("has_kernel", "product"), [(True, "_grouped_mm"), (False, "grouped_mm_fallback")])
+def test_exact_mode_refuses_experts_that_torch_computes(
+    has_kernel: bool, product: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baton.engine.transformers_kernels.pack_experts", lambda *_: None)
+    monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: has_kernel)
+    path = make_transformers_checkpoint(tmp_path / "m", "mixtral")
+    with pytest.raises(StartupError, match=rf"--exact: torch computes a product \({product}\)"):
+        tiny_runner(path, exact=True)
+
+
 def test_a_missing_extra_is_named(gemma2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_path, "find_spec", lambda _: None)
     with pytest.raises(StartupError, match=r"pip install 'baton-serve\[transformers\]'"):
