@@ -254,6 +254,14 @@ def test_invalid_plan_raises_at_the_leader_and_ends_no_rank(checkpoint: Callable
         assert len(runner.step(StepPlan(2, (Row(SequenceId("a"), 0, (9,), (0,), SEEDED, 1),))).sampled[0]) == 1
 
 
+def test_ranks_of_a_test_that_fails_serve_the_next_one(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+    model_dir = checkpoint("llama")
+    with pytest.raises(AssertionError), pool.load(model_dir, 2):
+        raise AssertionError
+    with pool.load(model_dir, 2) as runner:
+        assert runner.step(StepPlan(1, ())).sampled == ()
+
+
 def test_bfloat16_is_as_close_to_float32_as_on_one_rank(checkpoint: Callable[..., Path], pool: RankPool) -> None:
     model_dir = checkpoint("llama", dtype="bfloat16")
     tokens = random_tokens(120)

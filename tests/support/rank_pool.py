@@ -139,10 +139,12 @@ class RankPool:
         for found in answers:
             if isinstance(found, Exception):
                 raise found
-        yield RemoteRunner(self.pipes[0], answers)
-        call(self.pipes[0], "unload", None)
-        for pipe in self.pipes[1:tp]:
-            assert receive(pipe) == "unloaded"
+        try:
+            yield RemoteRunner(self.pipes[0], answers)
+        finally:  # a failed assertion leaves the ranks to the next test
+            call(self.pipes[0], "unload", None)
+            for pipe in self.pipes[1:tp]:
+                assert receive(pipe) == "unloaded"
 
 
 def receive(pipe: Connection, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
