@@ -57,7 +57,8 @@ def describe(model: str, model_impl: str) -> str:
 
     directory = resolve_model(model)
     config = read_model_config(directory, model_impl)
-    name = directory.name
+    path = Path(model).expanduser()
+    name = path.resolve().name if path.exists() else model  # a snapshot of the hub has a hash for a name
     stored = "" if config.quantization is None else f", published in {config.quantization.method}"
     level = level_of("auto")
     if not isinstance(config, GeneralConfig):

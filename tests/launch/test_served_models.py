@@ -34,6 +34,7 @@ def test_a_checkpoint_is_described_by_its_path(tmp_path: Path) -> None:
         "own: served by Baton's own path, up to 4096 tokens, 0.00 GiB of weights, 384 bytes of KV a token in bfloat16"
     )
     assert describe(str(own), "auto") == text
+    assert describe("builtin", "auto").startswith("builtin: served by Baton's own path")
     other = make_transformers_checkpoint(tmp_path / "other", "deepseek_v3")
     text = describe(str(other), "auto")
     assert text.startswith(
