@@ -71,8 +71,8 @@ def _present(cluster: ClusterView, worker: str) -> _Present | None:
 
 def _why(before: _Present | None, now: _Present) -> str:
     """Returns why a worker has not the role that it was to take."""
-    if before is None or before.pids == now.pids:
-        return "another command changed its role meanwhile"
+    if before is None or before.pids == now.pids:  # which all containers may have
+        return "another command changed its role meanwhile, or its container was started again; its log says which"
     where = ", ".join(map(str, before.pids)) + (f" on {before.host}" if before.host else "")
     return f"its process (pid {where}) ended meanwhile and was started again; its log says why"
 

@@ -19,7 +19,10 @@ BEFORE = {"id": "p1", "role": "prefill", "incarnation": 1, "state": "ready", "pi
             {"pids": [9, 10]},
             "its process (pid 7, 8 on 10.0.0.1) ended meanwhile and was started again; its log says why",
         ),
-        ({}, "another command changed its role meanwhile"),
+        (
+            {},
+            "another command changed its role meanwhile, or its container was started again; its log says which",
+        ),
     ],
 )
 def test_the_last_line_says_why(
