@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from baton.core.kv_layout import KVLayout
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 """Must be raised when anything on the wire changes: proto/, or what edges send (tests/runtime/test_wire_version.py)."""
 SERVED_VERSIONS = range(PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 2)
 """Protocol versions of workers that a coordinator serves. Links need equal ones."""
@@ -34,9 +34,8 @@ _HINTS = {
 """What to know about a field that differs."""
 
 
-_UNREPORTED = frozenset(["tokenizer_digest", "kv_dtype"])
-"""Fields that are empty if a worker of an earlier protocol version does not report them. The layout names the dtype of
-KV too."""
+_UNREPORTED = frozenset(["tokenizer_digest"])
+"""Fields that are empty if a worker does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Compatibility:
     max_model_len: int
     # Of the whole model, whatever part of its heads a rank has.
     layout: KVLayout
-    # Of tokenizer.json; empty if there is none, or if a worker of an earlier protocol version did not report it.
+    # Of tokenizer.json; empty if there is none.
     tokenizer_digest: str = ""
 
 

@@ -44,12 +44,8 @@ SEQUENCE = SequenceId("r", 1, 3)
 STAMPS = StageStamps(0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 SPECULATION = SpeculationCounters(5, 20, 11, forced=True)
 LOGPROB = TokenLogprob(7, -0.5, 2, (3, 7), (-0.25, -0.5))
-UNREPORTED = {"kv_dtype": ""}
-"""Facts that the previous version does not report."""
 LAYOUT = KVLayout(16, (LayerKV(2, 8, "float32"), LayerKV(2, 8, "float32", window=128)))
-FACTS = replace(
-    make_facts(layout=LAYOUT, exact=True, quantize="int8", tokenizer_digest="t", protocol_version=18), **UNREPORTED
-)
+FACTS = make_facts(layout=LAYOUT, exact=True, quantize="int8", tokenizer_digest="t", protocol_version=19)
 LOAD = Load(9, 4, 1, 2, 30, 40, speculation=SPECULATION, step_s=0.5)
 HANDLE = Handle(SEQUENCE, "p0", 1, "d0", 2, expires_ms=5000, nonce=b"n" * 12, signature=b"s" * 32)
 TARGET = commands.Target("d0", 2, "10.0.0.1:1", HANDLE)
@@ -118,7 +114,7 @@ VALUES: dict[str, tuple[type, object]] = {
     "set_adapters": (DOWN, commands.SetAdapters((commands.AdapterSource("a" * 32, "/a"),), 64)),
 }
 """Each message of a session, with the fields of the previous version."""
-NEW: dict[str, dict[str, Any]] = {"join": {"facts": replace(FACTS, kv_dtype="float32")}}
+NEW: dict[str, dict[str, Any]] = {}
 """Fields that this version added; their absence means what it meant before."""
 
 

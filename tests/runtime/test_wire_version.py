@@ -9,7 +9,7 @@ from baton.core.compatibility import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (19, "<8sQQQQ", "<Q", "7646a4a875eb4a0b")
+WIRE = (20, "<8sQQQQ", "<Q", "7646a4a875eb4a0b")
 
 
 def test_a_changed_wire_format_needs_a_new_protocol_version() -> None:
