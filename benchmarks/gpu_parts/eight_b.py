@@ -43,7 +43,8 @@ def make_runner(bandwidth: float = 0.0, **options: Any) -> Any:
             "max_num_tokens": PROMPT,
             "decode_rows": BATCH,
             "kv_memory_bytes": (16 << 20) if REHEARSAL else (24 << 30),
-            "attention": "triton",  # FlashInfer may compile for minutes; it has a part of its own
+            # FlashInfer may compile for minutes; it has a part of its own.
+            "attention": "triton" if DEVICE == "cuda" else "auto",
             **options,
         }
         made = EngineOptions(model_dir=Path(directory), device=DEVICE, dtype=dtype, kernels="torch", **chosen)
