@@ -127,16 +127,16 @@ class Mxfp4Matrix:
 
 
 def mxfp4_weights(
-    checkpoint: Checkpoint, quantization: QuantizationConfig | None, form: Form, dtype: torch.dtype
+    checkpoint: Checkpoint, quantization: QuantizationConfig, form: Form, dtype: torch.dtype
 ) -> dict[str, Mxfp4Weight]:
     """Returns the parameters that a checkpoint stores in MXFP4, by name. Raises StartupError for one that its config
     says is not quantised."""
     weights: dict[str, Mxfp4Weight] = {}
-    for tensor in checkpoint.tensors if quantization is not None else ():
+    for tensor in checkpoint.tensors:
         name = tensor.removesuffix(_BLOCKS)
         if name == tensor:
             continue
-        if quantization is not None and quantization.ignores(name):
+        if quantization.ignores(name):
             raise StartupError(f"tensor {tensor} is quantised, quantization_config says that it is not")
         weights[name] = Mxfp4Weight(checkpoint, name, form, dtype)
     return weights
