@@ -221,6 +221,8 @@ def test_a_dry_run_prints_each_decision_with_its_numbers(tmp_path: Path) -> None
         (["--slo", "ttft=1", "--rate", "1"], "--trace and --rate need --dry-run"),
         (["--rate", "1", "--dry-run"], "--slo is required"),
         (["--slo", "ttft=1", "--listen", "x"], "--listen"),
+        (["--slo", "ttft=1", "--min", "3", "--max-prefill", "2"], "--min 3 is above --max-prefill 2"),
+        (["--slo", "ttft=1", "--min", "3", "--max-decode", "2"], "--min 3 is above --max-decode 2"),
         (["--slo", "ttft=1", "--dry-run"], "give either --trace or --rate"),
     ],
 )
