@@ -21,6 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--stop", action="store_true", help="stop --seeds at the first failure")
     parser.add_argument("--trace", action="store_true", help="print every event of --seed")
     options = parser.parse_args(arguments)
+    if options.window < 0:
+        parser.error(f"--window must be 0 or more, not {options.window}")
     modes: tuple[Mode, ...] = (options.mode,) if options.mode else MODES
     if options.seed is not None:
         return _one(options.seed, modes, options.window, trace=options.trace)

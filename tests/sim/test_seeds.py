@@ -53,3 +53,9 @@ def test_wrong_token_fails_the_seed_and_the_command_names_it(
 def test_request_that_never_ends_fails_a_liveness_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim.seeds, "LIVENESS_S", -1.0)
     assert any("not over" in run_seed(seed, "liveness").error for seed in range(1, 10))
+
+
+def test_a_negative_window_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--seed", "1", "--window", "-3"])
+    assert "--window must be 0 or more, not -3" in capsys.readouterr().err
