@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shlex
 import sys
@@ -23,7 +24,19 @@ from sim.stats import Slo
 from sim.trace import TRACES, TraceRow, read_trace, trace_path
 
 MOST_REQUESTS = 5_000_000
-FILE = click.Path(dir_okay=False, writable=True)
+
+
+class _NewFile(click.Path):
+    """A file to write. That it cannot be written is known before what is written to it has been computed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.exists() and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            self.fail(f"{str(path)!r}: no file can be made in {str(path.parent)!r}.", param, ctx)
+        return str(path)
+
+
+FILE = _NewFile(dir_okay=False, writable=True)
 
 
 def load_options(command: Callable[..., int]) -> Callable[..., int]:

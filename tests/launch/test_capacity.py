@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -226,3 +227,12 @@ def test_simulate_prints_where_requests_waited(calibration: str, tmp_path: Path)
 def test_wrong_options_are_named(calibration: str, arguments: tuple[str, ...], message: str) -> None:
     result = run(plan_command, "--slo", "ttft=1", "--calibration", calibration, *arguments)
     assert isinstance(result.exception, StartupError) and message in result.exception.message
+
+
+def test_a_file_that_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "absent.txt").write_text("")
+    for name in ("absent/plan.json", "absent.txt/plan.json"):
+        result = run(plan_command, "--calibration", str(tmp_path / "absent"), "--json", str(tmp_path / name))
+        assert isinstance(result.exception, click.UsageError)
+        folder = str((tmp_path / name).parent)
+        assert result.exception.message.endswith(f"{str(tmp_path / name)!r}: no file can be made in {folder!r}.")
