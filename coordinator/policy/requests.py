@@ -130,6 +130,8 @@ class Requests:
         self._choices: dict[tuple[str, int], Choice] = {}
         self._waiting: dict[ChoiceId, Choice] = {}  # those in a stage that waits for workers
         self._alone: dict[str, ChoiceId] = {}  # the choice that a worker computes alone now
+        # Sequences whose records each worker may drop: sent with the next tick, so that one message has many.
+        self._released: dict[str, dict[SequenceId, None]] = {}
         self._no_deadline_before = math.inf  # no choice has an earlier deadline
         self._complete_at = [-math.inf, -math.inf]  # when prefill, and both roles, last had a ready worker
         self._held_from = -math.inf  # no choice has waited for a missing worker before
@@ -284,7 +286,7 @@ class Requests:
     # Time.
 
     def tick(self, now: float) -> list[Action]:
-        """Handles deadlines, unservable choices, parked KV and the queue. Called about every 0.1 s."""
+        """Handles deadlines, unservable choices, parked KV, the queue, released records. Called about every 0.1 s."""
         actions: list[Action] = []
         self._look_for_roles(now)
         self._update_servable(now)
@@ -301,7 +303,9 @@ class Requests:
                 actions += handle(self.table, choice, Fail(Unavailable(message, code=code, retry_after_s=2)), now)
             elif choice.stage is PARKED and now >= choice.offer_at:
                 actions += handle(self.table, choice, OfferDue(), now)
-        return actions + self._place(now)
+        actions += self._place(now)
+        released, self._released = self._released, {}
+        return actions + [Send(worker, ReleaseRecords(tuple(each))) for worker, each in released.items()]
 
     def drain(self, now: float) -> list[Action]:
         """Fails the choices that have not finished by the end of a drain."""
@@ -488,7 +492,8 @@ class Requests:
 
     def _on_late_hand_over(self, choice: Choice, event: HandedOverBy, now: float) -> list[Action]:
         choice.add_stamps(event.event.stamps)
-        return [Send(event.worker, ReleaseRecords((choice.sequence,)))]
+        self._release(event.worker, choice.sequence)
+        return []
 
     def _on_late_end(self, choice: Choice, event: EndedBy, now: float) -> list[Action]:
         choice.add_stamps(event.event.stamps)
@@ -539,7 +544,8 @@ class Requests:
         actions: list[Action] = [
             Send(t.worker_id, Abort(old, "its KV is offered to another worker", tombstone_s=0.0)) for t in targets
         ]
-        actions += [Send(worker, ReleaseRecords((old,))) for worker in workers]
+        for worker in workers:
+            self._release(worker, old)
         choice.begin_attempt(self._next_attempt(choice))
         self._enter(choice, HANDOVER, now)
         self.reassigned += 1
@@ -609,8 +615,11 @@ class Requests:
         for worker in sorted(choice.workers()):
             if reason:
                 actions.append(Send(worker, Abort(sequence, reason, tombstone_s)))
-            actions.append(Send(worker, ReleaseRecords((sequence,))))
+            self._release(worker, sequence)
         return actions
+
+    def _release(self, worker: str, sequence: SequenceId) -> None:
+        self._released.setdefault(worker, {})[sequence] = None
 
     def _drop_kv(self, choice: Choice | None, event: ParkedBy, now: float) -> list[Action]:
         """Aborts KV that its prefill worker would keep until then."""
@@ -620,7 +629,8 @@ class Requests:
 
     def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
         self.stale_events += 1
-        return [Send(worker, ReleaseRecords((sequence,)))]
+        self._release(worker, sequence)
+        return []
 
     def _enter(self, choice: Choice, stage: Stage, now: float) -> None:
         choice.enter(stage, now)

@@ -146,9 +146,25 @@ def test_request_passes_through_its_stages_until_all_workers_release_it() -> Non
     d.new.clear()
     d.tokens("d0", s, 2, 7, 8)
     assert (r.journal.tokens, r.journal.finish, r.stage) == ([5, 6, 7, 8], "length", Stage.ENDED)
+    d.tick()
     assert {worker for worker, _ in d.sent(ReleaseRecords)} == {"p0", "d0", "d1"}
     d.requests.forget(r)
     assert len(d.requests) == 0
+
+
+def test_each_worker_receives_all_releases_of_a_tick_in_one_message() -> None:
+    d = Drive("p0", "d0")
+    ended = [d.at(Stage.DECODE, name)[1] for name in ("a", "b", "c")]
+    d.tick()
+    d.new.clear()
+    for s in ended:
+        d.tokens("d0", s, 1, 6, 7, 8)
+        d.tokens("d0", s, 3, 8)  # repeated after a redial
+    assert not d.sent(ReleaseRecords), "a message for each would cost more than what it releases"
+    d.tick()
+    assert d.sent(ReleaseRecords) == [(worker, ReleaseRecords(tuple(ended))) for worker in ("d0", "p0")]
+    d.tick()
+    assert not d.sent(ReleaseRecords)
 
 
 @pytest.mark.parametrize(("stage", "dies"), [(Stage.PREFILL, "p0"), (Stage.DECODE, "d0")])
@@ -385,7 +401,8 @@ def test_hand_over_is_released_if_the_request_ended_and_stale_if_no_worker_runs_
     d.tokens("d0", s, 0, 5, 6, 7, 8)
     d.new.clear()
     d.handed_over("p0", s, "d0")
-    assert [w for w, _ in d.sent(ReleaseRecords)] == ["p0"]
+    d.tick()
+    assert [w for w, _ in d.sent(ReleaseRecords)] == ["d0", "p0"]
     waiting = d.submit("waiting", prompt=(1,) * 40), d.submit("queued")
     d.handed_over("p0", waiting[1].sequence, "d0")  # of an attempt that no worker runs
     assert waiting[1].stage is Stage.QUEUED and d.requests.stale_events
@@ -542,8 +559,9 @@ def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attem
     d.tokens("p0", s, 0, 5)
     sent = [(a.worker, a.command) for a in d.new if isinstance(a, Send)]
     assert [(w, c.sequence) for w, c in sent if isinstance(c, Abort)] == [("d0", s)]
-    assert [w for w, c in sent if isinstance(c, ReleaseRecords)] == ["d0", "p0"], "nothing is kept of the old attempt"
     (assign,) = d.take(AssignTargets)
+    d.tick()
+    assert [w for w, _ in d.sent(ReleaseRecords)] == ["d0", "p0"], "nothing is kept of the old attempt"
     assert (assign.sequence, assign.attempt) == (s, r.attempt) and r.stage is Stage.HANDOVER
     d.tokens("d0", s, 1, 99)
     assert d.requests.stale_events == 1
@@ -830,6 +848,7 @@ def test_a_pooled_request_needs_no_decode_worker_and_ends_with_its_vector() -> N
     assert r.ended and r.pooled == VECTOR and r.error is None
     assert (r.journal.finish, r.journal.tokens, r.cached_tokens) == ("stop", [], 2)
     assert Notify(r.name) in d.new
+    d.tick()
     assert d.sent(ReleaseRecords) == [("p0", ReleaseRecords((r.sequence,)))]
     d.tokens("p0", r.sequence, 0, pooled=VECTOR)  # repeated after a redial
     d.ended("p0", r.sequence, reason="stop")
