@@ -116,6 +116,7 @@ class PrefillScheduler:
         self._running: list[Sequence] = []
         self.plan_ahead = plan_ahead
         self._columns_at_once = self.window.columns_at_once(self._tokens_under_way)
+        self._max_columns = self._columns_at_once if self.window.size else None  # of a prompt that starts
         # Steps that were planned while another was outstanding.
         self.steps_ahead = 0
         # Outstanding plans, the sequence of each row, and when it was planned, the oldest first: one, or with
@@ -217,7 +218,7 @@ class PrefillScheduler:
         budget, room = TokenBudget(self.step_tokens), True
         tokens_here = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting))
         full = bool(self._outstanding) or tokens_here > self.step_tokens
-        for sequence in self._by_turn(candidates, starts):
+        for sequence in self._by_turn(candidates, starts, self._counters):
             if budget.tokens == 0:
                 break
             if sequences and not full:
@@ -310,22 +311,35 @@ class PrefillScheduler:
         ]
         if any(sequence.state is not State.WAITING for sequence in after):
             return after
-        tokens = sum(self._remainder(s, starts) - self.cache.num_matching_tokens(s) for s in after)
-        return after if tokens >= self.step_tokens else []
+        return after if self._fill(after) else []
+
+    def _fill(self, waiting: list[Sequence]) -> bool:
+        """Returns whether waiting sequences fill a step, of which those start that the free blocks suffice for."""
+        budget, free = TokenBudget(self.step_tokens), self.blocks.num_free - self._promised()
+        counters = self._counters.copy()
+        for sequence in self._by_turn(waiting, {}, counters):
+            free -= self.cache.blocks_needed(sequence, self._max_columns)
+            if budget.tokens == 0 or free < 0:
+                break
+            tokens = budget.take(sequence, self._uncached(sequence, {}))
+            counters.charge(sequence.request.tenant, tokens, takes_turn=True)
+        return budget.tokens == 0
 
     def _beginning(self, sequence: Sequence) -> tuple[str, str, tuple[int, ...]]:
         """Returns what two sequences that could share cached blocks have in common."""
         request = sequence.request
         return request.cache_salt, request.adapter, sequence.tokens(0, self.layout.block_size)
 
-    def _by_turn(self, candidates: list[Sequence], starts: Mapping[Sequence, int]) -> Iterator[Sequence]:
+    def _by_turn(
+        self, candidates: list[Sequence], starts: Mapping[Sequence, int], counters: VirtualCounters
+    ) -> Iterator[Sequence]:
         """Yields sequences in the order in which they are computed. The caller charges the tokens of each to its tenant
         before it asks for the next one."""
         lanes: dict[str, deque[tuple[int, tuple[float, int], Sequence]]] = {}
         for priority, order, sequence in sorted((s.request.priority, self._order(s, starts), s) for s in candidates):
             lanes.setdefault(sequence.request.tenant, deque()).append((priority, order, sequence))
         while lanes:
-            tenant = min(lanes, key=lambda t: (lanes[t][0][0], self._counters.turn(t), lanes[t][0][1]))
+            tenant = min(lanes, key=lambda t: (lanes[t][0][0], counters.turn(t), lanes[t][0][1]))
             yield lanes[tenant].popleft()[-1]
             if not lanes[tenant]:
                 del lanes[tenant]
@@ -342,8 +356,7 @@ class PrefillScheduler:
     def _start(self, sequence: Sequence, now: float) -> bool:
         """Allocates the blocks of a waiting sequence. Returns False if too few are free."""
         holder = Holder("sequence", sequence.id)
-        limit = self._columns_at_once if self.window.size else None
-        if not self.cache.allocate(sequence, holder, holder, leave=self._promised(), max_columns=limit):
+        if not self.cache.allocate(sequence, holder, holder, leave=self._promised(), max_columns=self._max_columns):
             return False
         if sequence.send_pinned:
             self.blocks.hold(self._to_send(sequence), Holder("send", sequence.id))

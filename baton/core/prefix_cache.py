@@ -215,6 +215,28 @@ class PrefixCache:
         sequence.num_offered = self.window.columns(sequence.num_computed)
         sequence.first_whole = self.window.columns(start)
 
+    def blocks_needed(self, sequence: Sequence, max_columns: int | None = None) -> int:
+        """Returns how many free blocks `allocate` uses now: new ones, and cached ones that no other sequence uses; and
+        those that groups without a window need later."""
+        cached, _, _, needed, later = self._needs(sequence, 0, max_columns)
+        return needed + later + self.blocks.num_free - self.blocks.num_free_besides(self.without_null(cached))
+
+    def _needs(
+        self, sequence: Sequence, start: int, max_columns: int | None
+    ) -> tuple[tuple[int, ...], int, int, int, int]:
+        """Returns the cached table, how many of its columns are dropped, how many new ones are behind the window, and
+        how many blocks `allocate` needs now and later."""
+        window, (matched, dropped) = self.window, self._match(sequence, start)
+        cached, columns = self._matching(sequence, matched, dropped), window.columns(sequence.num_tokens)
+        new = columns - matched
+        if max_columns is not None:
+            sliding = self.without_null(window.of_sliding(cached))
+            idle = self.blocks.num_free - self.blocks.num_free_besides(sliding) == len(sliding)
+            new = min(new, max_columns - max(matched - dropped, 0) if idle else max_columns)
+        in_window = min(new, max(matched + new - dropped, 0))
+        needed = window.full * new + window.sliding * in_window
+        return cached, dropped, new - in_window, needed, window.full * (columns - matched - new)
+
     def allocate(
         self,
         sequence: Sequence,
@@ -229,23 +251,14 @@ class PrefixCache:
         blocks held by `own`. With `max_columns` the table is shorter: it has at most so many columns whose blocks, in
         groups with a window, no other sequence uses now. Assigns none and returns False if fewer than `leave` blocks
         would stay free, besides those that groups without a window need for columns that it lacks."""
-        window, (matched, dropped) = self.window, self._match(sequence, start)
-        cached, columns = self._matching(sequence, matched, dropped), window.columns(sequence.num_tokens)
-        new = columns - matched
-        if max_columns is not None:
-            sliding = self.without_null(window.of_sliding(cached))
-            idle = self.blocks.num_free - self.blocks.num_free_besides(sliding) == len(sliding)
-            new = min(new, max_columns - max(matched - dropped, 0) if idle else max_columns)
-        in_window = min(new, max(matched + new - dropped, 0))
-        needed = window.full * new + window.sliding * in_window
-        later = window.full * (columns - matched - new)
+        cached, dropped, behind, needed, later = self._needs(sequence, start, max_columns)
         if needed + later + leave > self.blocks.num_free_besides(self.without_null(cached)):
             return False
         self._assign(sequence, cached, dropped, shared, start)
         allocated = self.blocks.allocate(needed, own)
         if allocated is None:
             raise InvariantError(f"{needed} blocks for {sequence.id} could not be allocated: {self.blocks!r}")
-        behind, nulls = new - in_window, (self.null_block,) * window.sliding  # then `full` is 1
+        nulls = (self.null_block,) * self.window.sliding  # then `full` is 1
         first = tuple(entry for block in allocated[:behind] for entry in (block, *nulls))
         sequence.block_ids += first + allocated[behind:]
         return True

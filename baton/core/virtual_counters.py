@@ -19,6 +19,12 @@ class VirtualCounters:
         self._last_turn = 0
         self._last_left = ""  # the last tenant that left the queue: others are lifted to it when nobody waits
 
+    def copy(self) -> VirtualCounters:
+        other = VirtualCounters()
+        other._served, other._turns = self._served.copy(), self._turns.copy()
+        other._last_turn, other._last_left = self._last_turn, self._last_left
+        return other
+
     def of(self, tenant: str) -> float:
         return self._served.get(tenant, 0.0)
 

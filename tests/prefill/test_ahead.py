@@ -42,6 +42,18 @@ def test_prompt_that_does_not_fill_a_step_waits_for_others() -> None:
     assert ranges(scheduler.begin_step(0.0)) == [("b", 0, 3), ("c", 0, 5)] and out is not None
 
 
+def test_prompt_that_gets_no_blocks_does_not_count_towards_a_full_step() -> None:
+    scheduler = make_prefill(num_blocks=4, block_size=4, step_tokens=8, plan_ahead=True)
+    scheduler.submit(make_request("a", 8), 0.0, hand_over=False)
+    out = scheduler.begin_step(0.0)
+    scheduler.submit(make_request("b", (9, 9, 9)), 0.0, hand_over=True)
+    scheduler.submit(make_request("c", (8,) * 12), 0.0, hand_over=True)
+    assert scheduler.begin_step(0.0) is None, "one of two free blocks is for b, and c needs three"
+    assert out is not None
+    scheduler.finish_step(make_outcome(out), 0.0)
+    assert ranges(scheduler.begin_step(0.0)) == [("b", 0, 3), ("c", 0, 5)]
+
+
 def test_prompt_that_begins_like_one_being_computed_waits_for_its_cached_blocks() -> None:
     scheduler = make_prefill(num_blocks=16, step_tokens=8, plan_ahead=True)
     shared = tuple(range(100, 112))
