@@ -22,6 +22,7 @@ from launch.autoscale.law import (
     rows_within,
     workers_for_waits,
 )
+from sim.scale.costs import Calibration
 from sim.scale.planner import Size
 from sim.stats import Slo
 from tests.support.scale import CALIBRATION
@@ -421,12 +422,30 @@ def test_a_shorter_window_follows_a_change_of_the_load_sooner() -> None:
     assert usual == pytest.approx((12 * 20 + 18) / 30, rel=0.1)
 
 
+def _quick() -> Calibration:
+    """Workers that start in 2 s."""
+    prefill, decode = (replace(of, start_s=2.0) for of in (KIND.prefill_worker, KIND.decode_worker))
+    return replace(KIND, prefill_worker=prefill, decode_worker=decode)
+
+
+def test_where_workers_start_sooner_the_end_of_a_burst_is_followed_sooner() -> None:
+    def decided(policy: Policy) -> Sizing:
+        memory, admitted = Memory(), 0
+        for second in range(72):  # 20 requests per second, then 10
+            admitted += 20 if second < 60 else 10
+            sample = ClusterSample(float(second), admitted=admitted, admitted_tokens=admitted * PROMPT, in_flight=1)
+            decision, memory = decide(policy, memory, sample)
+        return decision
+
+    usual, quick = (_rate(decided(replace(POLICY, prefill=kind, decode=kind))) for kind in (KIND, _quick()))
+    assert usual == pytest.approx((18 * 20 + 12 * 10) / 30, rel=0.1)
+    assert 10.0 < quick <= 10.0 * (1 + 1 / math.sqrt(100)) + 0.1, "within the standard error of 100 requests"
+
+
 def test_where_workers_start_sooner_a_burst_is_followed_sooner() -> None:
     """Where workers start in seconds, ten seconds of a burst are no third of a rate."""
-    quick = replace(KIND, prefill_worker=replace(KIND.prefill_worker, start_s=2.0))
-    quick = replace(quick, decode_worker=replace(KIND.decode_worker, start_s=2.0))
     sizes = []
-    for kind in (KIND, quick):
+    for kind in (KIND, _quick()):
         f = Fluid(replace(POLICY, prefill=kind, decode=kind))
         f.rate = 6.0
         f.step(40)
