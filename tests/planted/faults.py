@@ -433,8 +433,8 @@ FAULTS = (
     ),
     Fault(
         "prefill/scheduler.py",
-        "leave=self._promised(), max_columns=limit",
-        "leave=0, max_columns=limit",
+        "leave=self._promised(), max_columns=self._max_columns",
+        "leave=0, max_columns=self._max_columns",
         "tests/prefill/test_window_machine.py",
     ),
     Fault(
