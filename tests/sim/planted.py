@@ -209,8 +209,8 @@ BUGS = (
         "partly received block is cached",
         1,
         D_SCHEDULER,
-        "            num_tokens -= num_tokens % size\n            own = own[: max(num_tokens // size",
-        "            num_tokens += -num_tokens % size\n            own = own[: max(num_tokens // size",
+        "            num_tokens -= num_tokens % self.layout.block_size\n",
+        "            num_tokens += -num_tokens % self.layout.block_size\n",
     ),
     # Hand-overs.
     bug("handle reused", 31, D_HANDOVER, "            self._spent.spend(offer.handle, admission.run_clock_ms)\n", ""),
