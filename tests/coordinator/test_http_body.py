@@ -23,6 +23,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.runtime import json_body
+from baton.runtime.process import start_child
 from coordinator.http import app as http_app
 from coordinator.http import body as http_body
 from coordinator.http.body import INLINE_BYTES, BodyParser
@@ -239,6 +240,12 @@ async def test_too_many_large_bodies_are_refused_until_there_is_room(monkeypatch
     await asyncio.gather(*waiting)
     larger_than_all = LARGE * 3
     assert await parser.parse(held, larger_than_all) == len(larger_than_all)
+
+
+@pytest.fixture(autouse=True)
+def child_of_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other tests a child that yields to all of them may not start within PARSE_S."""
+    monkeypatch.setattr(http_body, "start_child", lambda: start_child(nice=0))
 
 
 def pid_of(body: bytes) -> int:

@@ -273,7 +273,8 @@ def test_final_hidden_states_are_those_of_transformers(gemma2: Path) -> None:
 
     runner = tiny_runner(gemma2, block_size=4)
     tokens = tuple(random_tokens(20))
-    rows = [Row(SequenceId("a"), 0, tokens, (3, 1, 4, 0, 5), SamplingParams(), pooling="last")]
+    blocks = (3, 1, 4, 0, 5, 9, 2, 6, 8, 7)  # of each layer without a window, and of each with one
+    rows = [Row(SequenceId("a"), 0, tokens, blocks, SamplingParams(), pooling="last")]
     pooled = runner.step(StepPlan(0, tuple(rows))).pooled[0]
     with torch.no_grad():
         expected = AutoModel.from_pretrained(gemma2)(torch.tensor([tokens])).last_hidden_state[0, -1]
