@@ -160,7 +160,7 @@ def measure_steps(runner: Runner, max_tokens: int, limit_s: float = MEASURING_S)
 def measure_fills(draft: Runner, max_tokens: int, limit_s: float = MEASURING_S) -> list[tuple[int, float]]:
     """Measures the seconds of steps that fill draft KV, by number of tokens: one row without sampling. Steps that
     sample at every token take three times as long. Writes KV into blocks that are not in use yet."""
-    longest = min(draft.max_model_len, draft.num_blocks * draft.layout.block_size)
+    longest = min(draft.max_model_len, draft.layout.positions_in(draft.num_blocks))
     max_tokens = min(max(max_tokens, 9), longest)
     start = min(_CONTEXT // 2, longest - max_tokens)
     blocks = _blocks(draft, start + max_tokens)
@@ -247,7 +247,7 @@ def measure_planning(runner: Runner, limit_s: float = MEASURING_S) -> float:
     if context < 1:
         return 0.0
     request = GenerateRequest("measure", (0,) * context, _PLANNED_TOKENS, SamplingParams(temperature=0.0))
-    between = StepPlan(0, (Row(request.sequence_id, 0, (0,), (0,), request.sampling, 1),))
+    between = StepPlan(0, (Row(request.sequence_id, 0, (0,), _blocks(runner, 1), request.sampling, 1),))
     deadline = time.perf_counter() + limit_s / 4
     took: tuple[list[float], list[float]] = [], []
     schedulers = [_scheduler_of_one(runner.layout, request, draft_tokens) for draft_tokens in (False, True)]

@@ -105,9 +105,9 @@ def autoscale_command(
         raise StartupError("--slo is required, for example --slo ttft=1,tpot=50ms")
     kind = read_calibration(calibration)
     limit = Size(max_prefill, max_decode)
-    for option, most in (("--max-prefill", max_prefill), ("--max-decode", max_decode)):
-        if 0 < most < least:
-            raise StartupError(f"--min {least} is above {option} {most}")
+    for option, largest in (("--max-prefill", max_prefill), ("--max-decode", max_decode)):
+        if 0 < largest < least:
+            raise StartupError(f"--min {least} is above {option} {largest}")
     policy = Policy(
         replace(slo, share=slo_share),
         kind,
