@@ -211,9 +211,12 @@ def test_step_after_the_draft_model_is_timed_against_a_step_after_a_step(
 
 def test_planning_with_draft_tokens_is_timed_against_planning_without() -> None:
     plans: list[StepPlan] = []
-    runner: Any = SimpleNamespace(max_model_len=2048, layout=make_layout(16), step=plans.append)
+    runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=plans.append)
     assert 0.0 < draft_model.measure_planning(runner, 60.0) < 0.1  # enough time for a busy machine, too
     assert len(plans) > 40, "a step lies between every plan and its outcome"
+    runner.layout = make_layout(16, window=32, full=1)
+    draft_model.measure_planning(runner, 60.0)
+    assert len(plans[-1].rows[0].block_ids) == runner.layout.groups == 3, "a block of each group"
     runner.max_model_len = 20
     assert draft_model.measure_planning(runner) == 0.0, "a model too short for it"
 
@@ -223,7 +226,7 @@ def test_planning_with_a_slow_model_is_timed_for_a_limited_time(monkeypatch: pyt
     plans: list[StepPlan] = []
     part_s = draft_model.MEASURING_S / 16
     monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: len(plans) * part_s))
-    runner: Any = SimpleNamespace(max_model_len=2048, layout=make_layout(16), step=plans.append)
+    runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=plans.append)
     assert draft_model.measure_planning(runner) >= 0.0
     assert len(plans) == 6, "two more after four have taken it all"
 
