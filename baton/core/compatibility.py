@@ -34,10 +34,6 @@ _HINTS = {
 """What to know about a field that differs."""
 
 
-_UNREPORTED = frozenset(["tokenizer_digest"])
-"""Fields that are empty if a worker does not report them."""
-
-
 @dataclass(frozen=True, slots=True)
 class Compatibility:
     """What must be equal at two workers that share a link, except the version of their code. Of two block sizes, one
@@ -117,7 +113,8 @@ def _may_differ(name: str, mine: Any, other: Any) -> bool:
     """Returns whether two workers may have these values."""
     if name == "block_size":
         return _one_divides(mine, other)
-    return name == "code_version" or (name in _UNREPORTED and not (mine and other))
+    no_tokenizer = name == "tokenizer_digest" and not (mine and other)
+    return name == "code_version" or no_tokenizer
 
 
 def _one_divides(mine: Any, other: Any) -> bool:
