@@ -355,6 +355,16 @@ def _rate(decision: Sizing) -> float:
     return float(decision.reasons[0].partition(" requests/s")[0])
 
 
+def _rate_of(policy: Policy, before: int, after: int) -> float:
+    """The requests per second that count after 60 s of `before` each second, then 12 s of `after`."""
+    memory, admitted = Memory(), 0
+    for second in range(72):
+        admitted += before if second < 60 else after
+        sample = ClusterSample(float(second), admitted=admitted, admitted_tokens=admitted * PROMPT, in_flight=1)
+        decision, memory = decide(policy, memory, sample)
+    return _rate(decision)
+
+
 def test_a_few_long_prompts_among_short_ones_are_averaged_over_a_longer_time() -> None:
     """One prompt of 50,000 tokens in 100 s moves the mean of 30 s by a factor of three, each time that it comes."""
     decisions = fed(lambda step: [500] * 9 + [50_000 if step % 20 == 7 else 500])
@@ -409,15 +419,7 @@ def test_state_is_plain_values() -> None:
 
 
 def test_a_shorter_window_follows_a_change_of_the_load_sooner() -> None:
-    def decided(policy: Policy) -> Sizing:
-        memory, admitted = Memory(), 0
-        for second in range(72):  # 1 request per second, then 20
-            admitted += 1 if second < 60 else 20
-            sample = ClusterSample(float(second), admitted=admitted, admitted_tokens=admitted * PROMPT, in_flight=1)
-            decision, memory = decide(policy, memory, sample)
-        return decision
-
-    short, usual = (_rate(decided(policy)) for policy in (replace(POLICY, window_s=10.0), POLICY))
+    short, usual = (_rate_of(policy, 1, 20) for policy in (replace(POLICY, window_s=10.0), POLICY))
     assert short == pytest.approx(20.0, rel=0.05)
     assert usual == pytest.approx((12 * 20 + 18) / 30, rel=0.1)
 
@@ -429,15 +431,7 @@ def _quick() -> Calibration:
 
 
 def test_where_workers_start_sooner_the_end_of_a_burst_is_followed_sooner() -> None:
-    def decided(policy: Policy) -> Sizing:
-        memory, admitted = Memory(), 0
-        for second in range(72):  # 20 requests per second, then 10
-            admitted += 20 if second < 60 else 10
-            sample = ClusterSample(float(second), admitted=admitted, admitted_tokens=admitted * PROMPT, in_flight=1)
-            decision, memory = decide(policy, memory, sample)
-        return decision
-
-    usual, quick = (_rate(decided(replace(POLICY, prefill=kind, decode=kind))) for kind in (KIND, _quick()))
+    usual, quick = (_rate_of(replace(POLICY, prefill=kind, decode=kind), 20, 10) for kind in (KIND, _quick()))
     assert usual == pytest.approx((18 * 20 + 12 * 10) / 30, rel=0.1)
     assert 10.0 < quick <= 10.0 * (1 + 1 / math.sqrt(100)) + 0.1, "within the standard error of 100 requests"
 
