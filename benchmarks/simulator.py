@@ -3,8 +3,9 @@
 Starts `baton up` with the built-in model on the CPU with one worker of each role and with two, calibrates each cluster
 (`baton calibrate --shared-host`; four processes share the processor's caches otherwise than two), measures the loads
 with the client of `baton bench`, and replays the same requests in the simulator. `--rounds` repeats everything; the
-table has the medians. `--calibration FILE` keeps the last calibration of one worker of each role, with these errors in
-it, for `baton plan`.
+table has the medians. Coordinator and client are pinned to the first core, beside the first prefill worker: left to the
+kernel they stay beside one worker in one run and beside the other in the next. `--calibration FILE` keeps the last
+calibration of one worker of each role, with these errors in it, for `baton plan`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -26,6 +28,7 @@ from launch.bench.load import TOKEN_IDS, Session, completion
 from launch.bench.stats import RequestRecord, RunStatistics, statistics
 from launch.capacity.calibrate import calibrate
 from launch.capacity.loads import LoadClient
+from launch.cluster_api import get_cluster
 from launch.cores import place
 from sim.scale.costs import Calibration
 from sim.scale.replay import ClusterShape, Replay
@@ -45,6 +48,8 @@ STAGES = {
 }
 """Stages of a request, each with its names in the coordinator's timeline and in the simulator."""
 OUTSIDE = "outside"
+FRONT_CORES = (0,)
+"""Of this process's cores, by position, those of the coordinator and of the client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +79,16 @@ def real(case: Case, target: ServerTarget, seed: int) -> dict[str, float]:
     for row in case.rows:
         prompt = source.choices(range(TOKEN_IDS.low, TOKEN_IDS.high), k=row.input_len)
         sessions.append(Session((completion(prompt, row.output_len),), row.at_s))
-    found = statistics(good(asyncio.run(run_load(target, sessions, case.clients, lambda _: None))))
-    return numbers(found, {name: stage.mean for name, stage in found.stages.items()})
+    measured = statistics(good(asyncio.run(run_load(target, sessions, case.clients, lambda _: None))))
+    return numbers(measured, {name: stage.mean for name, stage in measured.stages.items()})
 
 
-def numbers(found: RunStatistics | Outcome, spent_s: Mapping[str, float]) -> dict[str, float]:
+def numbers(run: RunStatistics | Outcome, spent_s: Mapping[str, float]) -> dict[str, float]:
     """Returns NUMBERS, and the mean seconds of a request in each of STAGES, of `spent_s`, and OUTSIDE of them."""
-    times = (found.ttft.p50, found.ttft.p99, found.tpot.p50, found.tpot.p99)
+    times = (run.ttft.p50, run.ttft.p99, run.tpot.p50, run.tpot.p99)
     stages = {stage: sum(spent_s.get(name, 0.0) for name in names) for stage, names in STAGES.items()}
-    outside = {OUTSIDE: found.e2e.mean - sum(stages.values())}
-    return dict(zip(NUMBERS, (found.output_tokens_per_s, *times), strict=True)) | stages | outside
+    outside = {OUTSIDE: run.e2e.mean - sum(stages.values())}
+    return dict(zip(NUMBERS, (run.output_tokens_per_s, *times), strict=True)) | stages | outside
 
 
 def good(records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
@@ -102,9 +107,23 @@ def simulated(case: Case, calibration: Calibration) -> dict[str, float]:
     placed = tuple(p.cores for p in place([1] * 2 * case.workers, host))
     position = {core: index for index, core in enumerate(host)}
     own = tuple(tuple(position[core] for core in worker) for worker in placed)
-    shape = ClusterShape(calibration, case.workers, calibration, case.workers, own, len(host))
-    found = Replay(shape, case.rows, clients=case.clients).run()
-    return numbers(found, found.waits_s)
+    shape = ClusterShape(calibration, case.workers, calibration, case.workers, own, len(host), FRONT_CORES)
+    outcome = Replay(shape, case.rows, clients=case.clients).run()
+    return numbers(outcome, outcome.waits_s)
+
+
+@contextmanager
+def pinned(coordinator: int) -> Iterator[None]:
+    """Keeps the coordinator, a process id, and this process on FRONT_CORES until the context ends."""
+    here = cores_here()
+    own = {here[position] for position in FRONT_CORES}
+    for thread in Path(f"/proc/{coordinator}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), own)
+    os.sched_setaffinity(0, own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, here)
 
 
 def connected(url: str) -> ServerTarget:
@@ -126,16 +145,18 @@ def one_round(todo: Sequence[Case], number: int) -> Round:
     done = Round({}, {}, {})
     for workers in sorted({case.workers for case in todo}):
         flags = ("--model", "builtin", "--device", "cpu", "--draft", "none")
+        cores = len(cores_here())
         with kit.cluster(*flags, "--prefill", str(workers), "--decode", str(workers)) as running:
             target = connected(running.url)
             cluster = LoadClient(running.url, target, number)
-            done.calibrations[workers] = calibrate(cluster, "cpu", shared_host=True, progress=_print)
-            for case in (case for case in todo if case.workers == workers):
-                began, host_s, own_s = time.perf_counter(), host_cpu_s(), cluster.cpu_s() + time.process_time()
-                done.numbers[case.name] = real(case, target, number)
-                own_s = cluster.cpu_s() + time.process_time() - own_s
-                available_s = (time.perf_counter() - began) * len(cores_here())
-                done.others[case.name] = max(0.0, host_cpu_s() - host_s - own_s) / available_s
+            with pinned(int(get_cluster(running.url).document["coordinator"]["pid"])):
+                done.calibrations[workers] = calibrate(cluster, "cpu", shared_host=True, progress=_print)
+                for case in (case for case in todo if case.workers == workers):
+                    began, host_s, own_s = time.perf_counter(), host_cpu_s(), cluster.cpu_s() + time.process_time()
+                    done.numbers[case.name] = real(case, target, number)
+                    own_s = cluster.cpu_s() + time.process_time() - own_s
+                    available_s = (time.perf_counter() - began) * cores
+                    done.others[case.name] = max(0.0, host_cpu_s() - host_s - own_s) / available_s
     return done
 
 

@@ -71,12 +71,12 @@ class Host:
 
 
 class Thread:
-    """One thread of a process that is not pinned, such as an event loop: its jobs are done one after the other.
-    Complete state: the jobs that wait, and whether one is computed; `busy_s` is the work done."""
+    """One thread of a process, such as an event loop: its jobs are done one after the other. Complete state: the jobs
+    that wait, and whether one is computed; `busy_s` is the work done."""
 
-    def __init__(self, loop: Loop, host: Host | None) -> None:
-        """Without a `host` the thread has a core of its own."""
-        self._loop, self._host = loop, host
+    def __init__(self, loop: Loop, host: Host | None, cores: tuple[int, ...] = ()) -> None:
+        """Without a `host` the thread has a core of its own; without `cores` each job is on the least loaded one."""
+        self._loop, self._host, self._cores = loop, host, cores
         self._waiting: deque[tuple[float, Callable[[], object]]] = deque()
         self._busy = False
         self.busy_s = 0.0
@@ -98,7 +98,7 @@ class Thread:
         if self._host is None:
             self._loop.later(seconds, self._ended, done)
         else:
-            self._host.run(seconds, (), lambda: self._ended(done))
+            self._host.run(seconds, self._cores, lambda: self._ended(done))
 
     def _ended(self, done: Callable[[], object]) -> None:
         self._busy = False

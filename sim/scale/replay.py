@@ -45,7 +45,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
     """A cluster: so many workers, as measured. `cores` has the cores of each worker, prefill first, if all of them, the
-    coordinator and the client share one host of `host_cores` cores; empty: every process has cores of its own."""
+    coordinator and the client share one host of `host_cores` cores; empty: every process has cores of its own.
+    `front_cores` are those of the coordinator and of the client; empty: whichever is least loaded."""
 
     prefill: Calibration
     num_prefill: int
@@ -53,6 +54,7 @@ class ClusterShape:
     num_decode: int
     cores: tuple[tuple[int, ...], ...] = ()
     host_cores: int = 0
+    front_cores: tuple[int, ...] = ()
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     split: Split = "always"
@@ -98,8 +100,8 @@ class Replay:
         self._prefixes = any(row.blocks for row in rows)
         self._layout = _layout(shape.prefill)
         host = Host(self.loop, shape.host_cores) if shape.cores else None
-        self._front = Thread(self.loop, host)
-        self._client = Thread(self.loop, host)
+        self._front = Thread(self.loop, host, shape.front_cores)
+        self._client = Thread(self.loop, host, shape.front_cores)
         self._threads = host is not None
         self.table = WorkerTable(_FOREVER_S)
         self.dispatcher = Dispatcher(self.table, shape.max_queued_requests, shape.max_queued_tokens, shape.split)

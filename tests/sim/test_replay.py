@@ -147,6 +147,20 @@ def test_on_a_shared_host_offers_delay_first_tokens_and_messages_take_time() -> 
     assert request.last_at - request.first_at == pytest.approx(hand_over_s + decode_s, rel=1e-6)
 
 
+def test_coordinator_and_client_on_the_decode_workers_core_delay_its_steps() -> None:
+    front = replace(CALIBRATION.front, request_s=0.0, request_cpu_s=0.0, message_cpu_s=1e-3, token_cpu_s=0.0)
+    kind = replace(CALIBRATION, front=replace(front, client_message_cpu_s=2e-3))
+    apart = ClusterShape(kind, 1, kind, 1, cores=((0,), (1,)), host_cores=3, front_cores=(2,))
+    ended = []
+    for shape in (apart, replace(apart, front_cores=(0,)), replace(apart, front_cores=(1,))):
+        replay = Replay(shape, [TraceRow(0.0, 1000, 21)])
+        replay.run(SLO)
+        ended.append(replay.measured.times[0].last_at)
+    on_a_free_core, beside_prefill, beside_decode = ended
+    assert beside_prefill == pytest.approx(on_a_free_core)
+    assert beside_decode == pytest.approx(on_a_free_core + 19 * 3e-3)  # every message but the first and the last
+
+
 def test_tasks_on_one_core_share_it() -> None:
     loop, ended = Loop(0), dict[str, float]()
     host = Host(loop, 2)
