@@ -285,7 +285,7 @@ def real_load(kind: Calibration, span: tuple[float, float, float]) -> tuple[Slo,
     """Returns the limits, and a trace whose burst is work for BUSY prefill workers."""
     name = "azure-conv"
     rows = first_seconds(read_trace(trace_path(name)), span[2])
-    seconds = [kind.prefill.prompt_s(min(row.input_len, LONGEST[0]), kind.prefill_worker.step_tokens) for row in rows]
+    seconds = [kind.prompt_s(min(row.input_len, LONGEST[0])) for row in rows]
     slo = Slo(round(1.0 + 4 * max(seconds), 1), 1.0, 0.95)
     made = rows_of(Load(name, BUSY * span[2] / sum(seconds), slo, span=span))
     sizes = ((min(row.input_len, LONGEST[0]), min(row.output_len, LONGEST[1])) for row in made)

@@ -374,9 +374,8 @@ def _measured(policy: Policy, memory: Memory) -> Memory:
 
 def _prompt_s(policy: Policy, memory: Memory, demand: Demand) -> float:
     """Returns the seconds that a prompt of average length takes on a prefill worker."""
-    kind = policy.prefill
     tokens = max(1, round(demand.uncached))
-    return memory.prefill.slowness * kind.prefill.prompt_s(tokens, kind.prefill_worker.step_tokens)
+    return memory.prefill.slowness * policy.prefill.prompt_s(tokens)
 
 
 def _prefill(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:

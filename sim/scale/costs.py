@@ -164,6 +164,12 @@ class Calibration:
     about: Mapping[str, str] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
 
+    def prompt_s(self, tokens: int) -> float:
+        """Returns the seconds that a prompt, alone in its steps, and its hand-over take of a prefill worker."""
+        link = self.link
+        steps_s = self.prefill.prompt_s(tokens, self.prefill_worker.step_tokens)
+        return steps_s + link.offer_s + link.send_s + link.send_token_s * tokens
+
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
 
