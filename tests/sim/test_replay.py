@@ -152,8 +152,8 @@ def test_coordinator_and_client_on_the_decode_workers_core_delay_its_steps() -> 
     kind = replace(CALIBRATION, front=replace(front, client_message_cpu_s=2e-3))
     apart = ClusterShape(kind, 1, kind, 1, cores=((0,), (1,)), host_cores=3, front_cores=(2,))
     ended = []
-    for shape in (apart, replace(apart, front_cores=(0,)), replace(apart, front_cores=(1,))):
-        replay = Replay(shape, [TraceRow(0.0, 1000, 21)])
+    for cluster in (apart, replace(apart, front_cores=(0,)), replace(apart, front_cores=(1,))):
+        replay = Replay(cluster, [TraceRow(0.0, 1000, 21)])
         replay.run(SLO)
         ended.append(replay.measured.times[0].last_at)
     on_a_free_core, beside_prefill, beside_decode = ended
