@@ -6,10 +6,10 @@
 
 First each kernel by itself: 131 rows at once, and in pieces. Then, for each tiny model and dtype, the logits of every
 position of a sequence are computed in one row, and then in each of the shapes that the tests of `--exact` on CPU use:
-chunks, single tokens, verification rows, a batch of nine sequences that starts with all prompts and shrinks, other
-block sizes. Decode steps are those that a GPU captures, padded to 1, 2, 4, 8 or 16 rows of 1, 3 or 9 tokens. Each line
-of the table is a hash of the bits of the results at the same positions: it must be that of the row alone. Exits with 1
-if one differs.
+chunks, single tokens, verification rows, an attempt resumed amid its output, a batch of nine sequences that starts with
+all prompts and shrinks, other block sizes. Decode steps are those that a GPU captures, padded to 1, 2, 4, 8 or 16 rows
+of 1, 3 or 9 tokens. Each line of the table is a hash of the bits of the results at the same positions: it must be that
+of the row alone. Exits with 1 if one differs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ if "cuda" not in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 import torch
+import triton
 from torch import Tensor
 
 from baton.core.request import SequenceId
@@ -35,7 +38,7 @@ from baton.engine.runner import Runner
 from benchmarks.kit import parser, report, table
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
-from tests.support.exact_kernels import PIECES, ROWS, bits, in_pieces, interpreted_runner, kernels, ordered_products
+from tests.support.exact_kernels import PIECES, ROWS, bits, in_pieces, interpreted_runner, kernels
 
 _SMALL = {"num_layers": 2, "max_position_embeddings": 640}
 """Enough for all shapes: each layer, and each split that a context might have, takes the interpreter time."""
@@ -49,6 +52,10 @@ BATCH = {5: 100, 33: 7, 100: 16, 130: 64, 17: 1, 64: 33, 1: 512, 90: 40, 48: 16}
 """Prompt lengths, each with the length of its chunks, of a batch whose sequences also generate tokens."""
 DECODE = {"decode_rows": 16, "decode_lengths": (1, 3, 9)}
 CHUNKS = ((7,), (16,), (64,), (512,), (90, 1, 1, 1), (100, 1, 7, 1, 1, 64), (255, 1, 7, 40))
+INTERPRETED = """Not run on a GPU. The interpreter shows which keys and inputs a program reads, in which tiles, and in
+which order it adds them up. It does not show what a compiler makes of the kernels. All programs of a launch are
+interpreted at once, and matrix products are sums front to back (tests/support/interpreter.py): numpy's own differ in
+the last bit with the place of a row in a tile."""
 Make = Callable[..., Runner]
 
 
@@ -58,7 +65,7 @@ class Line:
 
     shape: str
     positions: int
-    found: str
+    computed: str
     expected: str
 
 
@@ -80,8 +87,8 @@ def lines(make: Make, length: int, outputs: int) -> Iterator[Line]:
     tokens = random_tokens(length)
     alone = all_logits(runner, tokens, [length], seed=1)
 
-    def line(shape: str, found: Tensor, first: int = 0) -> Line:
-        return Line(shape, len(found), bits(found), bits(alone[first : first + len(found)]))
+    def line(shape: str, computed: Tensor, first: int = 0) -> Line:
+        return Line(shape, len(computed), bits(computed), bits(alone[first : first + len(computed)]))
 
     yield line("in one row", alone)
     for chunks in CHUNKS:
@@ -95,15 +102,21 @@ def lines(make: Make, length: int, outputs: int) -> Iterator[Line]:
         yield line(f"verification of {k} draft tokens beside another row", verified(runner, few, start, 1 + k), start)
     for size in (8, 24, 64, 128):
         yield line(f"chunks of 70, blocks of {size}", all_logits(make(block_size=size), few, [70]))
+    job = Job(random_tokens(40), 30)
+    run(runner, [job])
+    resumed = Job(job.tokens[:55], 15, resumed=15)
+    run(runner, [resumed], seed=9)
+    same = bits(torch.cat(job.logits[15:]))
+    yield Line("30 tokens after a prompt of 40, resumed at 15", 15, bits(torch.cat(resumed.logits)), same)
     together = [Job(random_tokens(count, seed=count), outputs, chunk=chunk) for count, chunk in BATCH.items()]
     run(runner, together)
     for job in together[::3]:
-        found = bits(torch.cat(job.logits))
+        computed = bits(torch.cat(job.logits))
         for chunk in (16, 512):
             again = Job(job.prompt, outputs, chunk=chunk)
             run(runner, [again], seed=chunk)
             shape = f"prompt of {len(job.prompt)} in a batch of nine; alone in chunks of {chunk}"
-            yield Line(shape, outputs, found, bits(torch.cat(again.logits)))
+            yield Line(shape, outputs, computed, bits(torch.cat(again.logits)))
 
 
 def kernel_lines(dtype: torch.dtype, device: torch.device) -> Iterator[Line]:
@@ -111,8 +124,16 @@ def kernel_lines(dtype: torch.dtype, device: torch.device) -> Iterator[Line]:
         whole = kernel(0, ROWS).cpu()
         yield Line(name, ROWS, bits(whole), bits(whole))
         for lengths in PIECES:
-            found = in_pieces(kernel, lengths).cpu()
-            yield Line(f"{name}, pieces of {', '.join(map(str, lengths))}", ROWS, bits(found), bits(whole))
+            computed = in_pieces(kernel, lengths).cpu()
+            yield Line(f"{name}, pieces of {', '.join(map(str, lengths))}", ROWS, bits(computed), bits(whole))
+
+
+def interpreting(device: str) -> AbstractContextManager[None]:
+    if device == "cuda":
+        return nullcontext()
+    from tests.support.interpreter import lockstep
+
+    return lockstep()
 
 
 def main() -> None:
@@ -126,20 +147,20 @@ def main() -> None:
     options.add_argument("--not-exact", action="store_true")
     arguments = options.parse_args()
     torch.set_num_threads(1)
-    parts, differing = list[str](), 0
+    parts, differing, started = list[str](), 0, time.monotonic()
 
-    def show(name: str, dtype: str, found: Iterator[Line]) -> None:
+    def show(name: str, dtype: str, compared: Iterator[Line]) -> None:
         nonlocal differing
         rows = []
-        for line in found:
-            same = line.found == line.expected
+        for line in compared:
+            same = line.computed == line.expected
             differing += not same
-            rows.append([line.shape, str(line.positions), line.found, "equal" if same else line.expected])
+            rows.append([line.shape, str(line.positions), line.computed, "equal" if same else line.expected])
             print(name, dtype, *rows[-1], sep=" | ", flush=True)
         headings = ("shape", "positions", "hash of the logits" if name in MODELS else "hash", "of the row alone")
         parts.append(f"## {name}, {dtype}\n\n{table(headings, rows)}")
 
-    with tempfile.TemporaryDirectory() as directory, ordered_products():
+    with tempfile.TemporaryDirectory() as directory, interpreting(arguments.device):
         for dtype in arguments.dtypes if arguments.kernels else ():
             show("kernels", dtype, kernel_lines(getattr(torch, dtype), torch.device(arguments.device)))
         for name in arguments.models:
@@ -157,7 +178,9 @@ def main() -> None:
     kind = "Without exact mode" if arguments.not_exact else "Exact mode"
     title = f"{kind}: the bits of a row in every shape of step, {where}"
     total = f"{differing} of {sum(part.count(chr(10)) - 3 for part in parts)} hashes differ."
-    report(arguments.out, title, total, *parts, about=f"torch {torch.__version__}.")
+    shown = [total] if arguments.device == "cuda" else [total, INTERPRETED]
+    about = f"torch {torch.__version__}, triton {triton.__version__}, {time.monotonic() - started:.0f} s."
+    report(arguments.out, title, *shown, *parts, about=about)
     raise SystemExit(1 if differing and not arguments.not_exact else 0)
 
 

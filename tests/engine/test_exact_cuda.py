@@ -23,21 +23,22 @@ from baton.engine.weights import Projection
 from tests.support import exact_kernels
 from tests.support.attention import shape
 from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
-from tests.support.exact_kernels import interpreted_runner, ordered_products
+from tests.support.exact_kernels import interpreted_runner
 
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="with a GPU the kernels are compiled: see benchmarks/gpu.py"
     ),
-    pytest.mark.timeout(600),  # seconds of processor time, but the interpreter starves on a busy machine
 ]
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _products() -> Iterator[None]:
-    with ordered_products():
+def _lockstep() -> Iterator[None]:
+    from tests.support.interpreter import lockstep
+
+    with lockstep():
         yield
 
 
@@ -153,7 +154,7 @@ def test_splits_of_a_model_have_one_length_and_reach_its_longest_context(longest
 
 
 DECODE = {"decode_rows": 4, "decode_lengths": (1, 3)}
-KINDS = [("mistral", "float32"), pytest.param("llama", "bfloat16", marks=pytest.mark.long)]
+KINDS = [("mistral", "float32"), ("llama", "bfloat16")]
 
 
 @pytest.mark.parametrize(("arch", "dtype"), KINDS)

@@ -2,7 +2,7 @@
 rows [first, last) of the same 131, computed without the others. Inputs are fractions that every machine computes alike.
 
 A runner can compute as on CUDA, but on the CPU: fused layers, paged attention, decode steps from fixed arrays and
-draws, all in Triton's interpreter, which executes a kernel's programs one after another with numpy. It shows what a
+draws, all in Triton's interpreter (interpreter.py), which executes a kernel's programs with numpy. It shows what a
 kernel's source fixes: which keys and inputs a program reads, in which tiles and in which order it adds them up. It does
 not show what a compiler makes of it.
 """
@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,27 +26,6 @@ from baton.engine.runner import Runner
 from baton.engine.weights import Projection
 from tests.support.attention import shape
 from tests.support.engine_driver import tiny_runner
-
-
-def _widened(tensor: Any) -> Any:
-    """A bfloat16 tensor of the interpreter, which holds it as integers, as float32."""
-    return (tensor.data.astype(np.uint32) << 16).view(np.float32)
-
-
-@contextmanager
-def ordered_products() -> Iterator[None]:
-    """Makes the interpreter multiply matrices in one order: all products of an element are added up front to back, in
-    float32. numpy's own order depends on the place of a row in the matrix, and it multiplies bfloat16 as integers."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        left, right = (_widened(t) if t.dtype.scalar == tl.bfloat16 else t.data for t in (a, b))
-        products = left.T[:, :, None] * right[:, None, :]
-        return TensorHandle(np.add.reduce(products, axis=0) + d.data, d.dtype.scalar)
-
-    with mock.patch.object(InterpreterBuilder, "create_dot", create_dot):
-        yield
 
 
 def interpreted_runner(model_dir: Path, **options: Any) -> Runner:
