@@ -52,7 +52,8 @@ class Llama3Rope:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One dense decoder-only transformer. `windows[i]` is layer i's sliding window in positions, 0 for none. A model
-    with `num_labels` has a classification head; one without an LM head counts as one whose embeddings are tied."""
+    with `num_labels` has a classification head; if it has `classifier_tokens`, which are two, that is the difference of
+    their rows of the LM head. One without an LM head counts as one whose embeddings are tied."""
 
     vocab_size: int
     hidden_size: int
@@ -75,6 +76,7 @@ class ModelConfig:
     torch_dtype: DType | None
     has_lm_head: bool = True
     num_labels: int = 0
+    classifier_tokens: tuple[str, ...] = ()
     quantization: QuantizationConfig | None = None
 
     def longest(self, max_model_len: int | None) -> int:
@@ -224,6 +226,7 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     biased = _bool(config, "attention_bias")
     quantization = config.get("quantization_config", config.get("compression_config"))
     llama_like = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    labels, of_tokens = _labels(config) if head == "ForSequenceClassification" else (0, ())
     return ModelConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -240,21 +243,33 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
         o_bias=llama_like and biased,
         mlp_bias=architecture == "LlamaForCausalLM" and _bool(config, "mlp_bias"),
         qk_norm=architecture == "Qwen3ForCausalLM",
-        tie_word_embeddings=_bool(config, "tie_word_embeddings") or head != "ForCausalLM",
+        tie_word_embeddings=_bool(config, "tie_word_embeddings") or (head != "ForCausalLM" and not of_tokens),
         max_position_embeddings=max_positions,
         eos_token_ids=_eos(config, vocab_size),
         torch_dtype=_dtype(config),
         has_lm_head=head == "ForCausalLM",
-        num_labels=_num_labels(config) if head == "ForSequenceClassification" else 0,
+        num_labels=labels,
+        classifier_tokens=of_tokens,
         quantization=None if quantization is None else parse_quantization_config(quantization),
     )
 
 
-def _num_labels(config: Mapping[str, Any]) -> int:
-    """Returns the number of labels; transformers writes them only if they are not the default two."""
-    labels = config.get("id2label")
-    default = len(labels) if isinstance(labels, dict) and labels else 2
-    return _int(config, "num_labels", high=1 << 16, default=default)
+def _labels(config: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of labels, which transformers writes only if they are not the default two, and the tokens of
+    a classification head that is made of an LM head (vLLM's names for it)."""
+    tokens = config.get("classifier_from_token")
+    if tokens is None:
+        labels = config.get("id2label")
+        default = len(labels) if isinstance(labels, dict) and labels else 2
+        return _int(config, "num_labels", high=1 << 16, default=default), ()
+    if not isinstance(tokens, list) or len(tokens) != 2 or not all(isinstance(token, str) for token in tokens):
+        raise StartupError(f"config.json: classifier_from_token must be two tokens, not {tokens!r:.60}")
+    if not _bool(config, "is_original_qwen3_reranker") and config.get("method") != "from_2_way_softmax":
+        raise StartupError(
+            "config.json: classifier_from_token is only supported with is_original_qwen3_reranker, or with method"
+            " from_2_way_softmax"
+        )
+    return 1, tuple(tokens)
 
 
 def _architecture(config: Mapping[str, Any]) -> tuple[Architecture, str] | None:

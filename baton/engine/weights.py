@@ -81,7 +81,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
     if not config.tie_word_embeddings:
         tensors[HEAD] = (config.vocab_size, hidden)
-    if config.num_labels:
+    if config.num_labels and not config.classifier_tokens:
         tensors[CLASSIFIER] = (config.num_labels, hidden)
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
@@ -225,7 +225,24 @@ class WeightReader:
 
     def classifier(self) -> Tensor:
         """float64 [labels, hidden]: the classification head. Every rank could compute with it; only the leader does."""
+        if self._config.classifier_tokens:
+            no, yes = (self._row_of_head(token) for token in self._config.classifier_tokens)
+            return self._counted(yes - no)
         return self._counted(self._checkpoint.read(CLASSIFIER).to(device=self.device, dtype=torch.float64))
+
+    def _row_of_head(self, token: str) -> Tensor:
+        """Of a token of the checkpoint's own tokenizer. Raises StartupError if there is no such token."""
+        from tokenizers import Tokenizer
+
+        try:
+            index = Tokenizer.from_file(str(self._checkpoint.model_dir / "tokenizer.json")).token_to_id(token)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise StartupError(f"tokenizer.json: {str(error)[:200]}") from None
+        if index is None or index >= self._config.vocab_size:
+            raise StartupError(f"config.json: classifier_from_token: {token!r:.60} is not a token of tokenizer.json")
+        name = EMBEDDING if self._config.tie_word_embeddings else HEAD
+        row = self._checkpoint.read(name, slice(index, index + 1))
+        return row.to(device=self.device, dtype=torch.float64)
 
     def final_norm(self) -> Tensor:
         return self._read(NORM)

@@ -10,6 +10,9 @@ from baton.core.errors import StartupError
 from baton.core.model_config import GeneralConfig, Llama3Rope, parse_config, parse_config_json, parse_model_config
 from tests.support.checkpoints import EOS_ID, Arch, Shape, make_config
 
+RERANKER: dict[str, Any] = {"architectures": ["LlamaForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+RERANKER |= {"is_original_qwen3_reranker": True}
+
 
 def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
     return make_config(arch, Shape()) | changes
@@ -50,6 +53,8 @@ def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
         ({"eos_token_id": 320}, "eos_token_id 320 is not a token id below 320"),
         ({"eos_token_id": [1, "2"]}, "eos_token_id '2' is not a token id"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({**RERANKER, "classifier_from_token": ["no"]}, "classifier_from_token must be two tokens"),
+        ({**RERANKER, "is_original_qwen3_reranker": False}, "only supported with is_original_qwen3_reranker"),
     ],
     ids=lambda case: case[1][:40],
 )

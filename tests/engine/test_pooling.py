@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from array import array
 from collections.abc import Callable, Sequence
@@ -119,6 +120,42 @@ def test_scores_of_a_classification_head_equal_transformers(
     assert len(expected[0]) == labels
     received = pooled(runner, prompts, "last", 40)
     assert torch.allclose(torch.tensor(received), torch.tensor(expected), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_of_two_tokens_is_the_difference_of_their_logits(tmp_path: Path, tied: bool, way: str) -> None:
+    """As vLLM serves the original Qwen3-Reranker: the logit of "yes" less that of "no"."""
+    from transformers import AutoModelForCausalLM
+
+    model_dir = make_checkpoint(tmp_path / "m", "qwen3", tied=tied)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    make_reranker(model_dir, ["n", "y"])
+    runner = tiny_runner(model_dir, **WAYS[way])
+    no, yes = (json.loads((model_dir / "tokenizer.json").read_text())["model"]["vocab"][token] for token in "ny")
+    prompts = [random_tokens(length, seed=length) for length in (3, 61)]
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    received = pooled(runner, prompts, "last", 40)
+    assert [len(each) for each in received] == [1, 1]
+    for each, expected in zip(received, logits, strict=True):
+        assert each[0] == pytest.approx(float(expected[yes] - expected[no]), abs=1e-4)
+
+
+def make_reranker(model_dir: Path, tokens: list[str]) -> None:
+    config = json.loads((model_dir / "config.json").read_text())
+    config["architectures"] = [config["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")]
+    config |= {"classifier_from_token": tokens, "is_original_qwen3_reranker": True}
+    (model_dir / "config.json").write_text(json.dumps(config))
+
+
+def test_a_token_of_the_head_that_the_tokenizer_lacks_is_refused(tmp_path: Path) -> None:
+    from baton.core.errors import StartupError
+
+    model_dir = make_checkpoint(tmp_path / "m", "qwen3")
+    make_reranker(model_dir, ["n", "yes"])
+    with pytest.raises(StartupError, match="classifier_from_token: 'yes' is not a token"):
+        tiny_runner(model_dir)
 
 
 def test_sampled_and_pooled_rows_share_a_step(checkpoint: Callable[..., Path]) -> None:
