@@ -1,5 +1,5 @@
 """LoRA adapters in a running cluster, whose prefill worker has two ranks: chosen by `model`, loaded and unloaded while
-streams run, never sharing KV, and loaded again by a worker that restarts."""
+streams run, never sharing KV, and loaded again by a worker that restarts; vectors, scores and labels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
+import torch
+from torch.nn import functional
 
+from baton.core.request import SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine.runner import Runner
+from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
 from tests.support.adapters import load_adapter, make_adapter
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster
-from tests.support.engine_driver import Job, random_tokens, run, tiny_runner
+from tests.support.engine_driver import GREEDY, Job, random_tokens, run, tiny_runner
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -125,3 +132,64 @@ async def test_a_restarted_worker_loads_the_adapters_before_it_gets_their_reques
             )
             assert (await ask(client, "b"))[0] == expected["b"]
             assert (await ask(client, "m"))[0] == expected["m"]
+
+
+async def test_vectors_and_scores_are_those_of_the_adapter(running: Cluster, model: Path) -> None:
+    """By HTTP and gRPC; a prompt's KV of the model itself, which is cached, does not serve the adapter."""
+    runner = tiny_runner(model, exact=True)
+    digests = {"m": "", "b": load_adapter(runner, model.parent / "b")}
+    texts, vectors = ["one text", "another", "one text"], {}
+    async with Client(running, timeout_s=120.0) as client, grpc.aio.insecure_channel(running.grpc) as channel:
+        stub = serving_pb2_grpc.ServingStub(channel)
+        ids = serving_pb2.EmbedInput(token_ids=types_pb2.TokenIds(ids=PROMPT))
+
+        async def post(path: str, **fields: Any) -> Any:
+            answer = await client.http.post(path, json=fields)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        for name, digest in digests.items():
+            expected = functional.normalize(pooled(runner, PROMPT, digest), dim=0)
+            answer = await post("/v1/embeddings", model=name, input=[PROMPT])
+            embedded = await stub.Embed(serving_pb2.EmbedRequest(model=name, inputs=[ids]), timeout=60)
+            for vector in (answer["data"][0]["embedding"], list(embedded.embeddings[0].values)):
+                assert vector == pytest.approx(expected.tolist(), abs=1e-5)
+            assert answer["model"] == name
+            data = (await post("/v1/embeddings", model=name, input=texts))["data"]
+            first, second, _ = vectors[name] = [torch.tensor(each["embedding"]) for each in data]
+            cosine = pytest.approx(float(first @ second), abs=1e-5)
+            scores = await post("/v1/score", model=name, text_1=texts[0], text_2=texts[1:])
+            assert [each["score"] for each in scores["data"]] == [cosine, pytest.approx(1.0)]
+            ranked = await post("/v1/rerank", model=name, query=texts[0], documents=texts[1:])
+            assert [each["index"] for each in ranked["results"]] == [1, 0]
+            assert ranked["results"][1]["relevance_score"] == cosine
+            request = serving_pb2.ScoreRequest(model=name, firsts=texts[:1], seconds=texts[1:2])
+            assert list((await stub.Score(request, timeout=60)).scores) == [cosine]
+    assert (vectors["m"][0] - vectors["b"][0]).abs().max() > 0.01
+
+
+async def test_labels_are_those_of_the_adapter(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "qwen2", tied=True, head="score", num_labels=3)
+    adapter = make_adapter(tmp_path / "a", model)
+    runner = tiny_runner(model, exact=True)
+    digests = {"m": "", "a": load_adapter(runner, adapter)}
+    with cluster(model, exact=True, decode=0, lora=f"a={adapter}") as running:
+        async with Client(running, timeout_s=120.0) as client, grpc.aio.insecure_channel(running.grpc) as channel:
+            shown = {}
+            for name, digest in digests.items():
+                expected = pytest.approx(torch.softmax(pooled(runner, PROMPT, digest), dim=0).tolist(), abs=1e-5)
+                answer = await client.http.post("/classify", json={"model": name, "input": [PROMPT]})
+                shown[name] = answer.json()["data"][0]["probs"]
+                ids = serving_pb2.EmbedInput(token_ids=types_pb2.TokenIds(ids=PROMPT))
+                request = serving_pb2.ClassifyRequest(model=name, inputs=[ids])
+                (made,) = (await serving_pb2_grpc.ServingStub(channel).Classify(request, timeout=60)).classifications
+                assert shown[name] == expected
+                assert list(made.probs) == expected
+    assert max(abs(a - b) for a, b in zip(shown["m"], shown["a"], strict=True)) > 0.01
+
+
+def pooled(runner: Runner, tokens: list[int], adapter: str) -> torch.Tensor:
+    """The last token's final hidden state, or the scores of the classification head."""
+    blocks = tuple(range(runner.layout.blocks_for(len(tokens))))
+    row = Row(SequenceId("x"), 0, tuple(tokens), blocks, GREEDY, pooling="last", adapter=adapter)
+    return torch.frombuffer(bytearray(runner.step(StepPlan(1, (row,))).pooled[0]), dtype=torch.float64).float()

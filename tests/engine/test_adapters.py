@@ -71,6 +71,24 @@ def test_an_embedding_is_that_of_the_adapter(checkpoint: Callable[..., Path], tm
     assert (states[0] - states[1]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_scores_of_a_classification_head_are_those_of_the_adapter(
+    checkpoint: Callable[..., Path], tmp_path: Path, kernels: str
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    model_dir, tokens = checkpoint("qwen2", head="score", num_labels=3), random_tokens(20)
+    adapter = make_adapter(tmp_path / "a", model_dir, task_type=None)
+    runner = tiny_runner(model_dir, kernels=kernels)
+    row = Row(SequenceId("x"), 0, tuple(tokens), (0, 1), GREEDY, pooling="last", adapter=load_adapter(runner, adapter))
+    scores = torch.frombuffer(bytearray(runner.step(StepPlan(1, (row,))).pooled[0]), dtype=torch.float64)
+    base = AutoModelForSequenceClassification.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = PeftModel.from_pretrained(base, adapter).eval()(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(scores.to(expected), expected, atol=2e-4, rtol=1e-4)
+
+
 EXACT = [("auto", "float32"), ("torch", "float32"), ("auto", "bfloat16")]
 
 
