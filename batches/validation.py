@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,7 +34,7 @@ class Validator:
     def __init__(self, store: BatchStore, stored: DiskThread, *, strict_fields: bool) -> None:
         self._store, self._stored, self._strict = store, stored, strict_fields
         self._reading = DiskThread(FLAG, "input files of batches")
-        self._child = ChildExecutor(lambda: start_child())  # parses long lines
+        self._child = ChildExecutor(lambda: start_child(import_module, read_line.__module__))  # parses long lines
         self._closing = False
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 

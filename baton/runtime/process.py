@@ -174,8 +174,9 @@ NICE = 10
 """Large bodies and grammars yield to the streams of other clients when CPU time is scarce."""
 
 
-def start_child(prepare: Callable[..., None] | None = None, *arguments: Any, nice: int = NICE) -> Executor:
-    """An executor of one process, which calls `prepare(*arguments)` first."""
+def start_child(prepare: Callable[..., object] | None = None, *arguments: Any, nice: int = NICE) -> Executor:
+    """An executor of one process, which calls `prepare(*arguments)` before it yields by `nice`: what that imports would
+    take a process without priority longer than callers wait, where no core is idle."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), nice, prepare, arguments))
 
@@ -213,9 +214,9 @@ def ready() -> None:
     """An empty work item: it completes once the child has started."""
 
 
-def _begin(parent: int, nice: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+def _begin(parent: int, nice: int, prepare: Callable[..., object] | None, arguments: tuple[Any, ...]) -> None:
     die_with_parent(parent)
-    os.nice(nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if prepare is not None:
         prepare(*arguments)
+    os.nice(nice)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -23,6 +24,7 @@ PARSE_S = 20.0
 MAX_VALUES = 100_000
 MAX_WAITING_BYTES = 32 * 1024 * 1024
 MAX_READING_BYTES = 64 * 1024 * 1024
+SCHEMAS = "coordinator.openai.schema"  # with what it imports, nearly all that parsing needs
 _T = TypeVar("_T")
 _JSON = re.compile(r'application/json\s*(;\s*charset\s*=\s*"?utf-8"?\s*)?', re.IGNORECASE)
 
@@ -94,7 +96,7 @@ class BodyParser(ChildExecutor):
     State: the child, once a large body has come, and the bytes of large bodies waiting for it or in it."""
 
     def __init__(self, start: Callable[[], Executor] | None = None) -> None:
-        super().__init__(start or (lambda: start_child()))
+        super().__init__(start or (lambda: start_child(import_module, SCHEMAS)))
         self._bytes = 0
 
     async def parse(self, parse: Callable[[bytes], _T], body: bytes) -> _T:

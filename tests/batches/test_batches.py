@@ -873,7 +873,7 @@ async def test_a_long_line_is_parsed_in_a_child_process(
         here.append(len(text))
         return parse_object(text)
 
-    def start() -> Executor:
+    def start(*_: object) -> Executor:
         children.append(start_child())
         return children[-1]
 
@@ -911,7 +911,7 @@ async def test_a_parser_process_that_exits_or_hangs_fails_only_one_batch(
     monkeypatch.setattr(batch_validation, "INLINE_BYTES", 1000)
     async with served(tmp_path, Echo(), text_model) as (client, _):
         with monkeypatch.context() as broken:
-            broken.setattr(batch_validation, "start_child", lambda: start_child(prepare, value))
+            broken.setattr(batch_validation, "start_child", lambda *_: start_child(prepare, value))
             broken.setattr(batch_validation, "PARSE_S", parse_s)
             batch = await ended(client, (await submit(client, line("a"), padded(line("b")))).id)
         assert batch.status == "failed" and batch.errors.data[0].code == "internal_error"
@@ -929,7 +929,7 @@ async def test_shutdown_does_not_wait_for_a_line_that_is_being_parsed(
     monkeypatch.setattr(batch_validation, "PARSE_S", 1000)
     children = list[Executor]()
 
-    def start() -> Executor:
+    def start(*_: object) -> Executor:
         children.append(start_child(time.sleep, 1000))
         return children[-1]
 

@@ -6,6 +6,7 @@ import gc
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -52,7 +53,7 @@ def served(text_model: TextModel) -> Iterator[tuple[FakeGenerator, Starlette]]:
     tests it is not to wait for them."""
     generator = FakeGenerator()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body, "start_child", lambda: start_child(nice=0))
+        patch.setattr(body, "start_child", partial(start_child, nice=0))
         yield generator, create_app(generator, text_model, HttpSettings("tiny", max_body_bytes=1 << 20))
 
 

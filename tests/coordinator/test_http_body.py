@@ -23,7 +23,7 @@ import pytest
 
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.runtime import json_body
-from baton.runtime.process import start_child
+from baton.runtime.process import NICE, kill_child, ready, start_child
 from coordinator.http import app as http_app
 from coordinator.http import body as http_body
 from coordinator.http.body import INLINE_BYTES, BodyParser
@@ -207,7 +207,7 @@ async def test_requests_are_answered_while_a_large_body_is_parsed(
         raise InvalidRequest("held", param="held")
 
     monkeypatch.setattr(http_app, "parse", parse)
-    monkeypatch.setattr(http_body, "start_child", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(http_body, "start_child", lambda *_: ThreadPoolExecutor(1))
     large = asyncio.create_task(client.post(path, content=LARGE, headers=JSON))
     try:
         assert await asyncio.wait_for(asyncio.to_thread(begun.wait, HANG_S), HANG_S)
@@ -245,7 +245,7 @@ async def test_too_many_large_bodies_are_refused_until_there_is_room(monkeypatch
 @pytest.fixture(autouse=True)
 def child_of_full_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside other tests a child that yields to all of them may not start within PARSE_S."""
-    monkeypatch.setattr(http_body, "start_child", lambda: start_child(nice=0))
+    monkeypatch.setattr(http_body, "start_child", partial(start_child, nice=0))
 
 
 def pid_of(body: bytes) -> int:
@@ -265,6 +265,33 @@ async def test_large_bodies_are_parsed_in_a_child_process() -> None:
     with pytest.raises(InvalidRequest, match="no") as refused:
         await parser.parse(refuse, LARGE)
     assert (refused.value.code, refused.value.param) == ("some_code", "field")
+
+
+START_S = 60.0
+
+
+def keep_nice(file: Path) -> None:
+    file.write_text(str(os.nice(0)))
+
+
+def test_a_child_yields_only_once_it_has_imported(tmp_path: Path) -> None:
+    """Where no core is idle, a child that yielded first did not start within PARSE_S."""
+    child = start_child(keep_nice, tmp_path / "nice")
+    try:
+        assert child.submit(os.nice, 0).result(START_S) == os.nice(0) + NICE
+        assert (tmp_path / "nice").read_text() == str(os.nice(0))
+    finally:
+        kill_child(child)
+
+
+def test_a_child_imports_the_schemas_before_the_first_body() -> None:
+    parser = BodyParser()
+    try:
+        parser.started().submit(ready).result(START_S)
+        child = parser.started().submit(os.getpid).result(START_S)
+        assert "pydantic_core" in Path(f"/proc/{child}/maps").read_text()
+    finally:
+        parser.close()
 
 
 async def test_a_child_that_is_killed_is_replaced() -> None:
