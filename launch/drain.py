@@ -39,7 +39,7 @@ def drain(
         drain_worker(address, worker, timeout_s, token, tls=tls, next_role=next_role)
         console.stage(worker, f"draining   for up to {timeout_s:g} s")
         deadline = time.monotonic() + timeout_s + GRACE_S
-        while (now := _present(get_cluster(url), worker)) == before or (next_role and now is None):
+        while (now := _present(cluster := get_cluster(url), worker)) == before or (next_role and now is None):
             if time.monotonic() > deadline:
                 late = "not drained yet" if now else f"has not joined again as {next_role} yet"
                 console.stage(worker, f"{late}; `baton ps` shows its state")
@@ -49,6 +49,9 @@ def drain(
         raise StartupError(error.message) from None
     if next_role is not None and now is not None and now.role != next_role:
         console.stage(worker, f"joined again as {now.role}, not as {next_role}: {_why(before, now)}")
+        return 1
+    if now is None and any(row["id"] == worker for row in cluster.workers):
+        console.stage(worker, "lost: its lease ended before it left; its log says why")
         return 1
     console.stage(worker, f"joined as {next_role}" if next_role else "left")
     return 0

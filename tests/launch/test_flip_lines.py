@@ -1,4 +1,4 @@
-"""What `baton flip` prints when a worker joins again in its first role."""
+"""What `baton drain` and `baton flip` print when a worker is lost, or joins again in its first role."""
 
 from __future__ import annotations
 
@@ -38,3 +38,23 @@ def test_the_last_line_says_why(
     monkeypatch.setattr(command, "POLL_S", 0.0)
     assert command.drain("p1", "http://127.0.0.1:1", 0.5, "decode", "", "", "") == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"joined again as prefill, not as decode: {why}")
+
+
+@pytest.mark.parametrize(
+    ("after", "code", "line"),
+    [((), 0, "left"), (({"state": "lost"},), 1, "lost: its lease ended before it left; its log says why")],
+)
+def test_a_worker_whose_lease_ended_has_not_left(
+    after: tuple[dict[str, str], ...],
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    views = iter([ClusterView((BEFORE,), "", {}), ClusterView(tuple(BEFORE | row for row in after), "", {})])
+    monkeypatch.setattr(command, "control_of", lambda *_: (ClusterView((BEFORE,), "", {}), "127.0.0.1:1", "", None))
+    monkeypatch.setattr(command, "drain_worker", lambda *_, **__: None)
+    monkeypatch.setattr(command, "get_cluster", lambda _: next(views))
+    monkeypatch.setattr(command, "POLL_S", 0.0)
+    assert command.drain("p1", "http://127.0.0.1:1", 0.5, None, "", "", "") == code
+    assert capsys.readouterr().out.splitlines()[-1].split(maxsplit=3)[-1] == line
