@@ -245,14 +245,16 @@ class WorkerTable:
             raise NotFound(f"{worker_id} is changing its role and has not joined again yet", param="worker_id")
         if worker is None:
             raise NotFound(f"no worker {worker_id[:128]!r} is in this cluster", param="worker_id")
+        if next_role is not None and worker.state == "draining" and worker.next_role is None:
+            raise InvalidRequest(f"{worker_id} is leaving the cluster", param="next_role")
+        if next_role == worker.role and worker.next_role is not None:
+            raise InvalidRequest(f"{worker_id} drains to become a {worker.next_role} worker", param="next_role")
         if next_role == worker.role:
             raise InvalidRequest(f"{worker_id} is a {worker.role} worker already", param="next_role")
         if next_role is not None and not worker.join.both_roles:
             raise InvalidRequest(
                 f"{worker_id} was not started for both roles: start it with --both-roles on", param="next_role"
             )
-        if next_role is not None and worker.state == "draining" and worker.next_role is None:
-            raise InvalidRequest(f"{worker_id} is leaving the cluster", param="next_role")
         worker.next_role = next_role
         worker.drain_by = by if worker.drain_by is None else min(by, worker.drain_by)
         if worker.state != "draining":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -357,9 +358,13 @@ def test_a_role_that_a_worker_cannot_take_is_refused(workers: WorkerTable) -> No
     workers.join(join(incarnation=2, both_roles=True), 1.0)
     with pytest.raises(InvalidRequest, match="is a decode worker already"):
         workers.drain("d0", 9.0, 1.0, "decode")
+    workers.drain("d0", 9.0, 1.0, "prefill")
+    with pytest.raises(InvalidRequest, match="drains to become a prefill worker"):
+        workers.drain("d0", 9.0, 1.0, "decode")
     workers.drain("d0", 9.0, 1.0)
-    with pytest.raises(InvalidRequest, match="is leaving"):
-        workers.drain("d0", 9.0, 1.0, "prefill")
+    for role in get_args(Role):
+        with pytest.raises(InvalidRequest, match="is leaving"):
+            workers.drain("d0", 9.0, 1.0, role)
 
 
 def test_worker_table_lists_prefill_workers_first(workers: WorkerTable) -> None:
