@@ -190,12 +190,17 @@ def simulate_command(
     from sim.scale.replay import ClusterShape, Replay
 
     kind, rows = read_calibration(calibration), load_rows(trace, **load)
+    if not rows:
+        raise StartupError("the load has no requests")
     limits = replace(slo or Slo(), share=slo_share)
     began = time.process_time()
     gc.disable()  # a replay makes no cycles worth collecting, and millions of objects to look through
     shape = ClusterShape(kind, prefill, kind, decode, split=split if prefill else "never")
     replay = Replay(shape, rows)
     outcome = replay.run(limits)
+    if not outcome.e2e.count:
+        refused = ", ".join(f"{count} {code}" for code, count in outcome.refused.items())
+        raise StartupError(f"--calibration {calibration}: these workers can serve no request of the load ({refused})")
     seconds = time.process_time() - began
     write_file(json_path, "--json", lambda: json.dumps(asdict(outcome), indent=1) + "\n")
     console = Console(markup=False, emoji=False, highlight=False)

@@ -229,6 +229,25 @@ def test_wrong_options_are_named(calibration: str, arguments: tuple[str, ...], m
     assert isinstance(result.exception, StartupError) and message in result.exception.message
 
 
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (
+            ("--input-len", "50000", "--duration-s", "5"),
+            "these workers can serve no request of the load (9 exceeds_pool)",
+        ),
+        (("--scale", "0.001", "--duration-s", "1"), "the load has no requests"),
+    ],
+)
+def test_a_simulation_in_which_nothing_is_served_is_an_error(
+    calibration: str, tmp_path: Path, load: tuple[str, ...], message: str
+) -> None:
+    out = tmp_path / "o.json"
+    result = run(simulate_command, "--rate", "1", *load, "--calibration", calibration, "--json", str(out))
+    assert isinstance(result.exception, StartupError) and message in result.exception.message
+    assert not out.exists()
+
+
 def test_a_file_that_cannot_be_written_is_named_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "absent.txt").write_text("")
     for name in ("absent/plan.json", "absent.txt/plan.json"):
