@@ -17,12 +17,12 @@ class VirtualCounters:
         self._served: dict[str, float] = {}  # the counters
         self._turns: dict[str, int] = {}  # the number of each tenant's last turn
         self._last_turn = 0
-        self._last_left = ""  # the last tenant that left the queue: others are lifted to it when nobody waits
+        self._last = ""  # see `leave`
 
     def copy(self) -> VirtualCounters:
         other = VirtualCounters()
         other._served, other._turns = self._served.copy(), self._turns.copy()
-        other._last_turn, other._last_left = self._last_turn, self._last_left
+        other._last_turn, other._last = self._last_turn, self._last
         return other
 
     def of(self, tenant: str) -> float:
@@ -36,7 +36,7 @@ class VirtualCounters:
     def after_idle(self, tenant: str, waiting: Iterable[str]) -> float:
         """Returns the counter with which a tenant that has nothing in the queue would enter it; `waiting` are those
         in it."""
-        floor = min(map(self.of, waiting), default=self.of(self._last_left))
+        floor = min(map(self.of, waiting), default=self.of(self._last))
         return max(self.of(tenant), floor)
 
     def enter(self, tenant: str, waiting: Iterable[str]) -> None:
@@ -44,8 +44,9 @@ class VirtualCounters:
         self._served[tenant] = self.after_idle(tenant, waiting)
 
     def leave(self, tenant: str) -> None:
-        """Records that a tenant has nothing in the queue any more."""
-        self._last_left = tenant
+        """Names the tenant to whose counter others are lifted while nobody waits: the last one that was in the queue,
+        or, where all leave at the end of a step, the last one that was served in it."""
+        self._last = tenant
 
     def charge(self, tenant: str, service: float, *, takes_turn: bool) -> None:
         """Counts service that a tenant received, with `takes_turn` in its turn."""
