@@ -52,7 +52,7 @@ def keep_memory_exportable() -> None:
         settings = os.environ.get(name, "")
         plain = re.sub(r"(expandable_segments\s*:\s*)true", r"\1False", settings, flags=re.IGNORECASE)
         if plain != settings:
-            torch.cuda.memory._set_allocator_settings(plain)
+            torch._C._accelerator_setAllocatorSettings(plain)
             log.warning("%s: no expandable_segments, since memory is shared with other processes (edge-kind ipc)", name)
 
 

@@ -267,11 +267,12 @@ def test_gpu_memory_is_exported_once_and_its_ipc_counter_is_released(monkeypatch
     ],
 )
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.filterwarnings("error::FutureWarning")  # of what torch will remove
 def test_memory_for_other_processes_is_not_in_expandable_segments(
     name: str, settings: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[str] = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", chosen.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", chosen.append)
     monkeypatch.setattr(worker_ranks, "choose_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(worker_ranks, "know_streams", lambda device: None)
     monkeypatch.setenv(name, settings)
