@@ -116,15 +116,17 @@ class Pipeline:
                 self._quotas.ended(client, time.monotonic(), submission.n)
             observed.end(error, first.choice.revision if first is not None else "")
 
-    def check_room(self, client: Client) -> None:
-        """Refuses a request that would be refused whatever its body contains, before that is read.
+    def check_room(self, client: Client, limit_s: float | None = None) -> None:
+        """Refuses a request that would be refused whatever its body contains, before that is read. `limit_s`: the
+        seconds until its deadline, if it names one outside of its body.
 
         Raises:
-            BatonError: the client's quota is used up, the queue has no room for it, or the cluster is draining.
+            BatonError: the client's quota is used up, the queue has no room for it, what goes before it takes longer
+                than `limit_s`, or the cluster is draining.
         """
         try:
             self._quotas.check(client, time.monotonic())
-            self._cluster.requests.check_room(client)
+            self._cluster.requests.check_room(client, limit_s)
         except BatonError as error:
             self._metrics.failure(error, client.tenant)
             raise

@@ -111,7 +111,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _infer(
         self, client: Client, request: pb.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> pb.ModelInferResponse:
-        self._measured.check_room(client)
+        self._measured.check_room(client, context.time_remaining())
         made = oip.generation(_infer_request(request))
         if made.stream:
             raise InvalidRequest("'stream' needs ModelStreamInfer", param="stream")
@@ -156,7 +156,7 @@ class Inference(grpc.GenericRpcHandler):  # type: ignore[misc]
         request = pb.ModelInferRequest()
         try:
             request = parsed(pb.ModelInferRequest, content)
-            self._measured.check_room(client)
+            self._measured.check_room(client, context.time_remaining())
             made = oip.generation(_infer_request(request))
             submissions = await self._submissions(client, request, made, context)
             if made.stream is False:

@@ -118,7 +118,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _generate(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
-            self._pipeline.check_room(client)
+            self._pipeline.check_room(client, context.time_remaining())
             await self._answer(client, content, context)
         except Exception as e:
             del content
@@ -134,7 +134,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     ) -> Any:
         """Answers a call of Embed, Classify or Score with `answer`; `kind` is its message."""
         try:
-            self._pipeline.check_room(client)
+            self._pipeline.check_room(client, context.time_remaining())
             request = parsed(kind, content)
             self._name_unknown(request, kind.DESCRIPTOR.name.removesuffix("Request"), context)
             adapter = self._adapter(request.model)

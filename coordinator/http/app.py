@@ -39,7 +39,7 @@ from coordinator.http.errors import (
     is_for_anthropic,
     json_response,
 )
-from coordinator.http.generation import ADAPTER, EchoOnly, GenerationResponse, owned, unique_id
+from coordinator.http.generation import ADAPTER, EchoOnly, GenerationResponse, owned, time_limit_s, unique_id
 from coordinator.http.guard import CLIENT, IGNORED, Guard, Names
 from coordinator.http.inference import InferenceRoutes
 from coordinator.http.openapi import add_route, describe
@@ -455,7 +455,7 @@ class _Front:
 
     async def read_request(self, request: Request, model: type[_T]) -> _T:
         """Reads the body of a request that will wait in the queue, unless that has no room for it."""
-        self._pipeline.check_room(request.scope[CLIENT])
+        self._pipeline.check_room(request.scope[CLIENT], time_limit_s(request))
         return await self.read_body(request, model)
 
     async def read_body(self, request: Request, model: type[_T]) -> _T:

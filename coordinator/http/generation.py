@@ -372,13 +372,22 @@ def owned(submission: Submission, request: Request) -> Submission:
     """Returns the submission with the client, the adapter, the traceparent, the session and the deadline of the
     request. Raises InvalidRequest if that is not a number of milliseconds."""
     scope, headers = request.scope, request.headers
-    if (given := headers.get(DEADLINE)) is not None:
-        if not re.fullmatch(r"[1-9][0-9]{0,8}", given):
-            message = f"{DEADLINE} must be a whole number of milliseconds from 1 to 999999999"
-            raise InvalidRequest(message, param=DEADLINE)
-        submission = replace(submission, deadline_s=min(submission.deadline_s, int(given) / 1e3))
+    if (limit_s := time_limit_s(request)) is not None:
+        submission = replace(submission, deadline_s=min(submission.deadline_s, limit_s))
     sent = headers.get("traceparent", ""), headers.get(SESSION, "")
     return submission.of(scope[CLIENT], *sent, adapter=scope.get(ADAPTER, ""))
+
+
+def time_limit_s(request: Request) -> float | None:
+    """Returns the seconds that a request may take, if its header says. Raises InvalidRequest if that is not a number of
+    milliseconds."""
+    given = request.headers.get(DEADLINE)
+    if given is None:
+        return None
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", given):
+        message = f"{DEADLINE} must be a whole number of milliseconds from 1 to 999999999"
+        raise InvalidRequest(message, param=DEADLINE)
+    return int(given) / 1e3
 
 
 def unique_id(request: Request) -> str:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from baton.core.errors import InvalidRequest
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import json_response
-from coordinator.http.generation import ADAPTER, GenerationResponse, owned
+from coordinator.http.generation import ADAPTER, GenerationResponse, owned, time_limit_s
 from coordinator.http.guard import CLIENT, IGNORED
 from coordinator.http.openapi import ROUTE, add_route
 from coordinator.inference.model import Generation, generation, submissions_of, text_generation
@@ -95,7 +95,7 @@ class InferenceRoutes:
 
     async def infer(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
-        self.measured.check_room(request.scope[CLIENT])
+        self.measured.check_room(request.scope[CLIENT], time_limit_s(request))
         length = request.headers.get(_LENGTH)
         if length is not None and not _DIGITS.fullmatch(length):
             raise InvalidRequest("Inference-Header-Content-Length must be a number", param=_LENGTH)
@@ -112,7 +112,7 @@ class InferenceRoutes:
 
     async def generate(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
-        self.measured.check_room(request.scope[CLIENT])
+        self.measured.check_room(request.scope[CLIENT], time_limit_s(request))
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation(given)
         if made.stream:
@@ -121,7 +121,7 @@ class InferenceRoutes:
 
     async def generate_stream(self, request: Request, name: str, version: str = "") -> Response:
         request.scope[ADAPTER] = self.served.check(name, version)
-        self.measured.check_room(request.scope[CLIENT])
+        self.measured.check_room(request.scope[CLIENT], time_limit_s(request))
         given = await self.parser.parse(parse_generate, await self.reader.read(request, undeclared=True))
         request_id, made = text_generation({"stream": True} | given)
         return await self._run(request, name, made, request_id, events=True)

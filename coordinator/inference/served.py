@@ -82,9 +82,9 @@ class CountingPipeline:
     def admitted(self, client: Client, choices: int = 1) -> AbstractContextManager[None]:
         return self._pipeline.admitted(client, choices)
 
-    def check_room(self, client: Client) -> None:
+    def check_room(self, client: Client, limit_s: float | None = None) -> None:
         try:
-            self._pipeline.check_room(client)
+            self._pipeline.check_room(client, limit_s)
         except BatonError:
             self._statistics.failed(0.0)
             raise

@@ -197,7 +197,8 @@ class Dispatcher:
         if unservable is not None and unservable[1] == ErrorCode.EXCEEDS_POOL:  # anything else may change
             message, code = unservable
             raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry cannot succeed
-        self._check_deadline(choice, choices)
+        urgency = choice.request.tenant, choice.request.priority, choice.client.weight
+        self.check_deadline(*urgency, choice.deadline_at - choice.started_at, choices)
         self.admitted += choices
         self.admitted_tokens += prompt_tokens
         self.admitted_tokens_squared += prompt_tokens**2
@@ -235,11 +236,12 @@ class Dispatcher:
                 retry_after_s=self.drain_rate.retry_after_s(tokens / 2 * len(+queue.waiting)),
             )
 
-    def _check_deadline(self, choice: Choice, choices: int) -> None:
-        """Raises Unavailable if the requests that go before a choice take longer, at the measured rate, than it has."""
+    def check_deadline(self, tenant: str, priority: int, weight: int, limit_s: float, choices: int = 1) -> None:
+        """Raises Unavailable if what goes before a new request takes longer, at the measured rate, than the `limit_s`
+        that it has."""
         if not self.drain_rate.measured:
             return
-        wait_s, limit_s = self.drain_rate.seconds(self._queue.ahead(choice)), choice.deadline_at - choice.started_at
+        wait_s = self.drain_rate.seconds(self._queue.ahead(tenant, priority, weight))
         if wait_s is not None and wait_s > limit_s:
             self.refused += choices
             message = f"requests of about {wait_s:.1f} s are before this one, whose deadline is {limit_s:.6g} s away"

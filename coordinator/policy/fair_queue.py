@@ -118,13 +118,12 @@ class FairQueue:
                 if choice.queue_position is not None:
                     passed[self._place_of(choice)[1]] += 1
 
-    def ahead(self, choice: Choice) -> float:
-        """Returns how many prompt tokens at least go before a choice that is added now: those of its tenant, of lower
-        `priority` values, and of other tenants until their counters reach its own."""
-        tenant, own = choice.request.tenant, self._place_of(choice)[0]
-        before: float = sum(
-            sum(level.tokens.values()) for value, level in self._levels.items() if value < choice.request.priority
-        )
+    def ahead(self, tenant: str, priority: int, weight: int) -> float:
+        """Returns how many prompt tokens at least go before a new choice that is added now: those of its tenant, of
+        lower `priority` values, and of other tenants until their counters reach its own. More go before one with a
+        higher value."""
+        own = self._levels.get(priority) or _Level()
+        before: float = sum(sum(level.tokens.values()) for value, level in self._levels.items() if value < priority)
         counters, open_tenants = own.counters, own.open(self._held)
         at = counters.of(tenant) if tenant in open_tenants else counters.after_idle(tenant, open_tenants)
         mine = sum(tokens for lane, tokens in own.tokens.items() if lane[0] == tenant and lane is not _RESUMED)
@@ -132,7 +131,7 @@ class FairQueue:
             if lane is _RESUMED or lane[0] == tenant:
                 before += tokens
             elif lane[1] not in self._held:
-                before += min(tokens, max(0.0, at + mine / choice.client.weight - counters.of(lane[0])))
+                before += min(tokens, max(0.0, at + mine / weight - counters.of(lane[0])))
         return before
 
     def charge(self, choice: Choice, prompt_tokens: int = 0) -> None:

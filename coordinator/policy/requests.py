@@ -158,10 +158,13 @@ class Requests:
 
     # From the front.
 
-    def check_room(self, client: Client) -> None:
-        """Raises as `admit` does if any new request of the client would be refused now, whatever it asks for."""
+    def check_room(self, client: Client, limit_s: float | None = None) -> None:
+        """Raises as `admit` does if any new request of the client would be refused now, whatever it asks for, with at
+        most `limit_s` until its deadline."""
         self._check_draining()
         self.dispatcher.check_room(client.tenant)
+        if limit_s is not None:  # a request is never more urgent than its client
+            self.dispatcher.check_deadline(client.tenant, client.priority, client.weight, limit_s)
 
     def _check_draining(self) -> None:
         if self.draining:

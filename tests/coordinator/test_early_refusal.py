@@ -49,6 +49,17 @@ async def test_a_refusal_does_not_depend_on_the_body(client: httpx.AsyncClient, 
     assert statistics["inference_stats"]["fail"]["count"] == ("/v2/models" in path)
 
 
+@pytest.mark.parametrize("path", QUEUING)
+async def test_a_deadline_in_the_head_is_judged_before_the_body(
+    client: httpx.AsyncClient, generator: FakeGenerator, path: str
+) -> None:
+    head = {"content-type": "application/json", "x-request-timeout-ms": "1500"}
+    assert (await client.post(path, content=b"{", headers=head)).headers["retry-after"] == "7"
+    assert generator.time_limits == [1.5]
+    answer = await client.post(path, content=b"{", headers=head | {"x-request-timeout-ms": "soon"})
+    assert answer.status_code == 400 and "x-request-timeout-ms" in answer.text
+
+
 @pytest.mark.parametrize("path", OTHERS)
 async def test_what_does_not_queue_is_not_refused(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.post(path, content=b"{", headers={"content-type": "application/json"})).status_code == 400
@@ -90,6 +101,9 @@ async def test_grpc_calls_are_refused_before_their_message_is_parsed(
     expected = grpc.StatusCode.UNAVAILABLE if full else grpc.StatusCode.RESOURCE_EXHAUSTED
     async with served(generator, text_model) as client:
         assert (await client.refused(token_ids=None))[0] is expected
+        with pytest.raises(grpc.aio.AioRpcError):
+            await client.stub.Embed(serving_pb2.EmbedRequest(), timeout=30)
+        assert 0 < (generator.time_limits[-1] or 0) < 60  # about 30
         infer = inference_pb2_grpc.GRPCInferenceServiceStub(client.channel).ModelInfer
         for call in (
             lambda: client.stub.Embed(serving_pb2.EmbedRequest()),

@@ -315,6 +315,11 @@ def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
         d.submit(of("a", number, prompt=100))
     late = of("a", 5)
     late.deadline_at = 4.0
+    with pytest.raises(Unavailable, match=r"about 5\.0 s are before this one, whose deadline is 4 s away"):
+        d.dispatcher.check_deadline("a", 0, 1, 4.0)
+    d.dispatcher.check_deadline("a", 0, 1, 6.0)
+    d.dispatcher.check_deadline("b", 0, 1, 1.0)
+    d.dispatcher.check_deadline("a", -1, 1, 1.0)
     error = refused(d, late)
     assert (error.code, error.retry_after_s) == ("would_exceed_deadline", pytest.approx(1.0, abs=0.1))
     assert "5.0 s are before this one, whose deadline is 4 s away" in error.message
@@ -331,18 +336,22 @@ def test_a_deadline_that_the_queue_cannot_meet_is_refused_at_once() -> None:
     d.check()
 
 
+def ahead(queue: FairQueue, choice: Choice) -> float:
+    return queue.ahead(choice.request.tenant, choice.request.priority, choice.client.weight)
+
+
 def test_what_goes_before_a_choice_follows_from_the_counters() -> None:
     queue = FairQueue()
     for number in range(3):
         queue.add(of("a", number, prompt=10))
-    assert queue.ahead(of("a", 9)) == 30 and queue.ahead(of("b", 0)) == 0
+    assert ahead(queue, of("a", 9)) == 30 and ahead(queue, of("b", 0)) == 0
     assert order(queue, 1) == ["a0"]
     queue.add(of("b", 0, prompt=4))
-    assert queue.ahead(of("b", 1)) == 4 + 4, "b0, and a until its counter is 14"
+    assert ahead(queue, of("b", 1)) == 4 + 4, "b0, and a until its counter is 14"
     queue.add(of("c", 0, prompt=50))
-    assert queue.ahead(of("a", 9)) == 20 + 4 + 20
+    assert ahead(queue, of("a", 9)) == 20 + 4 + 20
     later = of("b", 2)
     later.request = replace(later.request, priority=3)
-    assert queue.ahead(later) == 20 + 4 + 50
+    assert ahead(queue, later) == 20 + 4 + 50
     queue.hold("c")
-    assert queue.ahead(of("a", 9)) == 20 + 4
+    assert ahead(queue, of("a", 9)) == 20 + 4

@@ -308,7 +308,12 @@ FAULTS = (
         "baton/core/virtual_counters.py", "return max(self.of(tenant), floor)", "return self.of(tenant)", T_FAIR_QUEUE
     ),
     Fault(DISPATCH, "        if many or long:\n", "        if False:\n", T_FAIR_QUEUE),
-    Fault(DISPATCH, "        self._check_deadline(choice, choices)\n", "", T_FAIR_QUEUE),
+    Fault(
+        DISPATCH,
+        "        self.check_deadline(*urgency, choice.deadline_at - choice.started_at, choices)\n",
+        "",
+        T_FAIR_QUEUE,
+    ),
     Fault(FAIR_QUEUE, "_RESUMED if choice.prompt_charged else", "", T_FAIR_QUEUE),
     Fault(
         FAIR_QUEUE,

@@ -53,6 +53,7 @@ class FakeGenerator:
         self.statuses: list[int] = []
         self.answer_times: list[float] = []
         self.no_room: BatonError | None = None
+        self.time_limits: list[float | None] = []
         self.quotas = Quotas()
         self.ignored_fields: list[tuple[str, str]] = []
         self.records: list[Record] = []
@@ -87,7 +88,8 @@ class FakeGenerator:
     def max_model_len(self, prompt_tokens: int) -> int | None:
         return self.pools_hold
 
-    def check_room(self, client: Client) -> None:
+    def check_room(self, client: Client, limit_s: float | None = None) -> None:
+        self.time_limits.append(limit_s)
         if self.no_room is not None:
             raise self.no_room
 
