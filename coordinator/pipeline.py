@@ -264,10 +264,11 @@ class Pipeline:
     def _tenants(self) -> dict[str, dict[str, int]]:
         """Returns the choices that run at workers, and those that wait, by tenant as metrics label it."""
         counts: dict[str, dict[str, int]] = {}
-        for choice in self._cluster.requests:
-            if not choice.ended:
-                count = counts.setdefault(self._metrics.label(choice.client.tenant), {"running": 0, "queued": 0})
-                count["queued" if choice.stage is Stage.QUEUED else "running"] += 1
+        dispatcher = self._cluster.requests.dispatcher
+        for state, sums in (("running", dispatcher.running), ("queued", dispatcher.queued)):
+            for tenant, count in sums.items():
+                if count:
+                    counts.setdefault(self._metrics.label(tenant), {"running": 0, "queued": 0})[state] += count
         return counts
 
     def workers(self) -> dict[str, Any]:

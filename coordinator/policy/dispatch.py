@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from operator import sub
 from typing import NamedTuple
 
@@ -96,6 +96,7 @@ class Dispatcher:
         self.several_tenants = False  # each may fill only half of what the others leave of the queue
         self.drain_rate = DrainRate()
         self._running: Counter[str] = Counter()  # choices at workers, by key
+        self.running: Counter[str] = Counter()  # the same by tenant
         # By class: what the choice needs for which `place` last had no room, and the pools without it.
         self._blocked: dict[WorkerClass, tuple[object, tuple[Pool, ...]]] = {}
         self.expectation = OutputExpectation()
@@ -109,6 +110,11 @@ class Dispatcher:
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    @property
+    def queued(self) -> Mapping[str, int]:
+        """Choices in the queue, by tenant."""
+        return self._queue.waiting
 
     def demand(self) -> dict[str, float | str]:
         """Returns what the size of the pools should follow: choices admitted so far and those refused because the queue
@@ -355,6 +361,7 @@ class Dispatcher:
         client, limit = choice.client, choice.client.limits.max_running
         choice.counts_as_running = sign > 0
         self._running[client.key] += sign
+        self.running[client.tenant] += sign
         if limit and self._running[client.key] >= limit:
             self._queue.hold(client.key)
         elif limit:
@@ -448,12 +455,13 @@ class Dispatcher:
 
     def check(self, choices: Iterable[Choice]) -> None:
         """Raises InvariantError if the queue or the counters of workers do not match these choices, which are all."""
-        queued, running = [], Counter[str]()
+        queued, running, of_tenants = [], Counter[str](), Counter[str]()
         sums: Counter[tuple[Worker | None, str]] = Counter()
         for choice in choices:
             if choice.stage is Stage.QUEUED:
                 queued.append(choice)
             running[choice.client.key] += choice.counts_as_running
+            of_tenants[choice.client.tenant] += choice.counts_as_running
             if choice.held._replace(growth=0) != self._occupied(choice):
                 raise InvariantError(f"{choice!r} holds {choice.held}, not {self._occupied(choice)}")
             for counter, count in choice.held._asdict().items():
@@ -466,8 +474,9 @@ class Dispatcher:
                 if getattr(worker, counter) != sums[worker, counter]:
                     raise InvariantError(f"{worker}: {counter} should be {sums[worker, counter]}")
         self._queue.check(queued)
-        if +self._running != +running:
-            raise InvariantError(f"running choices by key are {running}, not {self._running}")
+        if (+self._running, +self.running) != (+running, +of_tenants):
+            counted = f"{self._running} and {self.running}"
+            raise InvariantError(f"running choices by key and tenant are {running} and {of_tenants}, not {counted}")
         if self._to_come and min(self._to_come.values()) < 1:
             raise InvariantError(f"choices still to come are {self._to_come}")
 

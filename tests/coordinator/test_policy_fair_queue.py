@@ -193,6 +193,7 @@ def test_a_key_at_its_limit_of_running_choices_waits_and_others_go() -> None:
     d.submit(make_choice("other", 4, 8, age=9, client=Client("o", "o")))
     assert sorted(d.names()) == ["k0-0", "k0-1", "k1-0", "other"]
     d.check()
+    assert (+d.dispatcher.running, d.dispatcher.queued["t"]) == ({"t": 3, "o": 1}, 3)
     assert not d.place()
     d.finish("k1-0")
     assert d.names() == ["k1-1"]
@@ -201,6 +202,7 @@ def test_a_key_at_its_limit_of_running_choices_waits_and_others_go() -> None:
     d.check()
     assert not d.place()
     d.reschedule("k0-1")
+    assert d.dispatcher.running["t"] == 2
     assert d.names() == ["k0-1"], "it is in the middle of an answer"
     d.finish("k0-0")
     d.finish("k0-1")
