@@ -26,7 +26,12 @@ def in_steps(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The same weights as steps [..., n, 32 b] in int8 and scales [..., n, b] in float32: their products are exact."""
     _check(blocks, scales)
     steps = torch.tensor([int(2 * sign * value) for sign in (1, -1) for value in _E2M1], dtype=torch.int8)
-    return steps[_codes(blocks)].flatten(-2), torch.ldexp(torch.ones(scales.shape), scales.int() - _BIAS - 1)
+    return steps[_codes(blocks)].flatten(-2), step_sizes(scales)
+
+
+def step_sizes(scales: Tensor) -> Tensor:
+    """The scales of `in_steps` from those of the blocks, of the same shape."""
+    return torch.ldexp(torch.ones(scales.shape), scales.int() - _BIAS - 1)
 
 
 def _codes(blocks: Tensor) -> Tensor:

@@ -325,11 +325,13 @@ def _observe(model: Any, longest: int) -> Recorder:
 def probe(
     model_dir: Path, longest: int, dtype: DType, size: int = 1, rank: int = 0, *, level: str | None = None
 ) -> tuple[Recorded | None, int]:
-    """Returns what a model asks for, without reading its weights, and the bytes of the parameters of `rank` of `size`,
-    computed by kernels of `level` (None: torch's). None, and 0, for what only real data shows. Raises StartupError for
-    a model that is not served."""
+    """Returns what a model asks for, without reading more of its weights than a few scales, and the bytes of the
+    parameters of `rank` of `size`, computed by kernels of `level` (None: torch's). None, and 0, for what only real data
+    shows. Raises StartupError for a model that is not served."""
     config = _read_config(model_dir, longest)
     mxfp4 = _mxfp4_weights(model_dir, level, dtype)
+    for weight in mxfp4.values():
+        weight.sample()
     with _plainly(model_dir):
         with FakeTensorMode():
             # In bfloat16: the kernel of experts has no other dtype on fake tensors.

@@ -23,7 +23,7 @@ from baton.core.quantization_config import QuantizationConfig
 from baton.engine.blocks import Blocks, is_half
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.kernels.native import Arena, Kernels, Linear, pack_blocks, pack_mxfp4
-from baton.engine.mxfp4 import INPUTS, dequantize, in_steps
+from baton.engine.mxfp4 import INPUTS, dequantize, in_steps, step_sizes
 
 log = logging.getLogger("baton.engine")
 
@@ -77,6 +77,11 @@ class Mxfp4Weight:
             weight.copy_(dequantize(*self.read(index))[:, before : before + shape[1]].T)
         return weights
 
+    def sample(self) -> None:
+        """Sets the `form` that reading would, as the scales of one expert show it."""
+        if self.form == "blocks" and not is_half(step_sizes(self._read(_SCALES, 0))):
+            self.form = ""
+
     def choose(self, where: Any) -> None:
         """Sets the part."""
         self.part = _, inputs, _ = self._slices(where)
@@ -86,15 +91,16 @@ class Mxfp4Weight:
     def read(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns the blocks [n, k / 32, 16] and scales [n, k / 32] of one of the part's experts. Raises StartupError
         for a scale that is NaN."""
-        experts, inputs, outputs = self.part
-        at = slice(experts.start + index, experts.start + index + 1)
-        within = slice(inputs.start // INPUTS, -(-inputs.stop // INPUTS))
-        blocks, scales = (
-            self._checkpoint.read(f"{self._name}{kind}", at, outputs)[0][:, within] for kind in (_BLOCKS, _SCALES)
-        )
+        blocks, scales = self._read(_BLOCKS, index), self._read(_SCALES, index)
         if (scales == 255).any():
             raise StartupError(f"tensor {self._name}{_SCALES} holds NaN")
         return blocks, scales
+
+    def _read(self, kind: str, index: int) -> Tensor:
+        experts, inputs, outputs = self.part
+        at = slice(experts.start + index, experts.start + index + 1)
+        within = slice(inputs.start // INPUTS, -(-inputs.stop // INPUTS))
+        return self._checkpoint.read(f"{self._name}{kind}", at, outputs)[0][:, within]
 
     def _slices(self, where: Any) -> tuple[slice, ...]:
         given = () if where is Ellipsis else where if isinstance(where, tuple) else (where,)

@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.core.errors import StartupError
 from baton.engine.checkpoint import read_model_config
-from baton.engine.kernels.build import level_of, processor_levels
+from baton.engine.kernels.build import BLOCK_LEVELS, level_of, processor_levels
 from baton.engine.memory import unread_sizes
 from tests.support.engine_driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.transformers_models import generated, make_mxfp4_checkpoint
@@ -62,6 +62,21 @@ def test_bfloat16_is_computed_from_blocks_with_the_bits_of_the_dequantised_weigh
     experts = 4 * 4 * 3 * 64 * 96  # weights
     assert wide.parameter_bytes - packed.parameter_bytes >= experts * 2 * 0.46
     assert torch.equal(*(all_logits(runner, tokens, [9, 9, 6]) for runner in (packed, wide)))
+
+
+def test_the_memory_of_experts_whose_scales_float16_cannot_hold_is_that_of_dequantised_ones(
+    model: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(model, tmp_path / "m")
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"{EXPERTS}.down_proj_scales"][:, 3, 1] = 127 + 20
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config, level = read_model_config(path), BLOCK_LEVELS[0]
+    before, after = (unread_sizes(each, config, 16, "bfloat16", level=level)[1] for each in (model, path))
+    weights = 4 * 64 * 96
+    assert after - before == weights * 2 - weights // 32 * 34
+    if level_of("auto") == level:
+        assert tiny_runner(path, dtype="bfloat16").parameter_bytes == after
 
 
 def dequantised(model: Path, path: Path) -> Path:
