@@ -34,7 +34,7 @@ from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.fair_queue import FairQueue
 from coordinator.policy.pool import ANY_ROOM, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
-from coordinator.policy.split import Decision, HandOverCost, PromptAt, Split, decide
+from coordinator.policy.split import Decision, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
 from coordinator.policy.workers import WorkerClass, WorkerTable, continues
 
@@ -101,7 +101,6 @@ class Dispatcher:
         self._blocked: dict[WorkerClass, tuple[object, tuple[Pool, ...]]] = {}
         self.expectation = OutputExpectation()
         self.split = split
-        self.hand_over_cost = HandOverCost()
 
     def __repr__(self) -> str:
         ready = sum(w.ready for w in self._workers.present())
@@ -406,9 +405,9 @@ class Dispatcher:
 
     def handed_over(self, choice: Choice, now: float) -> None:
         """Measures the hand-over of a choice in stage HANDOVER: a decode worker has all KV now."""
-        if choice.prefill is not None:
+        if choice.prefill is not None and (home := self._workers.class_of(choice.prefill)) is not None:
             last_chunk = min(choice.to_compute, choice.prefill.step_tokens)
-            self.hand_over_cost.observe(last_chunk, now - choice.history[-1].at)
+            home.hand_over_cost.observe(last_chunk, now - choice.history[-1].at)
 
     def set_decode(self, choice: Choice, decode: Worker | None) -> None:
         """Counts a choice at another decode worker than the preferred one: that worker has accepted its KV."""
@@ -581,7 +580,7 @@ class Dispatcher:
         apart = PromptAt(prefill.worker_id, self._to_compute(prefill, choice), prefill.backlog_tokens, at_prefill)
         alone = PromptAt(decode.worker_id, self._to_compute(decode, choice), decode.backlog_tokens, at_decode)
         last_chunk = min(apart.tokens, at_prefill.step_tokens)
-        hand_over_s = self.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
+        hand_over_s = each.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
         ready = sum(w.ready for w in each.prefill.workers)
         return decide(apart, alone, hand_over_s, len(self._queue) - 1, ready, decode.running)
 

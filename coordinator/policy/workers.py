@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from baton.core.commands import Join, Role
@@ -33,6 +33,7 @@ from baton.core.events import GpuUsage, Load
 from baton.core.liveness import REDIAL_S
 from coordinator.policy.joining import OwnModel, check_join, refused
 from coordinator.policy.pool import Pool, Worker
+from coordinator.policy.split import HandOverCost
 
 
 class ClassKey(NamedTuple):
@@ -52,6 +53,7 @@ class WorkerClass:
     key: ClassKey
     prefill: Pool
     decode: Pool
+    hand_over_cost: HandOverCost = field(default_factory=HandOverCost)
 
     @property
     def pools(self) -> tuple[Pool, Pool]:

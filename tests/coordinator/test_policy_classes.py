@@ -68,6 +68,17 @@ def test_workers_of_two_domains_are_never_paired_and_share_a_revision() -> None:
         d.table.join(replace(make_join("p3", model_digest="x"), revision="v1", domain="rack-3"), 0.0)
 
 
+def test_hand_overs_are_measured_by_class() -> None:
+    """Its links may be slower, or its model larger."""
+    d = Placing(table(("p0", "a"), ("d0", "a"), ("p1", "b"), ("d1", "b")))
+    for number in range(2):
+        d.submit(make_choice(f"r{number}", 4, 8))
+    for placed in d.place():
+        choice = d.choices[placed.name]
+        d.dispatcher.handed_over(choice, choice.history[-1].at + (0.25 if placed.prefill == "p0" else 0.5))
+    assert {each.key.revision: each.hand_over_cost.seconds(4) for each in d.table.classes} == {"a": 0.25, "b": 0.5}
+
+
 def test_a_class_without_both_roles_gets_nothing() -> None:
     d = Placing(table(("p0", "a"), ("d0", "a"), ("p1", "b")))
     for number in range(8):

@@ -150,7 +150,8 @@ def test_request_that_exceeds_the_decode_pool_is_refused() -> None:
 
 def test_auto_decides_by_cost_and_says_why() -> None:
     p = placing("auto", "p0", "d0")
-    p.dispatcher.hand_over_cost.observe(10, 0.050)
+    (home,) = p.table.classes
+    home.hand_over_cost.observe(10, 0.050)
     p.submit(make_choice("first", 10, 20))
     assert p.place() == [Placement("first", "d0")], "an idle decode worker saves the hand-over"
     p.choices["first"].stage = Stage.DECODE
@@ -214,7 +215,8 @@ def test_request_on_one_worker_from_prompt_to_end() -> None:
     assert r.ended and r.journal.tokens == [7, 8]
     spans = {span.name: (round(span.end_s - span.start_s, 3), span.worker) for span in timeline(r, d.now).spans}
     assert spans == {"prefill_queue": (0.25, "d0"), "prefill": (0.75, "d0"), "decode": (2.0, "d0")}
-    assert d.requests.dispatcher.hand_over_cost.seconds(0) == 0.0
+    (home,) = d.table.classes
+    assert home.hand_over_cost.seconds(0) == 0.0
 
 
 def test_one_token_ends_it_before_decode() -> None:
@@ -259,7 +261,8 @@ def test_hand_overs_are_measured() -> None:
     d.tokens("p0", r.sequence, 0, 7)
     d.now += 0.25
     d.handed_over("p0", r.sequence, "d0")
-    assert d.requests.dispatcher.hand_over_cost.seconds(3) == pytest.approx(0.25)
+    (home,) = d.table.classes
+    assert home.hand_over_cost.seconds(3) == pytest.approx(0.25)
 
 
 def test_worker_that_is_drained_gives_its_prompt_back() -> None:
