@@ -87,7 +87,10 @@ class DecodeScheduler:
         self._next_number = 1
         self.prompt_tokens_computed = 0
         self.tokens_generated = 0
-        self.tokens_reused = 0
+        self.bytes_reused = 0  # KV that was not received, because it was cached here
+        slides = [layer.bytes_per_token for layer in layout.layers if layer.window] if self.window.size else []
+        self._sliding_bytes = sum(slides)  # of a token, in layers of which only the window is received
+        self._full_bytes = layout.bytes_per_token - self._sliding_bytes
         self.prompt_tokens_cached = 0
         self.preemptions = 0
 
@@ -179,7 +182,8 @@ class DecodeScheduler:
             counts += f", {due} for prompts that wait" if due else ""
             raise Unavailable(f"{needed} KV blocks needed, {counts}", code=ErrorCode.NO_FREE_BLOCKS)
         self._add(sequence)
-        self.tokens_reused += sequence.prefix_tokens - (0 if window.full else start)
+        in_window = max(sequence.prefix_tokens - start, 0)
+        self.bytes_reused += self._full_bytes * sequence.prefix_tokens + self._sliding_bytes * in_window
         return sequence
 
     def submit(self, request: GenerateRequest, now: float) -> Sequence:

@@ -136,7 +136,7 @@ class DecodeWorker:
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
             tokens_generated=scheduler.tokens_generated,
             kv_bytes_received=self.hand_overs.counters.bytes_received,
-            kv_bytes_reused=scheduler.tokens_reused * scheduler.layout.bytes_per_token,
+            kv_bytes_reused=scheduler.bytes_reused,
             steps=self.main_loop.steps,
             step_s=self.main_loop.step_s,
             sequences=scheduler.num_sequences,

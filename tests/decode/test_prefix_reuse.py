@@ -48,7 +48,7 @@ def test_prompt_and_generated_tokens_of_a_finished_sequence_are_cached() -> None
     history = (*range(1000, 1006), 5, 7, 7, 7, 7, 7)  # the last token's KV was never computed
     assert finish(scheduler, make_request("turn 2", (*history, 1, 2, 3), 2)) == 8
     assert finish(scheduler, make_request("turn 3", (*history, 1, 2, 3), 2)) == 12
-    assert scheduler.tokens_reused == 20
+    assert scheduler.bytes_reused == 20 * scheduler.layout.bytes_per_token
     assert scheduler.blocks.num_free == 16
 
 

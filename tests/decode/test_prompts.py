@@ -149,7 +149,7 @@ def test_cached_prefix_is_not_computed_again() -> None:
     plan = begin(scheduler)
     assert [(row.start, row.tokens) for row in plan.rows] == [(12, (112, 50, 51))]
     assert scheduler.finish_step(make_outcome(plan), 0.0).tokens[0].cached_tokens == 12
-    assert (scheduler.prompt_tokens_cached, scheduler.prompt_tokens_computed, scheduler.tokens_reused) == (12, 16, 0)
+    assert (scheduler.prompt_tokens_cached, scheduler.prompt_tokens_computed, scheduler.bytes_reused) == (12, 16, 0)
 
 
 def test_choices_of_a_request_share_its_prompt() -> None:

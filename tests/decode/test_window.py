@@ -13,9 +13,9 @@ from tests.support.builders import make_decode, make_outcome, make_request
 WINDOW, BLOCK, STEP = 16, 4, 16
 
 
-def decode(num_blocks: int, *, plan_ahead: bool = False, prefix_cache: bool = True) -> DecodeScheduler:
+def decode(num_blocks: int, *, plan_ahead: bool = False, prefix_cache: bool = True, full: int = 0) -> DecodeScheduler:
     speculation = Speculation(model=StepModel(step_tokens=STEP))
-    options = {"plan_ahead": plan_ahead, "prefix_cache": prefix_cache}
+    options = {"plan_ahead": plan_ahead, "prefix_cache": prefix_cache, "full": full}
     return make_decode(num_blocks, block_size=BLOCK, window=WINDOW, speculation=speculation, **options)
 
 
@@ -24,7 +24,7 @@ def test_only_the_window_of_a_prompt_is_received() -> None:
     sequence = scheduler.reserve(make_request("r", 20 * WINDOW, 60), 0.0)
     assert sequence.prefix_tokens == 20 * WINDOW - (WINDOW - 1), "what position 320 attends to"
     assert scheduler.blocks.num_free == 10 - 4
-    assert scheduler.tokens_reused == 0
+    assert scheduler.bytes_reused == 0
     scheduler.tokens_received(sequence.id, 310)
     assert sequence.num_computed == 308, "whole blocks, the first of which begins before what was received"
     assert scheduler.received(sequence.id, 7, 0.0) is None
@@ -70,8 +70,9 @@ def test_what_could_never_fit_is_refused() -> None:
         scheduler.submit(make_request("long", 320, 40), 0.0)
 
 
-def test_the_next_turn_shares_the_blocks_of_its_window() -> None:
-    scheduler = decode(30)
+@pytest.mark.parametrize("full", [0, 1])
+def test_the_next_turn_shares_the_blocks_of_its_window(full: int) -> None:
+    scheduler = decode(300, full=full)
     first = scheduler.reserve(make_request("a", 320, 40, eos=()), 0.0)
     scheduler.received(first.id, 7, 0.0)
     while first.id in scheduler.sequences:
@@ -82,5 +83,7 @@ def test_the_next_turn_shares_the_blocks_of_its_window() -> None:
     second = scheduler.reserve(make_request("b", (*turn, *range(3000, 3010)), 40), 0.0)
     total = len(turn) + 10
     assert (second.num_dropped, second.prefix_tokens) == ((total - 15) // BLOCK, 356)
-    assert scheduler.tokens_reused == 356 - (total - 15)
+    sliding = [layer.bytes_per_token for layer in scheduler.layout.layers if layer.window]
+    others = scheduler.layout.bytes_per_token - sum(sliding)
+    assert scheduler.bytes_reused == 356 * others + (356 - (total - 15)) * sum(sliding), "as much is not received"
     scheduler.check()

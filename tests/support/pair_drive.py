@@ -207,7 +207,7 @@ class _Drive:
             assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
         answers.tokens = {name: tuple(output) for name, output in self.output.items()}
         answers.cached_on_prefill = self.prefill.prompt_tokens_cached
-        answers.cached_on_decode = self.decode.tokens_reused
+        answers.cached_on_decode = self.decode.bytes_reused // self.decode.layout.bytes_per_token
         answers.given_back = self.prefill.cache.blocks_given_back, self.decode.cache.blocks_given_back
         answers.preemptions, answers.counters = self.decode.preemptions, self.decode.speculation.counters
         return answers
