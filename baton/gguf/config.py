@@ -151,4 +151,6 @@ def _value(metadata: Metadata, key: str, *types: type, default: Any = None) -> A
         raise StartupError(f"{key} is missing")
     if not isinstance(value, types) or isinstance(value, bool):
         raise StartupError(f"{key} must be {' or '.join(t.__name__ for t in types)}, not {value!r:.60}")
+    if isinstance(value, float) and not abs(value) < 2.0**128:
+        raise StartupError(f"{key} must be a number that float32 holds, not {value}")
     return value

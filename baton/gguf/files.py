@@ -65,7 +65,7 @@ def checkpoint_directory(file: Path) -> Path:
         raise StartupError(f"a model in GGUF needs a cache directory: {error}") from None
     known = [(str(part), status.st_size, status.st_mtime_ns) for part, status in zip(files, stats, strict=True)]
     digest = hashlib.sha256(json.dumps([VERSION, known]).encode()).hexdigest()[:16]
-    target = base / f"{file.stem[:100]}-{digest}"
+    target = base / f"{file.stem[:40]}-{digest}"  # a character has up to 4 of the 255 bytes of a name
     if not (target / INDEX).is_file():
         derived = _derive(files)
         try:
@@ -80,7 +80,7 @@ def _write(texts: dict[str, str], target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as made:
         for name, text in texts.items():
-            (Path(made) / name).write_text(text)
+            (Path(made) / name).write_text(text, encoding="utf-8")
         try:
             os.rename(made, target)
         except OSError:  # another process was first
@@ -92,7 +92,7 @@ def _write(texts: dict[str, str], target: Path) -> None:
 
 def _all_parts(file: Path) -> list[Path]:
     match = _PART.fullmatch(file.name)
-    if match is None:
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [file]
     base, _, count = match.groups()
     parts = [file.with_name(f"{base}-{number:05}-of-{count}.gguf") for number in range(1, int(count) + 1)]
@@ -114,6 +114,9 @@ def _derive(files: list[Path]) -> dict[str, str]:
         index = GGUFIndex(tuple(map(str, files)), _tensors(stored, config))
     except StartupError as error:
         raise StartupError(f"{files[0].name}: {error.message}") from None
+    except Exception as error:  # values of kinds that no writer makes
+        reason = f"{type(error).__name__}: {error}"
+        raise StartupError(f"{files[0].name}: damaged metadata: {' '.join(reason.split())[:200]}") from None
     texts = {
         "config.json": json.dumps(config, indent=1),
         "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False),

@@ -77,8 +77,10 @@ def tokenizer_config(metadata: Metadata) -> dict[str, str]:
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     token_ids = {name: metadata.get(f"tokenizer.ggml.{stored}_token_id") for name, stored in names.items()}
-    return {
-        name: tokens[number] for name, number in token_ids.items() if isinstance(number, int) and number < len(tokens)
+    return {  # without those that stand for none, such as 2**32 - 1
+        name: tokens[number]
+        for name, number in token_ids.items()
+        if isinstance(number, int) and 0 <= number < len(tokens)
     }
 
 
@@ -116,7 +118,6 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], vocabulary: dict[str, 
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     begin = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
     end = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -128,7 +129,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], vocabulary: dict[str, 
         "post_processor": _beginning(metadata, default=True),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(vocabulary, [[tokens[left], tokens[right]] for _, left, right in sorted(merges)])
-        | {"unk_token": tokens[unknown], "fuse_unk": True, "byte_fallback": True},
+        | {"unk_token": _token(metadata, "unknown", tokens, 0), "fuse_unk": True, "byte_fallback": True},
     }
 
 
@@ -141,9 +142,9 @@ def _bpe(vocabulary: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
 def _beginning(metadata: Metadata, *, default: bool) -> dict[str, Any] | None:
     """The rule that puts BOS before a text; None if there is none."""
     number = metadata.get("tokenizer.ggml.bos_token_id")
-    if not metadata.get("tokenizer.ggml.add_bos_token", default) or not isinstance(number, int):
+    if not metadata.get("tokenizer.ggml.add_bos_token", default) or number is None:
         return None
-    token = _list(metadata, "tokenizer.ggml.tokens", str)[number]
+    token = _token(metadata, "bos", _list(metadata, "tokenizer.ggml.tokens", str))
     text, begin = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": token, "type_id": 0}}
     second = {"Sequence": {"id": "B", "type_id": 1}}
     return {
@@ -152,6 +153,14 @@ def _beginning(metadata: Metadata, *, default: bool) -> dict[str, Any] | None:
         "pair": [begin, text, {"SpecialToken": {"id": token, "type_id": 1}}, second],
         "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
     }
+
+
+def _token(metadata: Metadata, name: str, tokens: list[str], default: int | None = None) -> str:
+    key = f"tokenizer.ggml.{name}_token_id"
+    number = metadata.get(key, default)
+    if not isinstance(number, int) or not 0 <= number < len(tokens):
+        raise StartupError(f"{key} must be a token of the {len(tokens)}, not {number!r:.60}")
+    return tokens[number]
 
 
 def _list(metadata: Metadata, key: str, kind: type) -> list[Any]:

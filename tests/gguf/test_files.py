@@ -144,6 +144,14 @@ def test_a_model_is_a_file_or_a_directory_with_one(source: Callable[..., Path], 
         gguf_file(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["a b \u00fc.gguf", "\u6a21" * 80 + ".gguf", "m-00001-of-00000.gguf", "m-00003-of-00002.gguf"]
+)
+def test_a_file_may_have_any_name(source: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    directory = resolve_model(str(write_gguf(source(), tmp_path / name)))
+    assert weight_files(directory) == [tmp_path / name] and len(Checkpoint(directory).tensors) > 10
+
+
 def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path) -> None:
     origin = source()
     whole = write_gguf(origin, tmp_path / "whole.gguf")
@@ -183,6 +191,12 @@ def test_a_split_model_is_one_model(source: Callable[..., Path], tmp_path: Path)
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model 'rwkv' is not supported"),
         ({"tokenizer.ggml.merges": ["th"]}, "tokenizer.ggml.merges has 'th', which is not two tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 entries for 320 tokens"),
+        ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base must be a number that float32 holds, not nan"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 320},
+            "tokenizer.ggml.bos_token_id must be a token of the 320, not 320",
+        ),
+        ({"tokenizer.ggml.pre": ["gpt-2"]}, "damaged metadata: TypeError: unhashable"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_key(
@@ -232,7 +246,7 @@ def test_counts_and_sizes_beyond_the_end_are_refused_at_once(tmp_path: Path) -> 
 def test_a_full_disk_is_one_plain_line_and_leaves_nothing(
     source: Callable[..., Path], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, text: str) -> int:
+    def full(path: Path, text: str, **_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     file = write_gguf(source(), tmp_path / "m.gguf")
