@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from pathlib import Path
 
 from safetensors import SafetensorError, deserialize
 
@@ -13,6 +13,7 @@ from baton.core.commands import AdapterSource
 from baton.core.errors import InvalidRequest, StartupError, Unavailable
 from baton.core.model_config import AnyConfig
 from baton.runtime.adapters import read_adapter_files
+from baton.runtime.paths import expanded
 from coordinator.cluster import Cluster
 from coordinator.policy.adapters import Adapter
 
@@ -23,7 +24,10 @@ def read_adapter(name: str, path: str, config: AnyConfig, max_rank: int) -> Adap
     Raises:
         InvalidRequest: it does not fit the model, or cannot be read; names the key or the tensor.
     """
-    directory = str(Path(path).expanduser().resolve())
+    try:
+        directory = os.path.realpath(expanded(path))
+    except (StartupError, ValueError) as error:  # ValueError: NUL
+        raise InvalidRequest(f"{error}"[:500], param="lora_path") from None
     config_text, weights = read_adapter_files(directory)
     modules = adapted_modules(config_text, adaptable(config), max_rank)
     try:

@@ -31,6 +31,7 @@ log = logging.getLogger("baton.adapters")
 RANKS_LOAD_S = 60.0
 """How long the followers of a worker may take to load an adapter."""
 IN_USE_RETRY_S = 0.1  # until an adapter is tried to be dropped again
+MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES = 1 << 20, 8 << 30
 
 
 class Engine(Protocol):
@@ -45,21 +46,22 @@ def read_adapter_files(path: str) -> tuple[bytes, bytes]:
     """Returns the bytes of an adapter's config and of its weights.
 
     Raises:
-        InvalidRequest: one of the files is missing, or no regular file.
+        InvalidRequest: one of the files is missing, no regular file, or too large.
     """
     directory = Path(path)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise _invalid(f"{path[:500]}: no such directory")
-    if not (directory / WEIGHTS_FILE).exists() and any(directory.glob("adapter_model.*")):
+    if not os.path.exists(directory / WEIGHTS_FILE) and any(directory.glob("adapter_model.*")):
         raise _invalid(f"{path[:500]}: only {WEIGHTS_FILE} is read, no pickled weights")
-    config, weights = (_read(directory / name) for name in (CONFIG_FILE, WEIGHTS_FILE))
-    return config, weights
+    return _read(directory / CONFIG_FILE, MAX_CONFIG_BYTES), _read(directory / WEIGHTS_FILE, MAX_WEIGHTS_BYTES)
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, limit: int) -> bytes:
     try:
-        if not stat.S_ISREG(os.stat(file).st_mode):
+        if not stat.S_ISREG((status := os.stat(file)).st_mode):
             raise _invalid(f"{file}: not a regular file")
+        if status.st_size > limit:
+            raise _invalid(f"{file} has {status.st_size} bytes, more than {limit}")
         return file.read_bytes()
     except OSError as error:
         raise _invalid(f"{file}: {error.strerror}") from None

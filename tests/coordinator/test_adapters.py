@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,14 @@ def test_a_directory_that_is_no_fitting_adapter_is_refused_in_one_line(model_dir
     assert "no such directory" in refusal(tmp_path / "c")
     (path / WEIGHTS_FILE).symlink_to("/dev/zero")
     assert "not a regular file" in refusal(path)
+    (path / WEIGHTS_FILE).unlink()
+    (path / WEIGHTS_FILE).touch()
+    os.truncate(path / WEIGHTS_FILE, 9 << 30)  # takes no room on the disk
+    assert "bytes, more than" in refusal(path)
+    (tmp_path / "loop").symlink_to("loop")
+    for nowhere in (tmp_path / "loop", tmp_path / ("a" * 300)):
+        assert "no such directory" in refusal(nowhere)
+    assert "~no-such-user/x: ~no-such-user is no user with a home directory here" in refusal(Path("~no-such-user/x"))
 
 
 def test_adapters_of_the_command_line(model_dir: Path, tmp_path: Path) -> None:
