@@ -13,7 +13,6 @@ import signal
 import socket
 import ssl
 from collections.abc import Generator
-from pathlib import Path
 
 import uvicorn
 
@@ -26,6 +25,7 @@ from baton.core.names import host_port
 from baton.runtime.batches_access import access_key
 from baton.runtime.cluster_token import check_listening
 from baton.runtime.config import BatchesConfig
+from baton.runtime.paths import expanded
 from baton.runtime.ports import bind, write_ready_file
 from baton.runtime.process import NICE
 from baton.runtime.token_file import read_token
@@ -122,7 +122,7 @@ def _trusting(cert_file: str) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
     try:
-        context.load_verify_locations(Path(cert_file).expanduser())
+        context.load_verify_locations(expanded(cert_file))
     except (OSError, ssl.SSLError) as error:
         raise StartupError(f"--tls-cert-file {cert_file}: {error}") from None
     return context

@@ -30,6 +30,7 @@ from baton.runtime.batches_access import Owner
 from baton.runtime.disk import create_private, reason_of
 from baton.runtime.ignored_fields import IgnoredFields, as_header
 from baton.runtime.json_body import parse_object
+from baton.runtime.paths import expanded
 
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
@@ -89,7 +90,7 @@ class BatchStore:
     def __init__(self, directory: str, max_bytes: int) -> None:
         """Raises StartupError if the directory cannot be used, or another process uses it."""
         self._max_bytes = max_bytes
-        root = Path(directory).expanduser()
+        root = expanded(directory)
         try:
             root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._files = root / "files"

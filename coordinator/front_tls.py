@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
 from baton.core.errors import StartupError
+from baton.runtime.paths import expanded
 from baton.runtime.tls import read_pem
 
 CERT_FLAG, KEY_FLAG = "--tls-cert-file", "--tls-key-file"
@@ -34,17 +34,17 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
         raise StartupError(f"{given} requires {other}")
     from baton.runtime import certificates
 
-    path = Path(cert_file).expanduser()
+    path = expanded(cert_file)
     certificate = read_pem(path, CERT_FLAG)
     own = certificates.load_certificates(certificate, path, CERT_FLAG)[0]
     certificates.check_time(own, path, CERT_FLAG)
     certificates.check_usages(own, certificates.USAGES["coordinator"], path, CERT_FLAG)
-    key = read_pem(Path(key_file).expanduser(), KEY_FLAG, secret=True)
+    key = read_pem(expanded(key_file), KEY_FLAG, secret=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(path, Path(key_file).expanduser(), password=_none)
+        context.load_cert_chain(path, expanded(key_file), password=_none)
     except (ssl.SSLError, ValueError) as error:
         raise StartupError(f"{CERT_FLAG} {cert_file} and {KEY_FLAG} {key_file} do not match: {error}") from None
     return FrontTls(context, grpc.ssl_server_credentials([(key, certificate)]))

@@ -23,6 +23,7 @@ from baton.runtime.cluster_token import check_listening, on_loopback
 from baton.runtime.config import CoordinatorConfig
 from baton.runtime.event_loop import LoopWatch, collect_when_grown
 from baton.runtime.model_source import resolve_model, served_name
+from baton.runtime.paths import expanded
 from baton.runtime.ports import bind, share, write_ready_file
 from baton.runtime.tls import read_cluster_tls
 from baton.runtime.token_file import read_token
@@ -232,7 +233,7 @@ def _responses(config: CoordinatorConfig) -> Responses:
         return MemoryResponses(max_bytes)
     if not config.data_dir:
         raise StartupError("--store needs --data-dir")
-    return DatabaseResponses(Path(config.data_dir).expanduser() / "responses.sqlite", max_bytes)
+    return DatabaseResponses(expanded(config.data_dir) / "responses.sqlite", max_bytes)
 
 
 def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:

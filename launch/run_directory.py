@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.core.errors import StartupError
+from baton.runtime.paths import expanded
 
 LOCK = "up.lock"
 CLUSTER = "cluster.json"
@@ -41,7 +42,7 @@ def run_directory(requested: str) -> Iterator[Path]:
         StartupError: the directory cannot be created or written to, has no space, or is locked by another process;
             names it.
     """
-    path = Path(requested).expanduser().resolve() if requested else _fresh()
+    path = Path(os.path.realpath(expanded(requested))) if requested else _fresh()
     with contextlib.ExitStack() as stack:
         try:
             path.mkdir(parents=True, exist_ok=True)

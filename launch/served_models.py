@@ -15,6 +15,7 @@ from rich.table import Table
 
 from baton.core.model_config import GeneralConfig, parse_config_json, why_not_own
 from baton.runtime.model_source import resolve_model
+from baton.runtime.paths import expanded
 from launch.tables import make_table, show
 
 FILE = Path(__file__).with_name("models.json")
@@ -57,7 +58,7 @@ def describe(model: str, model_impl: str) -> str:
 
     directory = resolve_model(model)
     config = read_model_config(directory, model_impl)
-    path = Path(model).expanduser()
+    path = expanded(model)
     name = path.resolve().name if path.exists() else model  # a snapshot of the hub has a hash for a name
     stored = "" if config.quantization is None else f", published in {config.quantization.method}"
     level = level_of("auto")

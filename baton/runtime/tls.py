@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 
 from baton.core.errors import JoinRefused, StartupError
+from baton.runtime.paths import expanded
 from baton.runtime.token_file import read_regular
 
 FLAG = "--cluster-tls-dir"
@@ -85,7 +86,7 @@ def read_cluster_tls(directory: str, role: str, flag: str = FLAG) -> ClusterTls 
         return None
     from baton.runtime import certificates  # slow to import, and rarely needed on one machine
 
-    path = Path(directory).expanduser()
+    path = expanded(directory)
     ca_path, own = path / CA, path / f"{role}.pem"
     authority, certificate = read_pem(ca_path, flag), read_pem(own, flag)
     key = read_pem(path / f"{role}-key.pem", flag, secret=True)

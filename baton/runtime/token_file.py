@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
-from pathlib import Path
 
 from baton.core.errors import StartupError
 from baton.runtime.cluster_token import FLAG
+from baton.runtime.paths import expanded
 
 MIN_CHARS = 16
 _MAX_BYTES = 4096
@@ -35,7 +35,7 @@ def read_regular(path: str, flag: str, limit: int, *, secret: bool) -> bytes:
         StartupError: the file cannot be read, or is `secret` and world-readable or world-writable.
     """
     try:
-        with open(Path(path).expanduser(), "rb", opener=_at_once) as file:
+        with open(expanded(path), "rb", opener=_at_once) as file:
             status = os.fstat(file.fileno())
             data = file.read(limit) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:

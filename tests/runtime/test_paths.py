@@ -1,0 +1,34 @@
+"""Paths that cannot be: one plain line that names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import StartupError
+from baton.runtime.model_source import resolve_model, served_name
+from baton.runtime.paths import expanded
+from baton.runtime.token_file import read_token
+
+
+def test_a_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert expanded("~/x") == Path("/home/someone/x") and expanded("a/~b") == Path("a/~b")
+
+
+@pytest.mark.parametrize("read", [resolve_model, served_name, read_token])
+def test_a_user_without_a_home_directory_is_named(read: object) -> None:
+    with pytest.raises(StartupError, match=r"^~no-such-user/x: ~no-such-user is no user with a home directory here$"):
+        read("~no-such-user/x")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("model", "reason"), [("a" * 300, "File name too long"), ("loop", "does not exist")])
+def test_a_model_that_no_path_can_name_is_one_line(
+    model: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(StartupError, match=rf"^model .*{reason}") as refused:
+        resolve_model(model)
+    assert "\n" not in refused.value.message
