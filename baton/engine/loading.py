@@ -47,6 +47,7 @@ from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import RankOptions, check_ranks
 from baton.engine.runner import Computing, Runner
+from baton.engine.safetensors_files import read_small
 from baton.engine.selfcheck import check_against_reference, check_in_float32, num_blocks
 from baton.engine.selftest import check_exact, prove_row_invariance
 from baton.engine.transformers_path import check_options, transformers_model
@@ -327,4 +328,4 @@ def load_kernels(runner: Runner, row_lengths: Sequence[int] = (1,)) -> list[Step
 
 def _digest(path: Path) -> str:
     """Returns the SHA-256 of a file; empty if there is none."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+    return hashlib.sha256(read_small(path)).hexdigest() if path.exists() else ""

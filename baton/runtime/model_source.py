@@ -71,7 +71,7 @@ def has_chat_template(directory: Path) -> bool:
     settings = directory / "tokenizer_config.json"
     if (directory / "chat_template.jinja").exists():
         return True
-    return settings.exists() and b'"chat_template"' in settings.read_bytes()
+    return settings.is_file() and b'"chat_template"' in settings.read_bytes()
 
 
 def resolve_draft(draft: str, model: Path) -> Path | None:

@@ -8,6 +8,8 @@ damaged file raises a one-line StartupError that names it.
 from __future__ import annotations
 
 import json
+import os
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ class TextFiles:
 
 def read_text_files(directory: Path) -> TextFiles:
     """Reads the files. Raises StartupError."""
-    config = parse_config(parse_config_json(_read(directory / "config.json")))
+    config = parse_config(parse_config_json(read_file(directory / "config.json")))
     tokenizer, parts = _tokenizer(directory / "tokenizer.json")
     settings = _object(directory / "tokenizer_config.json")
     generation = _object(directory / "generation_config.json")
@@ -70,7 +72,7 @@ def read_text_files(directory: Path) -> TextFiles:
 
 
 def _tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    raw = _read(path)
+    raw = read_file(path)
     try:
         tokenizer = Tokenizer.from_buffer(raw)
         parts: dict[str, Any] = orjson.loads(raw)
@@ -95,7 +97,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 def _chat_template(directory: Path, settings: dict[str, Any], names: dict[str, str]) -> ChatTemplate | None:
     path = directory / "chat_template.jinja"
-    source = _read(path).decode(errors="replace") if path.exists() else settings.get("chat_template")
+    source = read_file(path).decode(errors="replace") if path.exists() else settings.get("chat_template")
     if isinstance(source, list):
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
         source = named.get("default")
@@ -132,7 +134,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(_read(path))
+        value = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise StartupError(f"{path.name} is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
@@ -140,8 +142,11 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Raises StartupError, which names the file; also for a pipe, which would be waited for, or a device."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise StartupError(f"cannot read {path}: not a regular file")
         return path.read_bytes()
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}") from None

@@ -20,6 +20,7 @@ from typing import Any
 from baton.core.errors import InvalidRequest, InvariantError, StartupError
 from baton.core.model_config import parse_config
 from baton.core.request import Pooling
+from coordinator.text.files import read_file
 
 MODULES = "modules.json"
 _SENTENCE_POOLING: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean"}
@@ -152,11 +153,11 @@ def _dimensions(given: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 def _json(path: Path, kind: type) -> Any:
     """Returns what a file holds; None if there is no such file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        value = json.loads(read_file(path))
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{path}: {str(error)[:200]}") from None
     if not isinstance(value, kind):
         raise StartupError(f"{path}: must hold {'an array' if kind is list else 'an object'}")

@@ -129,6 +129,15 @@ def test_damaged_model_file_is_reported_in_one_line_with_the_cause(
     assert named in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "modules.json"])
+def test_a_pipe_in_a_model_directory_is_named_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    directory = text_dir(tmp_path)
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    with pytest.raises(StartupError, match=rf"cannot read .*{name}: not a regular file"):
+        TextModel.load(directory)
+
+
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(text_model: TextModel) -> None:
     for text in ("a " * 5_000_000, "é" * 5_000_000):
         start = time.process_time()
