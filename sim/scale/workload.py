@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from sim.trace import TraceRow
+from sim.trace import MOST_TOKENS, TraceRow
 
 JITTER_S = 60.0
 _P95 = 1.6448536269514722  # standard deviations
@@ -30,7 +30,8 @@ class Lengths:
 
     def draw(self, source: random.Random) -> int:
         if self.p95:
-            return max(1, round(source.lognormvariate(math.log(self.low), math.log(self.p95 / self.low) / _P95)))
+            drawn = round(source.lognormvariate(math.log(self.low), math.log(self.p95 / self.low) / _P95))
+            return min(max(1, drawn), MOST_TOKENS)
         return source.randint(self.low, self.high)
 
 
@@ -45,11 +46,13 @@ def parse_lengths(text: str) -> Lengths:
         lengths = Lengths(int(median), int(median), int(high) if comma else 0)
         if not 1 <= lengths.low < lengths.p95:
             raise ValueError(f"{text!r}: p50 must be at least 1, and p95 above it")
-        return lengths
-    low, dash, high = text.partition("-")
-    lengths = Lengths(int(low), int(high) if dash else int(low))
-    if lengths.low < 0 or lengths.high < lengths.low:
-        raise ValueError(f"{text!r} is neither a length nor a range")
+    else:
+        low, dash, high = text.partition("-")
+        lengths = Lengths(int(low), int(high) if dash else int(low))
+        if lengths.low < 0 or lengths.high < lengths.low:
+            raise ValueError(f"{text!r} is neither a length nor a range")
+    if max(lengths.high, lengths.p95) > MOST_TOKENS:
+        raise ValueError(f"a request has at most {MOST_TOKENS} tokens")
     return lengths
 
 

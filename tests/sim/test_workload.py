@@ -40,7 +40,12 @@ def test_a_rate_and_lengths_make_a_poisson_process() -> None:
     assert {row.output_len for row in found} == {5, 6, 7, 8, 9}
 
 
-@pytest.mark.parametrize("text", ["", "x", "9-3", "-1", "p50=300", "p50=300,p95=200", "p50=0,p95=3", "p50=1,p99=3"])
+TOO_LONG = "1000000000000", "1-1000000000000", f"p50=1,p95=1{'0' * 400}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "9-3", "-1", "p50=300", "p50=300,p95=200", "p50=0,p95=3", "p50=1,p99=3", *TOO_LONG]
+)
 def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_lengths(text)
