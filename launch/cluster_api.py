@@ -20,6 +20,10 @@ REQUESTS_TIMEOUT_S = 10.0
 MAX_CHARS = 2000  # of a string in a response
 MAX_BYTES = 16 << 20
 Row = Mapping[str, Any]
+_OF_A_REQUEST = {
+    *("id", "choice", "admitted_at", "outcome", "error", "total_ms", "spans", "attempts", "first_token_ms"),
+    *("prompt_tokens", "cached_tokens", "generated_tokens"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,9 @@ def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]
     status, document = _get(url, path, REQUESTS_TIMEOUT_S)
     rows = document.get("requests") if isinstance(document, dict) else None
     if status == 200 and isinstance(rows, list):
-        return rows
+        if all(isinstance(row, dict) and row.keys() >= _OF_A_REQUEST for row in rows):
+            return rows
+        raise StartupError(f"{url}: GET /{path}: unexpected response")
     problem = document.get("error") if isinstance(document, dict) else None
     reason = problem.get("message") if isinstance(problem, dict) else f"status {status}"
     raise StartupError(f"{url}: {reason}")

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from baton.core.errors import StartupError
+from launch import cluster_api
 from launch.cluster_api import get_requests
 from launch.views import chrome_trace, print_request
 
@@ -74,4 +75,11 @@ def test_an_arrow_leads_from_prefill_to_decode() -> None:
 
 def test_unreachable_cluster_is_a_one_line_error() -> None:
     with pytest.raises(StartupError, match="no cluster at "):
+        get_requests("127.0.0.1:1")
+
+
+@pytest.mark.parametrize("rows", [[7], [{}], [row("r"), {"id": "x"}]])
+def test_a_response_of_another_kind_is_a_one_line_error(rows: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_api, "request_json", lambda *_: (200, {"requests": rows}))
+    with pytest.raises(StartupError, match=r"^127.0.0.1:1: GET /requests\?limit=1000: unexpected response$"):
         get_requests("127.0.0.1:1")
