@@ -163,7 +163,7 @@ def load(path: str) -> Scrape:
         return parse(str(saved["metrics"]), float(saved["at"]))
     except OSError as error:
         raise StartupError(f"--since {path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, StartupError):
         raise StartupError(f"--since {path} is not a file that `baton report --save` wrote") from None
 
 

@@ -15,7 +15,7 @@ from baton.core.errors import StartupError, WorkerLost
 from coordinator import metrics as coordinator_metrics
 from coordinator.metrics import Metrics
 from launch.cli import baton
-from launch.report import OTHER, Scrape, counted_limits, made_of, parse, parse_prices, text_of
+from launch.report import OTHER, Scrape, counted_limits, load, made_of, parse, parse_prices, text_of
 from sim.stats import Slo
 from tests.coordinator.test_metrics import CLUSTER, Clock, play
 
@@ -159,3 +159,11 @@ def test_the_command_reports_since_the_start_or_since_a_saved_scrape(
 def test_bad_options_are_refused_by_name(served: tuple[str, Metrics], options: list[str], message: str) -> None:
     done = CliRunner().invoke(baton, ["report", served[0], *options])
     assert done.exit_code != 0 and message in str(done.exception) + done.output
+
+
+@pytest.mark.parametrize("text", ["", "[]", "7", "[" * 100_000, '{"at": 1}', '{"at": 1, "metrics": "x"}'])
+def test_a_file_that_is_no_saved_scrape_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved.json"
+    path.write_text(text)
+    with pytest.raises(StartupError, match=r"^--since .*saved.json is not a file that `baton report --save` wrote$"):
+        load(str(path))
