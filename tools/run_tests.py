@@ -1,7 +1,8 @@
 """`make test`: runs the suite on all cores, in one process per CORES_EACH cores (enough to start a cluster), but three
 at least: two leave a quarter of two cores idle, since tests wait for processes and timeouts.
 
-A file's tests stay in one process, in their order. Arguments go to pytest. `make test-long` runs its own the same way.
+A file's tests stay in one process, in their order, and are collected there (by_file.py). Arguments go to pytest.
+`make test-long` runs its own the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def run(arguments: list[str]) -> tuple[int, str]:
     """Runs pytest and shows its output as it arrives; returns its exit code and output."""
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest receives it, too, and ends cleanly
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    beside = ["-n", str(processes(cores)), "--dist", "loadfile", "--no-loadscope-reorder"] if cores > 1 else []
+    beside = in_processes(processes(cores), arguments) if cores > 1 else []
     colour = ["--color=yes"] if sys.stdout.isatty() else []
     command = [sys.executable, "-m", "pytest", "-q", *colour, *beside, *SLOWEST, *arguments]
     process = subprocess.Popen(
@@ -41,6 +42,14 @@ def run(arguments: list[str]) -> tuple[int, str]:
         sys.stdout.buffer.write(chunk)
         sys.stdout.buffer.flush()
     return process.wait(), said.decode(errors="replace")
+
+
+def in_processes(count: int, arguments: list[str]) -> list[str]:
+    """Single tests, named by `::`, are not known before their file is collected: then each process collects all."""
+    if any("::" in argument for argument in arguments):
+        return ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
+    one_by_one = ["--dist", "load", "--maxschedchunk", "1"]
+    return ["-p", "tools.by_file", "-n", str(count), *one_by_one, "-o", "console_output_style=classic"]
 
 
 def processes(cores: int) -> int:
