@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher, LLTokenizer
+    from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
 COMPILED = 16  # compiled grammars cached
@@ -28,8 +27,8 @@ MAX_LEXER_STATES = 50_000  # of a lexer, about 0.5 KB each; a string of bounded 
 STACK_BYTES = 8 << 20  # of the thread that computes masks; the coordinator first tests a grammar with half of it
 _TOO_MANY_STATES = "too many states"
 _LIMITS = (_TOO_MANY_STATES, "too many expressions", "Too many items", "items; max is")  # in llguidance's messages
-Bits = NDArray[np.uint8]
-Masks = list[Bits | None]
+Bits: TypeAlias = "NDArray[np.uint8]"
+Masks: TypeAlias = "list[Bits | None]"
 
 
 class GrammarError(Exception):
@@ -199,6 +198,8 @@ class Automaton:
         return masks + [None] * (1 + len(drafts) - len(masks))
 
     def _mask(self, ends: tuple[int, ...]) -> Bits:
+        import numpy as np  # here: the coordinator, which computes no masks, need not load it
+
         matcher = self._matcher
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
         if matcher.is_error():

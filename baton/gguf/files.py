@@ -17,8 +17,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from baton.core.errors import StartupError
 from baton.core.gguf_index import INDEX, GGUFIndex, StoredInGGUF
 from baton.engine.kernels.build import CannotBuild, cache_dir
@@ -128,7 +126,8 @@ def _derive(files: list[Path]) -> dict[str, str]:
 
 
 def _open(file: Path) -> Any:
-    from gguf import GGUFReader  # imported here: only the first start with a file needs it
+    import numpy as np  # imported here: only the first start with a file needs them
+    from gguf import GGUFReader
 
     class Bounded(GGUFReader):  # type: ignore[misc]
         """The package reads beyond the end as empty arrays, so a damaged count of 2**50 would fill the memory."""

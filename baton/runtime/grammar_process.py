@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy  # noqa: F401  # before it forks: `Automaton` uses it
+
 from baton.engine.grammar_automaton import (
     STACK_BYTES,
     Automaton,

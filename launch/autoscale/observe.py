@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from baton.core.errors import StartupError
 from launch.autoscale.law import ClusterSample, Memory, Policy, Sizing, WorkerSample, decide
 from launch.cluster_api import get_cluster, get_metrics
@@ -100,6 +98,8 @@ def _worker(row: Mapping[str, Any]) -> WorkerSample:
 def above(metrics: str, histogram: str, limit: float) -> tuple[float, float]:
     """Returns how many values a histogram has, and how many of them are above `limit` (0: none), linear within a
     bucket."""
+    from prometheus_client.parser import text_string_to_metric_families  # here: `baton up` need not load it
+
     lines = [line for line in metrics.splitlines() if line.startswith((f"# TYPE {histogram} ", f"{histogram}_"))]
     bounds, counts = [0.0], [0.0]
     for family in text_string_to_metric_families("\n".join([*lines, ""])):
