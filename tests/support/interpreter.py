@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -70,17 +71,16 @@ def lockstep() -> Iterator[None]:
     recorder = _Recorder()
 
     def launch(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
-        names, constants = executor.arg_names, set(executor.constexprs)
+        names = executor.arg_names
         given = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
-        arguments = {k: v if k in constants else interpreter._implicit_cvt(v) for k, v in given.items()}
-        grid = executor.grid(arguments) if callable(executor.grid) else executor.grid
-        recorder.launch(executor.fn, arguments, (*grid, 1, 1)[:3])
+        recorder.launch(executor.fn, given, set(executor.constexprs), (*executor.grid, 1, 1)[:3])
 
     patches = (
         mock.patch.object(interpreter.interpreter_semantic, "builder", recorder),
         mock.patch.object(GridExecutor, "__call__", launch),
+        mock.patch.object(interpreter, "_get_np_dtype", _dtype),
     )
-    with patches[0], patches[1], np.errstate(all="ignore"):  # padding computes with uninitialised memory
+    with patches[0], patches[1], patches[2], np.errstate(all="ignore"):  # padding computes with uninitialised memory
         scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         scope.set_attr(tl.tensor, "__bool__", lambda t: t.type.is_block() or bool(recorder.same(t)))
         scope.set_attr(tl.tensor, "__index__", lambda t: int(recorder.same(t)))
@@ -118,10 +118,16 @@ class _Recorder:
         self._paths: dict[Any, _Path] = {}
         self._path, self._count = _Path(), 0
 
-    def launch(self, kernel: Callable[..., None], arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+    def launch(
+        self, kernel: Callable[..., None], given: dict[str, Any], constants: set[str], grid: tuple[int, ...]
+    ) -> None:
         self._builder.set_grid_dim(*grid)
-        tensors = [value for value in arguments.values() if isinstance(value, tl.tensor)]
-        key = (kernel, *(str(v.type) if isinstance(v, tl.tensor) else (v, type(v)) for v in arguments.values()))
+        arguments, key = dict[str, Any](), list[Any]([kernel])
+        for name, value in given.items():
+            constant = name in constants or value is None or isinstance(value, float)
+            arguments[name] = value if constant else _handle(value)
+            key.append((value, type(value)) if constant else arguments[name].kind)
+        path_key = tuple(key)
         programs = np.indices(grid, dtype=np.int32).reshape(3, -1)
         count = programs.shape[1]
         groups = [programs[:, at : at + PROGRAMS] for at in reversed(range(0, count, PROGRAMS))]
@@ -129,20 +135,20 @@ class _Recorder:
             group = groups.pop()
             self._builder.begin(group)
             try:
-                if key not in self._paths or not self._repeat(self._paths[key], tensors):
+                if path_key not in self._paths or not self._repeat(self._paths[path_key], arguments.values()):
                     self._builder.undo()
-                    self._record(self._paths.setdefault(key, _Path()), kernel, arguments, tensors)
+                    self._record(self._paths.setdefault(path_key, _Path()), kernel, arguments)
             except _Diverged as diverged:
                 self._builder.undo()
                 values, first = np.unique(diverged.values, return_index=True)
                 groups += [group[:, diverged.values == v] for v in values[np.argsort(-first)]]
 
-    def _repeat(self, path: _Path, tensors: Iterable[Any]) -> bool:
+    def _repeat(self, path: _Path, arguments: Iterable[Any]) -> bool:
         """Returns whether the group has taken a recorded path to its end."""
-        values = [tensor.handle for tensor in tensors]
+        values = [argument for argument in arguments if isinstance(argument, TensorHandle)]
         while True:
-            for method, arguments, places in path.operations:
-                given = list(arguments)
+            for method, fixed, places in path.operations:
+                given = list(fixed)
                 for place in places:
                     given[place] = values[given[place]]
                 if (made := method(*given)) is not None:
@@ -154,13 +160,13 @@ class _Recorder:
                 return False
             path = path.after[value]
 
-    def _record(
-        self, path: _Path, kernel: Callable[..., None], arguments: dict[str, Any], tensors: Iterable[Any]
-    ) -> None:
+    def _record(self, path: _Path, kernel: Callable[..., None], arguments: dict[str, Any]) -> None:
         self._path, self._count = path, 0
-        for tensor in tensors:
-            self._number(tensor.handle)
         path.operations.clear()
+        for name, value in arguments.items():
+            if isinstance(value, TensorHandle):
+                self._number(value)
+                arguments = arguments | {name: tl.tensor(value, value.dtype)}
         kernel.__globals__["range"] = self.rounds
         try:
             kernel(**arguments)
@@ -216,6 +222,38 @@ class _Recorder:
         return tl.core.tensor(handle, tl.block_type(input.dtype, shape) if shape else input.dtype)
 
 
+def _handle(value: Any) -> Any:
+    """An argument of a launch, a tensor or an integer, with the name of its type as `kind`."""
+    if hasattr(value, "data_ptr"):
+        data, kind = np.array([value.data_ptr()], np.uint64), interpreter.triton.runtime.jit.mangle_type(value)
+    else:
+        data, kind = np.array([value], np.int32), "i32"  # larger ones do not fit, and are refused
+    handle = TensorHandle(data, _type(kind))
+    handle.kind = kind
+    return handle
+
+
+@cache
+def _type(kind: str) -> Any:
+    return tl.str_to_ty(kind, None)
+
+
+@cache
+def _scalar_dtype(kind: Any) -> Any:
+    return _get_np_dtype(kind)
+
+
+def _dtype(kind: Any) -> Any:
+    """The interpreter's `_get_np_dtype`, which makes a table of all types each time."""
+    return _get_np_dtype(kind) if isinstance(kind, tl.pointer_type | tl.block_type) else _scalar_dtype(kind)
+
+
+def _spread(*arrays: Array) -> list[Array]:
+    """Arrays of as many programs; the last ones may be scalars."""
+    shape = (max(map(len, arrays)), *arrays[0].shape[1:])
+    return [array if array.shape == shape else np.broadcast_to(array, shape) for array in arrays]
+
+
 def _same(scalar: Array) -> Any:
     if (scalar != scalar[0]).any():
         raise _Diverged(scalar)
@@ -263,12 +301,12 @@ class _Lockstep(InterpreterBuilder):
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *_: Any) -> Any:
         kind = ptrs.get_element_ty()
-        dtype = _get_np_dtype(kind)
+        dtype = _dtype(kind)
         default = np.zeros((1,) * ptrs.data.ndim, dtype) if other is None else other.data
-        return TensorHandle(_memory.load(*np.broadcast_arrays(ptrs.data, mask.data, default), dtype), kind)
+        return TensorHandle(_memory.load(*_spread(ptrs.data, mask.data, default), dtype), kind)
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *_: Any) -> None:
-        at, content, where = map(np.array, np.broadcast_arrays(ptrs.data, value.data, mask.data))
+        at, content, where = map(np.array, _spread(ptrs.data, value.data, mask.data))
         self._stored.append((at, _memory.load(at, where, np.zeros_like(content), content.dtype), where))
         _memory.store(at, content, where)
 
@@ -301,4 +339,4 @@ class _Lockstep(InterpreterBuilder):
     def reduce(self, arg: Any, way: Callable[..., Any], axis: int, keep_dims: bool) -> Any:
         # Contiguous: numpy's order of a sum follows the layout of its argument.
         reduced = way(np.ascontiguousarray(arg.data), axis=axis + 1, keepdims=keep_dims)
-        return TensorHandle(reduced.astype(_get_np_dtype(arg.dtype), copy=False), arg.dtype.scalar)
+        return TensorHandle(reduced.astype(_dtype(arg.dtype), copy=False), arg.dtype.scalar)
