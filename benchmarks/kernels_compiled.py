@@ -49,6 +49,7 @@ from baton.engine.weights import Projection
 from baton.transfer.device_kernels import add_mixed_words
 from baton.transfer.sections import SPLITMIX
 from benchmarks.kit import RESULTS, parser, report, table
+from tests.support.whole_warps import partly_reached
 
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -152,6 +153,7 @@ class Variant:
     spill_bytes: int
     shared_bytes: int
     main: bool
+    partly_reached: int  # instructions for whole warps that a part of a warp may reach
 
 
 def attention_calls(model: Model, kernel: TritonAttention) -> None:
@@ -262,6 +264,7 @@ def describe(model: Model, arch: int, kernel: Any, made: Any) -> Variant:
         spilled,
         made.metadata.shared,
         model.main,
+        len(partly_reached(made.asm["llir"])),
     )
 
 

@@ -36,6 +36,7 @@ def check_limits(found: list[dict[str, Any]]) -> None:
     for variant in found:
         assert variant["shared_bytes"] <= SHARED_LIMIT[variant["arch"]], variant
         assert variant["registers"] <= 255 and variant["spill_bytes"] <= (16 if variant["main"] else 64), variant
+        assert variant["partly_reached"] == 0, variant
     counts = Counter((variant["model"], variant["kernel"]) for variant in found)
     assert {kernel for _, kernel in counts} >= KERNELS
     for (model, kernel), count in counts.items():
