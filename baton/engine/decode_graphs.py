@@ -9,8 +9,8 @@ shapes, above all prompts, are launched kernel by kernel.
 
 All shapes are captured when the worker loads, before it has edges to other workers: a capture waits for the whole
 device, including a receive whose sender has not started. All graphs share one memory pool and one logits buffer, so
-only one may be in use at a time; the single stream and thread of a runner ensure that. Captures run on a high-priority
-stream: the streams of edges come from another of torch's stream pools, so the two never coincide.
+only one may be in use at a time; the single stream and thread of a runner ensure that. Captures run on a stream of
+their own: torch takes it from the pool of the streams of edges, which pass over it (baton.transfer.stream_pool).
 """
 
 from __future__ import annotations
