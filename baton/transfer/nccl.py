@@ -44,6 +44,9 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DESYNC_DEBUG": "0",  # it would switch error handling on
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # else `wait` polls the device: a thread would stop at each sum over ranks
     "TORCH_NCCL_HIGH_PRIORITY": "0",  # groups take streams of the priority that stream_pool.py expects
+    "NCCL_COMM_BLOCKING": "-1",  # 0 and 1 would replace what each group says
+    "TORCH_NCCL_BCAST_UNIQUEID": "1",  # else the ends of an edge create two communicators, which never connect
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "0",  # an allocation of the engine would wait for edges, and fail
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # no thread that kills the process when its watchdog seems stuck
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "86400",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

@@ -119,3 +119,19 @@ def test_the_watchdog_cannot_end_the_process(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DESYNC_DEBUG", "BLOCKING_WAIT", "HIGH_PRIORITY"):
         assert os.environ[f"TORCH_NCCL_{name}"] == "0"
     assert "TORCH_NCCL_USE_COMM_NONBLOCKING" not in nccl.NCCL_ENVIRONMENT, "it would speak for tensor parallelism, too"
+
+
+def test_variables_that_training_jobs_set_do_not_reach_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first an allocation registers its memory with every communicator: it waits for one that is being
+    created, and fails with one that has failed. Without the second the ends of an edge do not share an id. NCCL lets
+    the third decide which communicators block: those of edges, which must not, and those of sums, which must."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "unchanged")
+    for name in nccl.NCCL_ENVIRONMENT:  # restored at the end
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
+    monkeypatch.setenv("TORCH_NCCL_BCAST_UNIQUEID", "0")
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    nccl.configure_nccl("127.0.0.1")
+    assert os.environ["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] == "0"
+    assert os.environ["TORCH_NCCL_BCAST_UNIQUEID"] == "1"
+    assert os.environ["NCCL_COMM_BLOCKING"] not in ("0", "1")
