@@ -26,6 +26,10 @@ HALF_BYTES = 8 << 20
 FIRST_SUM_LIMIT_S = 10.0
 _POLL_S = 0.001
 _GROUP = "baton-tp"
+_SOCKET_DIRECTORIES = "TMPDIR", "TMP", "TEMP", "TEMPDIR"
+"""Variables of the directory in which torch opens a socket for mapping: the first that is set, else /tmp."""
+_SOCKET_BYTES = 107
+"""The longest path of a socket. torch copies it without a check."""
 Minimum = Callable[[int, str], int]
 """(value, what) -> the least value of any rank."""
 
@@ -61,6 +65,10 @@ def _reachable(ranks: Ranks, device: torch.device) -> bool:
     allowed = os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
     if not allowed or not ranks.on_one_node or ranks.size > torch.cuda.device_count():
         return False
+    directory = next((os.environ[name] for name in _SOCKET_DIRECTORIES if name in os.environ), "/tmp")
+    if len(os.fsencode(f"{directory}/symm_mem-{os.getpid()}")) > _SOCKET_BYTES:
+        log.warning("no symmetric memory: the path %s is too long for its sockets; set TMPDIR", directory)
+        return False
     peers = (rank for rank in range(ranks.size) if rank != ranks.local_rank)
     return all(torch.cuda.can_device_access_peer(device, peer) for peer in peers)
 
@@ -68,6 +76,8 @@ def _reachable(ranks: Ranks, device: torch.device) -> bool:
 def _map(torch_memory: Any, store: Any, ranks: Ranks, device: torch.device) -> SymmetricMemory:
     """Allocates this rank's block and maps all others'. Raises RuntimeError, or AttributeError or TypeError for a torch
     with another interface. Newer torches look up a process group of that name, and use no more of it than its store."""
+    # Sums use no multicast. A rank that cannot take part in it would let the others wait for ever (issue 195596).
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     group = torch.distributed.ProcessGroup(store, ranks.rank, ranks.size)
     torch._C._distributed_c10d._register_process_group(_GROUP, group)  # type: ignore[arg-type]  # keeps no reference
     torch_memory.set_group_info(_GROUP, ranks.rank, ranks.size, store)

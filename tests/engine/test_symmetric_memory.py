@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,8 @@ class Machine:
         self.store = torch.distributed.HashStore()
         torch._C._distributed_c10d._unregister_process_group("baton-tp")  # a process maps once, these tests often
         patch.delenv("NCCL_P2P_DISABLE", raising=False)
+        patch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")  # else what the code sets would remain
+        patch.setenv("TMPDIR", "/tmp")
         patch.setattr(torch.cuda, "device_count", lambda: 2)
         patch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: True)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -46,6 +49,7 @@ class Machine:
 
     def rendezvous(self, block: Tensor) -> Any:
         assert not block.any(), "flags are zero before others may write them"
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1", "torch reads it when it maps"
         group = torch._C._distributed_c10d._resolve_process_group("baton-tp")  # as torch's own mapping does
         assert (group.rank(), group.size()) == (0, 2) and group.get_group_store() is not None
         self.mapped += 1
@@ -66,7 +70,7 @@ def test_ranks_that_reach_each_other_share_memory(monkeypatch: pytest.MonkeyPatc
     assert machine.mapped == 1 and len(machine.agreed) == 3
 
 
-@pytest.mark.parametrize("why", ["two nodes", "one GPU", "no peer access", "turned off", "another rank"])
+@pytest.mark.parametrize("why", ["two nodes", "one GPU", "no peer access", "turned off", "long path", "another rank"])
 def test_ranks_that_do_not_reach_each_other_map_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, ranks, others = Machine(monkeypatch), RANKS, 1
     match why:
@@ -78,6 +82,8 @@ def test_ranks_that_do_not_reach_each_other_map_nothing(why: str, monkeypatch: p
             monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: False)
         case "turned off":
             monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+        case "long path":
+            monkeypatch.setenv("TMPDIR", "/tmp/" + "x" * 100)
         case "another rank":
             others = 0
     assert symmetric_memory.share_memory(machine, machine.store, ranks, CPU, machine.minimum(others)) is None
