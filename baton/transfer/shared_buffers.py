@@ -26,6 +26,9 @@ _NAME = "baton-kv"
 _FILES: dict[int, tuple[int, int, int]] = {}  # by address of a host buffer: serial number, descriptor, size
 _SERIAL = itertools.count(1)  # in every handle: descriptors and addresses are reused while receivers keep mappings
 _HANDLES: dict[int, list[Any]] = {}  # by address of an exported device buffer: serial number, IPC handle
+NO_COUNTER = b"/baton/none"
+"""In place of the name of torch's counter in a handle. No counter has it: names of shared memory have one slash."""
+_COUNTER = 3  # its place in a handle of torch, before that of its number
 
 
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
@@ -98,13 +101,15 @@ def host_identity(device: torch.device) -> bytes:
 
 
 def _share(buf: Tensor) -> list[Any]:
-    """Exports a device buffer, once: torch wraps its storage anew at each call. torch would keep the memory until a
-    receiver decrements a counter; here the edge's own messages signal that, so the counter is released immediately."""
+    """Exports a device buffer, once: torch wraps its storage anew at each call. torch keeps the memory until a counter
+    is 0; it is 1 at first, and each receiver that unmaps the memory decrements it. Here the edge's own messages signal
+    when the memory may be reused, so the counter is released immediately, and receivers are not told its name: below 0
+    it counts as large, since torch reads it as unsigned, and the memory would never be freed (pytorch issue 149187)."""
     storage: Any = buf.untyped_storage()
     storages: Any = torch.UntypedStorage
     handle: list[Any] = list(storage._share_cuda_()[1:])
-    counter, offset = handle[3], handle[4]
-    storages._release_ipc_counter_cuda(counter, offset)
+    storages._release_ipc_counter_cuda(*handle[_COUNTER : _COUNTER + 2])
+    handle[_COUNTER] = NO_COUNTER
     return handle
 
 

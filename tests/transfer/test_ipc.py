@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _posixshmem
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from baton.transfer import ipc, shared_buffers, streams
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_endpoint import make_buffers
 from baton.transfer.ipc import IpcEdge
-from baton.transfer.shared_buffers import allocate_shared, export, map_exported
+from baton.transfer.shared_buffers import NO_COUNTER, allocate_shared, export, map_exported
 from tests.support.edges import in_threads
 from tests.support.end_pair import LAYER_BYTES, LAYERS, Pair, equal
 from tests.support.limits import HANG_S
@@ -253,8 +254,50 @@ def test_gpu_memory_is_exported_once_and_its_ipc_counter_is_released(monkeypatch
     first, second = export(Buffer(10)), export(Buffer(20))  # type: ignore[arg-type]
     assert calls == [("share", None), ("release", (b"counter", 5))]
     size, offset, serial, *handle = shared_buffers._decoded(second)
-    assert [size, offset, *handle] == [20, 256, b"handle", 64, 0, b"counter", 5, b"event", True] and serial > 0
+    assert [size, offset, *handle] == [20, 256, b"handle", 64, 0, NO_COUNTER, 5, b"event", True] and serial > 0
     assert shared_buffers._decoded(first)[1:] == shared_buffers._decoded(second)[1:]
+
+
+class TorchCounters:
+    """How torch counts the receivers of exported memory: unsigned, 1 at the export, one less for each that unmaps it,
+    in a file that receivers open by name. What is above 0 when its owner frees the memory is never given back."""
+
+    def __init__(self) -> None:
+        self.counts: dict[bytes, int] = {}
+
+    def share(self) -> tuple[object, ...]:
+        name = f"/torch_{len(self.counts)}".encode()
+        self.counts[name] = 1
+        return (0, b"handle", 64, 0, name, 0, b"event", True)
+
+    def decrement(self, name: bytes, number: int) -> None:
+        if name in self.counts:  # else torch ignores it: "already warned inside of producer process"
+            self.counts[name] = (self.counts[name] - 1) % (1 << 64)
+
+
+@pytest.mark.parametrize("receivers", [0, 1, 3])
+def test_exported_memory_is_given_back_however_many_receivers_unmapped_it(
+    receivers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = TorchCounters()
+    buffer = SimpleNamespace(
+        device=torch.device("cuda", 0),
+        data_ptr=lambda: 4096,
+        storage_offset=lambda: 0,
+        numel=lambda: 64,
+        untyped_storage=lambda: SimpleNamespace(_share_cuda_=counters.share),
+    )
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", counters.decrement, raising=False)
+    monkeypatch.setattr(shared_buffers, "_HANDLES", {})
+    handle = shared_buffers._decoded(export(buffer))  # type: ignore[arg-type]
+    for _ in range(receivers):
+        counters.decrement(handle[6], handle[7])  # as torch does when a receiver unmaps it
+    assert list(counters.counts.values()) == [0]
+
+
+def test_no_counter_of_torch_can_have_the_name_that_receivers_get() -> None:
+    with pytest.raises(OSError, match="Invalid argument"):
+        _posixshmem.shm_open(NO_COUNTER.decode(), os.O_RDWR | os.O_CREAT, mode=0o600)
 
 
 @pytest.mark.parametrize(
