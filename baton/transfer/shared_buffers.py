@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.core.errors import HandoffError
+from baton.core.errors import HandoffError, StartupError
 from baton.transfer.streams import empty_on_staging_stream
 
 log = logging.getLogger("baton.edges")
@@ -50,7 +50,13 @@ def keep_memory_exportable() -> None:
     """Switches torch's expandable segments off for what this process allocates on a GPU from now on, if the environment
     asks for them. Another process takes over their file descriptors with ptrace rights, which containers do not have;
     their handles do not fit into a record of ipc.py; and a receiver may take them for handles of another kind (torch
-    2.11; issues 165685 and 179220 of pytorch)."""
+    2.11; issues 165685 and 179220 of pytorch). Raises StartupError for an allocator whose memory cannot be shared."""
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != "native":  # torch would refuse each export
+        raise StartupError(
+            f"edge-kind ipc: CUDA's {backend} allocator cannot share memory with other processes; remove backend from"
+            " PYTORCH_ALLOC_CONF, or use another edge-kind"
+        )
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         settings = os.environ.get(name, "")
         plain = re.sub(r"(expandable_segments\s*:\s*)true", r"\1False", settings, flags=re.IGNORECASE)

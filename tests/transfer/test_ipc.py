@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.errors import HandoffError
+from baton.core.errors import HandoffError, StartupError
 from baton.core.ranks import Ranks
 from baton.engine.options import EngineOptions
 from baton.runtime import worker_ranks
@@ -316,9 +317,22 @@ def test_memory_for_other_processes_is_not_in_expandable_segments(
 ) -> None:
     chosen: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", chosen.append)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(worker_ranks, "choose_device", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(worker_ranks, "know_streams", lambda device: None)
     monkeypatch.setenv(name, settings)
     for kind in ("nccl", "ipc"):
         worker_ranks._prepare_device(EngineOptions(model_dir=Path("model"), device="cuda", edge_kind=kind), Ranks())
         assert chosen == (expected if kind == "ipc" else [])
+
+
+def test_an_allocator_that_exports_nothing_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(worker_ranks, "choose_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(worker_ranks, "know_streams", lambda device: None)
+    options = EngineOptions(model_dir=Path("model"), device="cuda", edge_kind="ipc")
+    with pytest.raises(StartupError, match="edge-kind ipc: CUDA's cudaMallocAsync allocator cannot share memory"):
+        worker_ranks._prepare_device(options, Ranks())
+    worker_ranks._prepare_device(replace(options, edge_kind="nccl"), Ranks())
