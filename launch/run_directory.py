@@ -102,7 +102,7 @@ def directory_of(url: str) -> Path | None:
     with contextlib.suppress(RuntimeError):
         for addresses_file in _runs().glob(f"*/{CLUSTER}"):
             known = reading(addresses_file)
-            urls = {str(known.get(name)).partition("//")[2] for name in ("url", "admin")}
+            urls = {str(known[name]).rpartition("//")[2] for name in ("url", "admin") if known.get(name)}
             if url.rpartition("//")[2].rstrip("/") in urls:
                 return addresses_file.parent
     return None

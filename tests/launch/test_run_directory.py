@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import StartupError
-from launch.run_directory import local_token, run_directory, write_token
+from launch.run_directory import directory_of, local_token, run_directory, write_token
 from tests.support.model_dirs import text_dir
 
 HOLDER = """
 import sys
-from launch.run_directory import run_directory
+from launch.run_directory import directory_of, run_directory
 with run_directory(sys.argv[1]) as path:
     (path / "cluster.json").write_text("{}")
     print("held", flush=True)
@@ -26,7 +26,7 @@ with run_directory(sys.argv[1]) as path:
 FULL = """
 import resource, sys
 from baton.core.errors import StartupError
-from launch.run_directory import run_directory
+from launch.run_directory import directory_of, run_directory
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # as on a full disk, files can be made and not be filled
 try:
     with run_directory(sys.argv[1]):
@@ -162,3 +162,15 @@ def test_token_of_a_cluster_in_the_default_directory_is_found_by_its_url(
         assert stat.S_IMODE(token.stat().st_mode) == 0o600
         assert local_token("http://127.0.0.1:8100/") == str(token) and local_token("http://127.0.0.1:8101") == ""
     assert local_token("http://127.0.0.1:8100") == "" and not token.exists()
+
+
+def test_a_cluster_is_named_by_its_url_and_by_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`baton roll ""` replaced the processes of a cluster that has no address for operators alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = tmp_path / "baton" / "runs" / "one"
+    run.mkdir(parents=True)
+    (run / "cluster.json").write_text('{"url": "http://127.0.0.1:1234"}')
+    for url in ("127.0.0.1:1234", "http://127.0.0.1:1234/"):
+        assert directory_of(url) == run
+    for url in ("", "/", "http://", "None", "127.0.0.1:123"):
+        assert directory_of(url) is None
