@@ -26,8 +26,8 @@ def read_adapter(name: str, path: str, config: AnyConfig, max_rank: int) -> Adap
     """
     try:
         directory = os.path.realpath(expanded(path))
-    except (StartupError, ValueError) as error:  # ValueError: NUL
-        raise InvalidRequest(f"{error}"[:500], param="lora_path") from None
+    except StartupError as error:
+        raise InvalidRequest(error.message[:500], param="lora_path") from None
     config_text, weights = read_adapter_files(directory)
     modules = adapted_modules(config_text, adaptable(config), max_rank)
     try:

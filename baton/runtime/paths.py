@@ -10,6 +10,8 @@ from baton.core.errors import StartupError
 def expanded(path: str | Path) -> Path:
     """Returns a path with the home directory for a leading `~` or `~USER`. Raises StartupError, which names the path,
     if there is none."""
+    if "\0" in str(path):
+        raise StartupError(f"{str(path)!r:.200}: a path has no NUL")
     try:
         return Path(path).expanduser()
     except RuntimeError:

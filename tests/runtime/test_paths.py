@@ -32,3 +32,9 @@ def test_a_model_that_no_path_can_name_is_one_line(
     with pytest.raises(StartupError, match=rf"^model .*{reason}") as refused:
         resolve_model(model)
     assert "\n" not in refused.value.message
+
+
+def test_a_path_with_nul_is_one_line() -> None:
+    for read in (resolve_model, served_name, read_token):
+        with pytest.raises(StartupError, match=r"^'a\\x00b': a path has no NUL$"):
+            read("a\0b")
