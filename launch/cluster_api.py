@@ -127,7 +127,10 @@ def request_bytes(
     if not host:
         raise OSError(f"{url!r} is not an address")
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = connect(host, port, timeout=timeout_s)
+    try:
+        connection = connect(host, port, timeout=timeout_s)
+    except http.client.InvalidURL:
+        raise OSError(f"{url!r} is not an address") from None
     path = parts.path or "/"
     try:
         data = None if body is None else json.dumps(body)

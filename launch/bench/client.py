@@ -66,10 +66,16 @@ def base_url(url: str) -> str:
     """Returns the same URL, which ends in /v1, for `host:port`, `http://host:port` and `http://host:port/v1`.
 
     Raises:
-        ValueError: the URL contains a user or a password, which every report would show.
+        ValueError: it is none, or contains a user or a password, which every report would show.
     """
-    url = (url if "//" in url else f"http://{url}").rstrip("/")
-    if "@" in urlsplit(url).netloc:
+    given, url = url, (url if "//" in url else f"http://{url}").rstrip("/")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("")
+    if not parts.hostname:
+        raise ValueError(f"{given!r} is not an address")
+    if "@" in parts.netloc:
         raise ValueError("a URL with a user or a password would appear in every report; use --api-key")
     return url if url.endswith("/v1") else f"{url}/v1"
 

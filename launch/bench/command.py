@@ -126,5 +126,5 @@ def bench_command(
         sweep_from=(rate or 1.0) if sweep else 0.0,
     )
     files = {"json": json_path, "markdown": markdown_path, "html": html_path}
-    servers = [(each, model, api_key, timeout_s) for each in (url, against) if each]
+    servers = [(each, model, api_key, timeout_s) for each in (url, *filter(None, [against]))]
     return bench(servers, options, {kind: Path(path) for kind, path in files.items() if path})

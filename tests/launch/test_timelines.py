@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from baton.core.errors import StartupError
 from launch import cluster_api
+from launch.cli import baton
 from launch.cluster_api import get_requests
 from launch.views import chrome_trace, print_request
 
@@ -83,3 +85,12 @@ def test_a_response_of_another_kind_is_a_one_line_error(rows: list[Any], monkeyp
     monkeypatch.setattr(cluster_api, "request_json", lambda *_: (200, {"requests": rows}))
     with pytest.raises(StartupError, match=r"^127.0.0.1:1: GET /requests\?limit=1000: unexpected response$"):
         get_requests("127.0.0.1:1")
+
+
+@pytest.mark.parametrize("url", ["", "http://", "http://a b", "http://a\0b", "http://[::1", "http://127.0.0.1:99999"])
+def test_what_is_no_address_is_a_one_line_error(url: str) -> None:
+    with pytest.raises(StartupError, match=r"^no cluster at .* is not an address$"):
+        get_requests(url)
+    for arguments in (["bench", url], ["ps", url]):
+        done = CliRunner().invoke(baton, arguments)
+        assert isinstance(done.exception, StartupError) and "is not an address" in done.exception.message
