@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.batch import RowSpan
-from baton.engine.kv_pool import load
+from baton.engine.kv_pool import load, store
 
 _SHORT_ROW = 8
 _PADDING_BLOCKS = 8  # contexts share a group if the longest is at most twice the shortest, or this many blocks longer
@@ -103,6 +103,13 @@ class FastAttention:
         """With `chunk` a query attends only to positions p of its own chunk, those of equal p // chunk (Llama 4)."""
         reach = Reach(window, chunk)
         return [self._group(members, reach) for members in self._divide(spans, reach)]
+
+    def store(self, pool: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Writes keys [1, K, T, D] and values [1, K, T, E], of which tokens beyond the slots [n] are padding, into a
+        layer's `pool`. See kv_pool.store."""
+        for cache, new in zip(pool, (keys, values), strict=True):
+            stored = new[0].transpose(0, 1)[: len(slots)]
+            store(cache, slots, stored.reshape(-1, *cache.shape[2:]))
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, prepared: list[Group], scores: Scores = PLAIN_SCORES

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.attention import PLAIN_SCORES, FastAttention, Group, Scores
 from baton.engine.batch import RowSpan
-from baton.engine.kernels.native import AttentionShape, Kernels
+from baton.engine.kernels.native import AttentionShape, HeadsStruct, Kernels
 
 _LARGEST_HEAD = 1024
 KEYS = 64  # of a block in attention.h
@@ -49,11 +49,30 @@ class NativeAttention:
     """See FastAttention. `calls` counts layers that the kernels computed."""
 
     def __init__(self, kernels: Kernels, threads: int, block_size: int, fast: FastAttention) -> None:
-        self._attend, self._threads, self._block_size, self._fast = kernels.attend, threads, block_size, fast
+        self._attend, self._store = kernels.attend, kernels.store
+        self._threads, self._block_size, self._fast = threads, block_size, fast
         self.calls = 0
 
     def prepare(self, spans: Sequence[RowSpan], window: int, chunk: int = 0) -> _Prepared:
         return _Prepared(self._fast, spans, window, chunk, self._block_size)
+
+    def store(self, pool: tuple[Tensor, Tensor], slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """See FastAttention."""
+        dtype, tokens = keys.dtype, len(slots)
+        if (
+            dtype not in (torch.bfloat16, torch.float32)
+            or values.dtype != dtype
+            or pool[0].dtype not in (dtype, torch.float8_e4m3fn)
+            or not keys.stride(3) == values.stride(3) == 1
+            or any(x.shape[1] * x.shape[3] != of.stride(1) for x, of in zip((keys, values), pool, strict=True))
+        ):
+            self._fast.store(pool, slots, keys, values)
+            return
+        self._store(
+            dtype == torch.bfloat16, pool[0].dtype == torch.float8_e4m3fn,
+            *(ctypes.byref(HeadsStruct(x.data_ptr(), x.stride(2), x.stride(1), x.shape[1])) for x in (keys, values)),
+            slots.data_ptr(), tokens, keys.shape[3], values.shape[3], pool[0].data_ptr(), pool[1].data_ptr(),
+        )  # fmt: skip
 
     def attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, prepared: _Prepared, scores: Scores = PLAIN_SCORES

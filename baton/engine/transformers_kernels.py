@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from baton.core.errors import StartupError
 from baton.engine.kernels.native import Arena, Kernels
 from baton.engine.transformers_experts import PackedExperts, are_experts, pack_experts, weight_names
+from baton.engine.transformers_fused import GatedMlp, KernelRotary, use_gated_mlps, use_rotary
 from baton.engine.transformers_packed import DTYPES, PackedWeight, linear, release
 
 _TOLERANCE = {torch.bfloat16: 2**-7, torch.float32: 1e-5}
@@ -89,6 +90,8 @@ class KernelModules:
                 norm = KernelNorm(kernels, *parameters, module.forward, threads)
                 module.forward = norm
                 self.norms.append(norm)
+        self.mlps = use_gated_mlps(model, kernels, threads)
+        self.rotary = use_rotary(model, kernels)
 
     @property
     def calls(self) -> tuple[int, int]:
@@ -96,14 +99,16 @@ class KernelModules:
         return sum(each.calls for each in self.linears), sum(each.calls for each in self.norms)
 
     @contextmanager
-    def plain_norms(self) -> Iterator[None]:
-        for norm in self.norms:
-            norm.plain = True
+    def plain(self) -> Iterator[None]:
+        """Meanwhile torch computes all but products of packed weights."""
+        replaced: list[KernelNorm | GatedMlp | KernelRotary] = [*self.norms, *self.mlps, *self.rotary]
+        for each in replaced:
+            each.plain = True
         try:
             yield
         finally:
-            for norm in self.norms:
-                norm.plain = False
+            for each in replaced:
+                each.plain = False
 
 
 class _Uses(TorchFunctionMode):

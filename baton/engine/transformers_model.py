@@ -33,7 +33,7 @@ from baton.engine.batch import Batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.gguf_files import read_index
 from baton.engine.kernels.native import Kernels
-from baton.engine.kv_pool import KVPool, store
+from baton.engine.kv_pool import KVPool
 from baton.engine.parallel import TPGroup
 from baton.engine.transformers_exact import ExactProducts
 from baton.engine.transformers_experts import NAME as EXPERTS
@@ -158,9 +158,7 @@ class _Step:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
         storage, slots = self._kv.storage[self._updates], self._slots[self._groups[self._updates]]
         self._updates += 1
-        for tensor, new in zip(storage, (keys, values), strict=True):
-            stored = new[0].transpose(0, 1)[: len(slots)]
-            store(tensor, slots, stored.reshape(-1, *tensor.shape[2:]))
+        self._attention.store(storage, slots, keys, values)
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: Mapping[str, Any]
@@ -282,7 +280,7 @@ class TransformersModel:
             yield
             return
         unpacked = nullcontext() if self._is_float32 else _weights_as(self._model, lambda weight: weight)
-        with self.by_kernels.plain_norms(), unpacked:
+        with self.by_kernels.plain(), unpacked:
             yield
 
     def _whole(self, logits: Tensor) -> Tensor:

@@ -26,15 +26,16 @@ KERNELS, _ = choose_kernels("auto", torch.device("cpu"))
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no compiled kernels on this machine")
 
 MODULES = {
-    "llama": (29, 9, 0),
-    "gemma2": (29, 17, 0),  # a norm multiplies by 1 + weight
-    "qwen3": (29, 17, 0),  # norms of heads
-    "gpt2": (1, 0, 0),  # its own convolutions, LayerNorm
-    "deepseek_v3": (29, 17, 3),  # not what expands latents, which attention reads
-    "mixtral": (17, 9, 4),
-    "gpt_oss": (17, 9, 4),  # weights transposed, with biases
+    "llama": (29, 9, 0, 4, 1),
+    "gemma2": (29, 17, 0, 0, 1),  # a norm multiplies by 1 + weight; another gate
+    "qwen3": (29, 17, 0, 4, 1),  # norms of heads
+    "gpt2": (1, 0, 0, 0, 0),  # its own convolutions, LayerNorm
+    "deepseek_v3": (29, 17, 3, 4, 1),  # not what expands latents, which attention reads
+    "mixtral": (17, 9, 4, 0, 1),
+    "gpt_oss": (17, 9, 4, 0, 0),  # weights transposed, with biases
 }
-"""Linear layers, norms and modules of experts in models of 4 layers."""
+"""Linear layers, norms, modules of experts, gated MLPs and kinds of attention with rotary embedding in models of 4
+layers."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -50,12 +51,15 @@ def test_a_step_uses_the_kernels_and_computes_what_torch_does(
     monkeypatch.setattr(NativeAttention, "attend", count)
     modules: KernelModules = runner.adapters._model.by_kernels
     before, experts = modules.calls, [each.calls for each in modules.experts]
+    others = [each.calls for each in modules.mlps]
     tokens = random_tokens(24)
     logits = all_logits(runner, tokens, [9, 9, 6])
-    assert (len(modules.linears), len(modules.norms), len(modules.experts)) == MODULES[kind]
+    replaced = modules.linears, modules.norms, modules.experts, modules.mlps, modules.rotary
+    assert tuple(map(len, replaced)) == MODULES[kind]
     steps = (modules.calls[0] - before[0]) / len(modules.linears)
     assert steps == 3
     assert modules.calls[1] - before[1] == steps * len(modules.norms)
+    assert [each.calls - computed for each, computed in zip(modules.mlps, others, strict=True)] == [3] * len(others)
     for each, computed in zip(modules.experts, experts, strict=True):
         assert 3 * 2 <= each.calls - computed <= 3 * 4  # of 4 experts those that tokens chose, 2 each
     if kind not in ("gemma2", "gpt_oss", "deepseek_v3"):  # softcap; sinks; latents

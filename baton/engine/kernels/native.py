@@ -99,6 +99,10 @@ class Step(ctypes.Structure):
     )
 
 
+class HeadsStruct(ctypes.Structure):
+    _fields_ = (("first", c_void_p), *((name, c_int64) for name in ("token", "head", "count")))
+
+
 class AttentionShape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")),
@@ -118,6 +122,14 @@ _FUNCTIONS = {
     "baton_mask": (c_void_p, c_void_p, c_int64),
     "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
     "baton_linears": (*(c_int, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),),
+    "baton_gated": (*(c_int, *[POINTER(Linear)] * 3, c_void_p, c_int64, c_int64, c_void_p, c_int),),
+    "baton_rotate": (
+        *(c_int, POINTER(HeadsStruct), POINTER(HeadsStruct), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+    ),
+    "baton_store": (
+        *(c_int, c_int, POINTER(HeadsStruct), POINTER(HeadsStruct), c_void_p),
+        *(c_int64, c_int64, c_int64, c_void_p, c_void_p),
+    ),
     "baton_rms_norm": (c_int, c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int),
     "baton_attend": (
         *(c_int, c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),

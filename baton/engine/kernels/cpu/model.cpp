@@ -203,6 +203,62 @@ struct Computation {
   }
 };
 
+// y [rows, down.n] = down(silu(gate(x)) * up(x)), for x [rows, ldx] as in linear().
+template <class E>
+void gated(
+    const Linear& gate, const Linear& up, const Linear& down, const E* x, int64_t ldx, int64_t rows, E* y, int threads) {
+  constexpr int64_t TOGETHER = 256, CHUNK = 32;  // rows whose results are in memory at once; of one thread
+  const int64_t width = padded_dwords<E>(gate.n) * PER_DWORD<E>, most = std::min(rows, TOGETHER);
+  E* active = reinterpret_cast<E*>(step_memory.get(2 * most * width * sizeof(E)));
+  E* raised = active + most * width;
+  for (int64_t first = 0; first < rows; first += TOGETHER) {
+    const int64_t count = std::min(rows - first, TOGETHER);
+    linear<E>(gate, x + first * ldx, ldx, count, active, width, Into::STORE, threads);
+    linear<E>(up, x + first * ldx, ldx, count, raised, width, Into::STORE, threads);
+    parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t unit) {
+      for (int64_t row = unit * CHUNK; row < std::min(count, (unit + 1) * CHUNK); ++row)
+        for (int64_t i = 0; i < width; i += 16) {
+          const Mask lanes = first_lanes(gate.n - i);
+          E* at = active + row * width + i;
+          store(at, silu<E>(load(at, lanes)) * load(raised + row * width + i, lanes), first_lanes(width - i));
+        }
+    });
+    linear<E>(down, active, width, count, y + first * down.n, down.n, Into::STORE, threads);
+  }
+}
+
+// to [tokens, heads, size] = heads * cos + (-upper half, lower half) * sin, for cos and sin [tokens, size].
+template <class E>
+void rotate_all(const Heads& heads, const void* cosines, const void* sines, int64_t tokens, int64_t size, void* rotated) {
+  const E *cos = static_cast<const E*>(cosines), *sin = static_cast<const E*>(sines);
+  E* to = static_cast<E*>(rotated);
+  const int64_t half = size / 2;
+  for (int64_t t = 0; t < tokens; ++t, cos += size, sin += size)
+    for (int64_t h = 0; h < heads.count; ++h, to += size) {
+      const E* from = static_cast<const E*>(heads.first) + t * heads.token + h * heads.head;
+      for (int64_t i = 0; i < half; i += 16) {
+        const Mask lanes = first_lanes(half - i);
+        const Floats low = load(from + i, lanes), high = load(from + half + i, lanes);
+        store(to + i, fnma(high, load(sin + i, lanes), low * load(cos + i, lanes)), lanes);
+        store(to + half + i, fma(low, load(sin + half + i, lanes), high * load(cos + half + i, lanes)), lanes);
+      }
+    }
+}
+
+// Writes heads [tokens, heads, size] into slots [tokens] of a pool [slots, heads * size].
+template <class E>
+void store_all(const Heads& heads, const int64_t* slots, int64_t tokens, int64_t size, void* pool, bool is_fp8) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t h = 0; h < heads.count; ++h) {
+      const E* from = static_cast<const E*>(heads.first) + t * heads.token + h * heads.head;
+      const int64_t at = (slots[t] * heads.count + h) * size;
+      if (is_fp8)
+        narrow(from, size, static_cast<fp8*>(pool) + at);
+      else
+        std::memcpy(static_cast<E*>(pool) + at, from, size * sizeof(E));
+    }
+}
+
 template <class E>
 void forward(const Model& model, const Step& step, int64_t first, int64_t last) {
   const Borrowing borrowing;
@@ -315,6 +371,30 @@ void baton_rms_norm(
     for (int64_t row = unit * CHUNK; row < std::min(rows, (unit + 1) * CHUNK); ++row)
       rms_norm(static_cast<const E*>(x) + row * size, weight, size, eps, static_cast<E*>(y) + row * size, size);
   }));
+}
+
+void baton_gated(
+    int is_bf16, const Linear* gate, const Linear* up, const Linear* down, const void* x, int64_t width, int64_t rows,
+    void* y, int threads) {
+  const Borrowing borrowing;
+  BATON_BY_TYPE(
+      is_bf16, gated<E>(*gate, *up, *down, static_cast<const E*>(x), width, rows, static_cast<E*>(y), threads));
+}
+
+// Queries and keys of the same tokens.
+void baton_rotate(
+    int is_bf16, const Heads* queries, const Heads* keys, const void* cos, const void* sin, int64_t tokens, int64_t size,
+    void* rotated_queries, void* rotated_keys) {
+  BATON_BY_TYPE(is_bf16, rotate_all<E>(*queries, cos, sin, tokens, size, rotated_queries));
+  BATON_BY_TYPE(is_bf16, rotate_all<E>(*keys, cos, sin, tokens, size, rotated_keys));
+}
+
+// Keys and values of the same tokens.
+void baton_store(
+    int is_bf16, int is_fp8, const Heads* keys, const Heads* values, const int64_t* slots, int64_t tokens, int64_t key_size,
+    int64_t value_size, void* key_pool, void* value_pool) {
+  BATON_BY_TYPE(is_bf16, store_all<E>(*keys, slots, tokens, key_size, key_pool, is_fp8));
+  BATON_BY_TYPE(is_bf16, store_all<E>(*values, slots, tokens, value_size, value_pool, is_fp8));
 }
 
 void baton_linear(

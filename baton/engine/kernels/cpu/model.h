@@ -29,6 +29,12 @@ struct Model {
   int32_t is_bf16, threads, is_fp8;  // of x; of the pool
 };
 
+// Mirrored by ctypes (native.py). Heads [tokens, count, size], with strides between tokens and between heads.
+struct Heads {
+  const void* first;
+  int64_t token, head, count;
+};
+
 // T packed tokens in rows; x [T, hidden] is the residual stream. Logits [num_sampled, head.n] are computed at the packed
 // indexes `sampled`. `adapters` are those of the rows that have one.
 struct Step {
