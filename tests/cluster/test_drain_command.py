@@ -55,6 +55,7 @@ async def test_a_drained_worker_leaves_and_is_not_restarted(running: Cluster) ->
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].split()[2:] == ["decode-1", "left"]
     assert [await stream for stream in streams] == [expected] * 4  # the drained worker's streams continued elsewhere
+    assert running.workers()["prefill-0"]["prompt_tokens_cached"] == 0
     assert sorted(running.workers()) == ["decode-0", "prefill-0"]
 
     report = lambda c: "decode-1      left" in c.output.read_text()  # noqa: E731

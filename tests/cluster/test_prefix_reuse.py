@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from baton.core.request import SamplingParams
 from baton.engine.checkpoint import read_model_config
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster
+from tests.support.engine_driver import Job, run, tiny_runner
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 HISTORY, ANSWER, QUESTION = 2000, 40, 24
+Plain = Callable[..., list[int]]
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -31,10 +34,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Iterator[Cluster]:
-    """The reference: the same cluster without prefix caches."""
-    with cluster(model, exact=True, prefix_cache=False) as running:
-        yield running
+def plain(model: Path) -> Plain:
+    """The reference: one engine, which computes every request alone, without prefix caches."""
+    runner = tiny_runner(model, exact=True)
+
+    def complete(prompt: list[int], count: int, **sampling: Any) -> list[int]:
+        job = Job(prompt, count, SamplingParams(**{"temperature": 0.0, **sampling}), chunk=256)
+        run(runner, [job])
+        return job.output
+
+    return complete
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +80,13 @@ def cached(answer: Any) -> int:
 
 @pytest.mark.parametrize("block_size", [16, pytest.param(32, marks=pytest.mark.long)])
 async def test_second_turn_computes_and_sends_only_the_new_tokens(
-    model: Path, plain: Cluster, caching: Cluster, block_size: int
+    model: Path, plain: Plain, caching: Cluster, block_size: int
 ) -> None:
     layout = read_model_config(model).kv_layout(block_size, "float32")
     first = tokens(1, HISTORY)
-    async with Client(plain) as client:
-        expected = ids((await ask(client, plain, first, ANSWER))[0])
-        second = [*first, *expected, *tokens(2, QUESTION)]
-        expected_second = ids((await ask(client, plain, second, ANSWER))[0])
-        assert (await ask(client, plain, second, 2))[1]["prompt_tokens_cached"] == 0
+    expected = plain(first, ANSWER)
+    second = [*first, *expected, *tokens(2, QUESTION)]
+    expected_second = plain(second, ANSWER)
     shared = contextlib.nullcontext(caching)
     with shared if block_size == 16 else cluster(model, exact=True, block_size=block_size) as running:
         async with Client(running) as client:
@@ -106,15 +113,14 @@ async def test_second_turn_computes_and_sends_only_the_new_tokens(
 
 @pytest.mark.parametrize("on", ["prefill", "decode"])
 async def test_prefix_hit_in_only_one_pool_gives_the_same_tokens(
-    model: Path, plain: Cluster, caching: Cluster, on: str
+    model: Path, plain: Plain, caching: Cluster, on: str
 ) -> None:
     """Only prefill hits if a request of one token came before (nothing was handed over); only decode hits in tokens
     that it generated itself."""
     prompt = tokens({"prefill": 3, "decode": 4}[on], 200)
-    async with Client(plain) as client:
-        turn_1 = ids((await ask(client, plain, prompt, 100, temperature=0.8, seed=9))[0])
-        second = [*prompt, *turn_1, 1, 2, 3] if on == "decode" else prompt
-        expected = ids((await ask(client, plain, second, 30, temperature=0.8, seed=5))[0])
+    turn_1 = plain(prompt, 100, temperature=0.8, seed=9)
+    second = [*prompt, *turn_1, 1, 2, 3] if on == "decode" else prompt
+    expected = plain(second, 30, temperature=0.8, seed=5)
     async with Client(caching) as client:
         if on == "prefill":
             await ask(client, caching, prompt, 1)
@@ -128,13 +134,12 @@ async def test_prefix_hit_in_only_one_pool_gives_the_same_tokens(
         assert moved["kv_bytes_reused"] == (288 * layout.bytes_per_token if on == "decode" else 0)
 
 
-async def test_full_pools_evict_cached_blocks_and_give_the_same_tokens(model: Path, plain: Cluster) -> None:
+async def test_full_pools_evict_cached_blocks_and_give_the_same_tokens(model: Path, plain: Plain) -> None:
     """Each pool has room for about one and a half of these requests, each of which is sent two or three times."""
     layout = read_model_config(model).kv_layout(16, "float32")
     room_gib = layout.blocks_for(450) * layout.bytes_per_block / (1 << 30)
     prompts = [tokens(seed, 280) for seed in (11, 12, 11, 13, 13, 12, 11)]
-    async with Client(plain) as client:
-        expected = {tuple(p): ids((await ask(client, plain, p, 20))[0]) for p in prompts}
+    expected = {tuple(p): plain(p, 20) for p in prompts}
     with cluster(model, exact=True, kv_memory_gib=room_gib, max_model_len=400) as running:
         async with Client(running) as client:
             answers = [await ask(client, running, p, 20) for p in prompts]

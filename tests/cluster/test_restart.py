@@ -35,23 +35,21 @@ def kill_and_await(running: Cluster, name: str, victim: int) -> None:
     assert running.pids(name) != before
 
 
-def test_a_restarted_worker_serves_as_before(tmp_path: Path) -> None:
-    with cluster("builtin", run_dir=tmp_path / "run", exact=True, draft="ngram") as running:
+def test_a_restarted_worker_serves_as_before_and_drains_on_sigterm(tmp_path: Path) -> None:
+    flags = {"exact": True, "draft": "ngram", "prefill": 2}
+    with cluster("builtin", run_dir=tmp_path / "run", **flags) as running:
         first = answer(running)
         parent, rank = agent(running, "decode-0"), running.pids("decode-0")[0]
         assert command_line(rank)[1:3] == ["-m", "decode"] and os.getsid(rank) == rank != os.getsid(parent)
         kill_and_await(running, "decode-0", rank)
         assert not {parent, rank} & set(running.processes()) and answer(running) == first
+
+        kill_and_await(running, "prefill-1", running.pids("prefill-1")[0])
+        parent = agent(running, "prefill-1")
+        running.kill(parent, signal.SIGTERM)
+        running.wait_until(lambda c: parent not in c.processes(), "an end of the agent")
+        running.wait_until(lambda c: "prefill-1     left" in c.output.read_text(), "the leaving")
+
         parent, rank = agent(running, "prefill-0"), running.pids("prefill-0")[0]
         kill_and_await(running, "prefill-0", parent)  # the rank of a killed agent dies with it
         assert not {parent, rank} & set(running.processes()) and answer(running) == first
-
-
-def test_a_restarted_worker_drains_and_leaves_on_sigterm(tmp_path: Path) -> None:
-    with cluster("builtin", run_dir=tmp_path / "run", draft="none", prefill=2) as running:
-        kill_and_await(running, "prefill-0", running.pids("prefill-0")[0])
-        parent = agent(running, "prefill-0")
-        running.kill(parent, signal.SIGTERM)
-        running.wait_until(lambda c: parent not in c.processes(), "an end of the agent")
-        running.wait_until(lambda c: "prefill-0     left" in c.output.read_text(), "the leaving")
-        assert answer(running)

@@ -44,10 +44,9 @@ async def until(running: Cluster, condition: Callable[[Cluster], bool], what: st
 
 
 @pytest.fixture(autouse=True)
-def wait_for_ready_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+def wait_for_ready_workers(running: Cluster) -> Iterator[None]:
     yield
-    if "running" in request.fixturenames:
-        running: Cluster = request.getfixturevalue("running")
+    if running.process.poll() is None:
         running.wait_until(all_ready, "all workers ready again", 60)
 
 
@@ -149,6 +148,23 @@ async def test_a_client_that_does_not_read_blocks_no_other_client(running: Clust
         await client.idle(running)
 
 
+async def test_a_request_id_can_be_reused_after_its_client_disconnected(running: Cluster) -> None:
+    """Workers keep tombstones of aborted sequences; a retry with the same request id is a new request."""
+    named = {"x-request-id": "mine"}
+    async with Client(running, timeout_s=20) as client:
+        alone = await client.tokens([5] * 10, 40)
+        for leave_after_s in (0.3, 0.05, 0.3):
+            sent = body([7] * 30, 3000, stream=True)
+            leaving = asyncio.create_task(client.http.post("/v1/completions", json=sent, headers=named))
+            await asyncio.sleep(leave_after_s)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            await client.idle(running)
+            answer = await client.http.post("/v1/completions", json=body([5] * 10, 40), headers=named)
+            assert tuple(answer.json()["choices"][0]["token_ids"]) == alone
+        await client.idle(running)
+
+
 class _Outcome:
     def __init__(self) -> None:
         self.tokens = 0
@@ -179,14 +195,14 @@ async def _json(answer: httpx.Response) -> dict[str, dict[str, str]]:
     return parsed
 
 
-def test_sigterm_drains_and_exits_0(model: Path) -> None:
-    with cluster(model, dtype="float32", served_model_name="m") as running:
-        stream = httpx.stream("POST", running.url + "/v1/completions", json=body([1] * 9, 400, stream=True), timeout=60)
-        with stream as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            running.process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in rest[-2]
-        assert running.process.wait(30) == 0
+def test_sigterm_drains_and_exits_0(running: Cluster) -> None:
+    """The last test of this file: it ends the cluster of the others."""
+    stream = httpx.stream("POST", running.url + "/v1/completions", json=body([1] * 9, 400, stream=True), timeout=60)
+    with stream as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    assert running.process.wait(30) == 0

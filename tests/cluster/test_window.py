@@ -56,7 +56,13 @@ _RANKS = [
 
 
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), _RANKS)
-@pytest.mark.parametrize(("kind", "windows"), [("gemma3_text", (WINDOW,) * 5 + (0,)), ("gpt_oss", (WINDOW, 0) * 2)])
+@pytest.mark.parametrize(
+    ("kind", "windows"),
+    [
+        pytest.param("gemma3_text", (WINDOW,) * 5 + (0,), marks=pytest.mark.long),
+        ("gpt_oss", (WINDOW, 0) * 2),
+    ],
+)
 async def test_only_layers_without_a_window_keep_and_send_all(
     tmp_path: Path, kind: str, windows: tuple[int, ...], prefill_ranks: int, decode_ranks: int
 ) -> None:

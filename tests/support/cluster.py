@@ -29,7 +29,7 @@ from baton.core.errors import StartupError
 from launch.cluster_api import get_cluster
 
 MARKER = "BATON_TEST_CLUSTER"
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 150.0
 STOP_TIMEOUT_S = 60.0
 LOG_TAIL_CHARS = 6000
 BATON = (sys.executable, "-m", "launch.cli", "up")
