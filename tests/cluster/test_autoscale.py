@@ -22,6 +22,7 @@ from tests.support.scale import CALIBRATION
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 WORKERS = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+PAUSE_S = 0.2  # after each request, so that clients do not slow down the workers that start
 
 
 def _calibration(tmp_path: Path) -> str:
@@ -54,6 +55,7 @@ async def test_workers_follow_the_load_from_zero_and_back(tmp_path: Path) -> Non
                 answer = await http.post("/v1/completions", json=body([number + 3] * 40, 16))
                 assert answer.status_code == 200, answer.text
                 answers.append(len(answer.json()["choices"][0]["token_ids"]))
+                await asyncio.sleep(PAUSE_S)
 
         async with httpx.AsyncClient(base_url=running.url, timeout=300.0) as http:
             clients = [asyncio.create_task(client(http, number)) for number in range(12)]

@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 ROLL_S = 900.0
+PAUSE_S = 0.5
+"""After each request: clients without a pause would slow down the processes that start."""
 WORKERS = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 SCHEMA = {
     "type": "object",
@@ -146,6 +148,7 @@ async def test_every_process_is_replaced_by_the_next_version_and_back(
             while not stop.is_set():
                 assert await ask(client, seed) == expected[ask, seed], f"{ask.__name__} {seed}"
                 answered[ask.__name__] += 1
+                await asyncio.sleep(PAUSE_S)
 
         clients = [asyncio.create_task(ask_on(*each)) for each in asked]
         try:
