@@ -27,7 +27,7 @@ def test_a_batch_completes_after_its_coordinator_is_killed(tmp_path: Path) -> No
         }
         for i in range(LINES)
     ]
-    with cluster("builtin", data_dir=tmp_path / "data", exact=True) as running:
+    with cluster("builtin", data_dir=tmp_path / "data", exact=True, draft="none") as running:
         client = openai.OpenAI(api_key="none", base_url=running.url + "/v1", max_retries=10)
         file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")

@@ -43,7 +43,7 @@ async def give_up(client: Client, prompt: list[int]) -> None:
 
 
 async def test_computed_prompt_tokens_are_those_of_answers_or_wasted() -> None:
-    with cluster("builtin") as running:
+    with cluster("builtin", draft="none") as running:
         async with Client(running) as client:
             prompts = [[(7 * i + k) % 200 + 6 for k in range(60 + 40 * i)] for i in range(6)]
             await asyncio.gather(*(client.complete(prompt, 8, model=None) for prompt in prompts))
