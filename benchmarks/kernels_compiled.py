@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,7 @@ def describe(model: Model, arch: int, kernel: Any, made: Any) -> Variant:
     )
 
 
+@cache
 def assembled(ptx: str) -> tuple[int, int]:
     """Registers of a thread, and bytes that it spills (stores and loads), as ptxas reports."""
     folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

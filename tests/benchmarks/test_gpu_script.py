@@ -33,9 +33,10 @@ def rehearse(out: Path, *arguments: str, seconds: float = 1200, **environment: s
     return ran.returncode, report
 
 
-TESTED_ELSEWHERE = ("kernels", "graphs", "engine", "kill", "tp2")
-"""The first three run for half a minute each in Triton's interpreter, on kernels that have tests of their own; a killed
-worker and two decode ranks are in tests/cluster (test_faults.py, test_any_to_any.py)."""
+TESTED_ELSEWHERE = ("kernels", "graphs", "engine", "up", "cluster", "kill", "tp2", "tokens")
+"""The first three run for half a minute each in Triton's interpreter, on kernels that have tests of their own. Four
+start clusters, as 8b-http does; tests/cluster has the same, by the same functions (test_any_to_any.py, test_faults.py).
+The last runs beside failed parts, below."""
 
 
 def test_no_early_part_waits_until_flashinfer_has_compiled_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
