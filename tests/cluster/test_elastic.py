@@ -58,11 +58,11 @@ class Elastic:
 
     def submit(self, name: str, max_tokens: int, length: int = 40) -> Reader:
         prompt = tuple((7 * n + len(name) + sum(name.encode())) % 250 + 1 for n in range(length))
-        return self.b.submit(name, prompt=prompt, max_tokens=max_tokens, deadline_s=120.0)
+        return self.b.submit(name, prompt=prompt, max_tokens=max_tokens, deadline_s=240.0)
 
     async def answers(self, names: list[str], max_tokens: int) -> dict[str, list[int]]:
         readers = {name: self.submit(name, max_tokens) for name in names}
-        return {name: await reader.done(60.0) for name, reader in readers.items()}
+        return {name: await reader.done(240.0) for name, reader in readers.items()}
 
     def load(self, name: str):  # type: ignore[no-untyped-def]
         record = self.b.cluster.workers.get(name)
@@ -127,7 +127,8 @@ async def test_workers_join_and_leave_under_load(rounds: int, tmp_path: Path, mo
 
 
 async def test_a_draining_decode_worker_finishes_its_sequences_before_it_leaves(tmp_path: Path, model: Path) -> None:
-    async with elastic(tmp_path, model, "p0", "d0", hold_s=3.0) as e:
+    async with elastic(tmp_path, model, "p0", hold_s=3.0) as e:
+        await e.join("d0", drain_timeout_s=240.0)
         # Long enough that they still run when the state is checked, however late that is.
         readers = [e.submit(f"r{n}", 3600) for n in range(3)]
         for reader in readers:
@@ -137,7 +138,7 @@ async def test_a_draining_decode_worker_finishes_its_sequences_before_it_leaves(
         await e.state("draining", "d0")
         assert (await e.b.submit("late").failed()).code == "no_decode_worker"
         for reader in readers:
-            assert len(await reader.done(60.0)) == 3600
+            assert len(await reader.done(240.0)) == 3600
         assert await job.wait_exit() == 0, job.log
         assert e.b.state("d0") == "forgotten"
 
@@ -159,7 +160,7 @@ async def test_a_decode_worker_gives_its_sequences_back_at_the_drain_timeout(tmp
         assert await job.wait_exit() == 0, job.log
         rescheduled = 0  # a sequence that started before the others may have finished already
         for name, reader in readers.items():
-            assert await reader.done(90.0) == expected[name]
+            assert await reader.done(240.0) == expected[name]
             timeline = reader.deltas[-1].timeline
             assert timeline is not None
             rescheduled += timeline.decode_worker == "d1"
