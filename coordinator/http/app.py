@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.core.sampling_limits import check_count
@@ -68,6 +69,8 @@ MODEL = "baton.model"
 """The scope key of the model's name as the client gave it."""
 _PERMISSIONS = ("allow_sampling", "allow_logprobs", "allow_view")
 _NOT_PERMITTED = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
+_QUEUED_PATHS = frozenset(["/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES])
+"""Requests to them wait in the queue, and are refused while that has no room for them."""
 MAX_RESPONSES_BYTES = 64 << 20
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -177,11 +180,19 @@ def create_app(
     served: tuple[tuple[Any, ...], ...] = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
     for route in (*for_all, *served):
         add_route(app, *route)
+    # The router tries one route after the other.
+    app.router.routes.sort(key=lambda route: not isinstance(route, Route) or route.path not in _QUEUED_PATHS)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
     names = Names(settings.allowed_origins) if settings.local_names_only else None
     app.add_middleware(
-        Guard, answered=pipeline.answered, keys=settings.api_keys, names=names, batches_key=settings.batches_key
+        Guard,
+        answered=pipeline.answered,
+        keys=settings.api_keys,
+        names=names,
+        batches_key=settings.batches_key,
+        check_room=front.check_room,
+        queued_paths=_QUEUED_PATHS if settings.routes != "admin" else (),
     )
     if settings.allowed_origins:
         app.add_middleware(
@@ -234,7 +245,7 @@ class _Front:
         self._permission |= {"created": settings.created, "organization": "*", "group": None}
 
     async def completions(self, request: Request) -> Response:
-        body = await self.read_request(request, schema.CompletionBody)
+        body = await self.read_body(request, schema.CompletionBody)
         options, request_id = body.options(), unique_id(request)
         params, submissions = self.translator.checked(options), []
         for number, prompt in enumerate(body.prompt):
@@ -250,12 +261,12 @@ class _Front:
         return self._generate(request, submissions, body, CompletionRender, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self.read_request(request, schema.ChatBody)
+        body = await self.read_body(request, schema.ChatBody)
         submission, more = await self._conversation(request, body)
         return self._generate(request, [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
-        body = await self.read_request(request, ResponsesBody)
+        body = await self.read_body(request, ResponsesBody)
         before: list[Item] = []
         if body.previous_response_id is not None:
             before = await self.kept.conversation(request.scope[CLIENT], body.previous_response_id)
@@ -266,7 +277,7 @@ class _Front:
         return GenerationResponse(self._pipeline, [submission], render, stream=bool(body.stream))
 
     async def messages(self, request: Request) -> Response:
-        body = await self.read_request(request, MessagesBody)
+        body = await self.read_body(request, MessagesBody)
         submission, more = await self._conversation(request, body)
         render = MessagesRender(self.make_head(request, [submission], **more), body, submission.max_tokens)
         generator = self._pipeline if body.max_tokens else EchoOnly(self._pipeline)
@@ -454,9 +465,13 @@ class _Front:
         return json_response({"version": self._settings.version})
 
     async def read_request(self, request: Request, model: type[_T]) -> _T:
-        """Reads the body of a request that will wait in the queue, unless that has no room for it."""
-        self._pipeline.check_room(request.scope[CLIENT], time_limit_s(request))
+        """Reads the body of a request to another path that will wait in the queue, unless that has no room for it."""
+        self.check_room(request.scope)
         return await self.read_body(request, model)
+
+    def check_room(self, scope: Scope) -> None:
+        """Refuses a request, of which only the head is known, that would have no room in the queue."""
+        self._pipeline.check_room(scope[CLIENT], time_limit_s(Request(scope)))
 
     async def read_body(self, request: Request, model: type[_T]) -> _T:
         read = partial(parse, model, strict=self._settings.strict_fields)

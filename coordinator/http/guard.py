@@ -1,7 +1,8 @@
 """The checks of every request before routing, as plain ASGI middleware: size of the head, Host, API key and request id.
 
 The server's protocol (server.py) refuses an endless head while it is read; the checks here need the complete head, so
-that any server in front of the app gives the same answers.
+that any server in front of the app gives the same answers. So is the room in the queue, because more requests may be
+refused for that than are served: a refusal here costs half of one behind the router.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -59,9 +60,14 @@ class Guard:
         keys: ApiKeys | None = None,
         names: Names | None = None,
         batches_key: str | None = None,
+        check_room: Callable[[Scope], None] = lambda scope: None,
+        queued_paths: Container[str] = (),
     ) -> None:
+        """`check_room` refuses a request, by its head, that would have no room in the queue; it is called for a POST to
+        one of `queued_paths`."""
         self._app, self._answered, self._keys, self._names = app, answered, keys or ApiKeys(), names
         self._batches_key = batches_key
+        self._check_room, self._queued_paths = check_room, queued_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,6 +115,8 @@ class Guard:
                     f"x-request-id must be 1 to {MAX_ID_CHARS} printable ASCII characters without spaces",
                     param="x-request-id",
                 )
+            if scope["path"] in self._queued_paths and scope["method"] == "POST":
+                self._check_room(scope)
             await self._app(scope, receive, tagged)
         except asyncio.CancelledError:
             raise

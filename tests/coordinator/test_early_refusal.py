@@ -60,6 +60,17 @@ async def test_a_deadline_in_the_head_is_judged_before_the_body(
     assert answer.status_code == 400 and "x-request-timeout-ms" in answer.text
 
 
+@pytest.mark.parametrize("path", QUEUING[:4])
+async def test_what_is_asked_for_most_is_refused_before_it_is_routed(
+    generator: FakeGenerator, text_model: TextModel, path: str
+) -> None:
+    app = create_app(generator, text_model, HttpSettings("tiny"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        assert (await client.get(path)).status_code == 405
+        app.router.routes.clear()
+        assert (await client.post(path)).status_code in (503, 529)
+
+
 @pytest.mark.parametrize("path", OTHERS)
 async def test_what_does_not_queue_is_not_refused(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.post(path, content=b"{", headers={"content-type": "application/json"})).status_code == 400
