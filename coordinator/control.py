@@ -108,7 +108,7 @@ class _ControlServicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[m
         async def pump() -> None:
             try:
                 while True:
-                    await stream.send(await queue.get())
+                    await stream.send_unshielded(await queue.get())  # cancelled only when the session has ended
             except Exception as e:
                 if not isinstance(e, LinkLost):
                     log.exception("sending commands to %s failed", worker)

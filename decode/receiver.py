@@ -324,8 +324,9 @@ class ReceivingLink:
         self._spawn(send(), type(message).__name__)
 
     async def _send(self, message: FromDecode) -> None:
+        """Sends a message in a task that is cancelled only with the link."""
         try:
-            await self._stream.send(message)
+            await self._stream.send_unshielded(message)
         except LinkLost as e:
             log.info("%s not sent: %s", type(message).__name__, e.message)
 
