@@ -60,9 +60,14 @@ class Submission:
     def of(self, client: Client, traceparent: str = "", session: str = "", *, adapter: str = "") -> Submission:
         """Returns the submission as this client's, with the traceparent and the session that it sent, the adapter that
         it chose and a priority no more urgent than the client's own."""
-        priority = max(self.priority, client.priority)
-        own = replace(self, client=client, priority=priority, adapter=adapter)
-        return replace(own, traceparent=traceparent[:MAX_TRACEPARENT], session=session[:MAX_SESSION])
+        return replace(
+            self,
+            client=client,
+            priority=max(self.priority, client.priority),
+            adapter=adapter,
+            traceparent=traceparent[:MAX_TRACEPARENT],
+            session=session[:MAX_SESSION],
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,12 +274,12 @@ class CompletionBody(GenerationBody):
 
     def options(self) -> Options:
         """Returns the options; echoed tokens get log-probabilities like the output."""
-        options = replace(super().options(), logprobs=self.logprobs)
+        own: dict[str, Any] = {"logprobs": self.logprobs, "prompts": len(self.prompt), "suffix": self.suffix or None}
         if self.prompt_logprobs is None and self.echo:
-            options = replace(options, prompt_logprobs=self.logprobs, prompt_logprobs_param="logprobs")
+            own |= {"prompt_logprobs": self.logprobs, "prompt_logprobs_param": "logprobs"}
         if self.echo_only:
-            options = replace(options, max_tokens=1)
-        return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt), suffix=self.suffix or None)
+            own["max_tokens"] = 1
+        return replace(super().options(), each_choice_has_prompt=True, **own)
 
 
 def _text_or_none(value: Any) -> str | None:

@@ -286,6 +286,9 @@ class Dispatcher:
         moves them on to PREFILL."""
         placed: list[Choice] = []
         closed: dict[WorkerClass, tuple[object, tuple[Pool, ...]]] = {}  # no later choice may use these
+        if not self._queue:  # called for each end and each hand-over
+            self._blocked = closed
+            return placed
         needed = {
             each: (each.decode,) if self._prompts_on_decode(each) else each.pools for each in self._workers.classes
         }
