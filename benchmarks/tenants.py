@@ -15,6 +15,7 @@ minute. Writes `benchmarks/results/tenants.md`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -101,21 +102,24 @@ class Connection(asyncio.Protocol):
 
 class Load:
     """Requests of one window, over connections that are kept. Their bytes are made before, except a number in the id
-    and in the first two tokens, so that no two prompts begin alike."""
+    and in the first two tokens, so that no two prompts of a run begin alike: none is in a prefix cache."""
+
+    numbers = itertools.count(1)
+    """Shared by all windows."""
 
     def __init__(self, url: str, name: str) -> None:
         parts, self.name, self._random = urlsplit(url), name, random.Random(1)
         self._host, self._port = parts.hostname or "", parts.port or 80
-        self.answers, self.sent, self._idle = list[Answer](), 0, list[Connection]()
+        self.answers, self._idle = list[Answer](), list[Connection]()
         tokens = ",".join(str(300 + self._random.randrange(3600)) for _ in range(PROMPT_TOKENS - 2))
         options = {"model": "builtin", "max_tokens": OUTPUT_TOKENS, "stream": True, "ignore_eos": True}
         self._tail = f",{tokens}],{json.dumps(options)[1:]}"
         self._head = f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
 
     async def send(self, tenant: str) -> None:
-        self.sent += 1
-        body = f'{{"prompt":[{300 + self.sent % 3600},{300 + self.sent // 3600}{self._tail}'
-        of = f"authorization: Bearer {key(tenant)}\r\nx-request-id: {self.name}-{self.sent}\r\n"
+        number = next(self.numbers)
+        body = f'{{"prompt":[{300 + number % 3600},{300 + number // 3600}{self._tail}'
+        of = f"authorization: Bearer {key(tenant)}\r\nx-request-id: {self.name}-{number}\r\n"
         request = f"{self._head}{of}content-length: {len(body)}\r\n\r\n{body}".encode()
         connection = await self._connection()
         status, first_s = await connection.send(request)
