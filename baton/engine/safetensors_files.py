@@ -50,7 +50,7 @@ class SafetensorsFiles:
         self.tensors = tensors = dict[str, StoredTensor]()
         weight_map = _weight_map(model_dir)
         for file in safetensors_in(model_dir):
-            handle = _open_file(file)
+            handle = open_file(file)
             for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 if name.endswith(_IGNORED_SUFFIX):
                     continue
@@ -75,7 +75,7 @@ class SafetensorsFiles:
         """Returns rows and columns of a tensor, or rows of a vector, as stored."""
         stored = self.tensors[name]
         try:
-            part = _open_file(stored.file).get_slice(stored.name)
+            part = open_file(stored.file).get_slice(stored.name)
             tensor: Tensor = part[(rows, columns)[: len(stored.shape)]] if stored.shape else part[...]
         except SafetensorError as error:
             raise StartupError(f"{stored.file.name}: tensor {name}: {_one_line(error)}") from None
@@ -136,7 +136,7 @@ def _regular_file(model_dir: Path, name: str) -> Path:
     return path
 
 
-def _open_file(file: Path) -> Any:
+def open_file(file: Path) -> Any:
     """A safetensors handle. The library checks offsets, sizes and shapes."""
     try:
         return safe_open(file, framework="pt")

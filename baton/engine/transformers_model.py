@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache
@@ -37,6 +37,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.parallel import TPGroup
 from baton.engine.transformers_exact import ExactProducts
 from baton.engine.transformers_experts import NAME as EXPERTS
+from baton.engine.transformers_files import reading_one_by_one
 from baton.engine.transformers_kernels import KernelModules
 from baton.engine.transformers_mxfp4 import (
     Mxfp4Weight,
@@ -46,7 +47,7 @@ from baton.engine.transformers_mxfp4 import (
     parameter_bytes,
     reading_mxfp4,
 )
-from baton.engine.transformers_packed import weight_of
+from baton.engine.transformers_packed import PackedWeight, weight_of
 from baton.engine.transformers_parallel import divide, mark_kv_heads, reading_parts
 
 AnyAttention = FastAttention | NativeAttention
@@ -382,6 +383,7 @@ def load(
         _plainly(model_dir),
         reading_parts(group, expert_parallel=expert_parallel) if group.size > 1 else nullcontext(),
         reading_mxfp4(mxfp4) if mxfp4 else nullcontext(),
+        reading_one_by_one(checkpoint.tensors),
     ):
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
@@ -440,7 +442,16 @@ def _weights_as(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[Non
 
 
 def _convert_while_called(unit: list[Any], convert: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-    """Yields the handles of the hooks, at the first module of a unit."""
+    """Yields the handles of the hooks, at the first module of a unit. The largest modules, a packed head and the
+    embedding, are alone in theirs: of them only what is used at a time is unpacked and converted."""
+    of_head = unit[0].__dict__.get("baton_packed")
+    if isinstance(of_head, PackedWeight) and len(unit) == 1:
+        yield unit[0].register_forward_pre_hook(lambda *_: setattr(of_head, "convert", convert))
+        yield unit[0].register_forward_hook(lambda *_: setattr(of_head, "convert", None), always_call=True)
+        return
+    if type(unit[0]).forward is nn.Embedding.forward and len(unit) == 1:
+        yield unit[0].register_forward_hook(lambda _, __, vectors: convert(vectors))
+        return
     kept: list[tuple[Tensor, Tensor]] = []
     packed = [module.baton_packed for module in unit if "baton_packed" in module.__dict__]
 

@@ -7,23 +7,25 @@ survives. For a comparison with torch's own products it is unpacked again, for a
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.native import Arena, Kernels, Linear, pack_weight, padded, unpack_weight
+from baton.engine.kernels.native import GROUP, Arena, Kernels, Linear, pack_weight, padded, unpack_weight
 from baton.engine.transformers_mxfp4 import Mxfp4Matrix
 
 DTYPES = (torch.bfloat16, torch.float32)
 _STORE = 0  # of `Into` (gemm.h)
+_PIECE_GROUPS = 256  # of outputs, in one of `PackedWeight.pieces`
 
 
 class PackedWeight:
     """A weight [n, k] and bias, packed: `struct`. `calls` counts products; `unpacked` is set while the module's
-    parameter holds the weight itself, and is to be used; `placeholders` are the names of parameters that do not hold it
-    now."""
+    parameter holds the weight itself, and is to be used; `convert` is set while torch is to multiply by the weight,
+    converted; `placeholders` are the names of parameters that do not hold it now."""
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class PackedWeight:
         self._layers = (ctypes.byref(plain), ctypes.byref(self.struct))
         self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
         self.calls, self.unpacked = 0, False
+        self.convert: Callable[[Tensor], Tensor] | None = None
         self.placeholders: tuple[str, ...] = ()
 
     def __call__(self, x: Tensor, *, biased: bool) -> Tensor:
@@ -66,6 +69,15 @@ class PackedWeight:
             return self._in_file.dequantized().to(self.dtype)
         return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
 
+    def pieces(self) -> Iterator[Tensor]:
+        """Yields the weight unpacked, some rows at a time: of a head whose weight is not to be there twice."""
+        packed, groups = self._kept[0], -(-self._n // GROUP)
+        size = len(packed) // groups
+        for first in range(0, groups, _PIECE_GROUPS):
+            last = min(first + _PIECE_GROUPS, groups)
+            rows = min(last * GROUP, self._n) - first * GROUP
+            yield unpack_weight(self._kernels, packed[first * size : last * size], rows, self._k, self.dtype)
+
 
 def kernel_rows(x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Returns rows x [..., k] as kernels read them, padded; `shape` [n, k] and `dtype` are those of the weight. Raises
@@ -82,6 +94,10 @@ def product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     packed: PackedWeight | None = module.__dict__.get("baton_packed")
     if packed is None or packed.unpacked:
         return F.linear(x, module.weight, bias)
+    if (convert := packed.convert) is not None:
+        of_all = packed.pieces() if packed.placeholders else module.weight.split(_PIECE_GROUPS * GROUP)
+        y = torch.cat([F.linear(x, convert(rows)) for rows in of_all], dim=-1)
+        return y if bias is None else y + convert(bias)
     return packed(x, biased=bias is not None)
 
 

@@ -12,7 +12,6 @@ modules every rank has all tokens, so it computes those of its own experts, and 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -228,18 +227,11 @@ def reading_parts(group: TPGroup, *, expert_parallel: bool = False) -> Iterator[
         parts = _parts(model, state_dict, load_config.weight_mapping or [], cuts, group)
         return convert(model=model, state_dict=parts, load_config=load_config, **options)
 
-    in_order = "HF_DEACTIVATE_ASYNC_LOAD"  # one tensor after another: threads would read all of them ahead
-    before = os.environ.get(in_order)
     modeling_utils.convert_and_load_state_dict_in_model = convert_parts
-    os.environ[in_order] = "1"
     try:
         yield
     finally:
         modeling_utils.convert_and_load_state_dict_in_model = convert
-        if before is None:
-            del os.environ[in_order]
-        else:
-            os.environ[in_order] = before
 
 
 class _Part:
@@ -255,7 +247,8 @@ class _Part:
         parts = [self._tensor[(*[slice(None)] * dim, part)] for part in slices]
         if self._cut.kind == "first" and not self._group.leads:
             return torch.zeros_like(parts[0])
-        part: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        # Of columns a copy: a view would keep the pages of all.
+        part: Tensor = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
         if missing := length - part.shape[dim]:
             part = torch.cat([part, part.new_zeros(*shape[:dim], missing, *shape[dim + 1 :])], dim)
         return part

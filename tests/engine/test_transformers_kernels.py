@@ -232,3 +232,11 @@ def test_a_product_of_another_size_or_dtype_is_refused() -> None:
     for x in (torch.randn(1, 64), torch.randn(1, 80).bfloat16()):
         with pytest.raises(RuntimeError, match=r"times a weight \[96, 80\] in torch.float32"):
             packed(x, biased=False)
+
+
+def test_a_weight_is_unpacked_piece_by_piece() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(2 * 8192 + 40, 24).to(dtype)
+        pieces = list(_packed(weight).pieces())
+        assert [len(piece) for piece in pieces] == [8192, 8192, 40]
+        assert torch.equal(torch.cat(pieces), weight)

@@ -234,7 +234,8 @@ def padded(elements: int, dtype: torch.dtype) -> int:
 
 class Arena:
     """Memory for packed weights, allocated consecutively in large pieces. It requests pages of 2 MiB, which reduce
-    the wait for address translation when weights are streamed (measured); the system may ignore the request."""
+    the wait for address translation when weights are streamed (measured); the system may ignore the request. Before
+    each piece the C library gives back the memory of weights that were packed and freed since the last one."""
 
     _PIECE = 64 << 20
 
@@ -245,12 +246,21 @@ class Arena:
         """Allocates `size` bytes, rounded up to cache lines and aligned to one."""
         size = -(-size // 64) * 64
         if size > self._free.numel():
+            _give_back()
             piece = torch.empty(max(size, self._PIECE) + _HUGE_PAGE, dtype=torch.uint8)
             self._free = piece[-piece.data_ptr() % _HUGE_PAGE :]
             length = ctypes.c_size_t(self._free.numel())
             ctypes.CDLL(None).madvise(c_void_p(self._free.data_ptr()), length, _MADV_HUGEPAGE)
         taken, self._free = self._free[:size], self._free[size:]
         return taken
+
+
+def _give_back() -> None:
+    """Makes the C library return free memory to the system, which it keeps where the last block of its heap is in
+    use."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def pack_weight(
