@@ -58,7 +58,7 @@ struct Ahead {
 
   BATON_LANES void lines(int64_t count) {
     for (; count > 0; --count) {
-      _mm_prefetch(run.line, _MM_HINT_T0);
+      prefetch(run.line);
       run.line += run.step;
       if (run.line >= run.end) run = runs->next();
     }

@@ -3,7 +3,7 @@
 // A "dword" is the content of one lane of a packed operand: one float32, or two neighbouring bf16. In dwords, the
 // products of both types have the same shape. Baton compiles these files for one of four levels: BATON_LEVEL 0 uses
 // AVX2, 1 AVX-512, 2 adds bf16 products by avx512_bf16, 3 bf16 products by AMX tiles. Without such products bf16 is
-// widened to float32 when it is read; attention also widens it wherever vectors, not AMX tiles, multiply it.
+// widened to float32 when it is read.
 #pragma once
 
 #include <algorithm>
@@ -58,6 +58,12 @@ inline Floats silu(Floats x) {
   const Floats small = exp2_negative<E>(absolute(x) * floats(-1.4426950408889634f));  // e^-|x|
   const Floats below = floats(1.0f) + small;
   return multiply_where(negative(x), x, small) / below;
+}
+
+// Requests a line before it is read. With avx512_bf16 alone (AMD) into L2, since L1 waits for too few lines at once to
+// keep memory busy (decision 0014); elsewhere into L1.
+BATON_LANES void prefetch(const void* line) {
+  _mm_prefetch(static_cast<const char*>(line), BATON_LEVEL == 2 ? _MM_HINT_T1 : _MM_HINT_T0);
 }
 
 // A reusable buffer of one thread (or of one step) that grows on demand. Its contents are lost when it grows.

@@ -11,8 +11,9 @@ namespace baton {
 namespace {
 
 constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all rows are computed
-constexpr int64_t AHEAD = 8192;         // bytes by which weights are prefetched ahead
-constexpr int64_t FEW_ROWS = 12;        // rows for which blocks are decoded in registers, once
+constexpr int64_t AHEAD = BATON_LEVEL == 2 ? 16384 : 8192;  // bytes by which weights are prefetched ahead
+constexpr int64_t MOST_ROWS = 12;       // of a product: their sums leave registers for two factors
+constexpr int64_t FEW_ROWS = MOST_ROWS;  // rows for which blocks are decoded in registers, once
 
 thread_local Scratch unpacked;
 
@@ -29,8 +30,8 @@ void vector_rows(
     const Tile upper(weight), lower(weight + Tile::BYTES);
     for (int64_t d = 0; d < TILE; ++d) {
       const __m512i a = upper.dword(d), b = lower.dword(d);
-      _mm_prefetch(weight + AHEAD + d * LINES, _MM_HINT_T0);
-      _mm_prefetch(weight + AHEAD + d * LINES + Tile::BYTES, _MM_HINT_T0);
+      prefetch(weight + AHEAD + d * LINES);
+      prefetch(weight + AHEAD + d * LINES + Tile::BYTES);
       for (int r = 0; r < ROWS; ++r) {
         const __m512i value = broadcast_dword(from + r * stride);
         left[r] = multiply_add<E>(left[r], value, a);
@@ -47,23 +48,23 @@ void vector_rows(
   put_tiles<E>(into, layer, &sums[0][0][0], &sums[1][0][0], int64_t(ROWS), y, ldy, row, group);
 }
 
+// Computes rows [first, last) in products of nearly equal numbers of rows: one of few rows would wait for its sums.
 template <class E, class Tile>
 void vector_group(
     const Linear& layer, const char* weight, const E* x, int64_t ldx, int64_t first, int64_t last, void* y, int64_t ldy,
     int64_t group, Into into) {
   const int64_t tiles = padded_dwords<E>(layer.k) / TILE;
-  while (last - first >= 12) {
-    vector_rows<E, Tile, 12>(layer, weight, x, ldx, tiles, y, ldy, first, group, into);
-    first += 12;
-  }
-  switch (last - first) {
+  for (int64_t rows, products = (last - first + MOST_ROWS - 1) / MOST_ROWS; products > 0; --products, first += rows) {
+    rows = (last - first + products - 1) / products;
+    switch (rows) {
 #define BATON_ROWS(n) \
   case n: \
     vector_rows<E, Tile, n>(layer, weight, x, ldx, tiles, y, ldy, first, group, into); \
     break;
-    BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6)
-    BATON_ROWS(7) BATON_ROWS(8) BATON_ROWS(9) BATON_ROWS(10) BATON_ROWS(11)
+      BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6)
+      BATON_ROWS(7) BATON_ROWS(8) BATON_ROWS(9) BATON_ROWS(10) BATON_ROWS(11) BATON_ROWS(12)
 #undef BATON_ROWS
+    }
   }
 }
 
@@ -81,7 +82,7 @@ void amx_group(const char* weight, const char* x, int64_t stride, int64_t tiles,
   }
   for (int64_t tile = 0; tile < tiles; ++tile) {
     if (STREAM)
-      for (int64_t line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(weight + AHEAD + line, _MM_HINT_T0);
+      for (int64_t line = 0; line < 2 * TILE_BYTES; line += 64) prefetch(weight + AHEAD + line);
     _tile_loadd(6, weight, 64);
     _tile_loadd(7, weight + TILE_BYTES, 64);
     _tile_loadd(4, x, stride);
@@ -142,7 +143,7 @@ template <class E>
 const char* widen(const int8_t* from, int64_t count) {
   E* to = reinterpret_cast<E*>(unpacked.get(count * sizeof(E)));
   for (int64_t i = 0; i < count; i += 16) {
-    _mm_prefetch(reinterpret_cast<const char*>(from) + i + AHEAD, _MM_HINT_T0);
+    prefetch(reinterpret_cast<const char*>(from) + i + AHEAD);
     store(to + i, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + i)))));
   }
   return reinterpret_cast<const char*>(to);
@@ -153,7 +154,7 @@ template <class Tile>
 const char* decode(const char* from, int64_t tiles) {
   char* to = unpacked.get(tiles * TILE_BYTES);
   for (int64_t i = 0; i < tiles; ++i, from += Tile::BYTES) {
-    for (int64_t line = 0; line < Tile::BYTES; line += 64) _mm_prefetch(from + AHEAD + line, _MM_HINT_T0);
+    for (int64_t line = 0; line < Tile::BYTES; line += 64) prefetch(from + AHEAD + line);
     const Tile tile(from);
     for (int64_t d = 0; d < TILE; ++d) _mm512_store_si512(to + i * TILE_BYTES + d * 64, tile.dword(d));
   }
