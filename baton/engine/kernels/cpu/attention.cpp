@@ -5,6 +5,8 @@
 #include "fp8.h"
 #if BATON_LEVEL >= 3
 #include "attention_amx.h"
+#elif BATON_LEVEL == 2
+#include "attention_dot.h"
 #endif
 
 namespace baton {

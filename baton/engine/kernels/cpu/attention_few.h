@@ -1,9 +1,9 @@
-// Attention of rows with few queries (decode steps, verified draft tokens), by registers of 8 lanes.
+// Attention of rows with few queries (decode steps, verified draft tokens); products in float32 by registers of 8 lanes.
 //
 // So few columns do not fill a register. Therefore lanes are keys when scores are summed, with keys transposed eight at
 // a time, and elements when values are summed. A column has the same bits as in a tile: scores are summed over elements
-// and values over keys, front to back (in bf16 at level amx as in attention_few_tiles.h), the weights of a block in
-// four sums, by key modulo 4.
+// and values over keys, front to back (in bf16 as in attention_few_tiles.h at level amx, as in attention_dot.h at
+// avx512_bf16), the weights of a block in four sums, by key modulo 4.
 //
 // Keys and values mostly come from memory, and those of the next block are prefetched while this one is computed.
 #pragma once
@@ -12,6 +12,8 @@
 #include "fp8.h"
 #if BATON_LEVEL >= 3
 #include "attention_few_tiles.h"
+#elif BATON_LEVEL == 2
+#include "attention_dot.h"
 #endif
 
 namespace baton {
@@ -154,6 +156,7 @@ void in_turns(int64_t columns, Work work) {
   }
 }
 
+BATON_LANES void put_query(float* query, int64_t at, Floats x, float) { store_aligned(query + at, x); }
 BATON_LANES Floats as_factor(Floats weight, float) { return weight; }
 
 // Running state of a column.
@@ -195,14 +198,19 @@ struct Column {
 
 // Elements of a column's output that are deinterleaved together.
 template <class E>
-constexpr int64_t TURN = BY_AMX<E> ? 32 : 16;
+constexpr int64_t TURN = IN_BF16<E> ? 32 : 16;
 
 // 16 elements of a column's output from `at` on, in natural order.
 template <class E>
 BATON_LANES Floats in_order(const float* output, int64_t at) {
   if (sizeof(E) == 4) return load_aligned(output + at);
-  const float* even = output + at / TURN<E> * TURN<E> + at % TURN<E> / 2;
-  return by_turns(_mm256_load_ps(even), _mm256_load_ps(even + TURN<E> / 2));
+  const float* first = output + at / TURN<E> * TURN<E> + at % TURN<E> / 2;
+  const __m256 a = _mm256_load_ps(first), b = _mm256_load_ps(first + TURN<E> / 2);
+#if BATON_LEVEL == 2
+  return by_fours(a, b);
+#else
+  return by_turns(a, b);
+#endif
 }
 
 // Computes a row of few columns (token, head) for KV heads [first_head, last_head): all heads of a block, then the next
@@ -226,7 +234,7 @@ void attend_few(
   for (int64_t i = 0; i < all; ++i) {
     const E* from = queries + place(i, stride);
     for (int64_t at = 0; at < width; at += 16) {
-      store_aligned(query + i * width + at, load(from + at, first_lanes(size - at)));
+      put_query(query + i * width, at, load(from + at, first_lanes(size - at)), Factor<E>());
       store_aligned(output + i * width + at, zero());
     }
     state[i] = {NO_SCORE, 0.0f, output + i * width};
@@ -237,7 +245,7 @@ void attend_few(
   if (!fetched) {
     Runs runs(s, pool, now, sizeof(E), first_head, heads);
     for (Run run = runs.next(); run.step > 0; run = runs.next())
-      for (; run.line < run.end; run.line += run.step) _mm_prefetch(run.line, _MM_HINT_T0);
+      for (; run.line < run.end; run.line += run.step) prefetch(run.line);
   }
   for (; block * KEYS < end; ++block) {
     const bool over = (block + 1) * KEYS >= end && after != nullptr;

@@ -7,7 +7,6 @@
 // throughout (Intel's manual, TDPBF16PS). The same is done here by vectors, on bf16 widened to float32: decision 0014.
 #pragma once
 
-#include "attention_ahead.h"
 #include "attention_amx.h"
 
 namespace baton {
@@ -34,25 +33,11 @@ BATON_LANES Floats odd(const bf16* from, __mmask32 lanes) {
   return as_floats(_mm512_maskz_loadu_epi16(lanes & 0xaaaaaaaa, from));
 }
 
+BATON_LANES void put_query(float* query, int64_t at, Floats x, bf16) { store_aligned(query + at, x); }
+
 // Rounds a weight as put_weights does.
 BATON_LANES Floats as_factor(Floats weight, bf16) {
   return as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(weight)), 16));
-}
-
-// Transposes 32 keys to [pairs of elements][32], zero-padded to whole products. Prefetches as many bytes as they have.
-inline void transpose_keys(const bf16* keys, const int64_t* at, int64_t size, bf16* to, Ahead& shared) {
-  Ahead ahead = shared;
-  for (int64_t key = 0; key < HALF; key += 16)
-    for (int64_t tile = 0; tile * PRODUCT < size; ++tile) {
-      Ints rows[16];
-      for (int i = 0; i < 16; ++i) {
-        rows[i] = load_row(keys + at[key + i], size, tile);
-        ahead.lines(1);
-      }
-      transpose(rows);
-      for (int i = 0; i < 16; ++i) store_aligned(to + ((tile * TILE + i) * HALF + key) * 2, rows[i]);
-    }
-  shared = ahead;
 }
 
 template <int COLUMNS>

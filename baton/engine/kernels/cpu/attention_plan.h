@@ -12,13 +12,15 @@ constexpr int64_t KEY_TILES = KEYS / TILE;
 constexpr int64_t HALF = KEYS / 2;  // keys that attention of few queries transposes at a time, so that they stay in L1
 constexpr float NO_SCORE = -1e30f;  // the maximum before the first key; finite, so that differences are not NaN
 
-// Whether AMX computes attention. Otherwise it is all float32: keys are read more often than they are multiplied.
+// Whether AMX computes attention; whether its factors are in bf16: of AMX or of vdpbf16ps. Otherwise they are float32.
 template <class E>
 constexpr bool BY_AMX = BATON_LEVEL >= 3 && sizeof(E) == 2;
+template <class E>
+constexpr bool IN_BF16 = BATON_LEVEL >= 2 && sizeof(E) == 2;
 
 // Element type of packed queries, keys, values and weights.
 template <class E>
-using Factor = std::conditional_t<BY_AMX<E>, E, float>;
+using Factor = std::conditional_t<IN_BF16<E>, E, float>;
 
 // Sizes of packed operands; `*_bytes` are in bytes.
 template <class E>

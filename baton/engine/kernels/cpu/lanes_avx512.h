@@ -79,6 +79,11 @@ BATON_LANES Floats by_turns(__m256 a, __m256 b) {
   const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
   return _mm512_permutex2var_ps(_mm512_castps256_ps512(a), order, _mm512_castps256_ps512(b));
 }
+// a0 a1 a2 a3 b0 b1 b2 b3 a4 ...
+BATON_LANES Floats by_fours(__m256 a, __m256 b) {
+  const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  return _mm512_permutex2var_ps(_mm512_castps256_ps512(a), order, _mm512_castps256_ps512(b));
+}
 BATON_LANES Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
 BATON_LANES Ints as_ints(Floats x) { return _mm512_castps_si512(x); }
 
