@@ -15,10 +15,9 @@ the row of step n whose sample it computes (`StepPlan.token_sources`), and the e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from baton.core.long_rows import share
 from baton.core.sequence import Sequence
 from baton.core.step import StepOutcome, StepPlan, check_outcome
 
@@ -74,9 +73,13 @@ def waits_for(out: StepPlan, running: Iterable[Sequence]) -> str:
     return ""
 
 
-def next_rows(out: StepPlan, running: Iterable[Sequence], long_row_tokens: Callable[[int, int], int]) -> list[Next]:
-    """Returns what the running sequences compute after `out`; `long_row_tokens` returns how many tokens of long rows a
-    step of so many sequences computes at most, if so many of them have such rows."""
+Share = Callable[[Mapping[Sequence, int], int], dict[Sequence, int]]
+"""Returns how many tokens each sequence with a long row computes in a step of so many sequences, given with how many it
+has to compute."""
+
+
+def next_rows(out: StepPlan, running: Iterable[Sequence], share: Share) -> list[Next]:
+    """Returns what the running sequences compute after `out`; `share` divides the long rows."""
     rows = {row.sequence_id: (index, row) for index, row in enumerate(out.rows)}
     nexts: list[Next] = []
     long: dict[Sequence, int] = {}
@@ -96,7 +99,7 @@ def next_rows(out: StepPlan, running: Iterable[Sequence], long_row_tokens: Calla
             nexts.append(Next(sequence, start, start + count))
     if not long:
         return nexts
-    long = share(long, long_row_tokens(len(nexts), len(long)))
+    long = share(long, len(nexts))
     counted = [replace(n, end=n.start + long.get(n.sequence, n.end - n.start)) for n in nexts]
     return [n for n in counted if n.end > n.start]
 

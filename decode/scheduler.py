@@ -11,8 +11,8 @@ with a window, blocks behind it are given back after each step (`baton.core.wind
 A sequence may also come without KV: its prompt is computed here, as the same long rows. It is WAITING until blocks for
 all of it are free; what others would need for a block each stays free, and hand-overs do not take what it waits for.
 While a running sequence computes tokens that its prompt begins with, it waits for these in the cache. Long rows share
-a step by turn (`baton.core.long_rows`), and take so much of it that its measured time stays within the budget: streams
-are delayed by that much at most, whatever prompts arrive.
+a step by turn, as at prefill (`baton.core.long_rows`), and take so much of it that its measured time stays within the
+budget: streams are delayed by that much at most, whatever prompts arrive.
 
 Sequences rank by their `priority` number, lower first, then boosted ones first (`anti_starvation.py`), then by age,
 older first. A running sequence that needs a block preempts the lowest-ranked sequence, so the highest-ranked one always
@@ -23,6 +23,7 @@ has waited longest, so every sequence eventually finishes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder
@@ -30,7 +31,7 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import PromptCost, SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
-from baton.core.long_rows import share
+from baton.core.long_rows import Turns
 from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Admitted, Finished, KVReceived, Preempted, Sequence, State
@@ -83,6 +84,7 @@ class DecodeScheduler:
         self.plan_ahead = plan_ahead and self.speculation.drafts is None
         self.steps_ahead = self.rows_discarded = 0
         self._last_was_alone = False
+        self._turns = Turns()
         self._next_step = kept.next_step if kept else 1
         self._next_number = 1
         self.prompt_tokens_computed = 0
@@ -199,6 +201,8 @@ class DecodeScheduler:
         self._check_new(request)
         sequence = Sequence(request, State.WAITING, now, self._next_number, last_token_at=now)
         sequence.reuses_prefix = not request.reads_all_positions
+        here = self._in(State.WAITING, State.RUNNING, State.PREEMPTED)
+        self._turns.arrives(sequence, (s for s in here if s.computes_prompt))
         self._add(sequence)
         return sequence
 
@@ -278,7 +282,7 @@ class DecodeScheduler:
         running = self._ranked(State.RUNNING)
         if any(s.request.alone for s in running):
             return None
-        nexts = next_rows(out, running, self._long_row_tokens)
+        nexts = next_rows(out, running, self._share)
         needed = [self.layout.blocks_for(n.end) - len(n.sequence.block_ids) for n in nexts]
         free = self.blocks.num_free
         if not nexts or sum(n for n in needed if n > 0) > free or self._throttled(running, now):
@@ -297,7 +301,9 @@ class DecodeScheduler:
             sequence = self.sequences[row.sequence_id]
             sequence.step_id = plan.step_id
             known = row.end - max(row.num_sampled - 1, 0)
-            self.prompt_tokens_computed += max(0, min(known, len(sequence.request.prompt)) - row.start)
+            if (of_prompt := min(known, len(sequence.request.prompt)) - row.start) > 0:
+                self.prompt_tokens_computed += of_prompt
+                self._turns.computes(sequence, of_prompt)
         self._outstanding.begin(plan, now)
         self._next_step += 1
         return plan
@@ -413,7 +419,7 @@ class DecodeScheduler:
         throttled_ids = self._throttled(running, now)
         long = {s: s.num_uncomputed for s in running if s.num_uncomputed > 1}
         if long:
-            long = share(long, self._long_row_tokens(len(running) - len(throttled_ids), len(long)))
+            long = self._share(long, len(running) - len(throttled_ids))
         for sequence in running:
             if sequence.state is not State.RUNNING or sequence.id in throttled_ids:
                 continue  # preempted by a higher-ranked sequence, or throttled
@@ -428,6 +434,9 @@ class DecodeScheduler:
             sequences.append(sequence)
             sequence.step_id = self._next_step
         return rows, sequences, stuck
+
+    def _share(self, long: Mapping[Sequence, int], running: int) -> dict[Sequence, int]:
+        return self._turns.share(long, self._long_row_tokens(running, len(long)))
 
     def _long_row_tokens(self, running: int, long: int) -> int:
         """Returns how many tokens of long rows a step of `running` sequences computes at most, `long` of which have

@@ -1,9 +1,9 @@
 """Which prompt tokens a prefill worker computes next: pure, values in and values out.
 
-Prompts are computed in chunks under the step's token budget: by priority, then the tenants in turns by the tokens that
-were computed for them (`virtual_counters`), the prompts of one tenant by turn (`long_rows.turn`). All rows of a step
-are done at its end, so a prompt joins others only where that pays (`step_fit`). A step is full while the prompts here
-are more than one holds, and if it is planned ahead.
+Prompts are computed in chunks under the step's token budget, by priority and in the turns of `long_rows`: a prompt of
+many steps gives way to another tenant's after each of them, and keeps its blocks. All rows of a step are done at its
+end, so a prompt joins others only where that pays (`step_fit`). A step is full while the prompts here are more than one
+holds, and if it is planned ahead.
 
 At its first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and
 free blocks for the rest. If too few are free it waits, and no other prompt starts before it. The first token is sampled
@@ -32,7 +32,7 @@ stays free for it. Only what is sent is pinned.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder, HolderKind
@@ -40,13 +40,12 @@ from baton.core.codes import ErrorCode
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import PromptCost, SequenceEnded, StageStamps, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
-from baton.core.long_rows import TokenBudget, turn
+from baton.core.long_rows import TokenBudget, Turns
 from baton.core.prefix_cache import KeptBlocks, PrefixCache
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Finished, Prefilled, Sequence, Started, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
 from baton.core.step_fit import StepFit
-from baton.core.virtual_counters import VirtualCounters
 from baton.core.window import STEPS_AHEAD, Window
 
 _DECAY = 0.9
@@ -131,7 +130,7 @@ class PrefillScheduler:
         # Seconds and tokens of the last steps: an older step weighs _DECAY times the next one.
         self._recent_s = self._recent_tokens = 0.0
         self._fit, self._done_at = StepFit(), 0.0  # when the last step was done
-        self._counters = VirtualCounters()  # of tenants, in tokens
+        self._turns = Turns()
 
     def __repr__(self) -> str:
         prefilled = len(self.sequences) - len(self._waiting) - len(self._running)
@@ -185,10 +184,8 @@ class PrefillScheduler:
                 code=ErrorCode.PROMPT_EXCEEDS_POOL,
             )
         self._submitted += 1
-        here = {s.request.tenant for s in (*self._waiting, *self._running)}
-        if request.tenant not in here:
-            self._counters.enter(request.tenant, here)
         sequence = Sequence(request, State.WAITING, now, self._submitted, send_pinned=hand_over)
+        self._turns.arrives(sequence, (*self._waiting, *self._running))
         sequence.reuses_prefix = not request.reads_all_positions
         self.sequences[sequence.id] = sequence
         self._waiting.append(sequence)
@@ -218,7 +215,7 @@ class PrefillScheduler:
         budget, room = TokenBudget(self.step_tokens), True
         tokens_here = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting))
         full = bool(self._outstanding) or tokens_here > self.step_tokens
-        for sequence in self._by_turn(candidates, starts, self._counters):
+        for sequence in self._turns.order({s: self._uncached(s, starts) for s in candidates}):
             if budget.tokens == 0:
                 break
             if sequences and not full:
@@ -238,8 +235,7 @@ class PrefillScheduler:
             if reach <= start:  # it waits for blocks
                 continue
             end = start + budget.take(sequence, reach - start)
-            self._counters.charge(sequence.request.tenant, end - start, takes_turn=True)
-            self._counters.leave(sequence.request.tenant)
+            self._turns.computes(sequence, end - start)
             rows.append(sequence.next_row(start, end))
             sequences.append(sequence)
             sequence.step_id = self._next_step
@@ -316,37 +312,18 @@ class PrefillScheduler:
     def _fill(self, waiting: list[Sequence]) -> bool:
         """Returns whether waiting sequences fill a step, of which those start that the free blocks suffice for."""
         budget, free = TokenBudget(self.step_tokens), self.blocks.num_free - self._promised()
-        counters = self._counters.copy()
-        for sequence in self._by_turn(waiting, {}, counters):
+        turns = self._turns.copy()
+        for sequence in turns.order({s: self._uncached(s, {}) for s in waiting}):
             free -= self.cache.blocks_needed(sequence, self._max_columns)
             if budget.tokens == 0 or free < 0:
                 break
-            tokens = budget.take(sequence, self._uncached(sequence, {}))
-            counters.charge(sequence.request.tenant, tokens, takes_turn=True)
+            turns.computes(sequence, budget.take(sequence, self._uncached(sequence, {})))
         return budget.tokens == 0
 
     def _beginning(self, sequence: Sequence) -> tuple[str, str, tuple[int, ...]]:
         """Returns what two sequences that could share cached blocks have in common."""
         request = sequence.request
         return request.cache_salt, request.adapter, sequence.tokens(0, self.layout.block_size)
-
-    def _by_turn(
-        self, candidates: list[Sequence], starts: Mapping[Sequence, int], counters: VirtualCounters
-    ) -> Iterator[Sequence]:
-        """Yields sequences in the order in which they are computed. The caller charges the tokens of each to its tenant
-        before it asks for the next one."""
-        lanes: dict[str, deque[tuple[int, tuple[float, int], Sequence]]] = {}
-        for priority, order, sequence in sorted((s.request.priority, self._order(s, starts), s) for s in candidates):
-            lanes.setdefault(sequence.request.tenant, deque()).append((priority, order, sequence))
-        while lanes:
-            tenant = min(lanes, key=lambda t: (lanes[t][0][0], counters.turn(t), lanes[t][0][1]))
-            yield lanes[tenant].popleft()[-1]
-            if not lanes[tenant]:
-                del lanes[tenant]
-
-    def _order(self, sequence: Sequence, starts: Mapping[Sequence, int]) -> tuple[float, int]:
-        """Sort key: of a tenant's sequences of one priority, the one with the lowest is computed first."""
-        return turn(sequence, self._uncached(sequence, starts))
 
     def _uncached(self, sequence: Sequence, starts: Mapping[Sequence, int]) -> int:
         """Returns how many tokens of a sequence are in no row and not cached."""

@@ -282,3 +282,35 @@ def test_prompt_is_scored_in_a_row_with_draft_tokens() -> None:
     assert plan.rows[0].num_sampled == 3
     (event,) = scheduler.finish_step(score(plan), 0.0).tokens
     assert [p.token_id for p in event.prompt_logprobs] == list(prompt[1:])
+
+
+def of_tenant(name: str, first: int, tokens: int) -> GenerateRequest:
+    """The first letter of its name is its tenant."""
+    return replace(make_request(name, range(first, first + tokens)), tenant=name[0])
+
+
+@pytest.mark.parametrize("plan_ahead", [False, True])
+def test_tenants_take_turns_whatever_the_length_of_their_prompts(plan_ahead: bool) -> None:
+    scheduler = make_decode(64, block_size=16, speculation=costly(1.0, step_tokens=128), plan_ahead=plan_ahead)
+    for number in range(4):
+        scheduler.submit(of_tenant(f"a{number}", 100 * number, 80), 0.0)
+    first = begin(scheduler)
+    assert lengths(first) == {"a0": 80, "a1": 48}
+    scheduler.submit(of_tenant("b4", 500, 100), 0.0)
+    if not plan_ahead:
+        scheduler.finish_step(make_outcome(first), 0.0)
+    prompts = {name: tokens for name, tokens in lengths(begin(scheduler)).items() if tokens > 1}
+    assert prompts == {"b4": 100, "a1": 27}, "beside a0, which generates"
+
+
+def test_prompt_of_many_steps_gives_way_after_each() -> None:
+    scheduler = make_decode(64, block_size=16, speculation=costly(step_tokens=16))
+    scheduler.submit(of_tenant("a0", 0, 300), 0.0)
+    scheduler.finish_step(make_outcome(begin(scheduler)), 0.0)
+    scheduler.submit(of_tenant("b1", 400, 40), 0.0)
+    steps = []
+    for _ in range(4):
+        plan = begin(scheduler)
+        steps.append("".join(lengths(plan)))
+        scheduler.finish_step(make_outcome(plan), 0.0)
+    assert steps == ["b1", "a0", "b1", "a0"], "both have the same share"

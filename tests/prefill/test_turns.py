@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from baton.core.request import SequenceId
 from prefill.scheduler import PrefillScheduler
 from tests.support.builders import make_outcome, make_prefill, make_request
 
@@ -99,3 +100,36 @@ def test_steps_with_long_contexts_are_not_measured(seconds: float) -> None:
         step(worker, 100.0 + 10 * number, seconds=0.017 if number == 0 else seconds)
     submit(worker, ("a2", 4), ("a3", 4))
     assert [step(worker, 200.0) for _ in range(2)] == ["a2", "a3"]
+
+
+def test_a_prompt_of_many_steps_gives_way_after_each_and_keeps_its_blocks() -> None:
+    worker = scheduler(4)
+    submit(worker, ("a1", 40))
+    assert step(worker) == "a1"
+    held = worker.block_ids(SequenceId("a1"))
+    submit(worker, ("b1", 4))
+    assert [step(worker) for _ in range(2)] == ["b1", "a1"]
+    submit(worker, ("b2", 4), ("b3", 4))
+    assert [step(worker) for _ in range(4)] == ["b2", "a1", "b3", "a1"]
+    assert worker.block_ids(SequenceId("a1")) == held
+
+
+def test_its_tenant_has_its_share_while_others_arrive_without_end() -> None:
+    worker, names = scheduler(4), list[str]()
+    submit(worker, ("a1", 40))
+    for number in range(21):
+        submit(worker, (f"b{number}", 4))
+        names.append(step(worker))
+    assert names.count("a1") == 10
+
+
+def test_a_prompt_of_many_steps_continues_while_another_waits_for_blocks() -> None:
+    worker = scheduler(16)
+    submit(worker, ("a1", 240))
+    assert step(worker) == "a1"
+    submit(worker, ("b1", 20))
+    assert [step(worker) for _ in range(14)] == ["a1"] * 14, "four of 64 blocks are free, and b1 needs five"
+    assert worker.begin_step(0.0) is None
+    worker.release_send(SequenceId("a1"))
+    assert step(worker) == "b1"
+    worker.check()
