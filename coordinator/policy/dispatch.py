@@ -1,13 +1,15 @@
 """Admission and routing: which request goes to which pair of workers, and when.
 
 The coordinator holds the queue (late dispatch): a prefill worker has a backlog of at most two step budgets of tokens,
-or one longer prompt, so queued requests can still go to any worker. A request is dispatched when a prefill worker has
-room and a decode worker has blocks for its prompt and an output of expected length, beyond the expected growth of its
-own sequences, and at most slightly more sequences than it runs at once. The decode worker must also be able to hold the
-whole output of the request alone, so every accepted request can finish. The order is that of policy.fair_queue: by
-priority, rescheduled choices before others, then the tenants in turns. The head of the queue waits for blocks and is
-not overtaken by a request that can use the same workers, so short requests cannot starve a long one. Only a request
-that no present worker can hold is skipped.
+or one longer prompt, beside which those of other tenants are placed as far as they have turns within two steps. So
+queued requests can still go to any worker. A request is dispatched when a prefill worker has room and a decode worker
+has blocks for its prompt and an output of expected length, beyond the expected growth of its own sequences, and at most
+slightly more sequences than it runs at once. The decode worker must also be able to hold the whole output of the
+request alone, so every accepted request can finish. The order is that of policy.fair_queue: by priority, rescheduled
+choices before others, then the tenants in turns. The head of the queue waits for blocks and is not overtaken by a
+request that can use the same workers, so short requests cannot starve a long one; other tenants go past a long prompt
+that waits for a prefill worker, within its fair turn (policy.overtaking). Only a request that no present worker can
+hold is skipped.
 
 A request goes to the workers of one class (`coordinator.policy.workers`): of those that may serve it, to the one whose
 smaller side has the most room, in requests of its size. A decode worker may compute a prompt itself (policy.split); it
@@ -21,6 +23,7 @@ longest prefix, unless more than PREFIX_SLACK more sequences run there than on t
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from operator import sub
@@ -29,10 +32,12 @@ from typing import NamedTuple
 from baton.core.codes import ErrorCode
 from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, InvariantError, QuotaExceeded, Unavailable
+from baton.core.events import PromptCost
 from baton.core.request import ChoiceId
 from coordinator.policy.choice import NEVER, NOTHING, Choice, Held, Stage
 from coordinator.policy.fair_queue import FairQueue
-from coordinator.policy.pool import ANY_ROOM, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
+from coordinator.policy.overtaking import Closed
+from coordinator.policy.pool import ANY_ROOM, LONG_STEPS, ORDER_BITS, RUNNING_SHIFT, Pool, Worker
 from coordinator.policy.quotas import MAX_RETRY_S, DrainRate
 from coordinator.policy.split import Decision, PromptAt, Split, decide
 from coordinator.policy.traffic import Traffic
@@ -97,8 +102,7 @@ class Dispatcher:
         self.drain_rate = DrainRate()
         self._running: Counter[str] = Counter()  # choices at workers, by key
         self.running: Counter[str] = Counter()  # the same by tenant
-        # By class: what the choice needs for which `place` last had no room, and the pools without it.
-        self._blocked: dict[WorkerClass, tuple[object, tuple[Pool, ...]]] = {}
+        self._blocked: dict[WorkerClass, Closed] = {}  # as of the last `place`
         self.expectation = OutputExpectation()
         self.split = split
 
@@ -168,7 +172,8 @@ class Dispatcher:
     @property
     def role_without_room(self) -> Role | None:
         """Which workers the first of the queue waits for, as of the last `place`."""
-        return next((pools[-1].role for _, pools in self._blocked.values()), None) if self._queue else None
+        pools = (without for closed in self._blocked.values() for without in closed.without.values())
+        return next((without[-1].role for without in pools), None) if self._queue else None
 
     @property
     def cached_block_sizes(self) -> set[int]:
@@ -285,10 +290,11 @@ class Dispatcher:
         """Takes the choices that can start now out of the queue, in order, and names the workers of each. The caller
         moves them on to PREFILL."""
         placed: list[Choice] = []
-        closed: dict[WorkerClass, tuple[object, tuple[Pool, ...]]] = {}  # no later choice may use these
+        closed: dict[WorkerClass, Closed] = {}
         if not self._queue:  # called for each end and each hand-over
             self._blocked = closed
             return placed
+        self._blocked = {each: known for each, known in self._blocked.items() if not known.grown}
         needed = {
             each: (each.decode,) if self._prompts_on_decode(each) else each.pools for each in self._workers.classes
         }
@@ -297,12 +303,16 @@ class Dispatcher:
         if not complete and not self._queue.without_decode:
             self._blocked = closed
             return placed
-        overtaken = 0
-        for choice in self._queue.in_turn():
+        overtaken, behind = 0, set[str]()
+        for choice in self._queue.in_turn(behind):
             if not self._place(choice, closed):
                 overtaken += bool(closed)
-                if closed and (complete <= closed.keys() or overtaken > MAX_OVERTAKEN):
+                if overtaken > MAX_OVERTAKEN:
                     break
+                if closed and complete <= closed.keys():  # open at most to tenants with less
+                    if not any(each.open for each in closed.values()):
+                        break
+                    behind.add(choice.request.tenant)
                 continue  # it waits for another worker, and does not block the choices that can use other ones
             self._queue.remove(choice)
             self._queue.charge(choice, choice.to_compute)
@@ -311,16 +321,18 @@ class Dispatcher:
         self._blocked = closed
         return placed
 
-    def _place(self, choice: Choice, closed: dict[WorkerClass, tuple[object, tuple[Pool, ...]]]) -> bool:
-        """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed`;
-        else closes those that could ever hold it."""
-        candidates = [each for each in self._candidates(choice) if each not in closed]
+    def _place(self, choice: Choice, closed: dict[WorkerClass, Closed]) -> bool:
+        """Names the workers of a choice, if it has room in one of the classes that may serve it and are not `closed` to
+        it; else closes those that could ever hold it."""
+        candidates = [
+            each
+            for each in self._candidates(choice)
+            if each not in closed or closed[each].lets(choice, self._queue.counter(choice))
+        ]
         for each in self._by_room(choice, candidates):
-            blocked = self._blocked.get(each)
-            if blocked is not None and not any(pool.grown for pool in blocked[1]) and blocked[0] == self._needs(choice):
-                closed[each] = blocked  # neither its needs nor the room have changed since
-                continue
-            pick = self._pick(choice, each)
+            known = self._blocked.get(each)  # if neither its needs nor the room have changed since, it has none
+            without = None if known is None else known.without.get(self._needs(choice))
+            pick = without or self._pick(choice, each)
             if isinstance(pick, Pick):
                 choice.prefill, choice.decision = pick.prefill, pick.decision
                 choice.to_compute = self._to_compute(pick.prefill, choice)
@@ -330,8 +342,18 @@ class Dispatcher:
             if self._too_small(choice, each) is None:
                 for pool in pick:
                     pool.grown = False
-                closed[each] = self._needs(choice), pick
+                below = self._overtaken_below(choice, each, pick)
+                closed.setdefault(each, Closed()).add(choice, self._needs(choice), pick, below)
         return False
+
+    def _overtaken_below(self, choice: Choice, each: WorkerClass, without: tuple[Pool, ...]) -> float:
+        """Returns the counter below which other tenants go past a choice for which these pools of a class have no room:
+        none, unless its prompt is long and lacks a worker to compute it."""
+        tokens, steps = choice.request.num_prefill_tokens, max((w.step_tokens for w in without[-1].workers), default=0)
+        computes = each.prefill in without or self._prompts_on_decode(each)
+        if choice.prompt_charged or not computes or tokens <= LONG_STEPS * steps:
+            return -math.inf
+        return self._queue.counter(choice, tokens)
 
     def _candidates(self, choice: Choice) -> Collection[WorkerClass]:
         """Returns the classes that have the roles that a choice needs, and may serve it."""
@@ -372,7 +394,7 @@ class Dispatcher:
     def _needs(self, choice: Choice) -> object:
         """Returns its submission and everything that decides about its placement except the room of workers."""
         adapter = choice.request.adapter
-        capacity = [(each.key, pool.capacity(adapter)) for each in self._workers.classes for pool in each.pools]
+        capacity = tuple((each.key, pool.capacity(adapter)) for each in self._workers.classes for pool in each.pools)
         return choice.queue_position, round(self.expectation.mean_tokens), capacity
 
     def reassign(self, choice: Choice) -> bool:
@@ -439,7 +461,7 @@ class Dispatcher:
         backlog, reserved, running, growth = map(sub, held, choice.held)
         choice.held = held
         if backlog and choice.prefill is not None:
-            choice.prefill.count(backlog=backlog)
+            choice.prefill.count(backlog=backlog, tenant=choice.request.tenant)
         if choice.decode is not None and (reserved or running or growth):
             choice.decode.count(reserved=reserved, running=running, growth=growth)
 
@@ -459,6 +481,7 @@ class Dispatcher:
         """Raises InvariantError if the queue or the counters of workers do not match these choices, which are all."""
         queued, running, of_tenants = [], Counter[str](), Counter[str]()
         sums: Counter[tuple[Worker | None, str]] = Counter()
+        backlogs: Counter[tuple[Worker | None, str]] = Counter()  # by tenant
         for choice in choices:
             if choice.stage is Stage.QUEUED:
                 queued.append(choice)
@@ -466,6 +489,7 @@ class Dispatcher:
             of_tenants[choice.client.tenant] += choice.counts_as_running
             if choice.held._replace(growth=0) != self._occupied(choice):
                 raise InvariantError(f"{choice!r} holds {choice.held}, not {self._occupied(choice)}")
+            backlogs[choice.prefill, choice.request.tenant] += choice.held.backlog_tokens
             for counter, count in choice.held._asdict().items():
                 sums[choice.prefill if counter == "backlog_tokens" else choice.decode, counter] += count
         for each in self._workers.classes:
@@ -475,6 +499,9 @@ class Dispatcher:
             for counter in Held._fields:
                 if getattr(worker, counter) != sums[worker, counter]:
                     raise InvariantError(f"{worker}: {counter} should be {sums[worker, counter]}")
+            backlog_of = {tenant: count for (at, tenant), count in backlogs.items() if at is worker and count}
+            if worker.backlog_of != backlog_of:
+                raise InvariantError(f"{worker}: its backlog by tenant should be {backlog_of}")
         self._queue.check(queued)
         if (+self._running, +self.running) != (+running, +of_tenants):
             counted = f"{self._running} and {self.running}"
@@ -567,29 +594,37 @@ class Dispatcher:
 
     def _pick_alone(self, choice: Choice, pool: Pool) -> Worker | None:
         """Returns the decode worker with room for prompt and output that would compute the prompt first."""
-        request = choice.request
-        total, room = request.max_kv_tokens, self._room(choice, pool)
-        ranks = list(itertools.islice(pool.by_rank(total, room, request.adapter), _COMPARED))
+        return self._pick_by_turn(choice, pool, choice.request.max_kv_tokens, self._room(choice, pool))
+
+    def _pick_by_turn(self, choice: Choice, pool: Pool, total: int, room: Mapping[int, int]) -> Worker | None:
+        """Returns the worker, of some with the least to do and some that hold the longest prefix, that accepts the
+        prompt and would compute it first, in the turns of the tenants there."""
+        tenant, adapter = choice.request.tenant, choice.request.adapter
+        ranks = list(itertools.islice(pool.by_rank(total, room, adapter), _COMPARED))
         for _, holders in itertools.islice(pool.holders(choice.prefix), 1):
-            ranks += sorted(pool.fitting(holders, total, room, request.adapter))[:_COMPARED]
-        tokens_at = {w: self._to_compute(w, choice) for w in map(pool.ranked, ranks) if w.computes_prompts}
-        able = (w for w, count in tokens_at.items() if w.accepts_prompt(count))
-        return min(able, key=lambda w: (w.backlog_tokens + tokens_at[w], w.rank), default=None)
+            ranks += sorted(pool.fitting(holders, total, room, adapter))[:_COMPARED]
+        tokens_at = {w: self._to_compute(w, choice) for w in map(pool.ranked, ranks) if self._computes_prompts(w)}
+        able = (w for w, count in tokens_at.items() if w.accepts_prompt(tenant, count))
+        return min(able, key=lambda w: (w.before(tenant, tokens_at[w]) + tokens_at[w], w.rank), default=None)
 
     def _decide(self, choice: Choice, each: WorkerClass, prefill: Worker, decode: Worker) -> Decision:
         at_decode, at_prefill = decode.prompt_cost, prefill.prompt_cost or decode.prompt_cost
         if at_decode is None or at_prefill is None:
             return Decision(False, "apart: no cost is measured yet")
-        apart = PromptAt(prefill.worker_id, self._to_compute(prefill, choice), prefill.backlog_tokens, at_prefill)
-        alone = PromptAt(decode.worker_id, self._to_compute(decode, choice), decode.backlog_tokens, at_decode)
+        apart, alone = self._prompt_at(prefill, choice, at_prefill), self._prompt_at(decode, choice, at_decode)
         last_chunk = min(apart.tokens, at_prefill.step_tokens)
         hand_over_s = each.hand_over_cost.seconds(last_chunk) if choice.needs_decode else 0.0
         ready = sum(w.ready for w in each.prefill.workers)
         return decide(apart, alone, hand_over_s, len(self._queue) - 1, ready, decode.running)
 
+    def _prompt_at(self, worker: Worker, choice: Choice, cost: PromptCost) -> PromptAt:
+        tokens = self._to_compute(worker, choice)
+        return PromptAt(worker.worker_id, tokens, worker.before(choice.request.tenant, tokens), cost)
+
     def _pick_prefill(self, choice: Choice, pool: Pool, room: int | None = None) -> Worker | None:
-        """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length.
-        `room`: the least room, instead of that for the tokens to compute."""
+        """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length,
+        and one with long prompts those of other tenants. `room`: the least room, instead of
+        that for the tokens to compute."""
         tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
         best: tuple[int, int] | None = None
         for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
@@ -604,6 +639,8 @@ class Dispatcher:
             if rank is not None:
                 score = (rank >> ORDER_BITS) + need, rank
                 best = score if best is None else min(best, score)
+        if best is None and room is None:
+            return self._pick_by_turn(choice, pool, tokens, dict.fromkeys(pool.block_sizes, ANY_ROOM))
         return None if best is None else pool.ranked(best[1])
 
     def _pick_decode(self, choice: Choice, pool: Pool) -> tuple[Worker, ...]:

@@ -108,12 +108,13 @@ class FairQueue:
                 self._enter(level, lane, held=False)
         self._held.discard(key)
 
-    def in_turn(self) -> Iterator[Choice]:
+    def in_turn(self, behind: Collection[str] = ()) -> Iterator[Choice]:
         """Yields the choices that wait for workers in their order. The caller may remove and charge a choice before it
-        asks for the next one, which follows from the counters then."""
+        asks for the next one, which follows from the counters then, and add tenants to `behind`: of these no more come,
+        except choices that ran before."""
         for priority in sorted(self._levels) if self._size else ():
             level, passed = self._levels[priority], Counter[Lane]()
-            while (choice := self._next(level, passed)) is not None:
+            while (choice := self._next(level, passed, behind)) is not None:
                 yield choice
                 if choice.queue_position is not None:
                     passed[self._place_of(choice)[1]] += 1
@@ -133,6 +134,11 @@ class FairQueue:
             elif lane[1] not in self._held:
                 before += min(tokens, max(0.0, at + mine / weight - counters.of(lane[0])))
         return before
+
+    def counter(self, choice: Choice, prompt_tokens: int = 0) -> float:
+        """Returns the counter of a choice's tenant, as it will be with so many more prompt tokens."""
+        now = self._place_of(choice)[0].counters.of(choice.request.tenant)
+        return now + INPUT_WEIGHT * prompt_tokens / choice.client.weight
 
     def charge(self, choice: Choice, prompt_tokens: int = 0) -> None:
         """Charges a choice's tenant for prompt tokens, unless it ran before, and for output since the last call."""
@@ -163,13 +169,15 @@ class FairQueue:
         if lane is not _RESUMED and lane[0] not in level.open(self._held):
             level.counters.leave(lane[0])
 
-    def _next(self, level: _Level, passed: Counter[Lane]) -> Choice | None:
+    def _next(self, level: _Level, passed: Counter[Lane], behind: Collection[str]) -> Choice | None:
         """Returns the next choice of a level, after so many in each lane that were passed over."""
         best: tuple[tuple[float, int], QueuePosition, Choice] | None = None
         for lane, entries in level.lanes.items():
             if passed[lane] < len(entries) and lane[1] not in self._held:
                 if lane is _RESUMED:
                     return entries[passed[lane]][1]
+                if lane[0] in behind:
+                    continue
                 head = (level.counters.turn(lane[0]), *entries[passed[lane]])
                 best = head if best is None else min(best, head)
         return None if best is None else best[2]

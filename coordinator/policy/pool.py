@@ -22,6 +22,9 @@ from baton.core.window import STEPS_AHEAD, Window
 
 WorkerState = Literal["disconnected", "ready", "draining", "lost"]
 BACKLOG_STEPS = 2
+LONG_STEPS = 2 * BACKLOG_STEPS
+"""A prompt of more steps than these gives way to other tenants. With a lower limit they would take turns in the middle
+of prompts of similar length, and all of them would be done later."""
 AHEAD_SHARE = 8
 _NO_LIMIT = 1 << 30
 ANY_ROOM = 1 - _NO_LIMIT
@@ -126,6 +129,7 @@ class Worker:
         self.drain_by: float | None = None
         self.next_role: Role | None = None  # in which it joins again after its drain
         self.reserved_blocks = self.backlog_tokens = self.running = self.growth = 0
+        self.backlog_of: dict[str, int] = {}  # `backlog_tokens` by tenant
         self._state: WorkerState = "ready"
         self._load: Load | None = None
         # What it had counted before: its first report, if it comes from an earlier run of the coordinator.
@@ -220,9 +224,15 @@ class Worker:
     def lost(self) -> bool:
         return self._state == "lost"
 
-    def count(self, *, backlog: int = 0, running: int = 0, reserved: int = 0, growth: int = 0) -> None:
-        """Adds to the counters of what is placed here; negative numbers subtract."""
+    def count(
+        self, *, backlog: int = 0, tenant: str = "", running: int = 0, reserved: int = 0, growth: int = 0
+    ) -> None:
+        """Adds to the counters of what is placed here; negative numbers subtract. The backlog is one of `tenant`."""
         self.backlog_tokens += backlog
+        if backlog:
+            self.backlog_of[tenant] = self.backlog_of.get(tenant, 0) + backlog
+            if not self.backlog_of[tenant]:
+                del self.backlog_of[tenant]
         self.running += running
         self.reserved_blocks += reserved
         self.growth += growth
@@ -272,10 +282,23 @@ class Worker:
             return self._join.blocks_total - self.reserved_blocks - self.growth
         return 0 if load.preempted else load.blocks_free - self.reserved_blocks - self.growth
 
-    def accepts_prompt(self, tokens: int) -> bool:
-        """Whether this decode worker may be given a prompt of which it has to compute `tokens` tokens: an idle one
-        accepts any, as a prefill worker does."""
-        return not self.backlog_tokens or self.backlog_tokens + tokens <= BACKLOG_STEPS * self.step_tokens
+    def before(self, tenant: str, tokens: int) -> int:
+        """Returns how many tokens are computed here before a prompt of a tenant, with `tokens` tokens to compute, is
+        done: those that are here, but of long prompts of another tenant no more than of its own, since they take turns
+        (`baton.core.long_rows.Turns`)."""
+        own, long = self.backlog_of.get(tenant, 0), LONG_STEPS * self.step_tokens
+        peers = (theirs for other, theirs in self.backlog_of.items() if other != tenant)
+        return own + sum(min(theirs, own + tokens) if theirs > long else theirs for theirs in peers)
+
+    def accepts_prompt(self, tenant: str, tokens: int) -> bool:
+        """Whether a prompt of a tenant, with `tokens` tokens to compute, may be placed here: with what is computed
+        before it, it takes BACKLOG_STEPS at most. An idle worker accepts any prompt; one with nothing of the tenant,
+        and with BACKLOG_STEPS at most, a long one."""
+        limit = BACKLOG_STEPS * self.step_tokens
+        if not self.backlog_tokens or self.before(tenant, tokens) + tokens <= limit:
+            return True
+        long = tokens > LONG_STEPS * self.step_tokens
+        return long and self.backlog_tokens <= limit and tenant not in self.backlog_of
 
     @property
     def prompt_cost(self) -> PromptCost | None:

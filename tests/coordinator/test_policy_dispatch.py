@@ -431,10 +431,10 @@ def test_a_queue_that_waits_for_a_role_is_not_scanned(missing: str, monkeypatch:
     scans = 0
     in_turn = FairQueue.in_turn
 
-    def counted(queue: FairQueue) -> Iterator[Choice]:
+    def counted(queue: FairQueue, behind: set[str]) -> Iterator[Choice]:
         nonlocal scans
         scans += 1
-        return in_turn(queue)
+        return in_turn(queue, behind)
 
     monkeypatch.setattr(FairQueue, "in_turn", counted)
     for number in range(5):

@@ -21,6 +21,8 @@ T_SECURITY, T_BAD, T_CHAT = (
 CHOICE = "coordinator/policy/choice.py"
 FAIR_QUEUE, T_FAIR_QUEUE = "coordinator/policy/fair_queue.py", "tests/coordinator/test_policy_fair_queue.py"
 POOL = "coordinator/policy/pool.py"
+OVERTAKING, T_OVERTAKING = "coordinator/policy/overtaking.py", "tests/coordinator/test_policy_overtaking.py"
+LONG_ROWS = "baton/core/long_rows.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
 POLICY_SPLIT, T_SPLIT = "coordinator/policy/split.py", "tests/coordinator/test_policy_split.py"
 D_SCHEDULER, T_PROMPTS = "decode/scheduler.py", "tests/decode/test_prompts.py"
@@ -327,7 +329,17 @@ FAULTS = (
         "            if True:\n",
         T_DISPATCH,
     ),
-    Fault(POOL, "self.backlog_tokens if self.backlog_tokens else _NO_LIMIT", "self.backlog_tokens", T_DISPATCH),
+    Fault(
+        POOL,
+        "or self.before(tenant, tokens) + tokens <= limit:",
+        "or self.backlog_tokens + tokens <= limit:",
+        T_OVERTAKING,
+    ),
+    Fault(POOL, "long and self.backlog_tokens <= limit and tenant not in self.backlog_of", "False", T_OVERTAKING),
+    Fault(OVERTAKING, " and counter < self.below", "", T_OVERTAKING),
+    Fault(OVERTAKING, "min(self.below, below)", "-inf", T_OVERTAKING),
+    Fault(OVERTAKING, "mine.priority == self.priority and ", "", T_OVERTAKING),
+    Fault(DISPATCH, "if choice.prompt_charged or not computes or", "if", T_OVERTAKING),
     Fault(
         DISPATCH,
         "0 if stage is Stage.DECODE else blocks,",
@@ -349,10 +361,15 @@ FAULTS = (
     Fault(DISPATCH, "return min(sides), max(sides)", "return max(sides), min(sides)", T_CLASSES),
     # Where prompts are computed.
     Fault(
-        DISPATCH, "able = (w for w, count in tokens_at.items() if w.accepts_prompt(count))", "able = tokens_at", T_SPLIT
+        DISPATCH,
+        "able = (w for w, count in tokens_at.items() if w.accepts_prompt(tenant, count))",
+        "able = tokens_at",
+        T_SPLIT,
     ),
     Fault(POLICY_SPLIT, "streams * on_decode.own_s", "0.0", T_SPLIT),
     Fault(D_SCHEDULER, "if streams else model.step_tokens", "if running > long else model.step_tokens", T_PROMPTS),
+    Fault(D_SCHEDULER, "                self._turns.computes(sequence, of_prompt)\n", "", T_PROMPTS),
+    Fault(LONG_ROWS, "self._counters.turn(lane[1]), ", "", "tests/core/test_long_rows.py"),
     Fault(D_SCHEDULER, "if blocked or self._shares_with_running(sequence):", "if blocked:", T_PROMPTS),
     # Workers.
     Fault(

@@ -53,3 +53,17 @@ def test_others_notice_little_where_several_prompts_fit_into_a_step() -> None:
     others = [row for number in range(OTHERS) for row in paced(f"t{number}", number + 1, prompts, per_s=2.0)]
     heavy = [replace(row, tenant=HEAVY) for row in poisson(20.0, SECONDS / 2, prompts, OUTPUTS, 99)]
     assert ttft_p99_s(others + heavy)[False] <= 1.65 * ttft_p99_s(others)[False]
+
+
+def test_others_do_not_wait_for_prompts_of_twenty_steps() -> None:
+    """Beside a tenant whose prompts of 20 steps are more than the only prefill worker can do. What others wait for is
+    the step that computes, which takes longer than one of their prompts."""
+    others = [
+        replace(row, tenant=f"t{number}")
+        for number in range(2)
+        for row in poisson(4.0, SECONDS, Lengths(50, 200), OUTPUTS, number + 1)
+    ]
+    long = [replace(row, tenant=HEAVY) for row in poisson(2.0, SECONDS, Lengths(10_240, 10_240), OUTPUTS, 99)]
+    alone, both = ttft_p99_s(others)[False], ttft_p99_s(others + long)
+    assert both[False] <= 4 * alone
+    assert both[True] > 100 * alone, "more arrives than the cluster can do"

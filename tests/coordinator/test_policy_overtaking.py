@@ -1,0 +1,134 @@
+"""Prompts of several tenants at one worker: what is placed beside a prompt of many steps, and what goes past one."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.policy.choice import Choice
+from coordinator.policy.pool import LONG_STEPS
+from coordinator.policy.quotas import Client
+from coordinator.policy.split import Split
+from coordinator.policy.workers import WorkerTable
+from tests.support.builders import add_worker
+from tests.support.placing import Placing, make_choice
+
+STEP, LONG = 8, 160
+
+
+def of(name: str, prompt: int, output: int = 4, priority: int = 0) -> Choice:
+    """The first letter of its name is its tenant."""
+    client = Client(name[0], name[0])
+    return make_choice(name, prompt, prompt + output - 1, age=int(name[1:]), priority=priority, client=client)
+
+
+def placing(split: Split = "always", *workers: str, blocks: int = 1000) -> Placing:
+    table = WorkerTable(3.0)
+    for name in workers or ("p0", "d0"):
+        add_worker(table, name, step_tokens=STEP, blocks=blocks)
+    d = Placing(table)
+    d.dispatcher.split = split
+    return d
+
+
+def submit(d: Placing, *choices: Choice) -> list[str]:
+    """Returns the names of what is placed then."""
+    for choice in choices:
+        d.submit(choice)
+    names = d.names()
+    d.check()
+    return names
+
+
+@pytest.mark.parametrize(("split", "workers"), [("always", ("p0", "d0")), ("never", ("d0",))])
+def test_prompts_of_others_are_placed_beside_a_long_one_as_far_as_they_are_computed_soon(
+    split: Split, workers: tuple[str, ...]
+) -> None:
+    d = placing(split, *workers)
+    assert submit(d, of("a1", LONG)) == ["a1"]
+    assert submit(d, of("b2", 4), of("c3", 4), of("d4", 4)) == ["b2", "c3", "d4"]
+    assert submit(d, of("e5", 4)) == [], (
+        "five tenants have a turn of four tokens before it is done: more than two steps"
+    )
+    assert submit(d, of("a6", 1)) == [], "after its own tenant's"
+    d.prefilled("b2") if split == "always" else d.handed_over("b2")
+    assert d.names() == ["e5"]
+    d.check()
+
+
+def test_a_long_prompt_is_placed_beside_two_steps_of_others() -> None:
+    d = placing()
+    assert submit(d, of("b1", 2 * STEP)) == ["b1"]
+    assert submit(d, of("a2", LONG_STEPS * STEP)) == [], "short enough to wait for an idle worker"
+    d.finish("a2")
+    assert submit(d, of("a3", LONG)) == ["a3"]
+    assert submit(d, of("c4", LONG)) == []
+    d.prefilled("a3")
+    assert d.names() == ["c4"]
+
+
+def test_one_tenant_alone_has_two_steps_or_one_long_prompt() -> None:
+    d = placing()
+    assert submit(d, of("a1", STEP), of("a2", STEP), of("a3", 1)) == ["a1", "a2"]
+    d.prefilled("a1")
+    assert submit(d, of("a4", LONG)) == ["a3"], "a4 waits for an idle worker"
+    assert d.dispatcher.role_without_room == "prefill"
+    assert submit(d, of("a5", 1)) == [], "and is not overtaken"
+    d.prefilled("a2")
+    d.prefilled("a3")
+    assert d.names() == ["a4"]
+
+
+def test_others_go_past_a_prompt_without_room_until_they_have_received_as_much() -> None:
+    d = placing()
+    assert submit(d, of("a1", LONG)) == ["a1"]
+    assert submit(d, of("a2", 40)) == []
+    for number in range(3, 13):
+        assert submit(d, of(f"b{number}", 4)) == [f"b{number}"]
+        d.finish(f"b{number}")
+    assert submit(d, of("b13", 4)) == [], "40 tokens, too"
+    assert submit(d, of("c14", 4)) == ["c14"]
+    d.prefilled("a1")
+    assert d.names() == ["a2", "b13"]
+    d.check()
+
+
+def test_a_lower_priority_goes_past_nothing_and_a_higher_one_is_first() -> None:
+    d = placing()
+    assert submit(d, of("a1", LONG), of("a2", LONG)) == ["a1"]
+    assert submit(d, of("b3", 4, priority=1)) == []
+    assert submit(d, of("b4", 4, priority=-1)) == ["b4"]
+    assert submit(d, of("b5", 4)) == ["b5"]
+
+
+def test_a_choice_that_waits_for_kv_blocks_is_not_overtaken() -> None:
+    d = placing("always", "p0", "p1", "d0", blocks=60)
+    assert submit(d, of("a1", 100), of("b2", 4)) == ["a1", "b2"]
+    assert submit(d, of("a3", 150), of("b4", 4)) == [], "b4 would take blocks that a3 needs"
+    assert d.dispatcher.role_without_room == "decode"
+
+
+def test_a_rescheduled_choice_is_not_overtaken() -> None:
+    d = placing("always", "p0", "p1", "d0")
+    assert submit(d, of("a1", LONG), of("c2", LONG)) == ["a1", "c2"]
+    d.worker("p0").state = "draining"
+    d.reschedule("a1")
+    assert submit(d, of("b3", 4)) == [], "a client waits in the middle of an answer"
+    d.prefilled("c2")
+    assert d.names() == ["a1", "b3"]
+
+
+def test_the_worker_that_computes_a_prompt_first_is_chosen() -> None:
+    d = placing("always", "p0", "p1", "d0")
+    assert submit(d, of("a1", LONG), of("c2", LONG), of("a3", LONG)) == ["a1", "c2"]
+    assert submit(d, of("b4", 4), of("b5", 4)) == ["b4", "b5"]
+    assert [d.choices[name].prefill_worker for name in ("b4", "b5")] == ["p0", "p1"]
+
+
+def test_a_prompt_of_few_steps_is_not_overtaken_and_gives_no_way() -> None:
+    d = placing()
+    assert submit(d, of("a1", LONG_STEPS * STEP)) == ["a1"]
+    assert submit(d, of("b2", 4)) == [], "it waits for four steps at most"
+    d.prefilled("a1")
+    assert d.names() == ["b2"]
+    assert submit(d, of("b3", 2 * STEP), of("c4", LONG_STEPS * STEP)) == []
+    assert submit(d, of("b5", 4)) == []
