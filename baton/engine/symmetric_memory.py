@@ -76,7 +76,7 @@ def _reachable(ranks: Ranks, device: torch.device) -> bool:
 def _map(torch_memory: Any, store: Any, ranks: Ranks, device: torch.device) -> SymmetricMemory:
     """Allocates this rank's block and maps all others'. Raises RuntimeError, or AttributeError or TypeError for a torch
     with another interface. Newer torches look up a process group of that name, and use no more of it than its store."""
-    # Sums use no multicast. A rank that cannot take part in it would let the others wait for ever (issue 195596).
+    # Sums use no multicast. A rank that cannot take part in it would let the others wait for ever (pytorch 195596).
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     group = torch.distributed.ProcessGroup(store, ranks.rank, ranks.size)
     torch._C._distributed_c10d._register_process_group(_GROUP, group)  # type: ignore[arg-type]  # keeps no reference
