@@ -1,7 +1,7 @@
 """Admission and routing: which request goes to which pair of workers, and when.
 
 The coordinator holds the queue (late dispatch): a prefill worker has a backlog of at most two step budgets of tokens,
-or one longer prompt, beside which those of other tenants are placed as far as they have turns within two steps. So
+or one longer prompt, beside which those of other tenants are placed as far as they have turns within two steps, so
 queued requests can still go to any worker. A request is dispatched when a prefill worker has room and a decode worker
 has blocks for its prompt and an output of expected length, beyond the expected growth of its own sequences, and at most
 slightly more sequences than it runs at once. The decode worker must also be able to hold the whole output of the
@@ -48,7 +48,7 @@ MAX_OVERTAKEN = 64  # choices that wait for room in one class while later ones u
 START_TOKENS = 128.0  # expected output length before any output has ended
 NO_ADAPTER = "adapter_not_loaded"
 _WEIGHT = 0.05  # of each new output in the moving average
-_COMPARED = 8  # decode workers with room that are compared for a prompt
+_COMPARED = 8  # workers with room that are compared for a prompt
 
 
 class OutputExpectation:
@@ -623,8 +623,8 @@ class Dispatcher:
 
     def _pick_prefill(self, choice: Choice, pool: Pool, room: int | None = None) -> Worker | None:
         """Returns the worker with room and the fewest tokens to compute; an idle one accepts a prompt of any length,
-        and one with long prompts those of other tenants. `room`: the least room, instead of
-        that for the tokens to compute."""
+        and one with long prompts those of other tenants. `room`: the least room, instead of that for the tokens to
+        compute."""
         tokens, adapter = choice.request.num_prefill_tokens, choice.request.adapter
         best: tuple[int, int] | None = None
         for held, workers in itertools.chain(pool.holders(choice.prefix), ((0, None),)):
