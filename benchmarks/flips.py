@@ -129,21 +129,14 @@ class RealCluster:
                 process.wait(60)
 
 
-def shape(kind: Calibration, prefill: int) -> ClusterShape:
-    """Each worker has a core, which its hand-overs share with its steps; the last one is the coordinator's and the
-    client's."""
-    cores = tuple((number,) for number in range(WORKERS))
-    return ClusterShape(kind, prefill, kind, WORKERS - prefill, cores, WORKERS + 1, (WORKERS,))
-
-
 def simulated(kind: Calibration, rows: Sequence[TraceRow], takes_s: Mapping[Role, float]) -> dict[str, Measured]:
     """By the split, and with flips: what the simulator predicts."""
     made = dict[str, Measured]()
     for prefill in range(1, WORKERS):
-        outcome = Replay(shape(kind, prefill), rows).run(MIX_SLO)
+        outcome = Replay(ClusterShape(kind, prefill, kind, WORKERS - prefill), rows).run(MIX_SLO)
         made[f"{prefill}:{WORKERS - prefill}"] = Measured(outcome.goodput_per_s, outcome.met_share, 0, ())
     policy = Policy(MIX_SLO, kind, kind, Size(1, 1), Size(16, 16), down_s=DOWN_S, window_s=FLIP_WINDOW_S)
-    dry = dry_run(policy, rows, shape(kind, WORKERS // 2), takes_s)
+    dry = dry_run(policy, rows, Size(WORKERS // 2, WORKERS - WORKERS // 2), takes_s)
     made["flips"] = Measured(dry.outcome.goodput_per_s, dry.outcome.met_share, len(dry.flips), ())
     return made
 

@@ -1,8 +1,8 @@
 """Workers that have a part of a core each, so that a worker and not the host is the limit, and their costs within it.
 By control groups: root, version 1 or 2.
 
-Costs are measured within the quota and with four workers: what one has in a cache, another one evicts while it waits
-for its next period.
+Workers did less within a quota than their processor time divided by it promised (results/flip.md), so their costs are
+measured there, as the seconds that pass.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ def target_of(url: str) -> ServerTarget:
 
 
 def calibrated(quota: float) -> Calibration:
-    """Returns the costs of workers that have `quota` of a core each, of two of either role, which share caches: their
-    processor time over the quota, so that hand-overs count as well as steps. A load is applied once: it takes as much
-    longer as the quota is smaller."""
-    with kit.cluster(*FLAGS, "--prefill", "2", "--decode", "2") as running:
-        loads = LoadClient(running.url, target_of(running.url), 1, quota)
+    """Returns the costs of workers that have `quota` of a core each, of one of either role. A load is applied once: it
+    takes as much longer as the quota is smaller. What a hand-over costs its prefill worker is not among its steps."""
+    with kit.cluster(*FLAGS, "--prefill", "1", "--decode", "1") as running:
+        loads = LoadClient(running.url, target_of(running.url), 1)
         with quotas(get_cluster(running.url).workers, quota):
             return calibrate(
                 loads,
                 f"{quota:g} of a core",
-                shared_host=True,
+                shared_host=False,
                 repeats=1,
                 progress=lambda line: print(line, file=sys.stderr),
             )

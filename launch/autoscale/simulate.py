@@ -53,15 +53,16 @@ class _Simulated:
     """The law beside a replay, whose workers it starts and drains, or with `flip_takes_s` changes in their roles."""
 
     def __init__(
-        self, policy: Policy, rows: Sequence[TraceRow], begin: ClusterShape, flip_takes_s: Mapping[Role, float] | None
+        self, policy: Policy, rows: Sequence[TraceRow], begin: Size, flip_takes_s: Mapping[Role, float] | None
     ) -> None:
         self.policy, self.rows, self.memory = policy, rows, Memory()
-        self.replay = Replay(begin, rows)
+        shape = ClusterShape(policy.prefill, begin.prefill, policy.decode, begin.decode)
+        self.replay = Replay(shape, rows)
         self.changes: list[Change] = []
         self.flips: list[tuple[float, Flip]] = []
         self._flip_takes_s = flip_takes_s
         self.cold: list[tuple[float, float]] = []  # when workers were starting
-        self._size, self._total = Size(begin.num_prefill, begin.num_decode), begin.num_prefill + begin.num_decode
+        self._size, self._total = begin, begin.prefill + begin.decode
         self._seen = 0  # requests in the replay's list
         self._waiting: list[Times] = []  # without a first token
         self._running: list[Times] = []  # without a last one
@@ -153,16 +154,13 @@ def _split(times: Sequence[Times], name: str) -> tuple[list[Times], list[Times]]
 def dry_run(
     policy: Policy,
     rows: Sequence[TraceRow],
-    begin: Size | ClusterShape | None = None,
+    begin: Size | None = None,
     flip_takes_s: Mapping[Role, float] | None = None,
 ) -> DryRun:
     """Replays the requests, which must fit into the context of the calibrated model, on a cluster that the law sizes;
-    it begins with `begin`, else with the least workers. With `flip_takes_s`, the seconds from a worker's last sequence
+    it begins with `begin` workers, else with the least. With `flip_takes_s`, the seconds from a worker's last sequence
     to its join in each role, the number of workers stays, and their roles change."""
-    if not isinstance(begin, ClusterShape):
-        size = begin or policy.least
-        begin = ClusterShape(policy.prefill, size.prefill, policy.decode, size.decode)
-    simulated = _Simulated(policy, rows, begin, flip_takes_s)
+    simulated = _Simulated(policy, rows, begin or policy.least, flip_takes_s)
     outcome = simulated.run()
     times, slo = simulated.replay.measured.times, Slo(policy.slo.ttft_s)
     met = [slo.met(t.ttft_s, None) for t in times]

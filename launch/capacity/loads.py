@@ -88,11 +88,10 @@ class Sample:
 
 
 class LoadClient:
-    """A client that applies loads to a running cluster. `seed` determines its prompts. `core_share` is the quota of
-    each worker's process, of a core: its processor time counts as the seconds that it takes with that quota."""
+    """A client that applies loads to a running cluster. `seed` determines its prompts."""
 
-    def __init__(self, url: str, target: ServerTarget, seed: int, core_share: float = 1.0) -> None:
-        self.url, self.target, self._core_share = url, target, core_share
+    def __init__(self, url: str, target: ServerTarget, seed: int) -> None:
+        self.url, self.target = url, target
         self._source = random.Random(seed)
 
     def rows(self) -> tuple[Row, ...]:
@@ -151,7 +150,7 @@ class LoadClient:
                 kv_bytes=_sum(mine, "kv_bytes_sent"),
                 drafted=_sum(drafts, "drafted_tokens"),
                 accepted=_sum(drafts, "accepted_tokens"),
-                cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]) / self._core_share,
+                cpu_s=sum(cpu_seconds(pid) for row in mine for pid in row["pids"]),
             )
         return counters
 

@@ -9,7 +9,6 @@ import pytest
 from launch.autoscale.law import Policy
 from launch.autoscale.simulate import dry_run, reversals
 from sim.scale.planner import Size
-from sim.scale.replay import ClusterShape
 from sim.scale.workload import Lengths, poisson, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow, read_trace, trace_path
@@ -68,15 +67,6 @@ def test_the_law_counts_hand_overs_among_the_work_of_a_prefill_worker() -> None:
         made = dry_run(replace(POLICY, prefill=kind), rows)
         largest.append(max(change.decision.size.prefill for change in made.changes))
     assert largest[1] > largest[0]
-
-
-def test_workers_whose_hand_overs_delay_their_steps_change_their_roles() -> None:
-    kind = replace(KIND, link=replace(KIND.link, send_s=0.02, receive_s=0.02))
-    rows = poisson(14.0, 40.0, Lengths(2000, 2000), Lengths(8, 8), seed=2)
-    shape = ClusterShape(kind, 2, kind, 2, tuple((core,) for core in range(4)), 5, front_cores=(4,))
-    made = dry_run(replace(POLICY, prefill=kind, decode=kind), rows, shape, {"prefill": 0.1, "decode": 0.3})
-    assert [flip.role for _, flip in made.flips] == ["prefill"]
-    assert not made.outcome.refused and made.outcome.e2e.count == len(rows)
 
 
 def test_reversals() -> None:
