@@ -22,6 +22,7 @@ from baton.core.window import Window
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kernels.build import BLOCK_LEVELS
 from baton.engine.options import EngineOptions
+from baton.engine.safetensors_files import has_safetensors
 from baton.engine.transformers_path import transformers_model
 from baton.engine.weights import parameter_bytes
 
@@ -74,7 +75,8 @@ def unread_sizes(
     Raises StartupError for a model that transformers cannot serve."""
     if not isinstance(config, GeneralConfig):
         in_blocks = level in BLOCK_LEVELS and dtype == "bfloat16" and quantize != "int8"
-        checkpoint = Checkpoint(model_dir) if in_blocks else None
+        # A plan may be made where only config.json is.
+        checkpoint = Checkpoint(model_dir) if in_blocks and has_safetensors(model_dir) else None
         parameters = parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize, checkpoint)
         return config.kv_layout(block_size, stored_dtype(kv_dtype, dtype)), parameters
     longest = config.max_position_embeddings

@@ -82,6 +82,10 @@ class SafetensorsFiles:
         return tensor
 
 
+def has_safetensors(model_dir: Path) -> bool:
+    return any((model_dir / name).exists() for name in (_SINGLE, _INDEX))
+
+
 def safetensors_in(model_dir: Path) -> list[Path]:
     """The safetensors files of a directory, sorted by name, each a regular file inside it."""
     weight_map = _weight_map(model_dir)
