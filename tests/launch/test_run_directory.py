@@ -15,7 +15,7 @@ from tests.support.model_dirs import text_dir
 
 HOLDER = """
 import sys
-from launch.run_directory import directory_of, run_directory
+from launch.run_directory import run_directory
 with run_directory(sys.argv[1]) as path:
     (path / "cluster.json").write_text("{}")
     print("held", flush=True)
@@ -26,7 +26,7 @@ with run_directory(sys.argv[1]) as path:
 FULL = """
 import resource, sys
 from baton.core.errors import StartupError
-from launch.run_directory import directory_of, run_directory
+from launch.run_directory import run_directory
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # as on a full disk, files can be made and not be filled
 try:
     with run_directory(sys.argv[1]):
