@@ -313,15 +313,8 @@ class ReceivingLink:
                     owner.hand_over_ended(event)
 
     def reply_soon(self, message: FromDecode) -> None:
-        """Sends a message in a task that is never cancelled."""
-
-        async def send() -> None:
-            try:
-                await self._stream.send_unshielded(message)
-            except LinkLost as e:
-                log.info("%s not sent: %s", type(message).__name__, e.message)
-
-        self._spawn(send(), type(message).__name__)
+        """Sends a message in a task of its own."""
+        self._spawn(self._send(message), type(message).__name__)
 
     async def _send(self, message: FromDecode) -> None:
         """Sends a message in a task that is cancelled only with the link."""
