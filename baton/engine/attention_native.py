@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.attention import PLAIN_SCORES, FastAttention, Group, Scores
 from baton.engine.batch import RowSpan
-from baton.engine.kernels.native import AttentionShape, HeadsStruct, Kernels
+from baton.engine.kernels.native import AttentionShape, Kernels, heads_struct
 
 _LARGEST_HEAD = 1024
 KEYS = 64  # of a block in attention.h
@@ -70,7 +70,7 @@ class NativeAttention:
             return
         self._store(
             dtype == torch.bfloat16, pool[0].dtype == torch.float8_e4m3fn,
-            *(ctypes.byref(HeadsStruct(x.data_ptr(), x.stride(2), x.stride(1), x.shape[1])) for x in (keys, values)),
+            *(ctypes.byref(heads_struct(x)) for x in (keys, values)),
             slots.data_ptr(), tokens, keys.shape[3], values.shape[3], pool[0].data_ptr(), pool[1].data_ptr(),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.native import HeadsStruct, Kernels
+from baton.engine.kernels.native import Kernels, heads_struct
 from baton.engine.transformers_packed import DTYPES, PackedWeight, kernel_rows, linear
 
 _TOLERANCE = {torch.bfloat16: 2**-6, torch.float32: 1e-5}
@@ -119,10 +119,9 @@ class KernelRotary:
         self.calls += 1
         tokens, size = q.shape[2:]
         rotated_q, rotated_k = (torch.empty((1, tokens, each.shape[1], size), dtype=q.dtype) for each in (q, k))
-        heads = (HeadsStruct(each.data_ptr(), each.stride(2), each.stride(1), each.shape[1]) for each in (q, k))
         self._rotate(
-            q.dtype == torch.bfloat16, *map(ctypes.byref, heads), cos.data_ptr(), sin.data_ptr(), tokens, size,
-            rotated_q.data_ptr(), rotated_k.data_ptr(),
+            q.dtype == torch.bfloat16, *(ctypes.byref(heads_struct(each)) for each in (q, k)),
+            cos.data_ptr(), sin.data_ptr(), tokens, size, rotated_q.data_ptr(), rotated_k.data_ptr(),
         )  # fmt: skip
         return rotated_q.transpose(1, 2), rotated_k.transpose(1, 2)
 

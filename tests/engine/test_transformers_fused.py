@@ -18,7 +18,7 @@ from baton.core.errors import StartupError
 from baton.engine import transformers_fused
 from baton.engine.attention import FastAttention
 from baton.engine.attention_native import NativeAttention
-from baton.engine.kernels.native import Arena, HeadsStruct, choose_kernels, load
+from baton.engine.kernels.native import Arena, choose_kernels, heads_struct, load
 from baton.engine.transformers_fused import GatedMlp, KernelRotary, use_gated_mlps, use_rotary
 from baton.engine.transformers_packed import PackedWeight, linear
 from tests.support.engine_driver import float32_levels, tiny_runner
@@ -61,7 +61,7 @@ def test_rotation_matches_float64_and_writes_nothing_else(level: str, size: int)
         q, k = (torch.randn(1, 5, heads, size).to(dtype).transpose(1, 2) for heads in (3, 2))
         cos, sin = (torch.randn(1, 5, size).to(dtype) for _ in range(2))
         results = [torch.full((5 * heads + 1, size), 7.0, dtype=dtype) for heads in (3, 2)]
-        heads = [ctypes.byref(HeadsStruct(x.data_ptr(), x.stride(2), x.stride(1), x.shape[1])) for x in (q, k)]
+        heads = [ctypes.byref(heads_struct(x)) for x in (q, k)]
         load(level).rotate(
             dtype == torch.bfloat16, *heads, cos.data_ptr(), sin.data_ptr(), 5, size,
             *(result.data_ptr() for result in results),

@@ -103,6 +103,11 @@ class HeadsStruct(ctypes.Structure):
     _fields_ = (("first", c_void_p), *((name, c_int64) for name in ("token", "head", "count")))
 
 
+def heads_struct(x: Tensor) -> HeadsStruct:
+    """Describes x [1, heads, tokens, size], in which the elements of a head are contiguous."""
+    return HeadsStruct(x.data_ptr(), x.stride(2), x.stride(1), x.shape[1])
+
+
 class AttentionShape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window")),
