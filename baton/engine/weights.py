@@ -9,6 +9,7 @@ In int4 a rank's columns must be whole blocks, for the same reason.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -226,23 +227,27 @@ class WeightReader:
     def classifier(self) -> Tensor:
         """float64 [labels, hidden]: the classification head. Every rank could compute with it; only the leader does."""
         if self._config.classifier_tokens:
-            no, yes = (self._row_of_head(token) for token in self._config.classifier_tokens)
+            no, yes = self._rows_of_head(self._config.classifier_tokens)
             return self._counted(yes - no)
         return self._counted(self._checkpoint.read(CLASSIFIER).to(device=self.device, dtype=torch.float64))
 
-    def _row_of_head(self, token: str) -> Tensor:
-        """Of a token of the checkpoint's own tokenizer. Raises StartupError if there is no such token."""
+    def _rows_of_head(self, tokens: Sequence[str]) -> list[Tensor]:
+        """float64 [1, hidden] of each token of the checkpoint's tokenizer. Raises StartupError if one is missing."""
         from tokenizers import Tokenizer
 
         try:
-            index = Tokenizer.from_file(str(self._checkpoint.model_dir / "tokenizer.json")).token_to_id(token)
+            tokenizer = Tokenizer.from_file(str(self._checkpoint.model_dir / "tokenizer.json"))
         except Exception as error:  # tokenizers raises bare Exception
             raise StartupError(f"tokenizer.json: {str(error)[:200]}") from None
-        if index is None or index >= self._config.vocab_size:
-            raise StartupError(f"config.json: classifier_from_token: {token!r:.60} is not a token of tokenizer.json")
-        name = EMBEDDING if self._config.tie_word_embeddings else HEAD
-        row = self._checkpoint.read(name, slice(index, index + 1))
-        return row.to(device=self.device, dtype=torch.float64)
+        name, rows = EMBEDDING if self._config.tie_word_embeddings else HEAD, list[Tensor]()
+        for token in tokens:
+            index = tokenizer.token_to_id(token)
+            if index is None or index >= self._config.vocab_size:
+                reason = f"{token!r:.60} is not a token of tokenizer.json"
+                raise StartupError(f"config.json: classifier_from_token: {reason}")
+            row = self._checkpoint.read(name, slice(index, index + 1))
+            rows.append(row.to(device=self.device, dtype=torch.float64))
+        return rows
 
     def final_norm(self) -> Tensor:
         return self._read(NORM)
