@@ -133,14 +133,14 @@ def measure(runners: dict[str, Runner], plan: StepPlan, repeat: int, memory: Mem
     }
 
 
-def beside_bytes(shape: str, name: str, runner: Runner, found: Measured) -> list[str]:
+def beside_bytes(shape: str, name: str, runner: Runner, step: Measured) -> list[str]:
     """A row: a step beside the bytes of its experts, and of all its weights, at the bandwidth of the same turns."""
     experts = Experts(runner)
-    of_experts = found.experts * experts.bytes_each
+    of_experts = step.experts * experts.bytes_each
     of_all = runner.parameter_bytes - experts.number * experts.bytes_each + of_experts
-    ms = [each / found.rate * 1e3 for each in (of_experts, of_all)]
-    cells = [f"{each:.1f} ({found.busy_ms / each:.2f})" for each in ms]
-    return [shape, name, f"{found.experts} of {experts.number}", f"{found.busy_ms:.1f}", *cells]
+    ms = [each / step.rate * 1e3 for each in (of_experts, of_all)]
+    cells = [f"{each:.1f} ({step.busy_ms / each:.2f})" for each in ms]
+    return [shape, name, f"{step.experts} of {experts.number}", f"{step.busy_ms:.1f}", *cells]
 
 
 def main() -> None:
@@ -166,9 +166,9 @@ def main() -> None:
     for shape, plan in SHAPES.items():
         if given.only and given.only not in shape:
             continue
-        found = measure(runners, plan, given.repeat, memory)
-        rows.append([shape, *(f"{each.wall_ms:.1f} ({each.busy_ms:.1f})" for each in found.values())])
-        of_experts += [beside_bytes(shape, name, runners[name], each) for name, each in found.items() if each.experts]
+        steps = measure(runners, plan, given.repeat, memory)
+        rows.append([shape, *(f"{each.wall_ms:.1f} ({each.busy_ms:.1f})" for each in steps.values())])
+        of_experts += [beside_bytes(shape, name, runners[name], each) for name, each in steps.items() if each.experts]
         print(*rows[-1], flush=True)
     names = [f"{name} ({runner.kernels}), ms wall (processor)" for name, runner in runners.items()]
     print(f"\n{table(['step', *names], rows)}")

@@ -40,7 +40,7 @@ class Loaded:
 
     @property
     def peak(self) -> int:
-        return max(most for _, most in self.stages) - self.before
+        return max(peak for _, peak in self.stages) - self.before
 
 
 def status(field: str) -> int:
@@ -113,12 +113,12 @@ def main() -> None:
     with checkpoint("tiny") as tiny, checkpoint(given.shape) as model:
         for impl in given.model_impl.split(","):
             for size in map(int, given.sizes.split(",")):
-                for rank, found in enumerate(loaded((tiny, model), impl, size)):
-                    name, ratio = f"{impl}, rank {rank} of {size}", found.peak / found.part
-                    sizes = (found.before, found.part, found.peak, found.after - found.before)
+                for rank, memory in enumerate(loaded((tiny, model), impl, size)):
+                    name, ratio = f"{impl}, rank {rank} of {size}", memory.peak / memory.part
+                    sizes = (memory.before, memory.part, memory.peak, memory.after - memory.before)
                     rows.append([name, *(f"{each / 2**20:.0f}" for each in sizes), f"{ratio:.2f}"])
-                    most = [f"{stage} {(peak - found.before) / 2**20:.0f}" for stage, peak in found.stages]
-                    stages.append(f"- {name}: {', '.join(most)}")
+                    peaks = [f"{stage} {(peak - memory.before) / 2**20:.0f}" for stage, peak in memory.stages]
+                    stages.append(f"- {name}: {', '.join(peaks)}")
                     print(*rows[-1], stages[-1], flush=True)
     headings = ("path", "before", "part", "most beyond before", "in the end beyond before", f"most / part (bar: {BAR})")
     about = f"Shape {given.shape}, bf16, KV of {KV_BYTES >> 20} MiB in all."

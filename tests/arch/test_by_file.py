@@ -24,7 +24,7 @@ def outcome(where: Path, *arguments: str) -> tuple[int, dict[str, int], set[str]
     options = ["-m", "not long", "-rfE", f"--rootdir={where}", f"--confcutdir={where}", *arguments, str(where)]
     ran = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=120)
     summary = ran.stdout.strip().splitlines()[-1]
-    counts = {what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) ([a-z]+)", summary)}
+    counts = {kind.rstrip("s"): int(number) for number, kind in re.findall(r"(\d+) ([a-z]+)", summary)}
     counts.pop("deselected", None)  # known to the processes alone
     return ran.returncode, counts, set(re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE))
 
