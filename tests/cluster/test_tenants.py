@@ -49,4 +49,4 @@ async def test_short_prompts_are_answered_while_a_long_one_is_computed(
             assert await long == long_alone
         computed = sum(int(row["prompt_tokens_computed"]) for row in running.workers().values())
         assert computed >= 2 * LONG, "nothing of either long prompt was cached"
-        assert answered > 8, f"of {LONG // STEP} steps"
+        assert answered > 4, f"of {LONG // STEP} steps; without turns only the first ones are answered"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FILES = {
     "conftest.py": "import pytest\n@pytest.fixture(scope='session')\ndef shared(): return []",
@@ -29,6 +31,7 @@ def outcome(where: Path, *arguments: str) -> tuple[int, dict[str, int], set[str]
     return ran.returncode, counts, set(re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE))
 
 
+@pytest.mark.timeout(400)  # starts pytest three times
 def test_reports_are_those_of_pytest(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
