@@ -2,9 +2,8 @@
 
 Prompts are computed in chunks under the step's token budget, by priority and in the turns of `long_rows`: a prompt of
 many steps gives way to another tenant's after each of them, and keeps its blocks. All rows of a step are done at its
-end, so a prompt joins others only where that pays (`step_fit`). A step is full while the prompts here are one
-tenant's and more than one holds, and if it is planned ahead: those of several tenants wait for each other no longer
-than it pays.
+end, so a prompt joins others only where that pays (`step_fit`). A step is full while the prompts here are more than one
+holds, and if it is planned ahead.
 
 At its first chunk a prompt is given all its blocks: the cached blocks of its prefix, which are not computed again, and
 free blocks for the rest. If too few are free it waits, and no other prompt starts before it. The first token is sampled
@@ -207,17 +206,15 @@ class PrefillScheduler:
             if sequence.ending is None and self._remainder(sequence, starts)
         ]
         if self._outstanding:
-            known = (*starts, *self._running, *self._waiting)
-            if not self.plan_ahead or len(self._outstanding) > 1 or any(sequence.request.alone for sequence in known):
+            here = (*starts, *self._running, *self._waiting)
+            if not self.plan_ahead or len(self._outstanding) > 1 or any(sequence.request.alone for sequence in here):
                 return None
             candidates = self._ahead(candidates, starts)
         rows: list[Row] = []
         sequences: list[Sequence] = []
         budget, room = TokenBudget(self.step_tokens), True
-        here = (*self._running, *self._waiting)
-        one_tenant = len({s.request.tenant for s in here}) < 2
-        more_waits = one_tenant and sum(s.num_tokens - s.prefix_tokens for s in here) > self.step_tokens
-        full = bool(self._outstanding) or more_waits
+        tokens_here = sum(s.num_tokens - s.prefix_tokens for s in (*self._running, *self._waiting))
+        full = bool(self._outstanding) or tokens_here > self.step_tokens
         for sequence in self._turns.order({s: self._uncached(s, starts) for s in candidates}):
             if budget.tokens == 0:
                 break

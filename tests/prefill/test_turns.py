@@ -92,12 +92,6 @@ def test_steps_are_full_while_more_waits_than_one_holds() -> None:
     assert step(worker, 100.0) == "a4"
 
 
-def test_steps_are_not_filled_while_several_tenants_wait() -> None:
-    worker = measured()
-    submit(worker, ("a1", 8), ("a2", 8), ("b3", 8))
-    assert [step(worker, 100.0) for _ in range(3)] == ["a1", "b3", "a2"]
-
-
 @pytest.mark.parametrize("seconds", [0.5, 5.0])
 def test_steps_with_long_contexts_are_not_measured(seconds: float) -> None:
     worker = measured()
