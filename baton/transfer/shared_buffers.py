@@ -109,7 +109,7 @@ def host_identity(device: torch.device) -> bytes:
 def _share(buf: Tensor) -> list[Any]:
     """Exports a device buffer, once: torch wraps its storage anew at each call. torch keeps the memory until a counter
     is 0; it is 1 at first, and each receiver that unmaps the memory decrements it. Here the edge's own messages signal
-    when the memory may be reused, so the counter is released immediately, and receivers are not told its name: below 0
+    when the memory may be reused, so the counter is released immediately, and receivers do not get its name: below 0
     it counts as large, since torch reads it as unsigned, and the memory would never be freed (pytorch issue 149187)."""
     storage: Any = buf.untyped_storage()
     storages: Any = torch.UntypedStorage

@@ -120,9 +120,9 @@ class FairQueue:
                     passed[self._place_of(choice)[1]] += 1
 
     def ahead(self, tenant: str, priority: int, weight: int) -> float:
-        """Returns how many prompt tokens at least go before a new choice that is added now: those of its tenant, of
-        lower `priority` values, and of other tenants until their counters reach its own. More go before one with a
-        higher value."""
+        """Returns how many prompt tokens go before a new choice that is added now: those of its tenant, of lower
+        `priority` values, and of other tenants until their counters reach its own, long prompts included that it may
+        go past (policy.overtaking). More go before one with a higher value."""
         own = self._levels.get(priority) or _Level()
         before: float = sum(sum(level.tokens.values()) for value, level in self._levels.items() if value < priority)
         counters, open_tenants = own.counters, own.open(self._held)
