@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.core.errors import InvalidRequest
 from baton.core.model_config import AnyConfig, ModelConfig
+from baton.core.name_patterns import NamePattern, PatternError, Steps
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -62,11 +62,17 @@ def adapted_modules(text: bytes, config: ModelConfig, max_rank: int) -> dict[str
     Raises:
         InvalidRequest: the file is no such config, or asks for what is not supported; names the key.
     """
-    given = _read(text)
+    try:
+        return _adapted_modules(_read(text), config, max_rank)
+    except PatternError as error:
+        raise _invalid(str(error)) from None
+
+
+def _adapted_modules(given: Mapping[str, Any], config: ModelConfig, max_rank: int) -> dict[str, LowRank]:
     _refuse_others(given)
-    rank, alpha = _number(given, "r", 8), _number(given, "lora_alpha", 8)
-    ranks, alphas = _pattern(given, "rank_pattern"), _pattern(given, "alpha_pattern")
-    targets, excluded = _names(given, "target_modules"), _names(given, "exclude_modules")
+    rank, alpha, steps = _number(given, "r", 8), _number(given, "lora_alpha", 8), Steps()
+    ranks, alphas = _pattern(given, "rank_pattern", steps), _pattern(given, "alpha_pattern", steps)
+    targets, excluded = _names(given, "target_modules", steps), _names(given, "exclude_modules", steps)
     if targets is None:
         raise _invalid("target_modules is missing")
     layers = given.get("layers_to_transform")
@@ -148,41 +154,33 @@ def _number(given: Mapping[str, Any], key: str, default: float) -> float:
     return value
 
 
-def _pattern(given: Mapping[str, Any], key: str) -> dict[str, float]:
+def _pattern(given: Mapping[str, Any], key: str, steps: Steps) -> list[tuple[NamePattern, float]]:
     pattern = given.get(key) or {}
     if not isinstance(pattern, dict):
         raise _invalid(f"{key} must be an object, not {pattern!r:.60}")
-    return {_regex(name, key): _number(pattern, name, 0) for name in pattern}
+    return [(NamePattern(key, name, steps), _number(pattern, name, 0)) for name in pattern]
 
 
-def _by_pattern(pattern: Mapping[str, float], name: str, default: float) -> float:
-    return next((value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", name)), default)
+def _by_pattern(pattern: Sequence[tuple[NamePattern, float]], name: str, default: float) -> float:
+    return next((value for names, value in pattern if names.matches_end(name)), default)
 
 
-def _names(given: Mapping[str, Any], key: str) -> str | tuple[str, ...] | None:
+def _names(given: Mapping[str, Any], key: str, steps: Steps) -> NamePattern | tuple[str, ...] | None:
     value = given.get(key)
     if value is None:
         return None
     if isinstance(value, str):
-        return _regex(value, key)
+        return NamePattern(key, ".*" if value == "all-linear" else value, steps)
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise _invalid(f"{key} must be a string or a list of strings, not {value!r:.60}")
     return tuple(value)
 
 
-def _regex(pattern: str, key: str) -> str:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise _invalid(f"{key}: {pattern!r:.60} is no regular expression: {str(error)[:60]}") from None
-    return pattern
-
-
-def _matches(names: str | tuple[str, ...], module: str) -> bool:
-    """Whether PEFT would select a module: by `all-linear`, by a regular expression for all of its name, or by its name
-    or the end of it."""
-    if isinstance(names, str):
-        return names == "all-linear" or re.fullmatch(names, module) is not None
+def _matches(names: NamePattern | tuple[str, ...], module: str) -> bool:
+    """Whether PEFT would select a module: by a regular expression for all of its name, or by its name or the end of
+    it."""
+    if isinstance(names, NamePattern):
+        return names.matches(module)
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 

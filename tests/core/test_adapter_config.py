@@ -57,6 +57,7 @@ def test_rank_and_scaling_follow_the_patterns() -> None:
         ({"r": "4"}, "r must be a number above 0, not '4'"),
         ({"lora_alpha": 0}, "lora_alpha must be a number above 0"),
         ({"target_modules": "(q_proj"}, r"target_modules: '\(q_proj' is no regular expression"),
+        ({"alpha_pattern": {r"(q)\1": 4}}, r"alpha_pattern: .* at 3, which is not supported"),
         ({"target_modules": ["w1"]}, r"target_modules \['w1'\] match no linear layer"),
         ({"target_modules": None}, "target_modules is missing"),
         ({"target_modules": [1]}, "target_modules must be a string or a list"),
@@ -67,6 +68,22 @@ def test_what_is_not_supported_is_refused_by_name(given: dict[str, Any], message
     with pytest.raises(InvalidRequest, match=f"adapter_config.json: .*{message}") as caught:
         modules(**given)
     assert "\n" not in caught.value.message and caught.value.param == "lora_path"
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_re_never_ends_to_match_is_answered(key: str) -> None:
+    pattern = "(.+)+!"
+    given = {key: {pattern: 4} if key.endswith("pattern") else pattern}
+    if key == "target_modules":
+        with pytest.raises(InvalidRequest, match=r"target_modules .* match no linear layer"):
+            modules(**given)
+    else:
+        assert modules(**given) == modules()
+
+
+def test_a_pattern_that_takes_too_many_steps_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"adapter_config\.json: exclude_modules: .* is too costly"):
+        modules(exclude_modules="(" * 5 + ".?" + "){40}" * 5 + "!")
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b"\xff", b"[" * 100_000])
