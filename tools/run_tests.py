@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SELECTED = ("-m", "not long and not gpu")
-SLOWEST = ("--durations=12", "--durations-min=5")
+SLOWEST = ("--durations=12", "--durations-min=5", "-p", "tools.processor_time")
 CORES_EACH, LEAST_PROCESSES, MOST_PROCESSES = 4, 3, 8  # each loads torch and transformers: 0.5 GB
 
 

@@ -19,7 +19,10 @@ from tools.run_tests import run
 
 OUT = ROOT / "benchmarks" / "results" / "test-long-run.md"
 SELECTED = ("-m", "not gpu")
-_KEPT = re.compile(r"=* ?\d+ .*(passed|failed|error)|FAILED|ERROR tests/|SKIPPED|\d+\.\d+s (call|setup|teardown) ")
+_KEPT = re.compile(
+    r"=* ?\d+ .*(passed|failed|error|processor)|FAILED|ERROR tests/|SKIPPED"
+    r"|\d+\.\d+s (call|setup|teardown|processor) "
+)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
