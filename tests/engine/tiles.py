@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from baton.engine.kernels.native import Kernels
 
 EMULATED = "amx, emulated"
 OTHER_ORDER = "amx, emulated in another order"
-_DEFINES: dict[str, tuple[str, ...]] = {EMULATED: (), OTHER_ORDER: ("TILES_OTHER_ORDER",)}
 _HEADER = Path(__file__).with_name("tiles_emulated.h")
 
 needs_emulation = pytest.mark.skipif(not can_compile("avx512_bf16"), reason="no avx512_bf16, or no compiler")
@@ -24,18 +25,22 @@ emulated_kind = pytest.param(EMULATED, torch.bfloat16, marks=needs_emulation, id
 
 
 @cache
-def emulated(*defines: str) -> Kernels:
+def emulated(*, other_order: bool = False) -> Kernels:
     """Compiles and loads kernels with emulated tiles; the library is cached like that of any level."""
     header = hashlib.sha256(_HEADER.read_bytes()).hexdigest()[:16]
-    flags = ("-include", str(_HEADER), f"-DTILES_HEADER=0x{header}", *(f"-D{name}" for name in defines))
-    with pytest.MonkeyPatch.context() as patch:
+    flags = ("-include", str(_HEADER), f"-DTILES_HEADER=0x{header}")
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
         patch.setitem(build._TARGETS, "amx", (*build._TARGETS["avx512_bf16"], *flags))
+        if other_order:  # a copy: the same file would be the same library, whose order is known when it is loaded
+            copy = shutil.copy(build.library("amx"), directory)
+            patch.setattr(native, "library", lambda level: copy)
+            patch.setenv("TILES_OTHER_ORDER", "1")
         return Kernels("amx")
 
 
 def load(level: str) -> Kernels:
     """`native.load`, extended by the emulated kernels under their names."""
-    return emulated(*_DEFINES[level]) if level in _DEFINES else native.load(level)
+    return emulated(other_order=level == OTHER_ORDER) if level in (EMULATED, OTHER_ORDER) else native.load(level)
 
 
 def products(kernels: Kernels) -> int:

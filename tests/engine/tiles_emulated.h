@@ -3,7 +3,8 @@
 // replaces the intrinsics, and the system call by which a process requests tiles. A use that the processor would reject
 // aborts the process.
 //
-// TILES_OTHER_ORDER sums even and odd elements in one chain, which no known processor does.
+// With TILES_OTHER_ORDER in the environment when the library is loaded, even and odd elements are summed in one chain,
+// which no known processor does.
 #pragma once
 
 #include <immintrin.h>
@@ -25,6 +26,7 @@ struct Tile {
 // Hidden, so that each library has its own copy.
 [[gnu::visibility("hidden")]] inline thread_local Tile tiles[8];
 [[gnu::visibility("hidden")]] inline thread_local int64_t products = 0;
+[[gnu::visibility("hidden")]] inline const bool other_order = std::getenv("TILES_OTHER_ORDER") != nullptr;
 
 inline void want(bool right, const char* what) {
   if (right) return;
@@ -79,14 +81,11 @@ inline float widened(const uint8_t* from) {
 [[gnu::noinline]] inline void multiply(Tile& sum, const Tile& left, const Tile& right) {
   for (int row = 0; row < sum.rows; ++row) {
     float pairs[2][16] = {}, before[16];
+    float* const chains[2] = {pairs[0], pairs[other_order ? 0 : 1]};
     for (int k = 0; k < left.bytes / 4; ++k)
       for (int parity = 0; parity < 2; ++parity)
         for (int column = 0; column < 16; ++column) {
-#ifdef TILES_OTHER_ORDER
-          float& chain = pairs[0][column];
-#else
-          float& chain = pairs[parity][column];
-#endif
+          float& chain = chains[parity][column];
           chain = std::fma(
               widened(left.at[row] + 4 * k + 2 * parity), widened(right.at[k] + 4 * column + 2 * parity), chain);
         }
