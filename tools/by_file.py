@@ -15,9 +15,21 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parent.parent
 _MANY_MODULES = 200
-_CLUSTERS_END = 0.9
-"""The share of all files after which no cluster is left to run: a long file at the end would run alone."""
+_CLUSTERS_END, _LONG_END = 0.9, 0.7
+"""The shares of all files after which no cluster, and no long file, is left to run: a long file at the end would run
+alone."""
+_LONG = (  # over 20 s of processor time; the first one compiles kernels that other files load, too
+    "tests/engine/test_kernels_few.py",
+    "tests/benchmarks/test_gpu_script.py",
+    "tests/sim/test_safety.py",
+    "tests/engine/test_kernels_compiled.py",
+    "tests/sim/test_liveness.py",
+    "tests/engine/test_exact_cuda.py",
+    "tests/benchmarks/test_bad_clients.py",
+    "tests/engine/test_exact.py",
+)
 
 
 class OneFile(pytest.File):
@@ -89,10 +101,12 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def spread(files: list[FileItem]) -> list[FileItem]:
-    """Distributes the files of tests/cluster evenly over the first part of the others."""
-    places = dict[FileItem, float]()
-    for clusters in (True, False):
-        some = [file for file in files if (file.path.parent.name == "cluster") is clusters]
-        until = _CLUSTERS_END if clusters else 1.0
-        places |= {file: until * number / len(some) for number, file in enumerate(some)}
+    """Distributes the files of tests/cluster evenly over the first part of the others, and so the long ones."""
+    groups: dict[float, list[FileItem]] = {_LONG_END: [], _CLUSTERS_END: [], 1.0: []}
+    for file in files:
+        name = file.path.relative_to(ROOT).as_posix() if file.path.is_relative_to(ROOT) else ""
+        long, cluster = name in _LONG, file.path.parent.name == "cluster"
+        groups[_LONG_END if long else _CLUSTERS_END if cluster else 1.0].append(file)
+    groups[_LONG_END].sort(key=lambda file: _LONG.index(file.path.relative_to(ROOT).as_posix()))
+    places = {file: until * n / len(some) for until, some in groups.items() for n, file in enumerate(some)}
     return sorted(files, key=places.__getitem__)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools import by_file
+
 ROOT = Path(__file__).parents[2]
 FILES = {
     "pytest.ini": "[pytest]\nmarkers =\n  long\n  timeout\n",
@@ -31,6 +33,10 @@ def outcome(where: Path, *arguments: str) -> tuple[int, dict[str, int], set[str]
     counts = {kind.rstrip("s"): int(number) for number, kind in re.findall(r"(\d+) ([a-z]+)", summary)}
     counts.pop("deselected", None)  # known to the processes alone
     return ran.returncode, counts, set(re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE))
+
+
+def test_long_files_exist() -> None:
+    assert [name for name in by_file._LONG if not (ROOT / name).exists()] == []
 
 
 def test_reports_are_those_of_pytest(tmp_path: Path) -> None:
