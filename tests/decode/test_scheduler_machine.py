@@ -381,5 +381,5 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.check()
 
 
-DecodeMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
+DecodeMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
 TestDecodeScheduler = DecodeMachine.TestCase

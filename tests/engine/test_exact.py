@@ -37,13 +37,19 @@ ARCHS = {
 }
 
 
-KINDS = [
-    *((arch, "auto", "float32", "auto") for arch in ARCHS),
-    *((arch, "torch", "float32", "auto") for arch in ("mistral", "qwen3")),
-    *((arch, "auto", "bfloat16", "auto") for arch in ("llama", "qwen3")),
-    ("qwen3", "torch", "float32", "fp8"),
+QUICK = [
+    *((arch, "auto", "float32", "auto") for arch in ("llama", "mistral", "qwen3")),
+    ("qwen3", "torch", "float32", "auto"),
+    ("qwen3", "auto", "bfloat16", "auto"),
     ("mistral", "auto", "bfloat16", "fp8"),
 ]
+MORE = [
+    ("qwen2", "auto", "float32", "auto"),
+    ("mistral", "torch", "float32", "auto"),
+    ("llama", "auto", "bfloat16", "auto"),
+    ("qwen3", "torch", "float32", "fp8"),
+]
+KINDS = [*QUICK, *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
@@ -56,7 +62,7 @@ def exact(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Ru
     return tiny_runner(checkpoint(**ARCHS[arch]), exact=True, kernels=kernels, dtype=dtype, kv_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize("chunk", [7, 16, 64, 512])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(c, marks=pytest.mark.long) for c in (16, 64)), 512])
 def test_chunks_do_not_change_bits(exact: Runner, chunk: int) -> None:
     tokens = random_tokens(530)
     assert torch.equal(all_logits(exact, tokens, [chunk], seed=1), all_logits(exact, tokens, [530], seed=2))

@@ -79,8 +79,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"tiny": make_checkpoint(made / "tiny", "llama", dtype="bfloat16"), "bf16": large, "awq": made / "awq"}
 
 
+MORE = [pytest.param(*case, marks=pytest.mark.long) for case in (("bf16", 1, 2), ("awq", 0, 1))]
+
+
 @pytest.mark.skipif(not LEVELS, reason="no processor with bf16 products")
-@pytest.mark.parametrize(("kind", "rank", "size"), [("bf16", 0, 1), ("bf16", 1, 2), ("awq", 0, 1), ("awq", 1, 2)])
+@pytest.mark.parametrize(("kind", "rank", "size"), [("bf16", 0, 1), ("awq", 1, 2), *MORE])
 def test_the_peak_is_the_part_and_a_remainder(models: dict[str, Path], kind: str, rank: int, size: int) -> None:
     arguments = [LEVELS[-1], str(models["tiny"]), str(models[kind]), str(rank), str(size)]
     done = subprocess.run(
@@ -92,8 +95,14 @@ def test_the_peak_is_the_part_and_a_remainder(models: dict[str, Path], kind: str
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("stored", "size"),
+    [
+        ("bfloat16", 1),
+        ("float32", 2),
+        *(pytest.param(*more, marks=pytest.mark.long) for more in (("bfloat16", 2), ("float32", 1))),
+    ],
+)
 def test_a_model_of_transformers_is_there_once(stored: str, size: int, tmp_path: Path) -> None:
     """Not mapped or converted beside its packed weights, and not whole in float32 while it is checked."""
     tiny = make_checkpoint(tmp_path / "tiny", "llama", dtype="bfloat16")

@@ -97,8 +97,13 @@ def test_longrope_is_served_up_to_the_length_of_one_set_of_frequencies(tmp_path:
     assert [job.output] == generated(path, [prompt], 24)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [
+        *((fault, "float32") for fault in FAULTS),
+        *(pytest.param(f, "bfloat16", marks=() if f == "window" else pytest.mark.long) for f in FAULTS),
+    ],
+)
 def test_self_check_finds_a_planted_fault(
     fault: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
