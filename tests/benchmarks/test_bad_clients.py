@@ -17,7 +17,7 @@ AT_ONCE = ("no HTTP", "a head without an end", "a body over its limit", "deep JS
 
 @pytest.mark.cluster
 @pytest.mark.timeout(2700)  # 600 s are ten rounds of 90 s alone, and of 200 s beside other tests
-@pytest.mark.parametrize("seconds", [4.0, pytest.param(600.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(600.0, marks=pytest.mark.long)])
 def test_bad_clients_leak_nothing_and_fail_no_stream(seconds: float, tmp_path: Path) -> None:
     found = run(seconds, tmp_path / "run", idle=seconds > 60.0)
     text = report(found, seconds)
