@@ -22,7 +22,7 @@ from tests.support.scale import CALIBRATION
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 WORKERS = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
-PAUSE_S = 0.2  # after each request, so that clients do not slow down the workers that start
+PAUSE_S = 0.5  # after each request, so that clients do not slow down the workers that start
 
 
 def _calibration(tmp_path: Path) -> str:
@@ -93,6 +93,7 @@ async def test_a_fixed_number_of_workers_changes_roles_with_the_load(tmp_path: P
             while not stop.is_set():
                 answer = await http.post("/v1/completions", json=body([number + 3] * 2, 60))
                 assert answer.status_code == 200, answer.text
+                await asyncio.sleep(PAUSE_S)
 
         def flipped(running: Cluster) -> bool:
             rows = running.workers()

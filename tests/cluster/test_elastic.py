@@ -29,7 +29,7 @@ from tests.support.nodes import until
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 START_S = 120.0
-PAUSE_S = 0.05  # after each request, so that clients do not slow down the workers that start
+PAUSE_S = 0.3  # after each request, so that clients do not slow down the workers that start
 EXACT = {"exact": True, "step_tokens": 64}
 
 SMALL_POOL_GIB = 0.003

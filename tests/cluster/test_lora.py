@@ -168,6 +168,7 @@ async def test_vectors_and_scores_are_those_of_the_adapter(running: Cluster, mod
     assert (vectors["m"][0] - vectors["b"][0]).abs().max() > 0.01
 
 
+@pytest.mark.long  # tests/engine/test_adapters.py computes the scores of such a head
 async def test_labels_are_those_of_the_adapter(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "qwen2", tied=True, head="score", num_labels=3)
     adapter = make_adapter(tmp_path / "a", model)

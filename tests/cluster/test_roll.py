@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
 ROLL_S = 900.0
-PAUSE_S = 0.5
+PAUSE_S = 1.0
 """After each request: clients without a pause would slow down the processes that start."""
 WORKERS = ("prefill-0", "decode-0", "prefill-1", "decode-1")
 SCHEMA = {
@@ -133,7 +133,7 @@ NEXT = PROTOCOL_VERSION + 1
 
 
 @pytest.mark.parametrize(
-    ("streams", "versions"), [(10, (NEXT,)), pytest.param(100, (NEXT, PROTOCOL_VERSION), marks=pytest.mark.long)]
+    ("streams", "versions"), [(5, (NEXT,)), pytest.param(100, (NEXT, PROTOCOL_VERSION), marks=pytest.mark.long)]
 )
 async def test_every_process_is_replaced_by_the_next_version_and_back(
     streams: int, versions: tuple[int, ...], running: Cluster, tmp_path: Path

@@ -81,6 +81,7 @@ async def test_clients_operators_and_workers_authenticate_at_their_own_endpoints
     keys.chmod(0o600)
     with cluster(
         "builtin",
+        draft="none",
         env={"BATON_API_KEY": f"{GIVEN} {SHORT}"},
         api_key_file=keys,
         allowed_origins="*",  # for clients, which have keys; not for the operators' port

@@ -32,7 +32,11 @@ async def ask(http: httpx.AsyncClient, tenant: str, tokens: int, salt: str) -> A
     return answer.json()["choices"]
 
 
-@pytest.mark.parametrize("flags", [{}, {"prefill": 0}], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, pytest.param({"prefill": 0}, marks=pytest.mark.long)],  # tests/decode/test_prompts.py has the same turns
+    ids=["prefill", "decode"],
+)
 async def test_short_prompts_are_answered_while_a_long_one_is_computed(
     model: Path, tmp_path: Path, flags: dict[str, Any]
 ) -> None:

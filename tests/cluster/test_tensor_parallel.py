@@ -119,7 +119,8 @@ def test_two_ranks_join_compute_and_drain_as_one_worker(jobs: Jobs) -> None:
     assert all(map(has_exited, pids))
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long  # test_fault_ranks.py times the same, tests/launch/test_agent.py reads what an agent prints
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_detected_within_half_a_second_and_reported_and_its_worker_ends(
     jobs: Jobs, victim: int
 ) -> None:

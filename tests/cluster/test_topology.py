@@ -70,6 +70,7 @@ def test_each_node_starts_its_own_processes_and_the_cluster_is_ready_once_all_jo
             process.wait(20)
 
 
+@pytest.mark.long  # test_emit.py starts such a topology, by scripts; test_doctor.py, on one host
 def test_up_on_a_host_with_every_address_of_the_topology_starts_all_nodes(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"), tensor_parallel=2)
     out = tmp_path / "up.out"
@@ -82,6 +83,7 @@ def test_up_on_a_host_with_every_address_of_the_topology_starts_all_nodes(tmp_pa
         assert process.wait(40) == 0, out.read_text()
 
 
+@pytest.mark.long  # test_start.py has the same without a topology
 def test_the_failure_of_a_rank_is_reported_in_the_last_lines_of_the_output(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     (model / "model.safetensors").write_bytes(b"no safetensors")  # only detected by the process that loads it

@@ -211,6 +211,7 @@ def test_a_healthy_cluster_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.long  # above, the port of the coordinator
 def test_port_in_use_is_reported_with_its_node(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
     port = plan_of(topology).topology.workers[1].config.store_port

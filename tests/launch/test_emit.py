@@ -160,6 +160,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.cluster
+@pytest.mark.long  # played with a fake interpreter below
 def test_the_emitted_slurm_script_serves_a_request(tmp_path: Path, scripts: Scripts, slurm: dict[str, str]) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
     (tmp_path / "job.sbatch").write_text(CliRunner().invoke(baton, ["emit", "slurm", str(topology)]).output)
