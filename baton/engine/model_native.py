@@ -124,7 +124,7 @@ class NativeModel:
         return torch.empty((0, self._vocab_size)) if gathered is None else gathered[:, : self._vocab_size]
 
     def add_adapter(self, digest: str, layers: Sequence[LayerProjections]) -> None:
-        self.adapters[digest] = pack_adapter(layers)
+        self.adapters[digest] = pack_adapter(layers, self.kernels)
 
     def propose(self, kv: KVPool, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
         """Computes all rows and drafts `counts[i]` tokens (at least one) after sampled position i, autoregressively;
@@ -238,40 +238,46 @@ def _interleave_gate_up(gate_up: Projection) -> Projection:
 
 
 _CHUNK = 16  # outputs of B that are stored together, and of gate and up that alternate
+_RANKS = 4  # of A that are stored together
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """`layers` points into `tensors`."""
+    """`layers` points into `memory`."""
 
     layers: Any
-    tensors: list[Tensor]
+    memory: list[Tensor]
 
 
-def pack_adapter(layers: Sequence[LayerProjections]) -> PackedAdapter:
-    tensors: list[Tensor] = []
+def pack_adapter(layers: Sequence[LayerProjections], kernels: Kernels) -> PackedAdapter:
+    """Packs an adapter as adapters.h describes, in the order in which a step reads it."""
+    arena, memory = Arena(), list[Tensor]()
 
     def address(tensor: Tensor) -> int:
-        tensors.append(tensor.contiguous())
-        return tensors[-1].data_ptr()
+        memory.append(arena.take(tensor.nbytes))
+        memory[-1][: tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
+        return memory[-1].data_ptr()
 
     def linear(projection: AdapterProjection | None, *, alternating: bool = False) -> native.AdapterLinear:
         if projection is None:
             return native.AdapterLinear()
         parts = (native.AdapterPart * len(projection.parts))()
+        packed = native.AdapterLinear(
+            address(_packed_a(projection.a, kernels.elements(projection.a.dtype))), parts, len(projection.a), len(parts)
+        )
         for part, source in zip(parts, projection.parts, strict=True):
             part.outputs, part.rank = source.weight.shape
-            part.b = address(_chunks(source.weight))
+            part.b = address(_packed_b(source.weight))
             part.first, part.step = source.first, _CHUNK
             if alternating:  # the first output of up, after all of gate, follows 16 of gate
                 part.first, part.step = _CHUNK if source.first else 0, 2 * _CHUNK
-        return native.AdapterLinear(address(projection.a), parts, len(projection.a), len(parts))
+        return packed
 
     packed = (native.AdapterLayer * len(layers))()
     for layer, source in zip(packed, layers, strict=True):
         layer.qkv, layer.attention_out = linear(source.qkv), linear(source.attention_out)
         layer.gate_up, layer.down = linear(source.gate_up, alternating=True), linear(source.down)
-    return PackedAdapter(packed, tensors)
+    return PackedAdapter(packed, memory)
 
 
 def adapter_rows(adapters: Mapping[str, PackedAdapter], tokens: Mapping[str, array[int]]) -> Any:
@@ -280,7 +286,16 @@ def adapter_rows(adapters: Mapping[str, PackedAdapter], tokens: Mapping[str, arr
     return (native.AdapterRows * len(rows))(*rows)
 
 
-def _chunks(weight: Tensor) -> Tensor:
+def _packed_a(a: Tensor, step: int) -> Tensor:
+    """a [ranks, k] -> flat: groups of four ranks [groups, k / step, 4, step], then the remaining ranks, with zeros for
+    missing k."""
+    a = F.pad(a, (0, native.padded(a.shape[1], a.dtype) - a.shape[1]))
+    grouped = len(a) // _RANKS * _RANKS
+    groups = a[:grouped].view(-1, _RANKS, a.shape[1] // step, step).transpose(1, 2)
+    return torch.cat([groups.flatten(), a[grouped:].flatten()])
+
+
+def _packed_b(weight: Tensor) -> Tensor:
     """weight [outputs, rank] -> [chunks, rank, 16], with zeros for missing outputs."""
     padded = F.pad(weight, (0, 0, 0, -len(weight) % _CHUNK))
     return padded.view(-1, _CHUNK, weight.shape[1]).transpose(1, 2)

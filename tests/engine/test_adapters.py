@@ -19,7 +19,16 @@ from baton.engine.checkpoint import read_model_config
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.parallel import TPGroup
 from tests.support.adapters import ALL, adapter_files, load_adapter, make_adapter
-from tests.support.engine_driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.engine_driver import (
+    GREEDY,
+    Job,
+    all_logits,
+    bfloat16_levels,
+    float32_levels,
+    random_tokens,
+    run,
+    tiny_runner,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     "all-linear": {"target_modules": "all-linear"},
@@ -116,6 +125,37 @@ def test_sixteen_adapters_in_one_batch_equal_sixteen_runs_alone(
         assert alone.output == job.output
         assert torch.equal(torch.cat(alone.logits), torch.cat(job.logits))
     assert len({tuple(job.output) for job in together}) == 17
+
+
+LEVELS = [(level, "bfloat16") for level in bfloat16_levels()] + [(level, "float32") for level in float32_levels()]
+
+
+@pytest.mark.parametrize(("level", "dtype"), LEVELS)
+def test_bits_do_not_depend_on_how_many_tokens_of_an_adapter_are_computed_together(
+    checkpoint: Callable[..., Path], tmp_path: Path, level: str, dtype: str
+) -> None:
+    """Token by token, as in decode steps, and in chunks; a rank of 6 has two ranks beside a group of four."""
+    model_dir, tokens = checkpoint("llama", intermediate_size=168), random_tokens(150)
+    runner = tiny_runner(model_dir, kernels=level, dtype=dtype, threads=2)
+    digest = load_adapter(runner, make_adapter(tmp_path / "a", model_dir, r=6))
+    one_by_one = all_logits(runner, tokens, [1], adapter=digest)
+    for chunks in ([150], [7, 9, 16, 2], [33, 3]):
+        assert torch.equal(all_logits(runner, tokens, chunks, adapter=digest), one_by_one)
+
+
+@pytest.mark.parametrize("level", bfloat16_levels())
+def test_an_adapter_in_bfloat16_is_as_close_to_float32_as_torch_kernels(
+    checkpoint: Callable[..., Path], tmp_path: Path, level: str
+) -> None:
+    model_dir, tokens = checkpoint("llama", intermediate_size=168, dtype="bfloat16"), random_tokens(150)
+    adapter = make_adapter(tmp_path / "a", model_dir, r=6)
+
+    def logits(kernels: str, dtype: str) -> torch.Tensor:
+        runner = tiny_runner(model_dir, kernels=kernels, dtype=dtype)
+        return all_logits(runner, tokens, [64], adapter=load_adapter(runner, adapter))
+
+    full = logits("torch", "float32")
+    assert (logits(level, "bfloat16") - full).abs().mean() < 1.1 * (logits("torch", "bfloat16") - full).abs().mean()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

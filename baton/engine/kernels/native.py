@@ -192,6 +192,10 @@ class Kernels:
         self._library.baton_borrowed(counts)
         return counts[0], counts[1]
 
+    def elements(self, dtype: torch.dtype) -> int:
+        """The elements of a row that one instruction multiplies."""
+        return 32 if dtype == torch.bfloat16 and LEVELS.index(self.level) >= LEVELS.index("avx512_bf16") else 16
+
     @property
     def name(self) -> str:
         """The level, and how the kernels differ from the usual ones on this processor."""

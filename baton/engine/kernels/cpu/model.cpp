@@ -15,6 +15,8 @@ namespace baton {
 
 namespace {
 
+constexpr int64_t ADAPTED_TOGETHER = 96;  // tokens with adapters whose sums of gate and up stay in L2
+
 thread_local Scratch step_memory;
 
 // to = from / rms(from) * weight, then zeros up to `padded`.
@@ -61,13 +63,18 @@ struct Computation {
 
   static int64_t padded(int64_t elements) { return padded_dwords<E>(elements) * PER_DWORD<E>; }
 
-  // Calls work(token) for all tokens, on several threads if there are many.
+  // Calls work(token) for tokens [first, last), on several threads if there are many.
+  template <class Work>
+  void each_token(int64_t first, int64_t last, Work work) const {
+    const int64_t chunk = 32;
+    parallel((last - first + chunk - 1) / chunk, m.threads, [&](int64_t unit) {
+      for (int64_t t = first + unit * chunk; t < std::min(last, first + (unit + 1) * chunk); ++t) work(t);
+    });
+  }
+
   template <class Work>
   void each_token(Work work) const {
-    const int64_t chunk = 32;
-    parallel((s.num_tokens + chunk - 1) / chunk, m.threads, [&](int64_t unit) {
-      for (int64_t t = unit * chunk; t < std::min(s.num_tokens, (unit + 1) * chunk); ++t) work(t);
-    });
+    each_token(0, s.num_tokens, work);
   }
 
   void embed() const {
@@ -84,7 +91,8 @@ struct Computation {
     E* attended = qkv + width * tokens;
     norm_all(layer.attention_norm, normed);
     linear<E>(layer.qkv, normed, hidden_width, tokens, qkv, width, Into::STORE, m.threads);
-    adapt(layer, &AdapterLayer::qkv, layer.qkv, normed, hidden_width, qkv, width);
+    if (s.num_adapters)
+      add_adapters<E>(of_tokens(layer, &AdapterLayer::qkv), normed, hidden_width, hidden_width, qkv, width, m.threads);
     rotate_and_store(layer, qkv);
     clear_padding(attended, m.heads * m.head_dim, heads_width);
     const AttentionShape shape{m.heads, m.kv_heads, m.head_dim, m.block_size, layer.window};
@@ -95,21 +103,16 @@ struct Computation {
 
   void mlp(const Layer& layer, E* partial) const {
     const int64_t tokens = s.num_tokens, inner = layer.gate_up.n / 2, inner_width = padded(inner);
-    const int64_t sums = adapted(layer, &AdapterLayer::gate_up) ? layer.gate_up.n * tokens * sizeof(float) : 0;
+    const int64_t together = adapted(layer, &AdapterLayer::gate_up) ? std::min(tokens, ADAPTED_TOGETHER) : 0;
+    const int64_t sums = together * layer.gate_up.n * sizeof(float);
     char* memory = step_memory.get(sums + (hidden_width + inner_width) * tokens * sizeof(E));
-    float* gate_up = reinterpret_cast<float*>(memory);
     E* normed = reinterpret_cast<E*>(memory + sums);
     E* active = normed + hidden_width * tokens;
     norm_all(layer.mlp_norm, normed);
     clear_padding(active, inner, inner_width);
-    if (sums) {
-      linear<E>(layer.gate_up, normed, hidden_width, tokens, gate_up, 2 * inner, Into::FLOAT, m.threads);
-      adapt(layer, &AdapterLayer::gate_up, layer.gate_up, normed, hidden_width, gate_up, 2 * inner);
-      each_token([&](int64_t t) {  // the operations of Into::SWIGLU
-        const float* from = gate_up + t * 2 * inner;
-        for (int64_t i = 0; i < inner; i += 16)
-          store(active + t * inner_width + i, silu<E>(load(from + 2 * i)) * load(from + 2 * i + 16));
-      });
+    if (together) {
+      for (int64_t first = 0; first < tokens; first += together)
+        adapted_swiglu(layer, first, std::min(first + together, tokens), normed, active, reinterpret_cast<float*>(memory));
     } else {
       linear<E>(layer.gate_up, normed, hidden_width, tokens, active, inner_width, Into::SWIGLU, m.threads);
     }
@@ -126,6 +129,21 @@ struct Computation {
   }
 
  private:
+  // SwiGLU of tokens [first, last), some with an adapter, in two passes over `sums` [last - first, gate_up.n].
+  void adapted_swiglu(
+      const Layer& layer, int64_t first, int64_t last, const E* normed, E* active, float* sums) const {
+    const int64_t width = layer.gate_up.n, inner_width = padded(width / 2);
+    normed += first * hidden_width;
+    linear<E>(layer.gate_up, normed, hidden_width, last - first, sums, width, Into::FLOAT, m.threads);
+    add_adapters<E>(
+        of_tokens(layer, &AdapterLayer::gate_up, first, last), normed, hidden_width, hidden_width, sums, width, m.threads);
+    each_token(first, last, [&](int64_t t) {  // the operations of Into::SWIGLU
+      const float* from = sums + (t - first) * width;
+      for (int64_t i = 0; i < width / 2; i += 16)
+        store(active + t * inner_width + i, silu<E>(load(from + 2 * i)) * load(from + 2 * i + 16));
+    });
+  }
+
   void norm_all(const void* weight, E* to) const {
     each_token([&](int64_t t) {
       const E* x = static_cast<const E*>(s.x) + t * m.hidden;
@@ -143,16 +161,17 @@ struct Computation {
       E* partial) const {
     E* to = partial ? partial : static_cast<E*>(s.x);
     linear<E>(part, from, from_width, s.num_tokens, to, m.hidden, partial ? Into::STORE : Into::ADD, m.threads);
-    adapt(layer, which, part, from, from_width, to, m.hidden);
+    if (s.num_adapters)
+      add_adapters<E>(of_tokens(layer, which), from, from_width, from_width, to, m.hidden, m.threads);
   }
 
-  template <class Y>
-  void adapt(
-      const Layer& layer, AdapterLinear AdapterLayer::*which, const Linear& part, const E* from, int64_t from_width, Y* to,
-      int64_t to_width) const {
-    if (s.num_adapters)
-      add_adapters<E>(
-          s.adapters, s.num_adapters, &layer - m.layers, which, from, from_width, part.k, to, to_width, m.threads);
+  AdapterTokens of_tokens(const Layer& layer, AdapterLinear AdapterLayer::*which) const {
+    return of_tokens(layer, which, 0, s.num_tokens);
+  }
+
+  AdapterTokens of_tokens(
+      const Layer& layer, AdapterLinear AdapterLayer::*which, int64_t first, int64_t last) const {
+    return AdapterTokens{s.adapters, s.num_adapters, &layer - m.layers, which, first, last};
   }
 
   bool adapted(const Layer& layer, AdapterLinear AdapterLayer::*which) const {
