@@ -30,11 +30,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What the law did with a load: its `changes`, the `flips` of a fixed number of workers with their times, the hours
-    of all workers from their start to their end, and the share of the requests whose first token came in time, of all
-    and of the `warm_requests` that were not sent while workers were starting."""
+    """What the law did with a load: the times of all requests in their order, its `changes`, the `flips` of a fixed
+    number of workers with their times, the hours of all workers from their start to their end, and the share of the
+    requests whose first token came in time, of all and of the `warm_requests` that were not sent while workers were
+    starting."""
 
     outcome: Outcome
+    times: tuple[Times, ...]
     changes: tuple[Change, ...]
     flips: tuple[tuple[float, Flip], ...]
     prefill_hours: float
@@ -53,16 +55,20 @@ class _Simulated:
     """The law beside a replay, whose workers it starts and drains, or with `flip_takes_s` changes in their roles."""
 
     def __init__(
-        self, policy: Policy, rows: Sequence[TraceRow], begin: Size, flip_takes_s: Mapping[Role, float] | None
+        self,
+        policy: Policy,
+        rows: Sequence[TraceRow],
+        shape: ClusterShape,
+        every_s: float,
+        flip_takes_s: Mapping[Role, float] | None,
     ) -> None:
         self.policy, self.rows, self.memory = policy, rows, Memory()
-        shape = ClusterShape(policy.prefill, begin.prefill, policy.decode, begin.decode)
         self.replay = Replay(shape, rows)
         self.changes: list[Change] = []
         self.flips: list[tuple[float, Flip]] = []
-        self._flip_takes_s = flip_takes_s
+        self._every_s, self._flip_takes_s = every_s, flip_takes_s
         self.cold: list[tuple[float, float]] = []  # when workers were starting
-        self._size, self._total = begin, begin.prefill + begin.decode
+        self._size, self._total = Size(shape.num_prefill, shape.num_decode), shape.num_prefill + shape.num_decode
         self._seen = 0  # requests in the replay's list
         self._waiting: list[Times] = []  # without a first token
         self._running: list[Times] = []  # without a last one
@@ -87,14 +93,15 @@ class _Simulated:
             self.flips.append((now, flip))
             replay.flip(flip.worker, flip.role, FLIP_S[flip.role], self._flip_takes_s[flip.role])
         if replay.in_flight or now <= self.rows[-1].at_s:
-            replay.loop.later(EVERY_S if self._flip_takes_s is None else FLIP_EVERY_S, self._tick)
+            replay.loop.later(self._every_s, self._tick)
 
     def _act(self, role: Role, more: int) -> None:
-        now = self.replay.loop.now
+        now, kind = self.replay.loop.now, getattr(self.policy, role)
+        start_s = getattr(kind, f"{role}_worker").start_s or self.policy.start_s(role)
         for _ in range(more):
-            self.replay.start_worker(role, self.policy.start_s(role))
+            self.replay.start_worker(role, start_s)
         if more > 0:
-            self.cold.append((now, now + self.policy.start_s(role)))
+            self.cold.append((now, now + start_s))
         for _ in range(-more):
             self.replay.drain_worker(role)
 
@@ -154,13 +161,18 @@ def _split(times: Sequence[Times], name: str) -> tuple[list[Times], list[Times]]
 def dry_run(
     policy: Policy,
     rows: Sequence[TraceRow],
-    begin: Size | None = None,
+    begin: Size | ClusterShape | None = None,
     flip_takes_s: Mapping[Role, float] | None = None,
+    every_s: float | None = None,
 ) -> DryRun:
-    """Replays the requests, which must fit into the context of the calibrated model, on a cluster that the law sizes;
-    it begins with `begin` workers, else with the least. With `flip_takes_s`, the seconds from a worker's last sequence
-    to its join in each role, the number of workers stays, and their roles change."""
-    simulated = _Simulated(policy, rows, begin or policy.least, flip_takes_s)
+    """Replays the requests, which must fit into the context of the calibrated model, on a cluster that the law sizes
+    every `every_s` seconds; it begins with `begin`, else with the least workers. With `flip_takes_s`, the seconds from
+    a worker's last sequence to its join in each role, the number of workers stays, and their roles change."""
+    if not isinstance(begin, ClusterShape):
+        size = begin or policy.least
+        begin = ClusterShape(policy.prefill, size.prefill, policy.decode, size.decode)
+    usual_s = EVERY_S if flip_takes_s is None else FLIP_EVERY_S
+    simulated = _Simulated(policy, rows, begin, every_s or usual_s, flip_takes_s)
     outcome = simulated.run()
     times, slo = simulated.replay.measured.times, Slo(policy.slo.ttft_s)
     met = [slo.met(t.ttft_s, None) for t in times]
@@ -169,6 +181,7 @@ def dry_run(
     span_h = max(rows[-1].at_s - rows[0].at_s, 1.0) / 3600
     return DryRun(
         outcome,
+        tuple(times),
         tuple(simulated.changes),
         tuple(simulated.flips),
         hours[0],

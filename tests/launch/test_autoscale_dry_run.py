@@ -9,6 +9,7 @@ import pytest
 from launch.autoscale.law import Policy
 from launch.autoscale.simulate import dry_run, reversals
 from sim.scale.planner import Size
+from sim.scale.replay import ClusterShape
 from sim.scale.workload import Lengths, poisson, scaled
 from sim.stats import Slo
 from sim.trace import TraceRow, read_trace, trace_path
@@ -67,6 +68,30 @@ def test_the_law_counts_hand_overs_among_the_work_of_a_prefill_worker() -> None:
         made = dry_run(replace(POLICY, prefill=kind), rows)
         largest.append(max(change.decision.size.prefill for change in made.changes))
     assert largest[1] > largest[0]
+
+
+def test_workers_start_in_the_measured_time_and_decisions_are_as_often_as_asked() -> None:
+    """The law itself assumes a start of 10 s at least."""
+    fast = replace(KIND, prefill_worker=replace(KIND.prefill_worker, start_s=2.0))
+    rows = burst(6.0, 5.0, 120.0, 60.0, 240.0)
+    made = dry_run(replace(POLICY, prefill=fast, limit=Size(100, 1)), rows, Size(1, 1), every_s=1.0)
+    sizes = [Size(1, 1), *(change.decision.size for change in made.changes)]
+    raised = [
+        c.at_s for c, before in zip(made.changes, sizes, strict=False) if c.decision.size.prefill > before.prefill
+    ]
+    assert raised and any((at_s - rows[0].at_s) % 5.0 > 1e-6 for at_s in raised)
+    cold = sum(any(at_s <= row.at_s <= at_s + 2.0 for at_s in raised) for row in rows)
+    assert cold > 0 and made.warm_requests == len(rows) - cold
+
+
+def test_on_a_core_of_its_own_a_worker_computes_no_step_while_it_hands_over() -> None:
+    costly = replace(KIND, link=replace(KIND.link, send_s=KIND.prompt_s(800)))
+    rows = poisson(4.0, 60.0, Lengths(800, 800), Lengths(60, 60), seed=1)
+    one = replace(POLICY, prefill=costly, limit=Size(1, 1))
+    apart = dry_run(one, rows, Size(1, 1))
+    shared = dry_run(one, rows, ClusterShape(costly, 1, KIND, 1, ((0,), (1,)), 3, (2,)))
+    assert [t.sent_at for t in shared.times] == [row.at_s for row in rows]
+    assert shared.outcome.ttft.p50 > apart.outcome.ttft.p50
 
 
 def test_reversals() -> None:
