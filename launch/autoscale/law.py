@@ -352,6 +352,10 @@ def _measured(policy: Policy, memory: Memory) -> Memory:
     if window is None:
         return memory
     first, last = window
+    oldest = memory.samples[0]
+    admitted_tokens = last.admitted_tokens - oldest.admitted_tokens
+    squared = last.admitted_tokens_squared - oldest.admitted_tokens_squared
+    pairs = squared / admitted_tokens / 2 if admitted_tokens else 0.0  # positions that a token attends to
     seen, before = dict(memory.first_seen), {worker.key: worker for worker in first.workers}
     warm = [w for w in last.workers if w.key in before and first.at_s - seen[w.key] >= COLD_S]
     for role in (PREFILL, DECODE):
@@ -362,7 +366,7 @@ def _measured(policy: Policy, memory: Memory) -> Memory:
             steps, measured_s = steps + count, measured_s + worker.step_s - old.step_s
             if role == PREFILL:
                 prefill = policy.prefill.prefill
-                expected_s += prefill.base_s * count + prefill.token_s * tokens
+                expected_s += prefill.base_s * count + (prefill.token_s + prefill.pair_s * pairs) * tokens
             else:
                 decode, context = policy.decode.decode, (old.kv_tokens + worker.kv_tokens) / 2
                 expected_s += decode.plain_s(0, context) * count + decode.row_s * tokens
@@ -375,7 +379,8 @@ def _measured(policy: Policy, memory: Memory) -> Memory:
 def _prompt_s(policy: Policy, memory: Memory, demand: Demand) -> float:
     """Returns the seconds that a prompt of average length takes on a prefill worker."""
     tokens = max(1, round(demand.uncached))
-    return memory.prefill.slowness * policy.prefill.prompt_s(tokens)
+    varied_s = policy.prefill.prefill.pair_s * tokens**2 / 2 * demand.variation  # attention goes with the squares
+    return memory.prefill.slowness * (policy.prefill.prompt_s(tokens) + varied_s)
 
 
 def _prefill(policy: Policy, memory: Memory, demand: Demand) -> tuple[int, str]:

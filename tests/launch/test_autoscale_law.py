@@ -22,7 +22,7 @@ from launch.autoscale.law import (
     rows_within,
     workers_for_waits,
 )
-from sim.scale.costs import Calibration
+from sim.scale.costs import Calibration, PrefillCosts
 from sim.scale.planner import Size
 from sim.stats import Slo
 from tests.support.scale import CALIBRATION
@@ -234,6 +234,25 @@ def test_first_steps_of_a_cold_worker_are_not_measured() -> None:
     f.step(40)
     assert f.memory.prefill.slowness == pytest.approx(1.0, rel=0.2)
     assert max(size.prefill for size in f.sizes) <= 3
+
+
+def test_the_attention_of_long_prompts_is_not_slowness_and_counts_by_their_squares() -> None:
+    costs = PrefillCosts(base_s=0.0, token_s=1e-4, pair_s=1e-7)
+    policy, memory, lengths = replace(POLICY, prefill=replace(KIND, prefill=costs)), Memory(), (500, 3500)
+    seconds, tokens = sum(costs.prompt_s(n, 4096) for n in lengths), sum(lengths)
+    for number in range(1, 20):
+        done = 10 * number
+        worker = WorkerSample("prefill-0", "prefill", 1, 2 * done, done * seconds, done * tokens)
+        sample = ClusterSample(
+            10.0 * number,
+            admitted=2 * done,
+            admitted_tokens=done * tokens,
+            admitted_tokens_squared=done * sum(n * n for n in lengths),
+            workers=(worker,),
+        )
+        decision, memory = decide(policy, memory, sample)
+    assert memory.prefill.slowness == pytest.approx(1.0, rel=0.01)
+    assert f" {seconds / 2 * 1e3:.0f} ms each" in decision.reasons[0]
 
 
 def test_workers_slower_than_calibrated_are_more_workers() -> None:
