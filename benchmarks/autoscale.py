@@ -10,11 +10,12 @@ time is that of the autoscaler's target: first of prefill workers, then of decod
 the fixed size of the time before the burst. EXAMPLE is no measurement: a model for which 100 workers are needed by a
 load that can be replayed in minutes.
 
-With --real a cluster of this machine with the built-in model is measured instead: `baton calibrate` within the quota
-(or --costs, as `benchmarks.flips --save` writes them), the Azure conversation trace with a burst on `baton up
---autoscale`, the same on clusters of fixed size, from the largest that it chose on with fewer prefill workers each time
-until first tokens are not in time or --sizes were tried, and a start from zero. Each worker may use QUOTA of a core
-from its join on, so that more workers compute more although there are few cores.
+With --real a cluster of this machine with the built-in model is measured instead: the costs of workers with QUOTA of a
+core (or --costs, as `benchmarks.flips --save` writes them), what the simulator predicts, the Azure conversation trace
+with a burst on `baton up --autoscale`, clusters of fixed size, from the largest that it chose on with fewer prefill
+workers each time until first tokens are not in time, and a start from zero. Fixed sizes are measured from AROUND_S
+before the burst to AROUND_S after it, and what is sent at other times counts as in time. Each worker may use QUOTA of a
+core from its join on, so that more workers compute more although there are few cores.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from baton.core.errors import StartupError
 from benchmarks.kit import cluster, table
-from benchmarks.quota import FLAGS, QUOTA, calibrated, limit
+from benchmarks.quota import FLAGS, QUOTA, calibrated, filled, limit, shape
 from launch.autoscale.law import Policy
 from launch.autoscale.simulate import DryRun, dry_run, reversals
 from launch.bench.client import ServerTarget, base_url, run_load
@@ -70,6 +71,9 @@ EXAMPLE = Calibration(
 )
 
 
+Span = tuple[float, float, float]  # when a burst begins and ends, and the trace ends
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """A trace, how many times as many requests in the burst, its limits, whether there is no burst, and when that
@@ -79,7 +83,7 @@ class Load:
     scale: float
     slo: Slo
     flat: bool = False
-    span: tuple[float, float, float] = (BURST_AT, BURST_END, DURATION_S)
+    span: Span = (BURST_AT, BURST_END, DURATION_S)
 
 
 def rows_of(load: Load) -> tuple[TraceRow, ...]:
@@ -152,8 +156,13 @@ LOADS = (
 LOOK_S = 0.25
 START_LIMIT_S = 180.0
 LARGEST = Size(3, 2)
-LONGEST = 2048, 32  # tokens of a prompt and of an output
-BUSY = 2.2  # prefill workers that the burst needs
+DOWN_S = 60.0
+EVERY_S = 1.0  # between two decisions of `baton up --autoscale`
+AROUND_S = 30.0
+LONGEST = 768, 32  # tokens of a prompt and of an output
+TTFT_S = 8.0
+BUSY = 2.5
+"""Prefill workers that the burst keeps busy: more than two can, so that two are late soon, and less than three."""
 
 
 @dataclass
@@ -242,9 +251,9 @@ def share_in_time(records: Sequence[RequestRecord], slo: Slo) -> float:
     return sum(not r.error and slo.met(r.ttft_s, None) for r in records) / max(len(records), 1)
 
 
-def measured(flags: Sequence[str], rows: Sequence[TraceRow], slo: Slo, workers: int) -> tuple[Size, float, list[str]]:
-    """Returns the largest size, the share of first tokens in time, and the cells of a row."""
-    with watched(*flags, workers=workers) as (url, seen):
+def autoscaled(flags: Sequence[str], rows: Sequence[TraceRow], slo: Slo) -> tuple[Size, list[str]]:
+    """Returns the largest size, and the cells of a row."""
+    with watched(*flags, workers=2) as (url, seen):
         began, before = time.perf_counter(), seen.worker_s
         records = replayed(url, rows)
         hours = (seen.worker_s - before) / 3600
@@ -252,42 +261,87 @@ def measured(flags: Sequence[str], rows: Sequence[TraceRow], slo: Slo, workers: 
     share, refused = share_in_time(records, slo), [record.error for record in records if record.error]
     largest = Size(max(s.prefill for s in seen.sizes), max(s.decode for s in seen.sizes))
     cells = [str(largest), f"{share:.1%}", f"{share_in_time(warm, slo):.1%} of {len(warm) / len(records):.0%}"]
-    return largest, share, [*cells, str(len(refused)), f"{hours:.3f}", str(seen.reversals)]
+    return largest, [*cells, str(len(refused)), f"{hours:.3f}", str(seen.reversals)]
+
+
+def with_size(size: Size, rows: Sequence[TraceRow], slo: Slo, span: Span) -> tuple[float, int]:
+    """Returns the share of first tokens in time beside a fixed size, and how many requests were not served."""
+    around = [row for row in rows if span[0] - AROUND_S <= row.at_s < span[1] + AROUND_S]
+    with watched(*fixed_flags(size), workers=size.prefill + size.decode) as (url, _):
+        records = replayed(url, around)
+    others = len(rows) - len(around)
+    return (share_in_time(records, slo) * len(around) + others) / len(rows), sum(bool(r.error) for r in records)
 
 
 def fixed_flags(size: Size) -> list[str]:
     return ["--prefill", str(size.prefill), "--decode", str(size.decode)]
 
 
-def real(costs: Path | None, span: tuple[float, float, float], most_sizes: int) -> None:
+def hours_of(size: Size, span: Span) -> float:
+    return (size.prefill + size.decode) * span[2] / 3600
+
+
+def predicted(kind: Calibration, rows: Sequence[TraceRow], slo: Slo, span: Span) -> list[list[str]]:
+    """Returns the rows that the simulator predicts."""
+    policy = Policy(slo, kind, kind, Size(1, 1), LARGEST, down_s=DOWN_S)
+    most = LARGEST.prefill + LARGEST.decode
+    made = dry_run(policy, rows, shape(kind, 1, 1, most), every_s=EVERY_S)
+    turns = round(made.reversals_per_hour * (rows[-1].at_s - rows[0].at_s) / 3600)
+    cells = [str(largest_of(made)), f"{made.met_ttft:.1%}"]
+    cells.append(f"{made.warm_met_ttft:.1%} of {made.warm_requests / len(rows):.0%}")
+    lines = [["autoscaled, simulated", *cells, "0", f"{made.worker_hours:.3f}", str(turns)]]
+    for prefill in range(LARGEST.prefill, 0, -1):
+        replay, size = Replay(shape(kind, prefill, 1), rows), Size(prefill, 1)
+        replay.run(slo)
+        share = sum(Slo(slo.ttft_s).met(t.ttft_s, None) for t in replay.measured.times) / len(rows)
+        lines.append(
+            [f"fixed {size}, simulated", str(size), f"{share:.1%}", "", "0", f"{hours_of(size, span):.3f}", "0"]
+        )
+    return lines
+
+
+def real(costs: Path | None, span: Span, predict: bool) -> None:
     kind = read_calibration(str(costs)) if costs else calibrated(QUOTA)
-    with tempfile.TemporaryDirectory() as directory:
+    slo, rows = real_load(kind, span)
+    burst = sum(kind.prompt_s(row.input_len) for row in rows if span[0] <= row.at_s < span[1]) / (span[1] - span[0])
+    print(f"{len(rows)} requests in {span[2]:g} s, 5x from {span[0]:g} to {span[1]:g} s, when they keep {burst:.2f}")
+    print(f"prefill workers busy; TTFT {slo.ttft_s:g} s\n")
+    made = predicted(kind, rows, slo, span)
+    print(table(("cluster", *REAL_COLUMNS), made), flush=True)
+    if predict:
+        return
+    made = []
+    with filled(), tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "costs.json"
         file.write_text(json.dumps(kind.as_json()))
-        slo, rows = real_load(kind, span)
         scaled_up = [*fixed_flags(LARGEST), "--autoscale", str(file), "--hold-s", "120"]
-        scaled_up += ["--autoscale-slo", f"ttft={slo.ttft_s:g},tpot={slo.tpot_s:g}", "--autoscale-down-s", "20"]
-        largest, _, cells = measured(scaled_up, rows, slo, 2)
-        made, best = [["autoscaled", *cells]], None
-        for number in range(largest.prefill, max(0, largest.prefill - most_sizes), -1):
-            size = replace(largest, prefill=number)
-            _, share, cells = measured(fixed_flags(size), rows, slo, size.prefill + size.decode)
-            made.append([f"fixed {size}", *cells])
+        scaled_up += [
+            "--autoscale-slo",
+            f"ttft={slo.ttft_s:g},tpot={slo.tpot_s:g}",
+            "--autoscale-down-s",
+            f"{DOWN_S:g}",
+        ]
+        largest, cells = autoscaled(scaled_up, rows, slo)
+        made.append(["autoscaled", *cells])
+        for prefill in range(largest.prefill, 0, -1):
+            size = replace(largest, prefill=prefill)
+            share, errors = with_size(size, rows, slo, span)
+            hours = f"{hours_of(size, span):.3f}"
+            made.append([f"fixed {size}", str(size), f"{share:.1%}", "", str(errors), hours, "0"])
             if share < slo.share:
                 break
-            best = size
-        print(f"{len(rows)} requests in {span[2]:g} s, 5x from {span[0]:g} to {span[1]:g} s; TTFT {slo.ttft_s:g} s")
-        print(f"smallest fixed size in time: {best}\n{table(('cluster', *REAL_COLUMNS), made)}")
+        print(f"\n{table(('cluster', *REAL_COLUMNS), made)}\n")
         print(from_zero([*scaled_up, "--autoscale-min", "0"], rows[:5]), flush=True)
 
 
-def real_load(kind: Calibration, span: tuple[float, float, float]) -> tuple[Slo, tuple[TraceRow, ...]]:
+def real_load(kind: Calibration, span: Span) -> tuple[Slo, tuple[TraceRow, ...]]:
     """Returns the limits, and a trace whose burst is work for BUSY prefill workers."""
     name = "azure-conv"
     rows = first_seconds(read_trace(trace_path(name)), span[2])
-    seconds = [kind.prompt_s(min(row.input_len, LONGEST[0])) for row in rows]
-    slo = Slo(round(1.0 + 4 * max(seconds), 1), 1.0, 0.95)
-    made = rows_of(Load(name, BUSY * span[2] / sum(seconds), slo, span=span))
+    seconds = [(row.at_s, kind.prompt_s(min(row.input_len, LONGEST[0]))) for row in rows]
+    slo = Slo(TTFT_S, 1.0, 0.95)
+    busy = sum(second for at_s, second in seconds if span[0] <= at_s < span[1]) / (span[1] - span[0])
+    made = rows_of(Load(name, BUSY / busy, slo, span=span))
     sizes = ((min(row.input_len, LONGEST[0]), min(row.output_len, LONGEST[1])) for row in made)
     return slo, tuple(TraceRow(row.at_s, *size) for row, size in zip(made, sizes, strict=True))
 
@@ -314,11 +368,13 @@ def main() -> None:
     parser.add_argument("--only", type=int, default=None, help="the number of one load")
     parser.add_argument("--real", action="store_true", help="measure a cluster of this machine")
     parser.add_argument("--costs", type=Path, help="--real: measured within the quota, instead of now")
-    parser.add_argument("--span", type=float, nargs=3, default=(40.0, 65.0, 220.0), help="--real: burst, its end, end")
-    parser.add_argument("--sizes", type=int, default=LARGEST.prefill, help="--real: fixed sizes to measure at most")
+    parser.add_argument(
+        "--span", type=float, nargs=3, default=(120.0, 180.0, 480.0), help="--real: burst, its end, end"
+    )
+    parser.add_argument("--predict", action="store_true", help="--real: measure nothing but the costs")
     given = parser.parse_args()
     if given.real:
-        return real(given.costs, given.span, given.sizes)
+        return real(given.costs, given.span, given.predict)
     gc.disable()
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}", flush=True)
     for number, load in enumerate(LOADS):

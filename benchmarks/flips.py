@@ -1,12 +1,17 @@
 """Goodput of a fixed number of workers on a mix that turns: each fixed split of the roles, and the autoscaler's flips.
 
-    python -m benchmarks.flips                            measured and predicted: 13 minutes on two idle cores, as root
-    python -m benchmarks.flips --calibration costs.json   predicted only
+    python -m benchmarks.flips --save costs.json                      measured and predicted: 14 minutes on two idle
+                                                                      cores, as root
+    python -m benchmarks.flips --costs costs.json                     the same with costs measured before
+    python -m benchmarks.flips --costs costs.json --predict           predicted only
 
 Workers with QUOTA of a core each (built-in model, CPU, `--exact`) are calibrated, and the same requests are sent to a
 cluster of them once for each split and once beside `baton autoscale --flip`. The simulator predicts this with these
 costs and its own flips. Without quotas the two cores would be the limit and not the workers: one prefill worker would
 have as much of them as three.
+
+Goodput counts over the time of the phases. A run ends when the last request could have ended within its limits: what
+has not ended by then has missed them.
 """
 
 from __future__ import annotations
@@ -27,31 +32,34 @@ from pathlib import Path
 
 from baton.core.commands import Role
 from benchmarks import kit
-from benchmarks.quota import FLAGS, QUOTA, calibrated, quotas, target_of
+from benchmarks.quota import FLAGS, QUOTA, calibrated, filled, quotas, shape, target_of
 from launch.autoscale.flip import FLIP_WINDOW_S
 from launch.autoscale.law import Policy, rows_within
 from launch.autoscale.simulate import dry_run
-from launch.bench.client import run_load
-from launch.bench.load import TOKEN_IDS, Session, completion
+from launch.bench.client import ServerTarget, client_session, send
+from launch.bench.load import TOKEN_IDS, PlannedRequest, completion
+from launch.bench.stats import RequestRecord
+from launch.capacity.command import read_calibration
+from launch.capacity.loads import cpu_seconds
 from launch.cluster_api import get_cluster
 from launch.control_options import FLIP_S
 from launch.drain import drain
-from sim.scale.costs import Calibration, parse_calibration
+from sim.scale.costs import Calibration
 from sim.scale.planner import Size
-from sim.scale.replay import ClusterShape, Replay
+from sim.scale.replay import Replay
 from sim.scale.workload import Lengths, poisson
 from sim.stats import Slo
 from sim.trace import TraceRow
 
-WORKERS, PHASES = 4, 4
-LONG, SHORT = (Lengths(600, 1200), Lengths(8, 16)), (Lengths(32, 64), Lengths(96, 160))
-MIX_SLO = Slo(2.0, 0.08)
-WORK = (2.3, 1.6)
-"""Workers of prefill that a phase of long prompts keeps busy, and of decode that one of long outputs does: the first
-is too much for 2:2, the second for 3:1."""
+WORKERS, PHASES = 4, 2
+LONG, SHORT = (Lengths(600, 1200), Lengths(8, 16)), (Lengths(32, 64), Lengths(256, 384))
+MIX_SLO = Slo(5.0, 0.06)
+WORK = (2.5, 2.0)
+"""Workers of prefill that a phase of long prompts keeps busy, and of decode that one of long outputs does: more than
+2:2 has, beside what the first phase leaves to it, and less than three."""
 DOWN_S = 10.0
 FLIP_TAKES_S: dict[Role, float] = {"decode": 0.3, "prefill": 0.1}
-"""From a worker's last sequence to its join in that role, where it is not measured here (flip.md)."""
+"""From a worker's last sequence to its join in that role, in the simulator (flip.md)."""
 
 
 def turning_mix(kind: Calibration, phase_s: float, load: float) -> tuple[TraceRow, ...]:
@@ -72,16 +80,29 @@ def turning_mix(kind: Calibration, phase_s: float, load: float) -> tuple[TraceRo
 
 @dataclass(frozen=True, slots=True)
 class Measured:
+    """One run: requests per second within their limits, the share of them in each phase, flips, how much of their
+    quotas the workers used, and each request's tokens (None: it has not ended)."""
+
     goodput: float
-    share: float
+    phases: tuple[float, ...]
     flips: int
-    tokens: tuple[tuple[int, ...], ...]
+    used: float = 0.0
+    tokens: tuple[tuple[int, ...] | None, ...] = ()
+
+
+def counted(rows: Sequence[TraceRow], met: Sequence[bool], phase_s: float, flips: int) -> Measured:
+    phases = []
+    for number in range(PHASES):
+        own = [ok for row, ok in zip(rows, met, strict=True) if number <= row.at_s / phase_s < number + 1]
+        phases.append(sum(own) / max(len(own), 1))
+    return Measured(sum(met) / (PHASES * phase_s), tuple(phases), flips)
 
 
 class RealCluster:
-    def __init__(self, running: kit.Cluster) -> None:
+    def __init__(self, running: kit.Cluster, phase_s: float, quota: float) -> None:
         self.url, self.token = running.url, str(running.run_dir / "cluster.token")
         self.target = target_of(self.url)
+        self.phase_s, self.quota = phase_s, quota
 
     def roles(self) -> dict[str, str]:
         return {row["id"]: row["role"] for row in get_cluster(self.url).workers}
@@ -100,19 +121,25 @@ class RealCluster:
             if more and (roles[name] == "decode") == (more > 0):
                 self.flip(name, "prefill" if more > 0 else "decode")
 
+    def flips(self) -> int:
+        return sum(get_cluster(self.url).document["flips"].values())
+
     def run(self, name: str, rows: Sequence[TraceRow]) -> Measured:
-        source, sessions = random.Random(1), list[Session]()
+        source, jobs = random.Random(1), list[tuple[float, PlannedRequest]]()
         for row in rows:
             prompt = source.choices(range(TOKEN_IDS.low, TOKEN_IDS.high), k=row.input_len)
-            sessions.append(Session((completion(prompt, row.output_len),), row.at_s))
-        extra = {**self.target.extra, "cache_salt": name}  # no run finds the KV of an earlier one
-        flips = sum(get_cluster(self.url).document["flips"].values())
-        records = asyncio.run(run_load(replace(self.target, extra=extra), sessions, 0, lambda _: None))
-        records.sort(key=lambda record: record.sent)
-        met = sum(r.error is None and MIX_SLO.met(r.ttft_s, r.tpot_s) for r in records)
-        span_s = max(r.ended for r in records) - records[0].sent
-        now = sum(get_cluster(self.url).document["flips"].values())
-        return Measured(met / span_s, met / len(records), now - flips, tuple(r.token_ids for r in records))
+            jobs.append((row.at_s, completion(prompt, row.output_len)))
+        target = replace(self.target, extra={**self.target.extra, "cache_salt": name})  # no KV of an earlier run
+        pids = [pid for row in get_cluster(self.url).workers for pid in row["pids"]]  # one that flips now has none
+        flips, cpu_s, began = self.flips(), sum(map(cpu_seconds, pids)), time.monotonic()
+        longest_s = MIX_SLO.ttft_s + MIX_SLO.tpot_s * SHORT[1].high
+        records = asyncio.run(sent(target, jobs, PHASES * self.phase_s + longest_s))
+        used = (sum(map(cpu_seconds, pids)) - cpu_s) / (time.monotonic() - began) / self.quota / WORKERS
+        met = [r is not None and r.error is None and MIX_SLO.met(r.ttft_s, r.tpot_s) for r in records]
+        made = counted(rows, met, self.phase_s, self.flips() - flips)
+        while get_cluster(self.url).document["coordinator"]["requests"]:
+            time.sleep(0.1)
+        return replace(made, used=used, tokens=tuple(None if r is None or r.error else r.token_ids for r in records))
 
     @contextlib.contextmanager
     def autoscaler(self, calibration: Calibration) -> Iterator[None]:
@@ -129,15 +156,37 @@ class RealCluster:
                 process.wait(60)
 
 
-def simulated(kind: Calibration, rows: Sequence[TraceRow], takes_s: Mapping[Role, float]) -> dict[str, Measured]:
+async def sent(
+    target: ServerTarget, jobs: Sequence[tuple[float, PlannedRequest]], until_s: float
+) -> list[RequestRecord | None]:
+    """Sends each request at its time; returns their records, None for those that have not ended after `until_s`, which
+    are then aborted."""
+    async with client_session(target) as http:
+        began = time.perf_counter()
+
+        async def one(at_s: float, job: PlannedRequest) -> RequestRecord:
+            await asyncio.sleep(began + at_s - time.perf_counter())
+            return await send(http, target, job, began + at_s)
+
+        tasks = [asyncio.create_task(one(*job)) for job in jobs]
+        _, left = await asyncio.wait(tasks, timeout=until_s)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+    return [None if task in left else task.result() for task in tasks]
+
+
+def simulated(kind: Calibration, rows: Sequence[TraceRow], phase_s: float) -> dict[str, Measured]:
     """By the split, and with flips: what the simulator predicts."""
     made = dict[str, Measured]()
     for prefill in range(1, WORKERS):
-        outcome = Replay(ClusterShape(kind, prefill, kind, WORKERS - prefill), rows).run(MIX_SLO)
-        made[f"{prefill}:{WORKERS - prefill}"] = Measured(outcome.goodput_per_s, outcome.met_share, 0, ())
+        replay = Replay(shape(kind, prefill, WORKERS - prefill), rows)
+        replay.run(MIX_SLO)
+        met = [MIX_SLO.met(t.ttft_s, t.tpot_s) for t in replay.measured.times]
+        made[f"{prefill}:{WORKERS - prefill}"] = counted(rows, met, phase_s, 0)
     policy = Policy(MIX_SLO, kind, kind, Size(1, 1), Size(16, 16), down_s=DOWN_S, window_s=FLIP_WINDOW_S)
-    dry = dry_run(policy, rows, Size(WORKERS // 2, WORKERS - WORKERS // 2), takes_s)
-    made["flips"] = Measured(dry.outcome.goodput_per_s, dry.outcome.met_share, len(dry.flips), ())
+    dry = dry_run(policy, rows, shape(kind, WORKERS // 2, WORKERS - WORKERS // 2), FLIP_TAKES_S)
+    made["flips"] = counted(rows, [MIX_SLO.met(t.ttft_s, t.tpot_s) for t in dry.times], phase_s, len(dry.flips))
     return made
 
 
@@ -145,61 +194,61 @@ def gain(of: Mapping[str, Measured]) -> float:
     return of["flips"].goodput / max(m.goodput for name, m in of.items() if name != "flips")
 
 
-def on_a_turning_mix(phase_s: float, load: float, quota: float, costs: Path | None, save: Path | None) -> str:
-    """Returns the table of all splits and of flips, simulated, and unless `costs` are given measured too."""
-    real = dict[str, Measured]()
-    kind, takes_s = parse_calibration(json.loads(costs.read_text())) if costs else calibrated(quota), FLIP_TAKES_S
-    if save:
-        save.write_text(json.dumps(kind.as_json(), indent=1) + "\n")
-    rows = turning_mix(kind, phase_s, load)
-    if not costs:
-        half = ("--prefill", str(WORKERS // 2), "--decode", str(WORKERS - WORKERS // 2))
-        with kit.cluster(*FLAGS, *half) as running:
-            cluster = RealCluster(running)
-            for name in ("prefill-0", "prefill-1"):  # a first flip to decode measures steps: not within a quota
-                cluster.flip(name, "decode")
-                cluster.flip(name, "prefill")
-            with quotas(get_cluster(cluster.url).workers, quota):
-                cluster.flip("prefill-1", "decode")
-                back_s, there_s = cluster.flip("prefill-1", "prefill"), cluster.flip("prefill-1", "decode")
-                takes_s = {"prefill": back_s, "decode": there_s}
-                for prefill in range(1, WORKERS):
-                    cluster.split(prefill)
-                    name = f"{prefill}:{WORKERS - prefill}"
-                    real[name] = cluster.run(name, rows)
-                cluster.split(WORKERS // 2)
-                with cluster.autoscaler(kind):
-                    real["flips"] = cluster.run("flips", rows)
-        same = sum(a == b for a, b in zip(real["flips"].tokens, real["2:2"].tokens, strict=True))
-    predicted = simulated(kind, rows, takes_s)
+def measured(kind: Calibration, rows: Sequence[TraceRow], phase_s: float, quota: float) -> dict[str, Measured]:
+    """The same, measured."""
+    made = dict[str, Measured]()
+    half = ("--prefill", str(WORKERS // 2), "--decode", str(WORKERS - WORKERS // 2))
+    with filled(), kit.cluster(*FLAGS, *half) as running:
+        cluster = RealCluster(running, phase_s, quota)
+        for name in ("prefill-0", "prefill-1"):  # a first flip to decode measures steps: not within a quota
+            cluster.flip(name, "decode")
+            cluster.flip(name, "prefill")
+        with quotas(get_cluster(cluster.url).workers, quota):
+            for prefill in range(1, WORKERS):
+                cluster.split(prefill)
+                made[f"{prefill}:{WORKERS - prefill}"] = cluster.run(str(prefill), rows)
+            cluster.split(WORKERS // 2)
+            with cluster.autoscaler(kind):
+                made["flips"] = cluster.run("flips", rows)
+    return made
+
+
+def rows_of(runs: Mapping[str, Measured], note: str) -> str:
+    """Returns a table of runs, and what flips gain."""
     cells = []
-    for name, model in predicted.items():
-        measured = [f"{real[name].goodput:.2f}", f"{real[name].share:.0%}", str(real[name].flips)] if real else []
-        error = [f"{model.goodput / max(real[name].goodput, 1e-9) - 1:+.0%}"] if real else []
-        cells.append([name, *measured, f"{model.goodput:.2f}", f"{model.share:.0%}", str(model.flips), *error])
-    columns = ["goodput/s", "within limits", "flips"]
-    headings = ["prefill:decode", *columns * bool(real), *(f"{c}, simulated" for c in columns), *["error"] * bool(real)]
-    text = (
-        f"{len(rows)} requests in {PHASES} phases of {phase_s:g} s, limits {MIX_SLO}, {WORKERS} workers with {quota:g}"
-        f" of a core each; a flip of an idle worker takes {takes_s['decode']:.2f} s to decode,"
-        f" {takes_s['prefill']:.2f} s to prefill.\n\n{kit.table(headings, cells)}\n\n"
-        f"With flips over the best fixed split, simulated: {gain(predicted):.2f}x"
-    )
-    if real:
-        text += f"; measured: {gain(real):.2f}x. {same} of {len(rows)} requests have the tokens of 2:2"
-    return text + "."
+    for name, run in runs.items():
+        phases = ", ".join(f"{share:.0%}" for share in run.phases)
+        cells.append([name, f"{run.goodput:.2f}", phases, str(run.flips), f"{run.used:.0%}" if run.used else ""])
+    headings = (f"prefill:decode, {note}", "goodput/s", "within limits, by phase", "flips", "quotas used")
+    return f"{kit.table(headings, cells)}\n\nWith flips over the best fixed split, {note}: {gain(runs):.2f}x.\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--phase-s", type=float, default=30.0, help=f"of each of {PHASES} phases")
+    parser.add_argument("--phase-s", type=float, default=60.0, help=f"of each of {PHASES} phases")
     parser.add_argument("--load", type=float, default=1.0, help="multiplies the rates")
     parser.add_argument("--quota", type=float, default=QUOTA, help="of a core, for each worker")
-    parser.add_argument("--calibration", type=Path, help="costs within the quota (--save): simulate only")
-    parser.add_argument("--save", type=Path, help="file for the calibration")
+    parser.add_argument("--costs", type=Path, help="costs within the quota (--save), instead of measuring them now")
+    parser.add_argument("--save", type=Path, help="file for the costs")
+    parser.add_argument("--predict", action="store_true", help="measure nothing but the costs")
     given = parser.parse_args()
     gc.disable()  # as in `baton simulate`
-    print(on_a_turning_mix(given.phase_s, given.load, given.quota, given.calibration, given.save))
+    kind = read_calibration(str(given.costs)) if given.costs else calibrated(given.quota)
+    if given.save:
+        given.save.write_text(json.dumps(kind.as_json(), indent=1) + "\n")
+    rows = turning_mix(kind, given.phase_s, given.load)
+    print(f"{len(rows)} requests in {PHASES} phases of {given.phase_s:g} s, limits {MIX_SLO}, {WORKERS} workers with")
+    print(
+        f"{given.quota:g} of a core each.\n\n{rows_of(simulated(kind, rows, given.phase_s), 'simulated')}", flush=True
+    )
+    if given.predict:
+        return
+    made = measured(kind, rows, given.phase_s, given.quota)
+    pairs = list(zip(made["flips"].tokens, made["2:2"].tokens, strict=True))
+    both = [a == b for a, b in pairs if a is not None and b is not None]
+    print(
+        f"{rows_of(made, 'measured')}\nOf {len(both)} requests that ended in both, {sum(both)} have the tokens of 2:2."
+    )
 
 
 if __name__ == "__main__":

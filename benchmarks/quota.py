@@ -1,39 +1,62 @@
 """Workers that have a part of a core each, so that a worker and not the host is the limit, and their costs within it.
 By control groups: root, version 1 or 2.
 
-Workers did less within a quota than their processor time divided by it promised (results/flip.md), so their costs are
-measured there, as the seconds that pass.
+A group has the weight of WEIGHT other processes: with that of one, a worker that shared its core with other processes
+had 0.19 of a core instead of 0.25, and never used up its quota (results/flip.md). What it does not use in one period it
+may use in the next. Costs are processor time over the quota, hand-overs included.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks import kit
 from launch.bench.client import ServerTarget, base_url, first_model
 from launch.capacity.calibrate import calibrate
 from launch.capacity.loads import LoadClient
-from launch.cluster_api import Row, get_cluster
-from sim.scale.costs import Calibration
+from launch.cluster_api import Row
+from sim.scale.costs import Calibration, DecodeCosts, LinkCosts, PrefillCosts
+from sim.scale.replay import ClusterShape
 
 QUOTA, PERIOD_US = 0.25, 20_000
 """Of a core, for each worker: four of them have half of two cores, the coordinator and the client the other half."""
+WEIGHT = 8
+"""Times that of another process on the same core."""
 FLAGS = ("--model", "builtin", "--device", "cpu", "--draft", "none", "--exact", "--threads", "1")
 GROUPS = Path("/sys/fs/cgroup/cpu") if Path("/sys/fs/cgroup/cpu").is_dir() else Path("/sys/fs/cgroup")
+_FILLER = """
+import os, sys
+import numpy
+parent = os.getppid()
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+values = numpy.zeros(1 << 24, numpy.float32)
+while os.getppid() == parent:
+    values += 1.0
+"""
+_OF_LINKS = "offer_s", "send_s", "send_token_s", "accept_s", "receive_s", "receive_token_s"
+Costs = TypeVar("Costs", PrefillCosts, DecodeCosts, LinkCosts)
 
 
 def limit(pid: int, quota: float) -> Path:
     """Moves a process into a control group of its own; returns the group."""
     group, quota_us = GROUPS / f"baton-benchmark-{pid}", round(quota * PERIOD_US)
     group.mkdir()
+    values: dict[str, object]
     if (group / "cpu.max").exists():
-        (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        values = {"cpu.max": f"{quota_us} {PERIOD_US}", "cpu.max.burst": quota_us, "cpu.weight": 100 * WEIGHT}
     else:
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        values = {"cpu.cfs_period_us": PERIOD_US, "cpu.cfs_quota_us": quota_us, "cpu.cfs_burst_us": quota_us}
+        values["cpu.shares"] = 1024 * WEIGHT
+    for name, value in values.items():
+        (group / name).write_text(str(value))
     (group / "cgroup.procs").write_text(str(pid))
     return group
 
@@ -54,21 +77,51 @@ def quotas(rows: Iterable[Row], quota: float) -> Iterator[None]:
                 group.rmdir()
 
 
+@contextlib.contextmanager
+def filled() -> Iterator[None]:
+    """Keeps all cores busy with memory for as long as nothing else runs on them. A step takes longer the more the other
+    core computes, and the less the other workers leave of it in the caches: always the same with this."""
+    fillers = [subprocess.Popen([sys.executable, "-c", _FILLER, str(core)]) for core in sorted(os.sched_getaffinity(0))]
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            filler.kill()
+            filler.wait()
+
+
 def target_of(url: str) -> ServerTarget:
     base = base_url(url)
     return ServerTarget(base, first_model(base, ""), "", 300.0, {"return_token_ids": True})
 
 
 def calibrated(quota: float) -> Calibration:
-    """Returns the costs of workers that have `quota` of a core each, of one of either role. A load is applied once: it
-    takes as much longer as the quota is smaller. What a hand-over costs its prefill worker is not among its steps."""
-    with kit.cluster(*FLAGS, "--prefill", "1", "--decode", "1") as running:
+    """Returns the costs of workers that have `quota` of a core each."""
+    with filled(), kit.cluster(*FLAGS, "--prefill", "1", "--decode", "1") as running:
         loads = LoadClient(running.url, target_of(running.url), 1)
-        with quotas(get_cluster(running.url).workers, quota):
-            return calibrate(
-                loads,
-                f"{quota:g} of a core",
-                shared_host=False,
-                repeats=1,
-                progress=lambda line: print(line, file=sys.stderr),
-            )
+        name = f"{quota:g} of a core"
+        alone = calibrate(loads, name, shared_host=True, repeats=1, progress=lambda line: print(line, file=sys.stderr))
+    return within(alone, quota)
+
+
+def within(kind: Calibration, quota: float) -> Calibration:
+    """Returns the costs of workers that have `quota` of a core, from their processor time. Pure."""
+    return replace(
+        kind,
+        prefill=_longer(kind.prefill, quota, "base_s", "token_s", "row_s", "pair_s"),
+        decode=_longer(kind.decode, quota, "base_s", "row_s", "context_s", "token_s", "draft_s"),
+        link=_longer(kind.link, quota, *_OF_LINKS),
+    )
+
+
+def _longer(costs: Costs, quota: float, *names: str) -> Costs:
+    return replace(costs, **{name: getattr(costs, name) / quota for name in names})
+
+
+def shape(kind: Calibration, prefill: int, decode: int, most: int = 0) -> ClusterShape:
+    """Each worker has a core, as slow as its quota makes it, which its hand-overs share with its steps; the coordinator
+    and the client have the one after those of `most` workers."""
+    workers = prefill + decode
+    most = max(most, workers)
+    cores = tuple((number,) for number in range(workers))
+    return ClusterShape(kind, prefill, kind, decode, cores, most + 1, (most,))
