@@ -160,8 +160,8 @@ DOWN_S = 60.0
 EVERY_S = 1.0  # between two decisions of `baton up --autoscale`
 AROUND_S = 30.0
 LONGEST = 768, 32  # tokens of a prompt and of an output
-TTFT_S = 8.0
-BUSY = 2.5
+TTFT_S = 7.0
+BUSY = 2.55
 """Prefill workers that the burst keeps busy: more than two can, so that two are late soon, and less than three."""
 
 
