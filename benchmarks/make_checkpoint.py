@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.support.checkpoints import make_checkpoint, write_tokenizer
@@ -91,14 +94,37 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def make_experts(path: Path, seed: int, sizes: dict[str, Any]) -> None:
-    """Writes a Mixtral checkpoint in bf16."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model("mixtral", **sizes)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    """Writes a Mixtral checkpoint in bf16, one file for each layer: there is never more than one in memory."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "dtype": "bfloat16", **sizes}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tokenizer(path)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(outputs: int, inputs: int) -> torch.Tensor:
+        """As transformers initialises a model."""
+        return torch.empty((outputs, inputs), dtype=torch.bfloat16).normal_(0.0, 0.02, generator=generator)
+
+    hidden, inner, ones = sizes["hidden_size"], sizes["intermediate_size"], torch.ones(sizes["hidden_size"]).bfloat16()
+    heads, kv_heads = (sizes[name] * sizes["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    files = {"model.embed_tokens.weight": "model-0.safetensors", "model.norm.weight": "model-0.safetensors"}
+    outside = {"model.embed_tokens.weight": normal(sizes["vocab_size"], hidden), "model.norm.weight": ones}
+    save_file(outside, path / "model-0.safetensors", metadata={"format": "pt"})
+    for index in range(sizes["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        tensors = {f"{layer}.{norm}_layernorm.weight": ones.clone() for norm in ("input", "post_attention")}
+        for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            tensors[f"{layer}.self_attn.{name}_proj.weight"] = normal(size, hidden)
+        tensors[f"{layer}.self_attn.o_proj.weight"] = normal(hidden, heads)
+        tensors[f"{layer}.block_sparse_moe.gate.weight"] = normal(sizes["num_local_experts"], hidden)
+        for expert in range(sizes["num_local_experts"]):
+            for name, shape in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden))):
+                tensors[f"{layer}.block_sparse_moe.experts.{expert}.{name}.weight"] = normal(*shape)
+        file = f"model-{index + 1}.safetensors"
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+    index_of_files = {"metadata": {}, "weight_map": files}  # transformers requires both
+    (path / "model.safetensors.index.json").write_text(json.dumps(index_of_files), encoding="utf-8")
 
 
 def fill_tokenizer(path: Path, size: int) -> None:
