@@ -41,7 +41,7 @@ class GatedMlp:
         self.calls, self.plain = 0, False
 
     def __call__(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        if self.plain or arguments or options or self._first.unpacked or x.dtype != self._dtype:
+        if self.plain or arguments or options or self._first.convert or x.dtype != self._dtype:
             return self._forward(x, *arguments, **options)
         self.calls += 1
         for layer in self._layers:

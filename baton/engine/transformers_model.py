@@ -442,32 +442,35 @@ def _weights_as(model: Any, convert: Callable[[Tensor], Tensor]) -> Iterator[Non
 
 
 def _convert_while_called(unit: list[Any], convert: Callable[[Tensor], Tensor]) -> Iterator[Any]:
-    """Yields the handles of the hooks, at the first module of a unit. The largest modules, a packed head and the
-    embedding, are alone in theirs: of them only what is used at a time is unpacked and converted."""
-    of_head = unit[0].__dict__.get("baton_packed")
-    if isinstance(of_head, PackedWeight) and len(unit) == 1:
-        yield unit[0].register_forward_pre_hook(lambda *_: setattr(of_head, "convert", convert))
-        yield unit[0].register_forward_hook(lambda *_: setattr(of_head, "convert", None), always_call=True)
-        return
+    """Yields the handles of the hooks, at the first module of a unit. Of packed linear layers and the embedding only
+    what is used at a time is unpacked and converted; of experts and all else what the unit has."""
     if type(unit[0]).forward is nn.Embedding.forward and len(unit) == 1:
         yield unit[0].register_forward_hook(lambda _, __, vectors: convert(vectors))
         return
     kept: list[tuple[Tensor, Tensor]] = []
     packed = [module.baton_packed for module in unit if "baton_packed" in module.__dict__]
+    linears = [each for each in packed if isinstance(each, PackedWeight)]
+    experts = [each for each in packed if not isinstance(each, PackedWeight)]
 
     def unpack(*_: Any) -> None:
         for module in unit:
+            in_pieces = module.weight if module.__dict__.get("baton_packed") in linears else None
             for tensor in _own(module):
-                kept.append((tensor, tensor.data))
-                tensor.data = convert(weight_of(module, tensor))
-        for each in packed:
+                if tensor is not in_pieces:
+                    kept.append((tensor, tensor.data))
+                    tensor.data = convert(weight_of(module, tensor))
+        for linear in linears:
+            linear.convert = convert
+        for each in experts:
             each.unpacked = True
 
     def restore(*_: Any) -> None:
         for tensor, stored in reversed(kept):
             tensor.data = stored
         kept.clear()
-        for each in packed:
+        for linear in linears:
+            linear.convert = None
+        for each in experts:
             each.unpacked = False
 
     yield unit[0].register_forward_pre_hook(unpack)

@@ -23,9 +23,8 @@ _PIECE_GROUPS = 256  # of outputs, in one of `PackedWeight.pieces`
 
 
 class PackedWeight:
-    """A weight [n, k] and bias, packed: `struct`. `calls` counts products; `unpacked` is set while the module's
-    parameter holds the weight itself, and is to be used; `convert` is set while torch is to multiply by the weight,
-    converted; `placeholders` are the names of parameters that do not hold it now."""
+    """A weight [n, k] and bias, packed: `struct`. `calls` counts products; `convert` is set while torch is to multiply
+    by the weight, converted; `placeholders` are the names of parameters that do not hold it now."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class PackedWeight:
         plain = Linear(self.struct.weight, None, None, self._n, self._k, self.struct.kind)
         self._layers = (ctypes.byref(plain), ctypes.byref(self.struct))
         self._kernels, self._linear, self._threads = kernels, kernels.linear, threads
-        self.calls, self.unpacked = 0, False
+        self.calls = 0
         self.convert: Callable[[Tensor], Tensor] | None = None
         self.placeholders: tuple[str, ...] = ()
 
@@ -70,7 +69,7 @@ class PackedWeight:
         return unpack_weight(self._kernels, self._kept[0], self._n, self._k, self.dtype)
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yields the weight unpacked, some rows at a time: of a head whose weight is not to be there twice."""
+        """Yields the weight unpacked, some rows at a time: a large one is not to be there twice."""
         packed, groups = self._kept[0], -(-self._n // GROUP)
         size = len(packed) // groups
         for first in range(0, groups, _PIECE_GROUPS):
@@ -92,7 +91,7 @@ def kernel_rows(x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor
 def product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias of an nn.Linear; `bias` is the module's, or None."""
     packed: PackedWeight | None = module.__dict__.get("baton_packed")
-    if packed is None or packed.unpacked:
+    if packed is None:
         return F.linear(x, module.weight, bias)
     if (convert := packed.convert) is not None:
         of_all = packed.pieces() if packed.placeholders else module.weight.split(_PIECE_GROUPS * GROUP)
