@@ -2,8 +2,9 @@
 
 An implementation in transformers' own interface for them, which classes of experts ask for what they differ in: names
 and order of weights, biases, the gate. Where weights are not packed, it is transformers' grouped product. A step sorts
-its tokens by expert and computes each of the two products of all experts in one call, which reads the weights of the
-experts that tokens chose, once; a token's result does not depend on the other tokens.
+its tokens by expert and reads the weights of the experts that tokens chose, once; a token's result does not depend on
+the other tokens. With a SiLU gate, all of a module is one call; else each of its two products, and torch computes what
+is between them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import chain, groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
@@ -24,6 +26,8 @@ from baton.engine.transformers_packed import DTYPES, PackedWeight, kernel_rows, 
 NAME = "baton_packed"
 _TOLERANCE = {torch.bfloat16: 2**-5, torch.float32: 1e-4}
 """Of a result, as a share of the largest one: it is rounded at each of four operations."""
+_PROBED_ROWS = 3
+_PROBED_SCALES = (1.0, 30.0)  # of what a gate gets: with the second, limits show
 
 
 class PackedExperts:
@@ -39,11 +43,15 @@ class PackedExperts:
                 for matrix, bias in zip(_matrices(module, name), biases, strict=True)
             ]
         self._up, self._down = (_Linears(each, kernels, threads) for each in self._weights.values())
+        self._experts, self._threads = kernels.experts, threads
+        self.has_silu_gate = _has_silu_gate(module, self._down.shape[1])
         self.calls, self.unpacked = 0, False
         self.placeholders: tuple[str, ...] = ()
 
     def __call__(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """hidden [T, n] and the experts of each token, index [T, k], with their weights [T, k] -> [T, n]."""
+        if self.has_silu_gate:
+            return self._at_once(hidden, index, weights)
         tokens, chosen = index.shape
         expert_of = index.reshape(-1).tolist()
         own = [place for place, expert in enumerate(expert_of) if expert < module.num_experts]  # not on another rank
@@ -59,6 +67,17 @@ class PackedExperts:
         weighted = results * weights.reshape(-1, 1)
         return weighted.view(tokens, chosen, -1).sum(dim=1).to(hidden.dtype)
 
+    def _at_once(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        dtype, (tokens, chosen) = self._up.dtype, index.shape
+        x = kernel_rows(hidden.to(dtype), self._up.shape, dtype)
+        index, weights = index.to(torch.int64).contiguous(), weights.float().contiguous()
+        y = torch.empty((tokens, self._down.shape[0]), dtype=dtype)
+        self.calls += self._experts(
+            dtype == torch.bfloat16, self._up.layers, self._down.layers, len(self._up.layers), index.data_ptr(),
+            weights.data_ptr(), chosen, x.data_ptr(), x.shape[1], tokens, y.data_ptr(), self._threads,
+        )  # fmt: skip
+        return y.to(hidden.dtype)
+
     def unpack(self, name: str) -> Tensor:
         matrices = [each.unpack() for each in self._weights[name]]
         return torch.stack([matrix.T if self._is_transposed else matrix for matrix in matrices])
@@ -68,17 +87,17 @@ class _Linears:
     """One of the products of all experts."""
 
     def __init__(self, weights: list[PackedWeight], kernels: Kernels, threads: int) -> None:
-        self.dtype, self._shape = weights[0].dtype, weights[0].shape
-        self._layers = (Linear * len(weights))(*(each.struct for each in weights))
+        self.dtype, self.shape = weights[0].dtype, weights[0].shape
+        self.layers = (Linear * len(weights))(*(each.struct for each in weights))
         self._linears, self._threads = kernels.linears, threads
 
     def __call__(self, x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
         """x [r, k] -> [r, n]: `runs` are experts, each with a number of consecutive rows."""
-        n, _ = self._shape
-        x, y = kernel_rows(x, self._shape, self.dtype), torch.empty((len(x), n), dtype=self.dtype)
+        n, _ = self.shape
+        x, y = kernel_rows(x, self.shape, self.dtype), torch.empty((len(x), n), dtype=self.dtype)
         flat = (c_int64 * (2 * len(runs)))(*chain.from_iterable(runs))
         self._linears(
-            self.dtype == torch.bfloat16, self._layers, flat, len(runs), x.data_ptr(), x.shape[1], y.data_ptr(), n,
+            self.dtype == torch.bfloat16, self.layers, flat, len(runs), x.data_ptr(), x.shape[1], y.data_ptr(), n,
             self._threads,
         )  # fmt: skip
         return y
@@ -113,6 +132,22 @@ def are_experts(module: Any) -> bool:
     )
 
 
+def _has_silu_gate(module: Any, size: int) -> bool:
+    """Whether what a module computes between its products is silu(gate) * up, of two halves of `size` elements."""
+    if not module.has_gate or module.has_post_expert_norm:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for scale in _PROBED_SCALES:
+            gate, up = scale * torch.randn((2, _PROBED_ROWS, size), generator=generator)
+            result, expected = module._apply_gate(torch.cat((gate, up), dim=1)), F.silu(gate) * up
+            if result.shape != expected.shape or not torch.allclose(result, expected, rtol=1e-5, atol=1e-6):
+                return False
+    except Exception:  # of a gate that takes other inputs
+        return False
+    return True
+
+
 def pack_experts(module: Any, kernels: Kernels, arena: Arena, threads: int) -> PackedExperts | None:
     """Packs the weights of a module of experts in place, if each expert's result then equals that of transformers."""
     packed = PackedExperts(module, kernels, arena, threads)
@@ -120,8 +155,10 @@ def pack_experts(module: Any, kernels: Kernels, arena: Arena, threads: int) -> P
     for each in module.__dict__.get("baton_mxfp4", ()):
         getattr(module, each).data = packed.unpack(each)
     weight = getattr(module, name)
-    x = torch.randn((count, weight.shape[1 if module.is_transposed else 2]), generator=torch.Generator().manual_seed(0))
-    call = (module, x.to(weight.dtype), torch.arange(count)[:, None], torch.ones((count, 1), dtype=weight.dtype))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((count, weight.shape[1 if module.is_transposed else 2]), generator=generator).to(weight.dtype)
+    index = torch.stack([torch.arange(count).roll(by) for by in range(min(2, count))], dim=1)
+    call = (module, x, index, torch.rand(index.shape, generator=generator).to(weight.dtype))
     expected = grouped_mm_experts_forward(*call).float()
     if not (packed(*call).float() - expected).abs().max() <= _TOLERANCE[weight.dtype] * expected.abs().max():
         return None

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton.core.errors import StartupError
-from baton.engine import attention_native, transformers_kernels
+from baton.engine import attention_native, transformers_experts, transformers_kernels
 from baton.engine.attention_native import NativeAttention
 from baton.engine.kernels.build import processor_levels
 from baton.engine.kernels.native import Arena, AttentionShape, choose_kernels, load, pack_weight, unpack_weight
@@ -206,7 +206,11 @@ def test_the_self_check_finds_a_kernel_that_is_wrong(
 
 
 @torch.no_grad()
-def test_a_token_of_experts_has_the_same_bits_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_token_of_experts_has_the_same_bits_alone(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_experts, "_has_silu_gate", lambda *_: at_once)
     path = make_transformers_checkpoint(tmp_path / "m", "mixtral")
     model = tiny_runner(path).adapters._model._model
     experts = next(module for module in model.modules() if are_experts(module))
@@ -218,6 +222,8 @@ def test_a_token_of_experts_has_the_same_bits_alone(tmp_path: Path) -> None:
     for rows in (torch.randn(3, 32), torch.randn(3, 64).bfloat16()):
         with pytest.raises(RuntimeError, match=r"times a weight \[\d+, 64\] in torch.float32"):
             experts.baton_packed._up(rows, [(0, 3)])
+    with pytest.raises(RuntimeError, match=r"\[\d+, 32\] in torch.float32 times a weight \[\d+, 64\]"):
+        experts(torch.randn(3, 32), index[:3], weights[:3])
 
 
 def test_experts_that_differ_from_torch_are_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,10 @@ _FUNCTIONS = {
     "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
     "baton_linears": (*(c_int, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int),),
     "baton_gated": (*(c_int, *[POINTER(Linear)] * 3, c_void_p, c_int64, c_int64, c_void_p, c_int),),
+    "baton_experts": (
+        *(c_int, POINTER(Linear), POINTER(Linear), c_int64, c_void_p, c_void_p, c_int64),
+        *(c_void_p, c_int64, c_int64, c_void_p, c_int),
+    ),
     "baton_rotate": (
         *(c_int, POINTER(HeadsStruct), POINTER(HeadsStruct), c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     ),
@@ -142,6 +146,7 @@ _FUNCTIONS = {
     ),
     "baton_propose": (POINTER(ModelStruct), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
 }
+_RESULTS = {"baton_experts": c_int64}  # of the others none
 
 
 class Kernels:
@@ -155,7 +160,7 @@ class Kernels:
             raise CannotBuild(f"the compiled kernels cannot be loaded: {str(error)[:200]}") from None
         for name, arguments in _FUNCTIONS.items():
             function = getattr(self._library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, _RESULTS.get(name)
             setattr(self, name.removeprefix("baton_"), function)
         if self._library.baton_level() != LEVELS.index(level):
             raise CannotBuild(f"the compiled kernels are not for {level}")

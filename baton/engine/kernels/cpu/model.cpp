@@ -222,11 +222,28 @@ struct Computation {
   }
 };
 
+// to [rows, width] = silu(gate) * up, `size` elements of each row, then zeros; rows of gate and of up are `apart` elements
+// apart. `to` may be `gate`.
+template <class E>
+void activate(
+    const E* gate, const E* up, int64_t apart, int64_t size, int64_t rows, E* to, int64_t width, int threads) {
+  constexpr int64_t CHUNK = 32;  // rows of one thread
+  parallel((rows + CHUNK - 1) / CHUNK, threads, [&](int64_t unit) {
+    for (int64_t row = unit * CHUNK; row < std::min(rows, (unit + 1) * CHUNK); ++row)
+      for (int64_t i = 0; i < width; i += 16) {
+        const Mask lanes = first_lanes(size - i);
+        const Floats x = silu<E>(load(gate + row * apart + i, lanes)) * load(up + row * apart + i, lanes);
+        store(to + row * width + i, x, first_lanes(width - i));
+      }
+  });
+}
+
+constexpr int64_t TOGETHER = 256;  // rows of MLPs whose results are in memory at once
+
 // y [rows, down.n] = down(silu(gate(x)) * up(x)), for x [rows, ldx] as in linear().
 template <class E>
 void gated(
     const Linear& gate, const Linear& up, const Linear& down, const E* x, int64_t ldx, int64_t rows, E* y, int threads) {
-  constexpr int64_t TOGETHER = 256, CHUNK = 32;  // rows whose results are in memory at once; of one thread
   const int64_t width = padded_dwords<E>(gate.n) * PER_DWORD<E>, most = std::min(rows, TOGETHER);
   E* active = reinterpret_cast<E*>(step_memory.get(2 * most * width * sizeof(E)));
   E* raised = active + most * width;
@@ -234,16 +251,56 @@ void gated(
     const int64_t count = std::min(rows - first, TOGETHER);
     linear<E>(gate, x + first * ldx, ldx, count, active, width, Into::STORE, threads);
     linear<E>(up, x + first * ldx, ldx, count, raised, width, Into::STORE, threads);
-    parallel((count + CHUNK - 1) / CHUNK, threads, [&](int64_t unit) {
-      for (int64_t row = unit * CHUNK; row < std::min(count, (unit + 1) * CHUNK); ++row)
-        for (int64_t i = 0; i < width; i += 16) {
-          const Mask lanes = first_lanes(gate.n - i);
-          E* at = active + row * width + i;
-          store(at, silu<E>(load(at, lanes)) * load(raised + row * width + i, lanes), first_lanes(width - i));
-        }
-    });
+    activate(active, raised, width, gate.n, count, active, width, threads);
     linear<E>(down, active, width, count, y + first * down.n, down.n, Into::STORE, threads);
   }
+}
+
+// y [tokens, n] = the sum over a token's experts, in their order, of its weight for one times down(silu(gate) * up),
+// where the first half of an expert's gate_up is the gate. index and weights [tokens, chosen]: `chosen` different experts
+// of each token; those from `count` on are of other ranks. Returns how many experts were computed.
+template <class E>
+int64_t experts(
+    const Linear* gate_up, const Linear* down, int64_t count, const int64_t* index, const float* weights, int64_t chosen,
+    const E* x, int64_t ldx, int64_t tokens, E* y, int threads) {
+  static thread_local std::vector<int64_t> ends, order;  // choices by expert
+  ends.assign(count + 1, 0);
+  for (int64_t i = 0; i < tokens * chosen; ++i)
+    if (index[i] < count) ++ends[index[i] + 1];
+  for (int64_t e = 0; e < count; ++e) ends[e + 1] += ends[e];
+  order.resize(ends[count]);
+  for (int64_t i = 0; i < tokens * chosen; ++i)
+    if (index[i] < count) order[ends[index[i]]++] = i;
+
+  const int64_t inner = down->k, n = down->n, width = padded_dwords<E>(inner) * PER_DWORD<E>;
+  const int64_t most = std::min(int64_t(order.size()), TOGETHER), results_width = round_up(n, 16);
+  const int64_t of_sums = tokens * results_width * sizeof(float);
+  float* sums = reinterpret_cast<float*>(
+      step_memory.get(of_sums + most * (ldx + 2 * round_up(inner, 16) + width + results_width) * sizeof(E)));
+  E* rows = reinterpret_cast<E*>(sums + tokens * results_width);
+  E *active = rows + most * ldx, *results = active + most * width, *both = results + most * results_width;
+  std::memset(sums, 0, of_sums);
+  int64_t computed = 0;
+  for (int64_t e = 0, first = 0; e < count; first = ends[e++]) {
+    computed += ends[e] > first;
+    for (int64_t at = first; at < ends[e]; at += TOGETHER) {
+      const int64_t number = std::min(ends[e] - at, TOGETHER);
+      const int64_t* choices = order.data() + at;
+      for (int64_t r = 0; r < number; ++r) std::memcpy(rows + r * ldx, x + choices[r] / chosen * ldx, ldx * sizeof(E));
+      linear<E>(gate_up[e], rows, ldx, number, both, 2 * inner, Into::STORE, threads);
+      activate(both, both + inner, 2 * inner, inner, number, active, width, threads);
+      linear<E>(down[e], active, width, number, results, results_width, Into::STORE, threads);
+      for (int64_t r = 0; r < number; ++r) {
+        float* sum = sums + choices[r] / chosen * results_width;
+        const Floats weight = floats(weights[choices[r]]);
+        for (int64_t i = 0; i < n; i += 16)
+          store(sum + i, add(load(sum + i), multiply(load(results + r * results_width + i, first_lanes(n - i)), weight)));
+      }
+    }
+  }
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t i = 0; i < n; i += 16) store(y + t * n + i, load(sums + t * results_width + i), first_lanes(n - i));
+  return computed;
 }
 
 // to [tokens, heads, size] = heads * cos + (-upper half, lower half) * sin, for cos and sin [tokens, size].
@@ -398,6 +455,16 @@ void baton_gated(
   const Borrowing borrowing;
   BATON_BY_TYPE(
       is_bf16, gated<E>(*gate, *up, *down, static_cast<const E*>(x), width, rows, static_cast<E*>(y), threads));
+}
+
+int64_t baton_experts(
+    int is_bf16, const Linear* gate_up, const Linear* down, int64_t count, const int64_t* index, const float* weights,
+    int64_t chosen, const void* x, int64_t width, int64_t tokens, void* y, int threads) {
+  const Borrowing borrowing;
+  BATON_BY_TYPE(
+      is_bf16, return experts<E>(
+                   gate_up, down, count, index, weights, chosen, static_cast<const E*>(x), width, tokens,
+                   static_cast<E*>(y), threads));
 }
 
 // Queries and keys of the same tokens.
