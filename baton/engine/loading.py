@@ -202,12 +202,13 @@ def load_runner(
         wide, _ = make_runner(KVPool(unrounded, few, device), unrounded.positions_in(few))
     if isinstance(config, GeneralConfig):
         with _stage("self-check", on_stage), torch.no_grad():
-            check_against_reference(wide, model.reference)
+            in_float32 = None
             if dtype != "float32":
                 layers = tuple(replace(layer, dtype="float32") for layer in local.layers)
                 pool = KVPool(KVLayout(options.block_size, layers), num_blocks(local), device)
                 checked, _ = make_runner(pool, pool.layout.positions_in(pool.num_blocks), computed="float32")
-                check_in_float32(checked, model.reference, model.in_float32())
+                in_float32 = check_in_float32(checked, model.reference, model.in_float32())
+            check_against_reference(wide, model.reference, in_float32=in_float32)
     if wide is not runner:
         with _stage("kv error", on_stage), torch.no_grad():
             report_kv_error(runner, wide)
