@@ -1,5 +1,5 @@
-"""Attention of few queries at level `amx` is computed without tiles and has the same bits as with tiles. Tested with
-emulated tiles, and with the processor's own if it has them."""
+"""Attention of few queries in bf16 has the same bits as that of many, which is computed in tiles. Tested with products
+of pairs, with emulated AMX tiles, and with the processor's own if it has them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,23 @@ from baton.engine.kernels.build import can_compile, processor_levels
 from baton.engine.kernels.native import choose_kernels
 from tests.engine.test_kernels_attention import Case
 from tests.engine.tiles import EMULATED, OTHER_ORDER, load, needs_emulation, products
+from tests.support.engine_driver import bfloat16_levels
 
 CPU = torch.device("cpu")
 needs_amx = pytest.mark.skipif("amx" not in processor_levels(), reason="no AMX")
-levels = pytest.mark.parametrize(
-    "level", [pytest.param(EMULATED, marks=needs_emulation), pytest.param("amx", marks=needs_amx)]
-)
+BY_AMX = [pytest.param(EMULATED, marks=needs_emulation), pytest.param("amx", marks=needs_amx)]
+levels = pytest.mark.parametrize("level", BY_AMX)
+needs_pairs = pytest.mark.skipif("avx512_bf16" not in processor_levels(), reason="no avx512_bf16")
+pair_levels = pytest.mark.parametrize("level", [pytest.param("avx512_bf16", marks=needs_pairs), *BY_AMX])
 SHAPES: list[dict[str, Any]] = [
     {},  # 3 columns a token
     {"heads": 6, "kv_heads": 1, "window": 70},
     {"heads": 7, "kv_heads": 1},
     {"heads": 4, "kv_heads": 4, "head_dim": 80, "window": 1},
     {"heads": 2, "kv_heads": 1, "head_dim": 33, "block_size": 8},
+    {"heads": 3, "kv_heads": 3, "head_dim": 3, "block_size": 1},
+    {"heads": 6, "kv_heads": 2, "head_dim": 15, "window": 9},
+    {"heads": 4, "kv_heads": 1, "head_dim": 65},
     {"heads": 5, "kv_heads": 1, "head_dim": 128},
 ]
 
@@ -73,7 +78,7 @@ def values_that_cancel(case: Case) -> None:
 NUMBERS = {numbers.__name__: numbers for numbers in (ordinary, subnormal, scores_that_cancel, values_that_cancel)}
 
 
-@levels
+@pair_levels
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_few_queries_have_the_same_bits_as_with_tiles(level: str, shape: dict[str, Any], numbers: str) -> None:
@@ -94,7 +99,21 @@ def test_up_to_six_columns_are_computed_without_tiles(heads: int, tokens: int, i
     assert (products(load(EMULATED)) > before) == in_tiles
 
 
-@levels
+@pytest.mark.parametrize("level", [*bfloat16_levels(), pytest.param(EMULATED, marks=needs_emulation)])
+@pytest.mark.parametrize("tokens", [1, 2, 150])
+@pytest.mark.parametrize("head_dim", [16, 66])
+def test_of_numbers_near_the_smallest_only_subnormal_ones_are_lost(level: str, tokens: int, head_dim: int) -> None:
+    """A value or a running sum that is subnormal counts as zero where pairs are multiplied."""
+    case = Case(torch.bfloat16, lengths=(150,), head_dim=head_dim)
+    subnormal(case)
+    case.values *= 2.0**3
+    expected, smallest = case.expected(0), 2.0**-126
+    error = (in_pieces(case, level, tokens).double() - expected).abs()
+    assert expected.abs().median() > 16 * smallest
+    assert (error <= 2**-6 * expected.abs() + 6 * smallest).all()
+
+
+@pair_levels
 def test_attention_leaves_subnormal_numbers_enabled(level: str) -> None:
     smallest = float("5e-324")
     Case(torch.bfloat16, lengths=(10,)).attend(level, [(0, 9, 10)])
