@@ -174,6 +174,8 @@ def seen(task: asyncio.Task[Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.InternalError):  # of a server's write: it names the operation, not the cause
+        return CLOSED_BY_PEER
     if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
         return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__

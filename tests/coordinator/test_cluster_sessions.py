@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from baton.core.commands import Prefill, TrackedSequence
+from baton.core.commands import AdapterSource, Prefill, SetAdapters, TrackedSequence
 from baton.core.events import GpuUsage, StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
 from baton.runtime import codec
-from baton.runtime.streams import LARGE_BYTES
+from baton.runtime.streams import LARGE_BYTES, dial
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.policy.choice import Stage
-from tests.support.fake_workers import bench, run_to_end, wait_for_dispatch
+from tests.support.fake_workers import FakeWorker, Wire, bench, run_to_end, wait_for_dispatch
 from tests.support.nodes import until
 
 
@@ -166,3 +167,24 @@ async def test_a_large_message_is_parsed_off_the_event_loop(
             await until(lambda count=number: b.requests.stale_events == count, what=name)
     here = threading.current_thread().name
     assert threads["small"] == here and threads["large"].startswith("large messages")
+
+
+async def test_the_cause_is_named_if_a_session_breaks_while_a_command_is_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """gRPC gives a failed write no cause."""
+    async with bench() as b:
+        await (wire := Wire(b.port)).start()
+        join = FakeWorker("p0", wire).join("")
+        session = worker_pb2.SessionRequest
+        channel, _, _ = await dial(
+            f"127.0.0.1:{wire.port}", lambda c: worker_pb2_grpc.WorkerControlStub(c).Session, session, join, 5.0
+        )
+        for _ in range(3):  # more than is buffered for a worker that reads nothing
+            b.cluster.send("p0", SetAdapters((AdapterSource("a", "p" * (12 << 20)),)))
+        await asyncio.sleep(0.3)
+        wire.cut()
+        await until(lambda: b.state("p0") == "disconnected")
+        assert "session of p0 broke: closed by the peer" in caplog.text
+        await channel.close()
+        await wire.close()
