@@ -96,7 +96,7 @@ class _Starter:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
-            command = [*self._command, str(theirs.fileno())]
+            command = [*self._command, str(theirs.fileno()), str(os.getpid())]
             ours.settimeout(START_S)
             self._control, self._ready = ours, False
             self.process = subprocess.Popen(

@@ -1,10 +1,10 @@
 """The process that computes grammar masks for a worker, and the one that starts it.
 
-    python -m baton.runtime.grammar_process DIRECTORY VOCAB_SIZE FD
+    python -m baton.runtime.grammar_process DIRECTORY VOCAB_SIZE FD PARENT_PID
 
 loads the tokenizer, replies "ready", or why it cannot be used, on the socket FD (Unix, SOCK_SEQPACKET), and then forks
 a child for every socket that it receives there, within milliseconds, and replies with its pid. It ends when its parent
-closes the socket.
+closes the socket, or dies.
 
 A child answers one `MaskRequest` after another on its own socket. It has limits that the kernel enforces even while
 llguidance computes: processor time for each request, memory, and a stack; a child that exceeds one dies.
@@ -35,7 +35,7 @@ from baton.engine.grammar_automaton import (
     load_tokenizer,
 )
 from baton.runtime.frames import READY, FrameReader, MaskRequest, MasksComputed, encode
-from baton.runtime.process import set_death_signal
+from baton.runtime.process import die_with_parent, set_death_signal
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -47,6 +47,7 @@ _READ_BYTES = 1 << 20
 
 
 def main() -> None:
+    die_with_parent(int(sys.argv[4]))  # not only by the socket, which is not read while the tokenizer loads
     directory, vocab_size, control = Path(sys.argv[1]), int(sys.argv[2]), socket.socket(fileno=int(sys.argv[3]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the worker drains, and needs masks meanwhile
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children

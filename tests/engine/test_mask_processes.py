@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -192,6 +195,42 @@ def test_unusable_tokenizer_is_the_reason(tmp_path: Path) -> None:
         ask(processes, AutomatonHandle(LETTERS, "a")).result(WAIT_S)
     assert processes._state.starter.process is first, "it is not started again and again"
     processes.close()
+
+
+STARTS_AND_DIES = """
+import os, sys, time
+from pathlib import Path
+from baton.engine.mask_processes import MaskProcesses
+processes = MaskProcesses(Path(sys.argv[1]), 4096)
+processes.start()
+time.sleep(float(sys.argv[2]))
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("while_it_loads", [False, True])
+def test_a_process_that_loads_the_tokenizer_ends_when_its_parent_is_killed(
+    while_it_loads: bool, tmp_path: Path
+) -> None:
+    """Or before that: its parent may die before it has requested the parent-death signal."""
+    os.mkfifo(tokenizer := tmp_path / "tokenizer.json")  # whoever reads it waits for a writer, and then for its end
+    command = [sys.executable, "-c", STARTS_AND_DIES, str(tmp_path), str(WAIT_S if while_it_loads else 0)]
+    writer = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        try:
+            if while_it_loads:
+                until = time.monotonic() + WAIT_S
+                while writer is None and time.monotonic() < until:
+                    with contextlib.suppress(OSError):  # nobody reads yet
+                        writer = os.open(tokenizer, os.O_WRONLY | os.O_NONBLOCK)
+                    time.sleep(0.02)
+                assert writer is not None
+                parent.kill()
+            assert select.select([parent.stdout], [], [], WAIT_S / 4)[0], "no process has the pipe open any more"
+        finally:
+            parent.kill()
+            with contextlib.suppress(OSError):  # nobody reads any more
+                os.close(os.open(tokenizer, os.O_WRONLY | os.O_NONBLOCK) if writer is None else writer)
 
 
 def test_processes_end_with_their_owner() -> None:
